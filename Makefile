@@ -1,0 +1,43 @@
+# make demo       install, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a picture
+# make test       install what is missing, run the tests
+# make check      formatting, lint, types
+# make fix        format, and mend what lint can mend
+# make test-long  slow proofs: long random rounds, soak
+# make bench      our code beside the usual ways, one JSON line a row
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-long check fix bench
+help:
+	@sed -n 's/^# make /make /p' Makefile
+
+install: $(INSTALLED)
+$(INSTALLED): pyproject.toml scripts/install.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenrank needs Python 3.11 or newer: \
+	make install PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python scripts/install.py
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/python scripts/demo.py
+
+test: $(INSTALLED)
+	@$(BIN)/pytest -m "not long"
+
+test-long: $(INSTALLED)
+	@$(BIN)/pytest -m long --timeout 3600
+
+check: $(INSTALLED)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+fix: $(INSTALLED)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	@$(BIN)/python scripts/bench/balance.py

@@ -1,0 +1,203 @@
+"""Atomic output: a dataset's folder appears whole, or what was there before stays."""
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from evenrank.datasets.errors import DataError
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    LENGTH,
+    LENGTH_PERCENTILES,
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    USER_ID,
+    DataFile,
+    Manifest,
+    Split,
+    content_hash,
+)
+from evenrank.preprocess.interactions import Interactions
+
+# Fixed, so that the files do not depend on the machine. 16,384 rows of MovieLens size are some 30 MB.
+ROWS_PER_FILE = 16_384
+ROWS_PER_GROUP = 2_048
+
+
+@contextlib.contextmanager
+def replacing_folder(out: Path) -> Iterator[Path]:
+    """Give an empty folder to write to, and put it in the place of `out` if the block ends without an exception.
+
+    The exchange is one system call on Linux, so a reader sees the old dataset or the new one. If the block fails, the
+    old one stays, and the half-written one is removed; after a kill, the next run removes it.
+
+    Raises:
+        DataError: `out` holds something that is not a dataset, cannot be written, or another run is writing it.
+
+    """
+    out = out.absolute()
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is a file; choose another output folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
+        raise DataError(f"{out} holds something that is no dataset ({MANIFEST_NAME} is missing); choose another folder")
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(out.with_name(f".{out.name}.lock"), out):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                yield partial
+                _flush(partial)
+                _put_in_place(partial, out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"{out} could not be written: {error.strerror or error}; nothing was changed there") from error
+
+
+@contextlib.contextmanager
+def _exclusive(lock: Path, out: Path) -> Iterator[None]:
+    while True:
+        file = lock.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise DataError(f"another run is writing {out}; wait for it, or choose another output folder") from None
+        # The holder before us removes the file when it is done: what we locked may be gone from the folder.
+        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            break
+        file.close()
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        file.close()
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    if not out.exists():
+        partial.rename(out)
+    elif not _exchange(partial, out):
+        # Elsewhere than on Linux: two renames, and the old folder is brought back if the second one fails.
+        old = out.with_name(f".{out.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
+        try:
+            partial.rename(out)
+        except OSError:
+            old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step; False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_cwd, rename_exchange = -100, 2  # from <fcntl.h> and <linux/fs.h>
+    return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) == 0)
+
+
+def write_dataset(
+    folder: Path,
+    *,
+    dataset: str,
+    splits: Mapping[str, pl.DataFrame],
+    interactions: Interactions,
+    options: Mapping[str, object],
+) -> Manifest:
+    """Write the Parquet files of each split and the manifest into an empty folder."""
+    contextual = () if interactions.context is None else tuple(interactions.context.labels)
+    labels = {} if interactions.context is None else interactions.context.labels
+    vocabulary_sizes = {
+        USER_ID: _largest(splits, pl.col(USER_ID)) + 1,
+        ITEM_ID: _largest(splits, pl.col(ITEM_ID).list.max()) + 1,
+        ACTION: interactions.num_actions,
+        **{name: len(labels[name]) for name in contextual},
+    }
+    written = {name: _write_split(folder, name, rows, contextual) for name, rows in splits.items()}
+    extra_events: dict[str, str] = {}
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        dataset=dataset,
+        sources=interactions.sources,
+        options={**interactions.options, **options},
+        splits=written,
+        contextual=contextual,
+        extra_events=extra_events,
+        vocabulary_sizes=vocabulary_sizes,
+        context_labels=labels,
+        content_hash=content_hash(
+            splits=written, contextual=contextual, extra_events=extra_events, vocabulary_sizes=vocabulary_sizes
+        ),
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _largest(splits: Mapping[str, pl.DataFrame], values: pl.Expr) -> int:
+    return max((rows.select(values.max()).item() or 0 for rows in splits.values()), default=0)
+
+
+def _write_split(folder: Path, name: str, rows: pl.DataFrame, contextual: tuple[str, ...]) -> Split:
+    schema = pa.schema(
+        [
+            *(pa.field(column, pa.int64(), nullable=False) for column in (USER_ID, *contextual)),
+            *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in EVENT_DTYPES.items()),
+            pa.field(LENGTH, pa.int32(), nullable=False),
+        ]
+    )
+    (folder / name).mkdir()
+    files = []
+    # An empty split has one file without rows, so that its columns can still be read.
+    for number, first in enumerate(range(0, max(1, len(rows)), ROWS_PER_FILE)):
+        part = rows.slice(first, ROWS_PER_FILE)
+        path = folder / name / f"part-{number:05d}.parquet"
+        table = part.rechunk().to_arrow().select(schema.names).cast(schema)
+        pq.write_table(table, path, row_group_size=ROWS_PER_GROUP, compression="zstd")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files.append(DataFile(path=f"{name}/{path.name}", rows=len(part), sha256=digest))
+    lengths = rows.get_column(LENGTH).to_numpy()
+    return Split(
+        files=tuple(files), rows=len(rows), interactions=int(lengths.sum()), lengths=summarize_lengths(lengths)
+    )
+
+
+def summarize_lengths(lengths: np.ndarray) -> dict[str, float]:
+    """Return the smallest, the percentiles by nearest rank, the largest and the mean of history lengths."""
+    if len(lengths) == 0:
+        return {}
+    ordered = np.sort(lengths)
+    ranks = {f"p{p}": int(np.ceil(p / 100 * len(ordered))) - 1 for p in LENGTH_PERCENTILES}
+    return {
+        "min": int(ordered[0]),
+        **{name: int(ordered[rank]) for name, rank in ranks.items()},
+        "max": int(ordered[-1]),
+        "mean": round(float(ordered.mean()), 3),
+    }
