@@ -98,7 +98,8 @@ class Zipf:
     def _cumulative(self) -> NDArray[np.float64]:
         mass = np.arange(self.low, self.high + 1, dtype=np.float64) ** -self.exponent
         cumulative: NDArray[np.float64] = np.cumsum(mass)
-        return cumulative / cumulative[-1]
+        cumulative /= cumulative[-1]
+        return cumulative
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""

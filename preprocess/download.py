@@ -19,7 +19,7 @@ def ensure_raw_files(dataset: PublicDataset, raw_dir: Path, *, show_progress: bo
     downloaded first if it is not there either. Whatever the archive holds besides stays in it.
 
     Raises:
-        DataError: the download fails, the archive's MD5 is wrong, or it lacks a file. Nothing half-written stays behind.
+        DataError: the download fails, the archive's MD5 is wrong, or it lacks a file; nothing half-written stays.
 
     """
     folder = raw_dir / dataset.name
@@ -77,5 +77,5 @@ def _unpack(dataset: PublicDataset, archive: Path, folder: Path) -> None:
         raise DataError(f"{archive} does not hold {dataset.name}/{name}; delete it to download it again") from error
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"{archive} could not be unpacked into {folder} ({error}); free the place, or copy it"
+            f"{archive} could not be unpacked into {folder} ({error}); is there room, may it be written?"
         ) from error

@@ -1,5 +1,6 @@
 """MovieLens (ml-1m, ml-20m): rating files -> interactions. A rating becomes an action from 0 (lowest) on."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import polars as pl
@@ -75,7 +76,7 @@ def _read_ratings(dataset: PublicDataset, path: Path) -> pl.DataFrame:
     )
 
 
-def _scan(dataset: PublicDataset, path: Path, skip_lines: int, dtypes: dict[str, type[pl.DataType]]) -> pl.LazyFrame:
+def _scan(dataset: PublicDataset, path: Path, skip_lines: int, dtypes: Mapping[str, type[pl.DataType]]) -> pl.LazyFrame:
     # A separator of two characters, `::`, is read as one of them with an empty column between each two fields.
     gaps = len(dataset.separator) - 1
     schema: dict[str, type[pl.DataType]] = {}

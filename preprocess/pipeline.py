@@ -1,4 +1,4 @@
-"""The whole job, stage by stage: a dataset's raw files -> interactions -> sequences -> splits -> a folder of Parquet."""
+"""The whole job, stage by stage: raw files -> interactions -> sequences -> splits -> a folder of Parquet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,0 +1,139 @@
+"""Lengths -> what a sample costs to train on, as whole numbers.
+
+A cost is anything that can be called with a batch's lengths and numbers of candidates and returns int64:
+
+    cost({"item_id": [12, 0, 7], "action": [12, 0, 7], ...}, num_candidates=[1, 0, 1]) -> [c0, c1, c2]
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.datasets.errors import ConfigError
+from evenrank.datasets.schema import ACTION, ITEM_ID
+
+# All costs of a step are added up in int64; one bit is the sign's, one is left for sums of two sums.
+_COST_BITS = 62
+
+
+class Cost(Protocol):
+    """What a sample costs, in any unit: only ratios matter."""
+
+    def __call__(
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the cost of each sample.
+
+        Args:
+            lengths: per jagged key, int64 [B]. A key that a second KeyedJaggedTensor has too is called `field.key`.
+            num_candidates: int64 [B]; zeros for batches that have none.
+
+        Returns:
+            int64 [B], none negative.
+
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HSTUCost:
+    """Floating-point operations of forward and backward through an HSTU encoder (Zhai et al., 2024).
+
+    Of a sample with s tokens, width d = `hidden` and w = `heads * head_dim`, a layer's matrix products take, at 2
+    operations for a multiplication and an addition,
+
+        U, V, Q, K projections   s rows, d -> 4 w      8 s d w
+        scores Q K^T             s x s, over w         2 s^2 w    (half of it where attention is causal)
+        weighted values          s x s, over w         2 s^2 w    (likewise)
+        output projection        s rows, w -> d        2 s w d
+
+    forward, and twice that backward: each product A B has the gradients by A and by B, of the same size. Norms, gates
+    and activations are linear in s and small beside the projections; they are left out.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    layers: int
+    causal: bool = True
+    interleave_actions: bool = False  # each action is a token of its own behind its item
+    contextual: tuple[str, ...] = ()  # keys whose values are tokens in front of the history
+    max_tokens: int = 131_072  # of one sample; fixes the scale on which costs are added up without overflow
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "heads", "head_dim", "layers", "max_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def max_cost(self) -> int:
+        """The cost of a sample of `max_tokens`."""
+        return int(self.flops(np.array([self.max_tokens], dtype=object))[0])
+
+    def __call__(
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the operations of each sample: int64 [B]."""
+        return self.flops(self.tokens(lengths))
+
+    def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the tokens that each sample has in the encoder: int64 [B]."""
+        keys = (ITEM_ID, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
+        missing = [key for key in keys if key not in lengths]
+        if missing:
+            raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
+        tokens: NDArray[np.int64] = np.sum([lengths[key] for key in keys], axis=0)
+        return tokens
+
+    def flops(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the operations for these numbers of tokens, of the same shape."""
+        width = self.heads * self.head_dim
+        projections = 10 * tokens * self.hidden * width
+        attention = (2 if self.causal else 4) * tokens * tokens * width
+        return 3 * self.layers * (projections + attention)
+
+
+def cost_shift(cost: Cost, samples_per_step: int) -> int:
+    """Return by how many bits costs are shifted right so that those of a whole step add up within 62 bits.
+
+    It follows from the configuration alone, so it is the same on all ranks and in all steps. A cost that does not
+    declare its `max_cost` is not shifted.
+    """
+    max_cost = getattr(cost, "max_cost", None)
+    return 0 if max_cost is None else max(0, (samples_per_step * int(max_cost)).bit_length() - _COST_BITS)
+
+
+def scaled_costs(
+    cost: Cost,
+    lengths: Mapping[str, NDArray[np.int64]],
+    num_candidates: NDArray[np.int64],
+    *,
+    samples_per_step: int,
+) -> NDArray[np.int64]:
+    """Call `cost`, check what it returns, and scale it for adding up.
+
+    Returns:
+        int64 [B].
+
+    Raises:
+        ConfigError: the costs are not whole numbers, one is negative, or so large that a step could overflow.
+
+    """
+    costs = np.asarray(cost(lengths, num_candidates))
+    if costs.shape != num_candidates.shape or costs.dtype.kind not in "iu":
+        raise ConfigError(
+            f"a cost must return int64 of shape {num_candidates.shape}, got {costs.dtype} of shape {costs.shape}"
+        )
+    scaled = costs.astype(np.int64) >> cost_shift(cost, samples_per_step)
+    if len(scaled) and int(scaled.min()) < 0:
+        raise ConfigError(f"a cost must not be negative, got {int(costs.min())}")
+    limit = (1 << _COST_BITS) // samples_per_step
+    if len(scaled) and int(scaled.max()) > limit:
+        raise ConfigError(
+            f"a cost of {int(costs.max())} is too large to be added up over {samples_per_step:,} samples; raise "
+            f"max_tokens of the cost, or return costs of at most {limit}"
+        )
+    return scaled
