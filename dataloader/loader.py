@@ -84,6 +84,7 @@ class SequenceLoader:
     Attributes:
         num_samples: rows of the split that have enough events, over all ranks.
         num_dropped: rows that do not.
+        collate: makes a batch, not padded, of any rows of the split.
 
     """
 
@@ -99,6 +100,13 @@ class SequenceLoader:
             self._rows = None if enough.all() else np.flatnonzero(enough)
         self.num_samples = len(store) if self._rows is None else len(self._rows)
         self.num_dropped = len(store) - self.num_samples
+        self.collate = SequenceCollate(
+            store=store,
+            max_history_length=config.max_history_length,
+            num_candidates=config.max_num_candidates,
+            label_history=config.num_tasks > 0,
+            candidate_actions=config.candidate_actions,
+        )
         self._seed = config.seed
         self._start = (0, 0)  # epoch and position where the next iteration begins
         self._after_last = (0, 0)  # epoch and position after the batch that was yielded last
@@ -119,13 +127,7 @@ class SequenceLoader:
         batches = PaddedBatches(
             chain.from_iterable(self._row_blocks(dealing, epoch)),
             batch_size=self._config.batch_size,
-            collate=SequenceCollate(
-                store=self._store,
-                max_history_length=self._config.max_history_length,
-                num_candidates=self._config.max_num_candidates,
-                label_history=self._config.num_tasks > 0,
-                candidate_actions=self._config.candidate_actions,
-            ),
+            collate=self.collate,
             num_batches=dealing.num_steps,
             apply=self._apply,
         )

@@ -83,7 +83,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `folder/manifest.json`, the same bytes for the same content."""
-        text = json.dumps(asdict(self), indent=2, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
         (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 
 

@@ -54,6 +54,7 @@ def replacing_folder(out: Path) -> Iterator[Path]:
     if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
         raise DataError(f"{out} holds something that is no dataset ({MANIFEST_NAME} is missing); choose another folder")
     partial = out.with_name(f".{out.name}.partial")
+    missing = [folder for folder in out.parents if not folder.exists()]  # innermost first
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(out.with_name(f".{out.name}.lock"), out):
@@ -67,6 +68,10 @@ def replacing_folder(out: Path) -> Iterator[Path]:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise DataError(f"{out} could not be written: {error.strerror or error}; nothing was changed there") from error
+    finally:
+        for folder in missing:  # that were made for nothing
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 @contextlib.contextmanager

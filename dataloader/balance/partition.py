@@ -47,9 +47,15 @@ def _karmarkar_karp(costs: NDArray[np.int64], world_size: int, tolerance: float)
 
 
 def _lpt_swap(costs: NDArray[np.int64], world_size: int, tolerance: float) -> NDArray[np.int32]:
-    order = _longest_first_order(costs)
     bound = lower_bound(costs, world_size)
-    return swap_down(costs, longest_first(costs, order, world_size), bound + int(bound * tolerance))
+    target = bound + int(bound * tolerance)
+    stay = _identity(costs, world_size, tolerance)
+    dealt = _heaviest(costs, stay, world_size)
+    if dealt <= target:
+        return stay
+    rank_of = swap_down(costs, longest_first(costs, _longest_first_order(costs), world_size), target)
+    # Longest first is a heuristic: on a few samples it can end above what was dealt.
+    return rank_of if _heaviest(costs, rank_of, world_size) < dealt else stay
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -73,7 +79,7 @@ def partition(
         costs: int64 [W * B] or [W, B], rank after rank, none negative, with a sum below 2^62.
         world_size: W.
         strategy: `identity` (all stay), `karmarkar-karp` (largest differencing), or `lpt-swap` (longest first, then
-            swaps between the heaviest rank and others); each with equal counts.
+            swaps between the heaviest rank and others; never worse than `identity`); each with equal counts.
         num_real: int64 [W]: the first so many rows of each rank are samples, the others padding; None: all are samples.
         tolerance: swapping ends once the heaviest rank is within this factor above the lower bound.
 
@@ -113,6 +119,12 @@ def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
         pair = int(ascending[-world_size]) + int(ascending[-world_size - 1])
         bound = max(bound, pair + int(ascending[: batch_size - 2].sum()))
     return bound
+
+
+def _heaviest(costs: NDArray[np.int64], rank_of: NDArray[np.int32], world_size: int) -> int:
+    loads = np.zeros(world_size, dtype=np.int64)
+    np.add.at(loads, rank_of, costs)
+    return int(loads.max())
 
 
 def _longest_first_order(costs: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,65 @@
+"""`evenrank inspect`: what is in a dataset."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from evenrank.cli import console
+from evenrank.datasets.schema import Manifest, read_manifest
+
+
+def inspect_command(
+    path: Annotated[Path, typer.Argument(help="Folder that `evenrank preprocess` wrote.", show_default=False)],
+) -> None:
+    """Show what is in a dataset: rows, interactions, history lengths, vocabulary sizes."""
+    manifest = read_manifest(path)
+    console.stdout.print(f"{path}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
+    for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
+        console.stdout.print(table)
+
+
+def splits_table(manifest: Manifest) -> Table:
+    """Rows, interactions and files of each split, and of all together."""
+    table = _table("split", "users", "interactions", "files")
+    for name, split in manifest.splits.items():
+        table.add_row(name, f"{split.rows:,}", f"{split.interactions:,}", str(len(split.files)))
+    splits = manifest.splits.values()
+    table.add_section()
+    table.add_row(
+        "all",
+        f"{sum(split.rows for split in splits):,}",
+        f"{sum(split.interactions for split in splits):,}",
+        str(sum(len(split.files) for split in splits)),
+    )
+    return table
+
+
+def lengths_table(manifest: Manifest) -> Table:
+    """Percentiles of the history lengths of each split."""
+    table = _table("events of a user", *manifest.splits)
+    names = dict.fromkeys(name for split in manifest.splits.values() for name in split.lengths)
+    for name in names:
+        lengths = [split.lengths.get(name) for split in manifest.splits.values()]
+        table.add_row(name, *("-" if length is None else f"{length:,}" for length in lengths))
+    return table
+
+
+def vocabulary_table(manifest: Manifest) -> Table:
+    """Each feature's number of ids, which is the size that its embedding table needs."""
+    table = _table("feature", "largest id + 1", "labels")
+    for name, size in manifest.vocabulary_sizes.items():
+        labels = [label for label in manifest.context_labels.get(name, ()) if label is not None]
+        shown = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
+        table.add_row(name, f"{size:,}", shown)
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name == "labels" else "right")
+    return table

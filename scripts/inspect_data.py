@@ -1,0 +1,7 @@
+"""Show what is in a dataset; the same as `evenrank inspect`."""
+
+from evenrank.cli.inspect import inspect_command
+from evenrank.cli.main import run_command
+
+if __name__ == "__main__":
+    run_command(inspect_command)

@@ -1,0 +1,7 @@
+"""Turn raw logs into sequence Parquet; the same as `evenrank preprocess`."""
+
+from evenrank.cli.main import run_command
+from evenrank.cli.preprocess import preprocess_command
+
+if __name__ == "__main__":
+    run_command(preprocess_command)

@@ -1,0 +1,87 @@
+"""The commands as people run them: processes, exit codes, what is printed where."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+ML_20M = "userId,movieId,rating,timestamp\n1,10,3.5,100\n1,11,4.0,90\n2,10,0.5,50\n"
+
+
+def _run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def _raw(tmp_path: Path) -> Path:
+    (tmp_path / "raw" / "ml-20m").mkdir(parents=True)
+    (tmp_path / "raw" / "ml-20m" / "ratings.csv").write_text(ML_20M)
+    return tmp_path / "raw"
+
+
+@pytest.mark.parametrize(
+    "command", [[sys.executable, ROOT / "scripts" / "preprocess.py"], [BIN / "evenrank", "preprocess"]]
+)
+def test_preprocess_then_inspect(tmp_path: Path, command: list[str | Path]) -> None:
+    raw = _raw(tmp_path)
+    run = _run(*command, "--dataset", "ml-20m", "--raw-dir", raw, "--eval-fraction", "0", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "out/ml-20m/train: 2 users, 3 interactions\nout/ml-20m/eval: 0 users, 0 interactions\n"
+    assert run.stderr == ""  # quiet where nobody looks
+    for inspect in ([sys.executable, ROOT / "scripts" / "inspect_data.py"], [BIN / "evenrank", "inspect"]):
+        shown = _run(*inspect, tmp_path / "out" / "ml-20m")
+        words = [line.split() for line in shown.stdout.splitlines()]
+        assert ["train", "2", "3", "1"] in words
+        assert ["all", "2", "3", "2"] in words
+        assert ["p50", "1", "-"] in words
+        assert ["max", "2", "-"] in words
+        assert ["item_id", "12"] in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["preprocess", "--dataset", "ml-2m"],
+            "error: no dataset is called 'ml-2m'; there are ml-1m, ml-20m, synthetic\n",
+        ),
+        (
+            ["preprocess", "--dataset", "synthetic", "--eval-fraction", "7"],
+            "error: eval_fraction must lie in 0..1, got 7.0\n",
+        ),
+        (["preprocess"], "Error: Missing option '--dataset'.\n"),
+        (["preprocess", "--dataset", "synthetic", "--seed", "x"], "Error: Invalid value for '--seed'"),
+        (["inspect", "nowhere"], "error: nowhere is not a dataset: no such folder; make one with"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exits_with_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    run = _run(BIN / "evenrank", *arguments, cwd=tmp_path)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_teaches_with_an_example() -> None:
+    run = _run(BIN / "evenrank", "preprocess", "--help")
+    assert run.returncode == 0
+    assert "evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m\n" in run.stdout
+
+
+def test_an_epoch_on_four_processes_sees_each_sample_once(small_dataset: Path) -> None:
+    command = [BIN / "torchrun", "--nproc_per_node", "4", ROOT / "scripts" / "inspect_balance.py", small_dataset]
+    run = _run(*command, "--batch-size", "8")
+    assert run.returncode == 0, run.stderr
+    assert "on 4 ranks: each seen exactly once and unaltered" in run.stdout
+    row = next(line.split() for line in run.stdout.splitlines() if line.strip().startswith("lpt-swap"))
+    assert float(row[1]) > 1.05 > float(row[2])
+
+
+def test_inspecting_balance_without_torchrun_says_how(small_dataset: Path) -> None:
+    run = _run(sys.executable, ROOT / "scripts" / "inspect_balance.py", small_dataset)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: run it under torchrun")
+    assert run.stderr.count("\n") == 1

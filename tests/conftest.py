@@ -1,0 +1,33 @@
+"""Fixtures that many tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from evenrank.datasets.distributions import Lognormal, Zipf
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+from tests.ranks import RankPool
+
+# Examples that start collectives or compile take as long as they take; nothing is timed here.
+settings.register_profile("evenrank", deadline=None, print_blob=True)
+settings.load_profile("evenrank")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 synthetic users with lognormal histories of 0 to 60 events; 210 or so in train."""
+    out = tmp_path_factory.mktemp("small") / "data"
+    synthetic = SyntheticConfig(
+        num_users=300, lengths=Lognormal(mean=12, std=14, low=0, high=60), items=Zipf(exponent=1.05, high=500)
+    )
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=7, synthetic=synthetic))
+    return out

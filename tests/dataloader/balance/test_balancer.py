@@ -1,0 +1,104 @@
+"""Balancers on real Gloo groups of 1 to 4 processes."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.dataloader.balance import STRATEGIES, Balancer, StepMetrics
+from evenrank.dataloader.batch import lengths_of
+from evenrank.dataloader.pad import pad_batch
+from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
+from tests.ranks import RankPool
+
+Step = list[list[tuple[int, int]]]  # one rank's samples in a step: the lengths of their four keys, in pairs
+
+
+def _tokens(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
+    return lengths["a"] + lengths["b"] * 2 + lengths["weighted.a"] + lengths["c"]
+
+
+def _batches(rank: int, steps: list[Step], batch_size: int) -> list[RichBatch]:
+    return [
+        replace(
+            pad_batch(rich_batch(samples, first_id=1000 * rank + 10 * number), batch_size),
+            step=number,
+            position=number + 1,
+        )
+        for number, samples in enumerate(steps)
+    ]
+
+
+def _balance(
+    rank: int, world_size: int, steps: list[list[Step]], batch_size: int, strategy: str
+) -> list[dict[str, Any]]:
+    batches = _batches(rank, steps[rank], batch_size)
+    metrics: list[StepMetrics] = []
+    with Balancer(batches, cost=_tokens, strategy=strategy, on_step=metrics.append) as balancer:
+        seen = [
+            {
+                "samples": samples_of(batch),
+                "rows": batch.batch_size,
+                "padding": lengths_of(batch)[:, batch.num_real :].sum() + (batch.ids[batch.num_real :] + 1).abs().sum(),
+                "loss": (batch.loss_tokens, batch.world_loss_tokens),
+                "step": (batch.step, batch.position),
+            }
+            for batch in balancer
+        ]
+    for one, metric in zip(seen, metrics, strict=True):
+        one["after"] = metric.after.tolist()
+        one["before"] = metric.before.tolist()
+    return seen
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
+    """A batch size, and each rank's steps: partial batches, empty ones, ranks that end early or have no data."""
+    batch_size = draw(st.integers(1, 4))
+    length = st.one_of(st.just(0), st.integers(0, 30))
+    sample = st.tuples(length, length, length, length).map(lambda n: [(n[0], n[1]), (n[2], n[3])])
+    steps = st.lists(st.lists(sample, max_size=batch_size), max_size=5)
+    return batch_size, draw(st.lists(steps, min_size=1, max_size=4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=40)
+@given(world=worlds())
+def test_balancing_never_loses_duplicates_or_alters_a_sample(
+    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
+) -> None:
+    batch_size, steps = world
+    world_size = len(steps)
+    seen = ranks.run(world_size, _balance, steps, batch_size, strategy)
+    dealt = [_batches(rank, of_rank, batch_size) for rank, of_rank in enumerate(steps)]
+    num_steps = max(len(of_rank) for of_rank in steps)
+    assert [len(of_rank) for of_rank in seen] == [num_steps] * world_size
+    for number in range(num_steps):
+        before = [of_rank[number] for of_rank in dealt if number < len(of_rank)]
+        after = [of_rank[number] for of_rank in seen]
+        samples = [sample for one in after for sample in one["samples"]]
+        # The same samples, each once, whole.
+        assert sorted(samples, key=lambda sample: sample["id"]) == [s for batch in before for s in samples_of(batch)]
+        total = sum(batch.loss_tokens for batch in before)
+        for rank, one in enumerate(after):
+            ids = [sample["id"] for sample in one["samples"]]
+            assert ids == sorted(ids)  # ascending, and real ones first
+            assert one["rows"] == batch_size >= len(ids)
+            assert one["padding"] == 0
+            assert one["loss"] == (sum(len(sample["weighted c values"]) for sample in one["samples"]), total)
+            assert one["step"] == (number, number + 1)
+            if strategy == "identity":
+                mine = dealt[rank][number] if number < len(dealt[rank]) else None
+                assert one["samples"] == ([] if mine is None else samples_of(mine))
+        assert after[0]["after"] == [
+            sum(int(_tokens_of(sample)) for sample in one["samples"]) for one in after
+        ]  # the metrics say what was trained
+        assert max(after[0]["after"]) <= max(after[0]["before"]) or strategy == "karmarkar-karp"
+
+
+def _tokens_of(sample: dict[str, Any]) -> int:
+    lengths = {name.removesuffix(" values"): len(sample[name]) for name in sample if name.endswith("values")}
+    return lengths["first a"] + 2 * lengths["first b"] + lengths["weighted a"] + lengths["weighted c"]

@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from evenrank.dataloader.balance.cost import HSTUCost, cost_shift, scaled_costs
+from evenrank.datasets.errors import ConfigError
+
+
+class _HSTULayer(torch.nn.Module):
+    """The matrix products of one layer, as in the paper, with all of the attention matrix."""
+
+    def __init__(self, hidden: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.shape = (heads, head_dim)
+        self.uvqk = torch.nn.Linear(hidden, 4 * heads * head_dim)
+        self.out = torch.nn.Linear(heads * head_dim, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u, v, q, k = (part.view(-1, *self.shape).transpose(0, 1) for part in self.uvqk(x).chunk(4, dim=-1))
+        mixed = torch.nn.functional.silu(q @ k.transpose(1, 2)) @ v
+        return x + self.out((mixed * u).transpose(0, 1).reshape(len(x), -1))
+
+
+@pytest.mark.parametrize(("hidden", "heads", "head_dim", "tokens"), [(8, 2, 3, 5), (16, 4, 4, 33), (12, 1, 32, 1)])
+def test_flops_are_those_that_pytorch_counts_forward_and_backward(
+    hidden: int, heads: int, head_dim: int, tokens: int
+) -> None:
+    layers = torch.nn.Sequential(*(_HSTULayer(hidden, heads, head_dim) for _ in range(3)))
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layers(x).sum().backward()
+    cost = HSTUCost(hidden=hidden, heads=heads, head_dim=head_dim, layers=3, causal=False)
+    assert cost.flops(np.array([tokens])).tolist() == [counter.get_total_flops()]
+
+
+def test_causal_attention_costs_half() -> None:
+    shape = {"hidden": 8, "heads": 2, "head_dim": 4, "layers": 1}
+    tokens = np.array([10])
+    full, causal = (HSTUCost(**shape, causal=causal).flops(tokens).item() for causal in (False, True))
+    assert full == 3 * (10 * 10 * 8 * 8 + 4 * 10 * 10 * 8)
+    assert causal == 3 * (10 * 10 * 8 * 8 + 2 * 10 * 10 * 8)
+
+
+def test_tokens_are_items_and_whatever_else_is_a_token() -> None:
+    lengths = {"item_id": np.array([5, 0]), "action": np.array([4, 0]), "sex": np.array([1, 1])}
+    shape = {"hidden": 1, "heads": 1, "head_dim": 1, "layers": 1}
+    assert HSTUCost(**shape).tokens(lengths).tolist() == [5, 0]
+    assert HSTUCost(**shape, interleave_actions=True).tokens(lengths).tolist() == [9, 0]
+    assert HSTUCost(**shape, interleave_actions=True, contextual=("sex",)).tokens(lengths).tolist() == [10, 1]
+    with pytest.raises(ConfigError, match="needs the key 'age'; batches have item_id, action, sex"):
+        HSTUCost(**shape, contextual=("age",)).tokens(lengths)
+
+
+def test_a_step_of_the_longest_samples_adds_up_within_62_bits() -> None:
+    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, max_tokens=100_000)
+    samples = 16_384 * 128
+    longest = {"item_id": np.array([100_000])}
+    scaled = scaled_costs(cost, longest, np.zeros(1, dtype=np.int64), samples_per_step=samples)
+    assert 2**60 < int(scaled[0]) * samples <= 2**62
+    assert cost_shift(cost, 8) == 0
+
+
+def test_scaling_is_a_power_of_two_that_depends_on_the_configuration_alone() -> None:
+    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
+    samples = 1024 * 512
+    shift = cost_shift(cost, samples)
+    lengths = {"item_id": np.array([1, 77, 4096])}
+    scaled = scaled_costs(cost, lengths, np.zeros(3, dtype=np.int64), samples_per_step=samples)
+    assert shift > 0
+    assert scaled.tolist() == [c >> shift for c in cost(lengths, np.zeros(3)).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (np.array([0.5, 1.0]), r"must return int64 of shape \(2,\), got float64"),
+        (np.array([1]), r"got int64 of shape \(1,\)"),
+        (np.array([1, -5]), "must not be negative, got -5"),
+        (np.array([1, 2**60]), "cost of 1152921504606846976 is too large to be added up over 8 samples"),
+    ],
+)
+def test_what_a_cost_returns_is_checked(returned: np.ndarray, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scaled_costs(lambda lengths, candidates: returned, {}, np.zeros(2, dtype=np.int64), samples_per_step=8)

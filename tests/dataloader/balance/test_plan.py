@@ -1,0 +1,95 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.dataloader.balance.exchange import pack, unpack
+from evenrank.dataloader.balance.message import Header, StepSizes, decode, encode
+from evenrank.dataloader.balance.partition import Assignment
+from evenrank.dataloader.balance.plan import ALIGNMENT, make_plan
+from evenrank.dataloader.batch import lengths_of, schema_of
+from evenrank.dataloader.pad import pad_batch
+from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
+    """Padded batches of all ranks and any assignment that gives no rank more than a batch."""
+    world_size, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    length = st.integers(0, 5)
+    batches, counts = [], []
+    for rank in range(world_size):
+        rows = draw(st.lists(st.tuples(length, length, length, length), max_size=batch_size))
+        pairs = [[(a, b), (c, d)] for a, b, c, d in rows]
+        counts.append(len(rows))
+        batches.append(pad_batch(rich_batch(pairs, first_id=10 * rank), batch_size))
+    places = [rank for rank in range(world_size) for _ in range(batch_size)]
+    dealt = draw(st.permutations(places))
+    rank_of = np.full((world_size, batch_size), -1, dtype=np.int32)
+    for rank, count in enumerate(counts):
+        rank_of[rank, :count] = dealt[rank * batch_size : rank * batch_size + count]
+    return batches, Assignment(rank_of=rank_of)
+
+
+def _sizes(batches: list[RichBatch]) -> StepSizes:
+    schema = schema_of(batches[0])
+    messages = [
+        encode(
+            Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real, number=0),
+            schema,
+            np.zeros(schema.batch_size, dtype=np.int64),
+            lengths_of(batch),
+        )
+        for batch in batches
+    ]
+    return decode(np.stack(messages), schema)
+
+
+@settings(max_examples=200)
+@given(worlds())
+def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[list[RichBatch], Assignment]) -> None:
+    batches, assignment = world
+    world_size = len(batches)
+    schema, sizes = schema_of(batches[0]), _sizes(batches)
+    plans = [make_plan(schema, sizes, assignment, rank) for rank in range(world_size)]
+
+    # What each plan sends is what the others' plans expect, to the byte.
+    sent = np.stack([plan.send_bytes for plan in plans])
+    assert np.array_equal(sent, np.stack([plan.receive_bytes for plan in plans]).T)
+    assert np.array_equal(
+        np.stack([plan.send_counts for plan in plans]), np.stack([plan.receive_counts for plan in plans]).T
+    )
+    assert all((plan.send_offsets % ALIGNMENT == 0).all() for plan in plans)
+
+    # An all-to-all in one process: cut the send buffers into chunks, and hand them over.
+    chunks = [
+        np.split(pack(batch, plan).numpy(), np.cumsum(plan.send_bytes)[:-1])
+        for batch, plan in zip(batches, plans, strict=True)
+    ]
+    import torch
+
+    for rank, plan in enumerate(plans):
+        received = torch.from_numpy(np.concatenate([chunks[source][rank] for source in range(world_size)]))
+        after = unpack(batches[rank], plan, received)
+        expected = [
+            sample
+            for source, batch in enumerate(batches)
+            for row, sample in enumerate(samples_of(batch))
+            if assignment.rank_of[source, row] == rank
+        ]
+        assert samples_of(after) == expected
+        assert schema_of(after) == schema
+        assert lengths_of(after)[:, after.num_real :].sum() == 0
+        assert after.ids[after.num_real :].eq(-1).all()
+        assert after.matrix[after.num_real :].eq(0.5).all()
+        assert after.loss_tokens == lengths_of(after)[-1].sum()
+        assert after.world_loss_tokens == sum(batch.loss_tokens for batch in batches)
+
+
+def test_messages_are_read_as_they_were_written() -> None:
+    batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
+    schema = schema_of(batch)
+    header = Header(schema_hash=2**62, status=1, ended=1, num_real=2, epoch=3, step=4, position=2**40, number=5)
+    sizes = decode(encode(header, schema, np.array([7, 2**61]), lengths_of(batch))[np.newaxis], schema)
+    assert sizes.headers == (header,)
+    assert sizes.costs.tolist() == [[7, 2**61]]
+    assert sizes.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]

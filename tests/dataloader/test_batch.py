@@ -1,0 +1,64 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from evenrank.dataloader.batch import JaggedBatch, schema_of
+from tests.dataloader.rich_batch import rich_batch, samples_of
+
+BATCH = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
+
+
+def test_moving_a_batch_keeps_samples_and_host_side_caches() -> None:
+    moved = BATCH.to("cpu", non_blocking=True)
+    assert samples_of(moved) == samples_of(BATCH)
+    assert moved.first._length_per_key == [3, 2]
+    assert moved.num_real == 2
+
+
+def test_a_batch_shows_what_it_holds_in_one_line() -> None:
+    text = repr(BATCH)
+    assert text.startswith(
+        "RichBatch(num_real=2/2, epoch=0, step=0, first=[a: 3, b: 2], weighted=[a: 1, c: 4], ids=[2]"
+    )
+    assert "\n" not in text
+
+
+def test_schemas_name_the_fields_in_which_they_differ() -> None:
+    schema = schema_of(BATCH)
+    assert schema.differences(schema_of(rich_batch([[(0, 0), (0, 0)]] * 2))) == []
+    other = replace(BATCH, ids=BATCH.ids.int(), matrix=BATCH.matrix[:, :1], nothing=torch.zeros(2))
+    assert schema.differences(schema_of(other)) == [
+        "nothing: None and torch.float32",
+        "ids: torch.int64 and torch.int32",
+        "matrix: torch.bfloat16[2] and torch.bfloat16[1]",
+    ]
+
+
+def test_a_key_that_two_fields_have_is_named_with_its_field() -> None:
+    schema = schema_of(BATCH)
+    assert schema.jagged_keys == (("first", "a"), ("first", "b"), ("weighted", "a"), ("weighted", "c"))
+    named = schema.named(torch.arange(8).view(4, 2).numpy())
+    assert {name: row.tolist() for name, row in named.items()} == {
+        "a": [0, 1],
+        "b": [2, 3],
+        "weighted.a": [4, 5],
+        "c": [6, 7],
+    }
+
+
+def test_fields_with_another_number_of_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="ids must have batch_size = 2 rows, its shape is"):
+        schema_of(replace(BATCH, ids=torch.arange(3)))
+    with pytest.raises(ValueError, match="first must have batch_size = 3 rows in every key"):
+        schema_of(replace(BATCH, batch_size=3))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WithList(JaggedBatch):
+    names: list[str]
+
+
+def test_a_field_of_another_kind_says_how_to_declare_it() -> None:
+    with pytest.raises(TypeError, match=r"names must be .* or be declared with host\(\)"):
+        schema_of(WithList(batch_size=1, num_real=1, names=["x"]))

@@ -1,0 +1,66 @@
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.dataloader.batch import lengths_of, schema_of
+from evenrank.dataloader.pad import PaddedBatches, empty_batch, pad_batch
+from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
+
+
+def test_padding_adds_rows_of_length_zero_with_declared_fills() -> None:
+    batch = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
+    padded = pad_batch(batch, 4)
+    assert (padded.batch_size, padded.num_real) == (4, 2)
+    assert samples_of(padded) == samples_of(batch)
+    assert lengths_of(padded)[:, 2:].sum() == 0
+    assert padded.ids[2:].tolist() == [-1, -1]
+    assert padded.matrix[2:].tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert padded.nothing is None
+    assert padded.first.lengths().dtype == batch.first.lengths().dtype == torch.int32
+
+
+def test_a_real_empty_history_stays_real() -> None:
+    padded = pad_batch(rich_batch([[(0, 0), (0, 0)]]), 3)
+    assert padded.num_real == 1
+    assert len(samples_of(padded)) == 1
+
+
+def test_an_empty_batch_has_the_schema_it_is_made_from() -> None:
+    schema = schema_of(rich_batch([[(1, 2), (0, 3)]]))
+    empty = empty_batch(schema)
+    assert schema_of(empty) == schema
+    assert empty.num_real == 0
+    assert empty.ids.tolist() == [-1]
+
+
+def _collate(samples: list[int]) -> RichBatch:
+    return rich_batch([[(sample, 0), (0, 0)] for sample in samples])
+
+
+def _first_lengths(batch: RichBatch) -> list[int]:
+    return batch.first["a"].lengths().tolist()
+
+
+def test_any_iterable_of_samples_is_cut_into_full_batches() -> None:
+    batches = list(PaddedBatches([1, 2, 3, 4, 5], batch_size=2, collate=_collate))
+    assert [(_first_lengths(batch), batch.num_real) for batch in batches] == [([1, 2], 2), ([3, 4], 2), ([5, 0], 1)]
+
+
+def test_the_last_group_can_be_dropped() -> None:
+    batches = list(PaddedBatches([1, 2, 3], batch_size=2, collate=_collate, drop_last=True))
+    assert [_first_lengths(batch) for batch in batches] == [[1, 2]]
+
+
+def test_empty_batches_fill_up_to_the_number_asked_for() -> None:
+    batches = list(PaddedBatches([1], batch_size=2, collate=_collate, num_batches=3))
+    assert [(_first_lengths(batch), batch.num_real) for batch in batches] == [([1, 0], 1), ([0, 0], 0), ([0, 0], 0)]
+
+
+def test_samples_are_iterated_anew_each_time() -> None:
+    batches = PaddedBatches([1, 2], batch_size=1, collate=_collate)
+    assert [len(list(batches)) for _ in range(2)] == [2, 2]
+
+
+def test_keys_without_any_rows_pad_too() -> None:
+    batch = pad_batch(rich_batch([]), 2)
+    assert isinstance(batch.first, KeyedJaggedTensor)
+    assert batch.first.stride() == 2

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.datasets.errors import ConfigError
+from evenrank.datasets.order import Dealing, permute
+
+
+@given(st.integers(1, 3000), st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000))
+def test_every_sample_comes_exactly_once_an_epoch(num_samples: int, seed: int, epoch: int) -> None:
+    order = permute(np.arange(num_samples), num_samples, seed=seed, epoch=epoch)
+    assert np.array_equal(np.sort(order), np.arange(num_samples))
+
+
+def test_positions_are_permuted_without_the_others() -> None:
+    whole = permute(np.arange(1000), 1000, seed=1, epoch=2)
+    some = np.array([999, 0, 500])
+    assert np.array_equal(permute(some, 1000, seed=1, epoch=2), whole[some])
+
+
+def test_order_is_fixed_for_good_by_seed_and_epoch() -> None:
+    # Checkpoints rely on it: these values must never change.
+    assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [7, 5, 1, 8, 6, 3, 4, 0, 9, 2]
+    assert permute(np.arange(10), 10, seed=0, epoch=1).tolist() == [9, 4, 6, 8, 7, 3, 1, 5, 2, 0]
+    assert permute(np.array([0, 10**10 - 1]), 10**10, seed=0, epoch=0).tolist() == [1230013334, 8594654745]
+
+
+def test_epochs_and_seeds_shuffle_independently() -> None:
+    orders = [permute(np.arange(5000), 5000, seed=seed, epoch=epoch) for seed in (0, 1) for epoch in (0, 1)]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            # Two independent permutations share about one position, and do not correlate.
+            assert np.count_nonzero(one == other) < 10
+            assert abs(np.corrcoef(one, other)[0, 1]) < 0.06
+
+
+def test_samples_are_spread_evenly_over_positions() -> None:
+    # Where sample 3 of 16 comes, over many epochs: each position about equally often (chi-squared, 15 degrees).
+    places = [int(np.flatnonzero(permute(np.arange(16), 16, seed=5, epoch=e) == 3)[0]) for e in range(1600)]
+    counts = np.bincount(places, minlength=16)
+    assert ((counts - 100) ** 2 / 100).sum() < 40
+
+
+@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 9), st.data())
+def test_steps_deal_every_position_left_once_and_in_order(
+    num_samples: int, world_size: int, batch_size: int, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, num_samples))
+    dealing = Dealing(num_samples=num_samples, world_size=world_size, batch_size=batch_size, start=start)
+    dealt = [dealing.positions(step, rank) for step in range(dealing.num_steps) for rank in range(world_size)]
+    assert np.array_equal(np.concatenate([[], *dealt]), np.arange(start, num_samples))
+    assert all(len(positions) <= batch_size for positions in dealt)
+
+
+def test_only_full_steps_are_dealt_with_drop_last() -> None:
+    dealing = Dealing(num_samples=11, world_size=2, batch_size=2, start=2, drop_last=True)
+    assert dealing.num_steps == 2
+    assert dealing.positions(1, 1).tolist() == [8, 9]
+    assert dealing.position_after(1) == 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"world_size": 0}, "at least 1, got 0 and 2"), ({"start": 11}, r"start must lie in 0..10, got 11")],
+)
+def test_wrong_dealing_names_the_value(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Dealing(**{"num_samples": 10, "world_size": 1, "batch_size": 2, **wrong})

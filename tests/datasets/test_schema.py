@@ -1,0 +1,56 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenrank.datasets.errors import DataError
+from evenrank.datasets.schema import read_manifest, user_hash
+
+
+def test_user_hash_is_fixed_for_good() -> None:
+    # The order of rows on disk and the split by user rely on it: these values must never change.
+    assert user_hash(np.array([0, 1, 2, -1])).tolist() == [
+        0,
+        6238072747940578789,
+        15839785061582574730,
+        13029008266876403067,
+    ]
+    assert user_hash(np.array([1]), salt=1).tolist() != user_hash(np.array([1]), salt=2).tolist()
+
+
+def test_manifest_is_read_back_as_it_was_written(small_dataset: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(small_dataset)
+    manifest.write(tmp_path)
+    assert read_manifest(tmp_path) == manifest
+    assert (tmp_path / "manifest.json").read_bytes() == (small_dataset / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"not a dataset: no manifest.json in it; make one with"),
+        ("{", "not valid JSON"),
+        ('{"schema_version": 99}', "schema version 99, this evenrank reads 1"),
+        ("[]", "schema version None"),
+        ('{"schema_version": 1}', "lacks or misplaces a field"),
+    ],
+)
+def test_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match=message) as raised:
+        read_manifest(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere is not a dataset: no such folder"):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_manifest_holds_no_path_of_the_machine(small_dataset: Path) -> None:
+    assert str(small_dataset.parent) not in (small_dataset / "manifest.json").read_text()
+    assert json.loads((small_dataset / "manifest.json").read_text())["splits"]["train"]["files"][0]["path"].startswith(
+        "train/"
+    )

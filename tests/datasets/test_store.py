@@ -1,0 +1,117 @@
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from evenrank.datasets.errors import DataError
+from evenrank.datasets.schema import read_manifest
+from evenrank.datasets.store import SequenceStore, open_store
+
+
+def _fresh_copy(dataset: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(dataset, tmp_path / "copy", ignore=shutil.ignore_patterns(".cache")))
+
+
+def test_rows_are_those_of_the_parquet_files(small_dataset: Path) -> None:
+    store = open_store(small_dataset, "train")
+    table = pq.read_table(small_dataset / "train")
+    assert len(store) == table.num_rows
+    assert store.rows["user_id"].tolist() == table["user_id"].to_pylist()
+    assert store.rows["segment"].tolist() == table["segment"].to_pylist()
+    assert store.lengths.tolist() == table["length"].to_pylist()
+    for name in ("item_id", "action", "timestamp_ms"):
+        rows = [store.events[name][a:b].tolist() for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
+        assert rows == table[name].to_pylist()
+        assert isinstance(store.events[name], np.memmap)
+        assert not store.events[name].flags.writeable
+    assert store.events["action"].dtype == np.int32
+
+
+def _open_and_sum(path: Path, results: "multiprocessing.Queue[int]") -> None:
+    results.put(int(open_store(path).events["item_id"].sum()))
+
+
+def test_ranks_that_start_together_unpack_once(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_open_and_sum, args=(dataset, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    sums = {results.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert sums == {int(open_store(small_dataset).events["item_id"].sum())}
+    built = [path for path in (dataset / ".cache").iterdir() if path.is_dir()]
+    assert [path.name for path in built] == [f"{read_manifest(dataset).content_hash}-train"]
+
+
+def test_a_second_opening_reads_no_parquet(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    first = open_store(dataset)
+    shutil.rmtree(dataset / "train")
+    assert np.array_equal(open_store(dataset).events["item_id"], first.events["item_id"])
+
+
+def test_an_empty_split_opens(tmp_path: Path) -> None:
+    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+
+    config = PreprocessConfig(
+        dataset="synthetic", out=tmp_path / "data", eval_fraction=0, synthetic=SyntheticConfig(num_users=3)
+    )
+    preprocess(config)
+    store = open_store(tmp_path / "data", "eval")
+    assert len(store) == 0
+    assert len(store.events["item_id"]) == 0
+
+
+def _rewrite(dataset: Path, change: "dict[str, pa.Array]") -> SequenceStore:
+    path = next((dataset / "train").glob("*.parquet"))
+    table = pq.read_table(path)
+    for name, column in change.items():
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    pq.write_table(table, path)
+    return open_store(dataset)
+
+
+def test_wrong_dtype_is_named(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    column = pq.read_table(dataset / "train")["item_id"].cast(pa.list_(pa.int32()))
+    with pytest.raises(DataError, match=r"part-00000.parquet: column 'item_id' must be int64 .*type int32"):
+        _rewrite(dataset, {"item_id": column})
+    assert not [path for path in (dataset / ".cache").iterdir() if path.is_dir()]
+
+
+def test_lists_of_unequal_length_are_named(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    rows = pq.read_table(dataset / "train")["action"].to_pylist()
+    longest = max(range(len(rows)), key=lambda row: len(rows[row]))
+    rows[longest] = rows[longest][:-1]
+    with pytest.raises(DataError, match="in column 'action' some row's list differs"):
+        _rewrite(dataset, {"action": pa.array(rows, pa.list_(pa.int32()))})
+
+
+def test_truncated_parquet_is_named(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    path = next((dataset / "train").glob("*.parquet"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"part-00000.parquet cannot be read as Parquet") as raised:
+        open_store(dataset)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_rows_are_found(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    path = next((dataset / "train").glob("*.parquet"))
+    pq.write_table(pq.read_table(path).slice(0, 10), path)
+    with pytest.raises(DataError, match="holds 10 rows"):
+        open_store(dataset)
+
+
+def test_unknown_split_is_named(small_dataset: Path) -> None:
+    with pytest.raises(DataError, match="no split 'test'; it has eval, train"):
+        open_store(small_dataset, "test")

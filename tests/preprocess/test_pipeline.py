@@ -1,0 +1,302 @@
+"""Small hand-made raw files, with every output value checked."""
+
+import json
+import multiprocessing
+import os
+import signal
+import zipfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from evenrank.datasets.errors import ConfigError, DataError
+from evenrank.datasets.schema import Manifest, read_manifest, user_hash
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+from evenrank.preprocess import writer as writer_module
+
+ML_20M = """userId,movieId,rating,timestamp
+7,30,0.5,300
+7,10,5.0,100
+3,20,3.5,50
+7,20,4.0,100
+-2,10,1.0,1112486027
+"""
+ML_1M_RATINGS = "1::1193::5::978300760\n2::661::3::978302109\n1::914::1::978300000\n"
+ML_1M_USERS = "1::F::1::10::48067\n2::M::56::16::70072\n3::M::25::15::55117-12\n"
+
+
+def _raw(tmp_path: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = tmp_path / "raw" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="latin-1", newline="")
+    return tmp_path / "raw"
+
+
+def _run(tmp_path: Path, dataset: str, files: dict[str, str], **options: object) -> Manifest:
+    config = PreprocessConfig(dataset=dataset, raw_dir=_raw(tmp_path, files), out=tmp_path / "out", **options)  # type: ignore[arg-type]
+    return preprocess(config)
+
+
+def _rows(folder: Path) -> list[dict[str, object]]:
+    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_ml_20m_becomes_sequences_in_time_order(tmp_path: Path) -> None:
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M}, eval_fraction=0)
+    expected = [
+        {"user_id": 3, "item_id": [20], "action": [6], "timestamp_ms": [50_000], "length": 1},
+        {
+            "user_id": 7,  # two events of one time stay in file order
+            "item_id": [10, 20, 30],
+            "action": [9, 7, 0],
+            "timestamp_ms": [100_000, 100_000, 300_000],
+            "length": 3,
+        },
+        {"user_id": -2, "item_id": [10], "action": [1], "timestamp_ms": [1_112_486_027_000], "length": 1},
+    ]
+    hashes = {row["user_id"]: int(user_hash(_int64(row["user_id"]))[0]) for row in expected}
+    expected.sort(key=lambda row: hashes[row["user_id"]])
+    assert _rows(tmp_path / "out" / "train") == expected
+    assert _rows(tmp_path / "out" / "eval") == []
+    assert dict(manifest.vocabulary_sizes) == {"user_id": 8, "item_id": 31, "action": 10}
+    train = manifest.splits["train"]
+    assert (train.rows, train.interactions) == (3, 5)
+    assert train.lengths["min"] == train.lengths["p50"] == 1
+    assert train.lengths["max"] == train.lengths["p75"] == 3
+    assert [(source.path, source.bytes) for source in manifest.sources] == [("ml-20m/ratings.csv", len(ML_20M))]
+
+
+def _int64(value: object) -> "object":
+    import numpy as np
+
+    return np.array([value], dtype=np.int64)
+
+
+def test_ml_1m_brings_its_users_features(tmp_path: Path) -> None:
+    files = {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS}
+    manifest = _run(tmp_path, "ml-1m", files, eval_fraction=0)
+    rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
+    assert rows == {
+        1: {
+            "user_id": 1,
+            "sex": 1,
+            "age_group": 1,
+            "occupation": 1,
+            "zip_code": 1,
+            "item_id": [914, 1193],
+            "action": [0, 4],
+            "timestamp_ms": [978300000_000, 978300760_000],
+            "length": 2,
+        },
+        2: {
+            "user_id": 2,
+            "sex": 2,
+            "age_group": 3,
+            "occupation": 3,
+            "zip_code": 3,
+            "item_id": [661],
+            "action": [2],
+            "timestamp_ms": [978302109_000],
+            "length": 1,
+        },
+    }
+    assert manifest.contextual == ("sex", "age_group", "occupation", "zip_code")
+    assert manifest.context_labels["age_group"] == (None, "1", "25", "56")
+    assert manifest.context_labels["zip_code"] == (None, "48067", "55117-12", "70072")
+    assert dict(manifest.vocabulary_sizes) == {
+        "user_id": 3,
+        "item_id": 1194,
+        "action": 5,
+        "sex": 3,
+        "age_group": 4,
+        "occupation": 4,
+        "zip_code": 4,
+    }
+
+
+def test_a_user_without_features_gets_zeros(tmp_path: Path) -> None:
+    files = {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS.splitlines()[0] + "\n"}
+    _run(tmp_path, "ml-1m", files, eval_fraction=0)
+    rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
+    assert [rows[2][name] for name in ("sex", "age_group", "occupation", "zip_code")] == [0, 0, 0, 0]
+
+
+def test_column_types_are_those_of_the_contract(small_dataset: Path) -> None:
+    schema = pq.read_schema(next((small_dataset / "train").glob("*.parquet")))
+    assert {field.name: str(field.type) for field in schema} == {
+        "user_id": "int64",
+        "segment": "int64",
+        "item_id": "list<element: int64>",
+        "action": "list<element: int32>",
+        "timestamp_ms": "list<element: int64>",
+        "length": "int32",
+    }
+
+
+@pytest.mark.parametrize(
+    ("dataset", "files", "message"),
+    [
+        ("ml-20m", {"ml-20m/ratings.csv": ""}, r"ratings.csv begins with '' where 'userId,movieId,rating,timestamp'"),
+        ("ml-20m", {"ml-20m/ratings.csv": "a,b\n1,2\n"}, r"ratings.csv begins with 'a,b' where"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n"}, "ratings.csv holds no rating"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,5.5,3\n"}, r"line 7 \('1,2,5.5,3'\): rating 5.5 is not on"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3.2,3\n"}, r"rating 3.2 is not on .* in steps of 0.5"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,0,3\n"}, r"rating 0 is not on the scale of ml-20m, 0.5 to 5"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,x,3,3\n"}, r"line 7 \('1,x,3,3'\): invalid literal"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,,3\n"}, r"line 7 \('1,2,,3'\): could not convert"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3\n"}, r"line 7 \('1,2,3'\): 3 fields where 4"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,4,5\n"}, r"line 7 .*: 5 fields where 4"),
+        ("ml-1m", {"ml-1m/ratings.dat": "", "ml-1m/users.dat": ML_1M_USERS}, "ratings.dat holds no rating"),
+        (
+            "ml-1m",
+            {"ml-1m/ratings.dat": "1::2::6::3\n", "ml-1m/users.dat": ML_1M_USERS},
+            "rating 6 is not on the scale",
+        ),
+        ("ml-1m", {"ml-1m/ratings.dat": "1::2::4.5::3\n", "ml-1m/users.dat": ML_1M_USERS}, "rating 4.5 is not on"),
+        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ""}, "users.dat holds no user"),
+        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": "1::F\n"}, r"users.dat, line 1 \('1::F'\)"),
+        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS * 2}, "user 1 appears twice"),
+    ],
+)
+def test_broken_input_is_one_line_and_writes_nothing(
+    tmp_path: Path, dataset: str, files: dict[str, str], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        _run(tmp_path, dataset, files)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_a_failing_run_leaves_the_old_dataset(tmp_path: Path) -> None:
+    _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M})
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(DataError):
+        _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": "broken"})
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "raw"]
+
+
+def _run_until_written_then_stop(out: Path, reached: "multiprocessing.Event") -> None:  # type: ignore[valid-type]
+    def stop_here(partial: Path, out: Path) -> None:
+        reached.set()
+        signal.pause()
+
+    writer_module._put_in_place = stop_here
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=20)))
+
+
+def test_a_killed_run_leaves_the_old_dataset_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    old = preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=10)))
+    context = multiprocessing.get_context("spawn")
+    reached = context.Event()
+    process = context.Process(target=_run_until_written_then_stop, args=(out, reached))
+    process.start()
+    assert reached.wait(60)
+    with pytest.raises(DataError, match=r"another run is writing .*; wait for it"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=out))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert read_manifest(out) == old
+    new = preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=30)))
+    assert read_manifest(out) == new
+    assert sum(split.rows for split in new.splits.values()) == 30
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("precious")
+    with pytest.raises(DataError, match="holds something that is no dataset"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out"))
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
+
+
+def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_exchange", lambda one, other: False)
+    for num_users in (10, 20):
+        preprocess(
+            PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=num_users))
+        )
+    assert sum(split.rows for split in read_manifest(tmp_path / "out").splits.values()) == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_files_are_cut_at_a_fixed_number_of_rows_in_hash_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "ROWS_PER_FILE", 64)
+    config = PreprocessConfig(
+        dataset="synthetic", out=tmp_path / "out", eval_fraction=0, synthetic=SyntheticConfig(num_users=150)
+    )
+    manifest = preprocess(config)
+    assert [file.rows for file in manifest.splits["train"].files] == [64, 64, 22]
+    ids = [row["user_id"] for row in _rows(tmp_path / "out" / "train")]
+    hashes = [int(user_hash(_int64(user_id))[0]) for user_id in ids]
+    assert hashes == sorted(hashes)
+    assert sorted(ids) == list(range(1, 151))
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    outputs = []
+    for name in ("one", "two"):
+        config = PreprocessConfig(dataset="synthetic", out=tmp_path / name, synthetic=SyntheticConfig(num_users=500))
+        preprocess(config)
+        outputs.append({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()})
+    assert outputs[0] == outputs[1]
+
+
+def test_eval_users_are_a_fixed_part_that_others_do_not_change(tmp_path: Path) -> None:
+    def eval_users(num_users: int, **options: object) -> set[object]:
+        config = PreprocessConfig(
+            dataset="synthetic",
+            out=tmp_path / "out",
+            synthetic=SyntheticConfig(num_users=num_users),
+            **options,  # type: ignore[arg-type]
+        )
+        preprocess(config)
+        train = {row["user_id"] for row in _rows(tmp_path / "out" / "train")}
+        evaluated = {row["user_id"] for row in _rows(tmp_path / "out" / "eval")}
+        assert train | evaluated == set(range(1, num_users + 1))
+        assert not train & evaluated
+        return evaluated
+
+    few, many = eval_users(1000), eval_users(2000)
+    assert few == {user for user in many if user <= 1000}  # type: ignore[operator]
+    assert len(many) == pytest.approx(600, abs=60)
+    assert eval_users(1000, seed=1) != few
+    assert len(eval_users(1000, eval_fraction=1.0)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "ml-2m"}, "no dataset is called 'ml-2m'; there are ml-1m, ml-20m, synthetic"),
+        ({"eval_fraction": 1.5}, r"eval_fraction must lie in 0..1, got 1.5"),
+        ({"seed": -1}, r"seed must lie in 0..2\^62-1, got -1"),
+    ],
+)
+def test_wrong_options_name_the_value(tmp_path: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PreprocessConfig(**{"dataset": "synthetic", "out": tmp_path, **options})  # type: ignore[arg-type]
+
+
+def test_sources_carry_checksums_that_md5sum_prints(tmp_path: Path) -> None:
+    _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": "userId,movieId,rating,timestamp\n1,2,3,4\n"})
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["sources"] == [
+        {"path": "ml-20m/ratings.csv", "bytes": 40, "md5": "e23aedf3326a1e25744eab72f2d26604"}
+    ]
+
+
+def test_the_official_zip_is_unpacked_only_with_the_right_checksum(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    with zipfile.ZipFile(raw / "ml-20m.zip", "w") as archive:
+        archive.writestr("ml-20m/ratings.csv", ML_20M)
+    with pytest.raises(DataError, match=r"ml-20m.zip has MD5 .* where cd245b17a1ae2cc31bb14903e1204af3 is expected"):
+        preprocess(PreprocessConfig(dataset="ml-20m", raw_dir=raw, out=tmp_path / "out"))
+    assert [path.name for path in raw.iterdir()] == ["ml-20m.zip"]

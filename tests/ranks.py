@@ -1,0 +1,96 @@
+"""Runs functions on several ranks: real processes, real Gloo groups, started once for the whole run of tests."""
+
+import faulthandler
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MAX_RANKS = 4
+_TIMEOUT = 60.0  # seconds for one task; a rank that takes longer prints where it is, and the test fails
+
+
+class RankPool:
+    """Processes that become the ranks of a new default process group for each task."""
+
+    def __init__(self) -> None:
+        self._processes: list[multiprocessing.Process] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call function(rank, world_size, *arguments) on each rank and return the results; it must be importable."""
+        results = self.try_run(world_size, function, *arguments)
+        for rank, result in enumerate(results):
+            if isinstance(result, RankFailure):
+                raise AssertionError(f"rank {rank} of {world_size}:\n{result.trace}")
+        return results
+
+    def try_run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Like `run`, but give a RankFailure in the place of the result of a rank that raised."""
+        if not self._processes:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, pipe in enumerate(self._pipes[:world_size]):
+                pipe.send((function, arguments, rank, world_size, str(Path(folder) / "store")))
+            results = []
+            for rank, pipe in enumerate(self._pipes[:world_size]):
+                if not pipe.poll(_TIMEOUT + 10):
+                    self.stop()
+                    raise AssertionError(f"rank {rank} of {world_size} hangs; its traceback is on standard error")
+                results.append(pipe.recv())
+        return results
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(MAX_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+class RankFailure:
+    """What a rank raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.type_name = type(error).__name__
+        self.message = str(error)
+        self.trace = "".join(traceback.format_exception(error))
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        function, arguments, rank, world_size, store = pipe.recv()
+        faulthandler.dump_traceback_later(_TIMEOUT)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=_TIMEOUT / 2),
+            )
+            result = function(rank, world_size, *arguments)
+        except Exception as error:
+            result = RankFailure(error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(result)

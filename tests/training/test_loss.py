@@ -1,0 +1,96 @@
+"""Balanced training has the gradient of unbalanced training: real DistributedDataParallel on real processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
+from evenrank.datasets.errors import ConfigError
+from evenrank.training import scale_loss
+from tests.ranks import RankPool
+
+CONFIG = LoaderConfig(batch_size=8, max_history_length=20, max_num_candidates=2)
+STEPS = 12  # of 3 ranks with batches of 8: more than an epoch's, so the last step is partial
+
+
+class _Model(torch.nn.Module):
+    """Scores each candidate against the sum of the history; float64, so that sums in another order still agree."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(num_items, 4, dtype=torch.float64)
+        self.weight = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """Return the sum of the loss over the batch's labels."""
+        items = torch.split(batch.features["item_id"].values(), batch.features["item_id"].lengths().tolist())
+        labels = torch.split(batch.labels["label"].values(), batch.labels["label"].lengths().tolist())
+        losses = [self.embedding.weight.sum() * 0]
+        for ids, actions, count in zip(items, labels, batch.num_candidates.tolist(), strict=True):
+            if count:
+                vectors = self.embedding(ids)
+                scores = vectors[-count:] @ self.weight @ vectors[:-count].sum(dim=0)
+                losses.append(((scores - actions) ** 2).sum())
+        return torch.stack(losses).sum()
+
+
+def _train(rank: int, world_size: int, path: Path, strategy: str) -> tuple[list[list[Tensor]], int]:
+    model = DistributedDataParallel(_Model(501))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loader = build_loader(path, CONFIG, rank=rank, world_size=world_size)
+    gradients = []
+    with Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1), strategy=strategy) as balancer:
+        for batch in balancer:
+            optimizer.zero_grad()
+            scale_loss(model(batch), batch, dp_size=world_size).backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            optimizer.step()
+    return gradients, loader.num_samples
+
+
+def test_gradients_of_an_epoch_are_those_of_unbalanced_training(ranks: RankPool, small_dataset: Path) -> None:
+    # The whole of each step on one rank is what all others are compared with.
+    loader = build_loader(
+        small_dataset, LoaderConfig(batch_size=24, max_history_length=20, max_num_candidates=2), rank=0, world_size=1
+    )
+    model = _Model(501)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    expected = []
+    for batch in loader:
+        optimizer.zero_grad()
+        (model(batch) / batch.loss_tokens).backward()
+        expected.append([parameter.grad.clone() for parameter in model.parameters()])
+        optimizer.step()
+    for strategy in STRATEGIES:
+        for gradients, num_samples in ranks.run(3, _train, small_dataset, strategy):
+            assert num_samples == loader.num_samples
+            assert num_samples % 24 != 0  # the last step is partial
+            assert len(gradients) == len(expected)
+            for step, reference in zip(gradients, expected, strict=True):
+                for gradient, other in zip(step, reference, strict=True):
+                    torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
+
+
+def test_zero_loss_tokens_give_a_zero_loss_with_zero_gradients() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    batch = _batch(world_loss_tokens=0)
+    loss = scale_loss(weight.sum(), batch, dp_size=2)
+    loss.backward()
+    assert loss.item() == 0
+    assert weight.grad.tolist() == [0, 0]
+
+
+def test_a_batch_that_no_balancer_has_seen_is_refused() -> None:
+    with pytest.raises(ConfigError, match="put a Balancer in front of the loop"):
+        scale_loss(torch.ones(()), _batch(world_loss_tokens=None), dp_size=2)
+
+
+def _batch(world_loss_tokens: int | None) -> SequenceBatch:
+    from evenrank.dataloader.batch import JaggedBatch
+
+    return JaggedBatch(batch_size=1, num_real=0, world_loss_tokens=world_loss_tokens)  # type: ignore[return-value]
