@@ -40,4 +40,4 @@ fix: $(INSTALLED)
 	@$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	@$(BIN)/python scripts/bench/balance.py
+	@$(BIN)/python scripts/bench/planner.py
