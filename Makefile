@@ -3,13 +3,15 @@
 # make check      formatting, lint, types
 # make fix        format, and mend what lint can mend
 # make test-long  slow proofs: long random rounds, soak
+# make test-gpu   the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
 # make bench      our code beside the usual ways, one JSON line a row
 PYTHON ?= python3
+GPU_PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long check fix bench
+.PHONY: help install demo test test-long test-gpu check fix bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
 
@@ -29,6 +31,9 @@ test: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600
+
+test-gpu:
+	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from evenrank.datasets.distributions import Lognormal, Zipf
@@ -12,6 +13,14 @@ from tests.ranks import RankPool
 # Examples that start collectives or compile take as long as they take; nothing is timed here.
 settings.register_profile("evenrank", deadline=None, print_blob=True)
 settings.load_profile("evenrank")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_devices = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+            if item.get_closest_marker(marker) and num_devices < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, there are {num_devices}"))
 
 
 @pytest.fixture(scope="session")

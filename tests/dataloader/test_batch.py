@@ -62,3 +62,23 @@ class WithList(JaggedBatch):
 def test_a_field_of_another_kind_says_how_to_declare_it() -> None:
     with pytest.raises(TypeError, match=r"names must be .* or be declared with host\(\)"):
         schema_of(WithList(batch_size=1, num_real=1, names=["x"]))
+
+
+@pytest.mark.gpu
+def test_pinned_batches_reach_the_gpu_without_synchronising() -> None:
+    pinned = BATCH.pin_memory()
+    assert pinned.ids.is_pinned()
+    assert pinned.first.values().is_pinned()
+    assert pinned.weighted.weights().is_pinned()
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        moved = pinned.to("cuda", non_blocking=True)
+        moved.record_stream(torch.cuda.current_stream())
+        assert moved.first.length_per_key() == [3, 2]
+        assert moved.weighted.offset_per_key() == [0, 1, 5]
+        assert moved.first.stride() == 2
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert moved.first.values().is_cuda
+    assert samples_of(moved.to("cpu")) == samples_of(BATCH)
