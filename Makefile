@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python scripts/demo.py
 
 test: $(INSTALLED)
-	@$(BIN)/pytest -m "not long"
+	@$(BIN)/pytest
 
 test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600

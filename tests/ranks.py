@@ -17,7 +17,8 @@ _TIMEOUT = 60.0  # seconds for one task; a rank that takes longer prints where i
 class RankPool:
     """Processes that become the ranks of a new default process group for each task."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = _TIMEOUT) -> None:
+        self._timeout = timeout
         self._processes: list[multiprocessing.Process] = []
         self._pipes: list[Connection] = []
 
@@ -38,7 +39,7 @@ class RankPool:
                 pipe.send((function, arguments, rank, world_size, str(Path(folder) / "store")))
             results = []
             for rank, pipe in enumerate(self._pipes[:world_size]):
-                if not pipe.poll(_TIMEOUT + 10):
+                if not pipe.poll(self._timeout + 10):
                     self.stop()
                     raise AssertionError(f"rank {rank} of {world_size} hangs; its traceback is on standard error")
                 results.append(pipe.recv())
@@ -55,7 +56,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for _ in range(MAX_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._timeout), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -70,21 +71,21 @@ class RankFailure:
         self.trace = "".join(traceback.format_exception(error))
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, task_timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     while True:
         function, arguments, rank, world_size, store = pipe.recv()
-        faulthandler.dump_traceback_later(_TIMEOUT)
+        faulthandler.dump_traceback_later(task_timeout)
         try:
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=_TIMEOUT / 2),
+                timeout=timedelta(seconds=task_timeout / 2),
             )
             result = function(rank, world_size, *arguments)
         except Exception as error:

@@ -87,8 +87,7 @@ def test_empty_histories_are_real() -> None:
     assert [batch.num_real for batch in batches] == [2, 1]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_training_resumes_anywhere_with_exactly_the_samples_that_are_left(small_dataset: Path, seed: int) -> None:
+def _stop_and_resume(small_dataset: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
 
     def shape() -> dict[str, int]:
@@ -119,6 +118,17 @@ def test_training_resumes_anywhere_with_exactly_the_samples_that_are_left(small_
         assert sorted(trained + rest) == list(range(first[0].num_samples))
     else:  # the epoch was over
         assert sorted(trained) == sorted(rest) == list(range(first[0].num_samples))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_training_resumes_anywhere_with_exactly_the_samples_that_are_left(small_dataset: Path, seed: int) -> None:
+    _stop_and_resume(small_dataset, seed)
+
+
+@pytest.mark.long
+def test_training_resumes_anywhere_in_many_rounds(small_dataset: Path) -> None:
+    for seed in range(100, 400):
+        _stop_and_resume(small_dataset, seed)
 
 
 def test_a_state_without_a_batch_is_that_after_the_last_one(small_dataset: Path) -> None:

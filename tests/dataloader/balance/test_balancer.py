@@ -1,6 +1,8 @@
-"""Balancers on real Gloo groups of 1 to 4 processes."""
+"""What comes out of a Balancer, on real Gloo groups of 1 to 4 processes."""
 
+import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance import STRATEGIES, Balancer, StepMetrics
+from evenrank.dataloader import LoaderConfig, SequenceLoader, build_loader
+from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.batch import lengths_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
 
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
 Step = list[list[tuple[int, int]]]  # one rank's samples in a step: the lengths of their four keys, in pairs
 
 
@@ -64,12 +68,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
     return batch_size, draw(st.lists(steps, min_size=1, max_size=4))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=40)
-@given(world=worlds())
-def test_balancing_never_loses_duplicates_or_alters_a_sample(
-    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
-) -> None:
+def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]) -> None:
     batch_size, steps = world
     world_size = len(steps)
     seen = ranks.run(world_size, _balance, steps, batch_size, strategy)
@@ -102,3 +101,95 @@ def test_balancing_never_loses_duplicates_or_alters_a_sample(
 def _tokens_of(sample: dict[str, Any]) -> int:
     lengths = {name.removesuffix(" values"): len(sample[name]) for name in sample if name.endswith("values")}
     return lengths["first a"] + 2 * lengths["first b"] + lengths["weighted a"] + lengths["weighted c"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=40)
+@given(world=worlds())
+def test_balancing_never_loses_duplicates_or_alters_a_sample(
+    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
+) -> None:
+    _check_world(ranks, strategy, world)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=1500)
+@given(world=worlds())
+def test_balancing_never_loses_duplicates_or_alters_a_sample_in_many_rounds(
+    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
+) -> None:
+    _check_world(ranks, strategy, world)
+
+
+def _walk(rank: int, world_size: int, path: Path, stop: int | None, state: Any, batch_size: int) -> Any:
+    loader = build_loader(path, LoaderConfig(batch_size=batch_size, seed=3), rank=rank, world_size=world_size)
+    trained: list[int] = []
+    batch = None
+    with Balancer(loader, cost=COST, lookahead=3) as balancer:
+        if state is not None:
+            balancer.load_state_dict(state)
+        for batch in itertools.islice(balancer, stop):
+            trained += batch.sample_ids[: batch.num_real].tolist()
+        return trained, balancer.state_dict(after=batch)
+
+
+def test_training_resumes_on_another_world_size_with_the_samples_that_are_left(
+    ranks: RankPool, small_dataset: Path
+) -> None:
+    first = ranks.run(3, _walk, small_dataset, 4, None, 8)
+    states = [state for _, state in first]
+    assert states[0] == states[1] == states[2]
+    assert states[0]["position"] == 4 * 3 * 8
+    second = ranks.run(2, _walk, small_dataset, None, states[0], 16)
+    trained = [sample for of_rank, _ in first + second for sample in of_rank]
+    assert sorted(trained) == list(range(states[0]["num_samples"]))
+
+
+def _by_hand(rank: int, world_size: int) -> list[list[int]]:
+    batches = _batches(rank, [[[(rank, 1), (1, 1)]], [[(1, 1), (rank, 1)]]], 2)
+    with Balancer(batches, cost=_tokens) as balancer:
+        seen = []
+        for batch in [*batches, None]:
+            balanced = balancer.finish(balancer.launch(balancer.start(batch)))
+            seen.append([] if balanced is None else [sample["id"] for sample in samples_of(balanced)])
+        return seen
+
+
+def test_the_three_states_can_be_walked_by_hand(ranks: RankPool) -> None:
+    by_rank = ranks.run(2, _by_hand)
+    steps = [sorted(itertools.chain.from_iterable(of_step)) for of_step in zip(*by_rank, strict=True)]
+    assert steps == [[0, 1000], [10, 1010], []]
+
+
+def test_without_a_process_group_there_is_one_rank(small_dataset: Path) -> None:
+    expected = [sorted(batch.sample_ids.tolist()) for batch in _whole_loader(small_dataset)]
+    with Balancer(_whole_loader(small_dataset), cost=COST) as balancer:
+        assert len(balancer) == len(expected)
+        assert [sorted(batch.sample_ids.tolist()) for batch in balancer] == expected
+
+
+def _whole_loader(path: Path) -> SequenceLoader:
+    return build_loader(path, LoaderConfig(batch_size=8), rank=0, world_size=1)
+
+
+def _soak(rank: int, world_size: int, path: Path, steps: int) -> list[float]:
+    loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size)
+    resident = []
+    with Balancer(loader, cost=COST) as balancer:
+        batches = itertools.chain.from_iterable(iter(balancer) for _ in itertools.count())
+        for number, _ in enumerate(itertools.islice(batches, steps)):
+            if number % (steps // 4) == steps // 4 - 1:
+                resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20)
+    return resident
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_memory_stays_flat_over_thousands_of_steps(small_dataset: Path) -> None:
+    pool = RankPool(timeout=1500)
+    try:
+        for resident in pool.run(4, _soak, small_dataset, 10_000):
+            assert max(resident[1:]) - resident[0] < 8, f"MiB after each quarter: {resident}"
+    finally:
+        pool.stop()
