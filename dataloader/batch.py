@@ -200,6 +200,7 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
         elif isinstance(value, KeyedJaggedTensor):
             if value.variable_stride_per_key() or value.stride() != batch.batch_size:
                 raise ValueError(f"{name} must have batch_size = {batch.batch_size} rows in every key")
+            _check_on_cpu(name, value.values())
             weights = value.weights_or_none()
             if weights is not None and weights.dim() != 1:
                 raise ValueError(f"{name} must have one weight for each value, theirs is of shape {weights.shape}")
@@ -214,6 +215,7 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
                 )
             )
         elif isinstance(value, Tensor):
+            _check_on_cpu(name, value)
             if value.dim() == 0 or value.shape[0] != batch.batch_size:
                 raise ValueError(f"{name} must have batch_size = {batch.batch_size} rows, its shape is {value.shape}")
             specs.append(
@@ -226,6 +228,36 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
     return BatchSchema(
         batch_type=type(batch), batch_size=batch.batch_size, fields=tuple(specs), loss_key=batch.loss_key()
     )
+
+
+def _check_on_cpu(name: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu" or tensor.requires_grad:
+        found = "one that requires a gradient" if tensor.requires_grad else f"on {tensor.device}"
+        raise ValueError(f"{name} must be a tensor on the CPU that requires no gradient, it is {found}")
+
+
+def check_contents(batch: JaggedBatch) -> None:
+    """Check that lengths add up to what is there, so that nothing outside of it is ever read.
+
+    Raises:
+        ValueError: they do not, or `num_real` is out of range; the message names the field.
+
+    """
+    if not 0 <= batch.num_real <= batch.batch_size:
+        raise ValueError(f"num_real must lie in 0..batch_size = {batch.batch_size}, it is {batch.num_real}")
+    for name, value in batch.tensors():
+        if not isinstance(value, KeyedJaggedTensor):
+            continue
+        lengths = value.lengths().view(len(value.keys()), batch.batch_size).numpy()
+        total, count = int(lengths.sum()), len(value.values())
+        if lengths.size and int(lengths.min()) < 0:
+            raise ValueError(f"{name} has a negative length, {int(lengths.min())}")
+        weights = value.weights_or_none()
+        if total != count or (weights is not None and len(weights) != count):
+            weighted = "" if weights is None else f" and {len(weights)} weights"
+            raise ValueError(f"{name} has lengths of {total} in all, but {count} values{weighted}")
+        if int(lengths[:, batch.num_real :].sum()):
+            raise ValueError(f"{name} has padding rows that are not empty; the first num_real rows are the real ones")
 
 
 def lengths_of(batch: JaggedBatch) -> NDArray[np.int64]:

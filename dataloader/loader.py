@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader.batch import JaggedBatch, SequenceBatch
 from evenrank.dataloader.collate import SequenceCollate
-from evenrank.dataloader.pad import PaddedBatches
+from evenrank.dataloader.pad import grouped, pad_batch
 from evenrank.datasets.errors import ConfigError, StateError
 from evenrank.datasets.order import Dealing, permute
 from evenrank.datasets.store import SequenceStore, open_store
@@ -53,8 +53,9 @@ class LoaderConfig:
             ("num_workers", 0),
             ("prefetch", 1),
         ):
-            if (value := getattr(self, name)) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def build_loader(path: Path | str, config: LoaderConfig, *, rank: int, world_size: int) -> "SequenceLoader":
@@ -124,17 +125,16 @@ class SequenceLoader:
         epoch, start = self._start
         self._start = (epoch + 1, 0)
         dealing = self._dealing(start)
-        batches = PaddedBatches(
-            chain.from_iterable(self._row_blocks(dealing, epoch)),
-            batch_size=self._config.batch_size,
-            collate=self.collate,
-            num_batches=dealing.num_steps,
-            apply=self._apply,
-        )
+        rows = chain.from_iterable(self._row_blocks(dealing, epoch))
+        groups = grouped(rows, self._config.batch_size, num_groups=dealing.num_steps)
+        batches = self._apply(self._collate_padded, groups)
         for step, batch in enumerate(batches):
             numbered = replace(batch, epoch=epoch, step=step, position=dealing.position_after(step))
             self._after_last = (epoch, numbered.position)
             yield numbered.pin_memory() if self._config.pin_memory else numbered
+
+    def _collate_padded(self, rows: Sequence[int]) -> SequenceBatch:
+        return pad_batch(self.collate(rows), self._config.batch_size)
 
     def _dealing(self, start: int) -> Dealing:
         return Dealing(
@@ -165,8 +165,6 @@ class SequenceLoader:
         number of workers. Pass `after` where something pulls batches ahead of training.
         """
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        if self._is_epoch_done(position):
-            epoch, position = epoch + 1, 0
         return {
             "version": _STATE_VERSION,
             "epoch": epoch,
@@ -176,26 +174,44 @@ class SequenceLoader:
             "fingerprint": self._fingerprint(),
         }
 
-    def _is_epoch_done(self, position: int) -> bool:
-        return self.num_samples > 0 and self._dealing(position).num_steps == 0
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, with the next iteration, after the position that `state_dict` returned.
 
+        Where nothing is left of that epoch, the next iteration is the next epoch.
+
         Raises:
-            StateError: the state belongs to other data or filters, or to another version.
+            StateError: the state is damaged, or belongs to other data or filters, or to another version.
 
         """
         if state.get("version") != _STATE_VERSION:
             raise StateError(f"the loader's state has version {state.get('version')!r}, {_STATE_VERSION} is expected")
-        if state["num_samples"] != self.num_samples or state["fingerprint"] != self._fingerprint():
+        for name in ("epoch", "position", "num_samples", "seed"):
+            value = state.get(name)
+            if not isinstance(value, int) or (value < 0 and name != "seed"):
+                raise StateError(f"the loader's state has {name} {value!r}; load one that state_dict returned")
+        if state["num_samples"] != self.num_samples or state.get("fingerprint") != self._fingerprint():
             raise StateError(
                 f"the loader's state belongs to other data or filters: it has {state['num_samples']:,} samples and "
-                f"fingerprint {state['fingerprint'][:12]}, this loader {self.num_samples:,} and "
+                f"fingerprint {str(state.get('fingerprint'))[:12]}, this loader {self.num_samples:,} and "
                 f"{self._fingerprint()[:12]}; load the state with the dataset and the filters it was saved with"
             )
+        if state["position"] > self.num_samples:
+            raise StateError(f"the loader's state has position {state['position']} of {self.num_samples} samples")
         self._seed = state["seed"]
         self._start = self._after_last = (state["epoch"], state["position"])
+        if state["position"] and self._dealing(state["position"]).num_steps == 0:
+            self._start = (state["epoch"] + 1, 0)
+
+    def identity(self) -> dict[str, int | str]:
+        """Say what must be the same on all ranks, and `rank`, which must be the rank's own."""
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "seed": self._seed,
+            "drop_last": self._config.drop_last,
+            "num_samples": self.num_samples,
+            "fingerprint": self._fingerprint(),
+        }
 
     def _fingerprint(self) -> str:
         """Hash what decides which samples there are and in which order: the content and the filters."""

@@ -73,7 +73,6 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         drop_last: leave out a last group that is smaller than `batch_size`.
         num_batches: yield this many batches, at the end with empty ones, where the samples last for fewer; so that
             ranks with fewer samples take as many steps as the others.
-        apply: like the built-in `map`, which is the default; another one may collate ahead in threads.
 
     """
 
@@ -85,7 +84,6 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         collate: Callable[[Sequence[Sample]], Batch],
         drop_last: bool = False,
         num_batches: int | None = None,
-        apply: Callable[[Callable[[Sequence[Sample]], Batch], Iterable[Sequence[Sample]]], Iterable[Batch]] = map,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
@@ -94,21 +92,23 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         self._collate = collate
         self._drop_last = drop_last
         self._num_batches = num_batches
-        self._apply = apply
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from self._apply(self._fill, self._groups())
+        groups = grouped(self._samples, self._batch_size, drop_last=self._drop_last, num_groups=self._num_batches or 0)
+        for group in groups:
+            yield pad_batch(self._collate(group), self._batch_size)
 
-    def _groups(self) -> Iterator[Sequence[Sample]]:
-        samples = iter(self._samples)
-        yielded = 0
-        while group := list(islice(samples, self._batch_size)):
-            if len(group) < self._batch_size and self._drop_last:
-                break
-            yield group
-            yielded += 1
-        for _ in range(yielded, self._num_batches or 0):
-            yield []
 
-    def _fill(self, group: Sequence[Sample]) -> Batch:
-        return pad_batch(self._collate(group), self._batch_size)
+def grouped(
+    samples: Iterable[Sample], size: int, *, drop_last: bool = False, num_groups: int = 0
+) -> Iterator[list[Sample]]:
+    """Cut samples into lists of `size`, of which the last may be smaller; add empty ones up to `num_groups`."""
+    iterator = iter(samples)
+    yielded = 0
+    while group := list(islice(iterator, size)):
+        if len(group) < size and drop_last:
+            break
+        yield group
+        yielded += 1
+    for _ in range(yielded, num_groups):
+        yield []

@@ -42,7 +42,10 @@ class RankPool:
                 if not pipe.poll(self._timeout + 10):
                     self.stop()
                     raise AssertionError(f"rank {rank} of {world_size} hangs; its traceback is on standard error")
-                results.append(pipe.recv())
+                try:
+                    results.append(pipe.recv())
+                except EOFError as error:  # the process has died
+                    results.append(RankFailure(error))
         return results
 
     def stop(self) -> None:

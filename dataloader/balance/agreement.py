@@ -1,32 +1,75 @@
-"""What ranks compare before anything moves: settings and schemas, once; each batch's schema, in every step."""
+"""What ranks compare before anything moves, so that a difference is an error on every rank, and never a hang."""
 
 import itertools
+import pickle
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
-from evenrank.dataloader.batch import BatchSchema, JaggedBatch, schema_of
+from evenrank.dataloader.balance.message import Header
+from evenrank.dataloader.batch import BatchSchema, JaggedBatch, check_contents, schema_of
+from evenrank.dataloader.pad import empty_batch
 from evenrank.datasets.errors import EvenrankError, RankError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Introduction:
-    """What a rank says of itself at the start."""
+    """What a rank says of its batches before the first step."""
 
-    settings: Mapping[str, str]
     schema: BatchSchema | None  # None if it has no batch
     error: str | None
+
+
+def introduce(batch: JaggedBatch | None, error: Exception | None) -> Introduction:
+    """Describe a rank's first batch, or why there is none."""
+    schema = None
+    if batch is not None and error is None:
+        try:
+            schema = schema_of(batch)
+            pickle.dumps(schema)
+            empty_batch(schema)  # a rank whose data run out needs one
+        except Exception as raised:  # all ranks are told of it
+            schema, error = None, raised
+    return Introduction(schema=schema, error=in_words(error))
 
 
 def in_words(error: BaseException | None) -> str | None:
     """Say what an exception is in one line; None for None."""
     if error is None:
         return None
+    text = " ".join(str(error).split())
     if isinstance(error, EvenrankError):  # its message says it all
-        return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def check_agreement(introductions: Sequence[Introduction]) -> BatchSchema | None:
+def describe_cost(cost: object) -> str:
+    """Describe a cost so that equal ones read the same in all processes."""
+    text = repr(cost) if is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def check_settings(everybody: Sequence[Mapping[str, Any]]) -> None:
+    """Compare what each rank was told.
+
+    Args:
+        everybody: per rank, settings by name. `rank`, where it is given, has to be the rank's own; all else the same.
+
+    Raises:
+        RankError: the message names the setting, two ranks and their values.
+
+    """
+    for rank, settings in enumerate(everybody):
+        if settings.get("rank", rank) != rank:
+            raise RankError(f"the loader of rank {rank} was built for rank {settings['rank']}; pass each its own rank")
+        for name in dict.fromkeys([*everybody[0], *settings]):
+            first, value = everybody[0].get(name), settings.get(name)
+            if name != "rank" and value != first:
+                raise RankError(f"{name} differs between ranks: {first} on rank 0, {value} on rank {rank}")
+
+
+def check_introductions(introductions: Sequence[Introduction]) -> BatchSchema | None:
     """Return the schema that all ranks with batches have, None if no rank has any.
 
     Raises:
@@ -34,10 +77,6 @@ def check_agreement(introductions: Sequence[Introduction]) -> BatchSchema | None
 
     """
     raise_failures([one.error for one in introductions])
-    for rank, one in enumerate(introductions):
-        for name, value in one.settings.items():
-            if value != (expected := introductions[0].settings.get(name)):
-                raise RankError(f"{name} differs between ranks: {expected} on rank 0, {value} on rank {rank}")
     known = [(rank, one.schema) for rank, one in enumerate(introductions) if one.schema is not None]
     for (rank, schema), (other_rank, other) in itertools.pairwise(known):
         if differences := schema.differences(other):
@@ -56,12 +95,31 @@ def raise_failures(words: Sequence[str | None]) -> None:
         raise RankError("; ".join(failures))
 
 
-def check_schema(batch: JaggedBatch, agreed: BatchSchema) -> None:
-    """Compare a batch with the schema that was agreed on at the start.
+def check_batch(batch: JaggedBatch, agreed: BatchSchema) -> None:
+    """Compare a batch with the schema that was agreed on at the start, and its lengths with its contents.
 
     Raises:
-        ValueError: it differs; the message names the fields.
+        ValueError: it differs, or does not add up; the message names the fields.
 
     """
     if differences := agreed.differences(schema_of(batch)):
         raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
+    check_contents(batch)
+
+
+def check_headers(headers: Sequence[Header]) -> None:
+    """Check that all ranks that have data are in the same step of the same epoch.
+
+    Raises:
+        RankError: they are not; the message names two ranks and where they are.
+
+    """
+    known = [(rank, header) for rank, header in enumerate(headers) if not header.ended]
+    for (rank, header), (other_rank, other) in itertools.pairwise(known):
+        for name in ("schema_hash", "epoch", "step", "position"):
+            mine, theirs = getattr(header, name), getattr(other, name)
+            if mine != theirs:
+                raise RankError(
+                    f"ranks have left the common path: {name} is {mine} on rank {rank}, {theirs} on rank {other_rank}; "
+                    "iterate over the same epochs, load the same state, and leave loops at the same step on all ranks"
+                )

@@ -13,12 +13,12 @@ or whose loader has failed, takes part in the gathers like any other, so that no
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -27,16 +27,25 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.agreement import Introduction, check_agreement, check_schema, in_words, raise_failures
-from evenrank.dataloader.balance.cost import Cost, scaled_costs
-from evenrank.dataloader.balance.exchange import EXCHANGES, InFlight, lost_ranks_reported
-from evenrank.dataloader.balance.message import STATUS_FAILED, STATUS_OK, Header, StepSizes, decode, encode, schema_hash
-from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.partition import STRATEGIES, lower_bound, partition
+from evenrank.dataloader.balance.agreement import (
+    check_batch,
+    check_headers,
+    check_introductions,
+    check_settings,
+    describe_cost,
+    in_words,
+    introduce,
+    raise_failures,
+)
+from evenrank.dataloader.balance.cost import Cost, batch_costs
+from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight, lost_ranks_reported
+from evenrank.dataloader.balance.message import STATUS_FAILED, STATUS_OK, Header, StepSizes, decode, encode, hash63
+from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.partition import STRATEGIES, partition
 from evenrank.dataloader.balance.plan import Plan, make_plan
-from evenrank.dataloader.batch import BatchSchema, JaggedBatch, lengths_of, schema_of
+from evenrank.dataloader.batch import BatchSchema, JaggedBatch, lengths_of
 from evenrank.dataloader.pad import empty_batch
-from evenrank.datasets.errors import ConfigError
+from evenrank.datasets.errors import ConfigError, EvenrankError, RankError
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -71,6 +80,7 @@ class Balancer(Generic[Batch]):
         strategy: `lpt-swap`, `karmarkar-karp` or `identity`; see `partition`.
         exchange: `all-to-all`.
         lookahead: for how many steps sizes are gathered ahead, at least 1.
+        timeout: how long a rank waits for the others before it gives up.
         on_step: called on the consumer's thread with the metrics of each step before its batch is handed out.
 
     """
@@ -83,40 +93,51 @@ class Balancer(Generic[Batch]):
         strategy: str = "lpt-swap",
         exchange: str = "all-to-all",
         lookahead: int = 2,
+        timeout: timedelta = timedelta(minutes=30),
         on_step: Callable[[StepMetrics], None] | None = None,
     ) -> None:
-        for what, name, known in (("strategy", strategy, STRATEGIES), ("exchange", exchange, EXCHANGES)):
-            if name not in known:
-                raise ConfigError(f"no {what} is called {name!r}; there are {', '.join(known)}")
-        if lookahead < 1:
-            raise ConfigError(f"lookahead must be at least 1, got {lookahead}")
         self._batches = batches
         self._cost = cost
         self._strategy = strategy
-        self._settings = {
-            "strategy": strategy,
-            "exchange": exchange,
-            "lookahead": str(lookahead),
-            "cost": repr(cost) if dataclasses.is_dataclass(cost) else type(cost).__name__,
-        }
         self._lookahead = lookahead
         self._on_step = on_step
         self._schema: BatchSchema | None = None
-        self._gathers = itertools.count()
         distributed = dist.is_available() and dist.is_initialized()
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         # Made here, in this order, by all ranks: gathers and exchanges overlap, so each has a communicator of its own.
-        self._gather_group = dist.new_group(backend="gloo") if distributed else None
-        self._exchange_group = dist.new_group(backend="gloo") if distributed else None
-        self._exchange = EXCHANGES[exchange](self._exchange_group)
+        self._gather_group = dist.new_group(backend="gloo", timeout=timeout) if distributed else None
+        self._exchange_group = dist.new_group(backend="gloo", timeout=timeout) if distributed else None
         # One thread: gathers of successive steps must not overtake each other.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer")
+        self._closed = False
+        try:
+            self._settle({"strategy": strategy, "exchange": exchange, "lookahead": lookahead})
+        except EvenrankError:
+            self.close()
+            raise
+        self._exchange: Exchange | None = EXCHANGES[exchange](self._exchange_group)
+
+    def _settle(self, settings: dict[str, Any]) -> None:
+        """Check the arguments and compare them between ranks, before anybody waits for a rank that has none."""
+        error: ConfigError | None = None
+        for what, known in (("strategy", STRATEGIES), ("exchange", EXCHANGES)):
+            if settings[what] not in known:
+                error = ConfigError(f"no {what} is called {settings[what]!r}; there are {', '.join(known)}")
+        if settings["lookahead"] < 1:
+            error = ConfigError(f"lookahead must be at least 1, got {settings['lookahead']}")
+        everybody = self._gather_objects((in_words(error), {**settings, "cost": describe_cost(self._cost)}))
+        if error is not None:
+            raise error
+        raise_failures([words for words, _ in everybody])
+        check_settings([one for _, one in everybody])
 
     def __len__(self) -> int:
         """Steps of an epoch, if the batches know."""
         return len(cast(Sized, self._batches))
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._closed:
+            raise ConfigError("the Balancer is closed; make a new one")
         source = iter(self._batches)
         started: deque[Handle] = deque()
         launched: deque[Handle] = deque()
@@ -129,6 +150,10 @@ class Balancer(Generic[Batch]):
                 batch = self.finish(launched.popleft())
                 assert batch is not None
                 yield batch
+        except RankError:
+            # Ranks may not have launched the same steps: what is under way ends when the groups do.
+            launched.clear()
+            raise
         finally:
             _drain([*launched, *started])
 
@@ -149,13 +174,13 @@ class Balancer(Generic[Batch]):
 
         """
         planned = handle.planned.result()
-        if planned.plan is not None and planned.batch is not None:
+        if planned.plan is not None and planned.batch is not None and self._exchange is not None:
             handle.flight = self._exchange.launch(planned.batch, planned.plan)
         return handle
 
     def finish(self, handle: Handle) -> Batch | None:
         """Wait for the exchange and return the balanced batch; None if no rank had data left."""
-        if handle.flight is None:
+        if handle.flight is None or self._exchange is None:
             return None
         metrics = handle.planned.result().metrics
         if self._on_step is not None and metrics is not None:
@@ -172,12 +197,14 @@ class Balancer(Generic[Batch]):
         cast(Any, self._batches).load_state_dict(state)
 
     def close(self) -> None:
-        """End the background thread and the process groups; on all ranks alike."""
+        """End the background thread and the process groups; on all ranks alike. Closing twice does nothing."""
+        self._closed = True
+        self._exchange = None  # connections end with the last reference to their group
         self._background.shutdown()
-        for group in (self._gather_group, self._exchange_group):
-            if group is not None:
+        groups, self._gather_group, self._exchange_group = (self._gather_group, self._exchange_group), None, None
+        for group in groups:
+            if group is not None and dist.is_initialized():  # else they have ended with the default group
                 dist.destroy_process_group(group)
-        self._gather_group = self._exchange_group = None
 
     def __enter__(self) -> Self:
         return self
@@ -213,30 +240,22 @@ class Balancer(Generic[Batch]):
             )
         assignment = partition(sizes.costs, self._world_size, strategy=self._strategy, num_real=sizes.num_real)
         plan = make_plan(schema, sizes, assignment, self._rank)
-        planned = time.perf_counter()
-        metrics = StepMetrics(
-            epoch=first.epoch,
-            step=first.step,
-            before=sizes.costs.sum(axis=1),
-            after=assignment.loads(sizes.costs),
-            lower_bound=lower_bound(sizes.costs, self._world_size),
-            samples=int(sizes.num_real.sum()),
-            moved_samples=assignment.count_moved(),
-            gather_seconds=gathered - begun,
-            plan_seconds=planned - gathered,
+        metrics = measure_step(
+            sizes, assignment, gather_seconds=gathered - begun, plan_seconds=time.perf_counter() - gathered
         )
         return _Planned(plan=plan, batch=batch, metrics=metrics)
 
     def _agree(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
-        """Compare settings and schemas of all ranks, once; None if no rank has any batch."""
-        schema = None
-        if batch is not None and error is None:
-            try:
-                schema = schema_of(batch)
-            except (TypeError, ValueError) as raised:
-                error = raised
-        mine = Introduction(settings=self._settings, schema=schema, error=in_words(error))
-        return check_agreement(self._gather_objects(mine))
+        """Compare all ranks' loaders and schemas, once; None if no rank has any batch."""
+        everybody = self._gather_objects((introduce(batch, error), self._identity()))
+        schema = check_introductions([introduction for introduction, _ in everybody])
+        check_settings([identity for _, identity in everybody])
+        return schema
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what the loader says of itself, if it can."""
+        identity: dict[str, Any] = getattr(self._batches, "identity", dict)()
+        return identity
 
     def _gather_sizes(self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None) -> StepSizes:
         """Exchange this step's messages; raise on every rank if a rank has failed."""
@@ -244,37 +263,28 @@ class Balancer(Generic[Batch]):
         lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
         if batch is not None and error is None:
             try:
-                check_schema(batch, schema)
-                costs, lengths = self._sizes_of(batch, schema)
+                check_batch(batch, schema)
+                lengths = lengths_of(batch)
+                costs = batch_costs(self._cost, batch, schema.named(lengths), world_size=self._world_size)
             except Exception as raised:  # all ranks are told of it below
                 error = raised
         header = Header(
-            schema_hash=schema_hash(schema),
+            schema_hash=hash63(schema),
             status=STATUS_OK if error is None else STATUS_FAILED,
             ended=int(batch is None and error is None),
             num_real=0 if batch is None or error is not None else batch.num_real,
             epoch=0 if batch is None else batch.epoch,
             step=0 if batch is None else batch.step,
             position=0 if batch is None else batch.position,
-            number=next(self._gathers),
+            data=hash63({name: value for name, value in self._identity().items() if name != "rank"}),
         )
         sizes = decode(self._gather(encode(header, schema, costs, lengths)), schema)
         if any(one.status != STATUS_OK for one in sizes.headers):
             raise_failures(self._gather_objects(in_words(error)))
+        if any(one.data != header.data for one in sizes.headers):
+            check_settings(self._gather_objects(self._identity()))
+        check_headers(sizes.headers)
         return sizes
-
-    def _sizes_of(self, batch: JaggedBatch, schema: BatchSchema) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return costs [B] and lengths [K, B] of a batch; those of padding are 0, whatever the cost function says."""
-        lengths = lengths_of(batch)
-        candidates = getattr(batch, "num_candidates", None)
-        costs = scaled_costs(
-            self._cost,
-            schema.named(lengths),
-            np.zeros(schema.batch_size, dtype=np.int64) if candidates is None else candidates.numpy(),
-            samples_per_step=self._world_size * schema.batch_size,
-        )
-        costs[batch.num_real :] = 0
-        return costs, lengths
 
     def _gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
         if self._gather_group is None:

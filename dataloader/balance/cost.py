@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.dataloader.batch import JaggedBatch
 from evenrank.datasets.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
@@ -106,34 +107,39 @@ def cost_shift(cost: Cost, samples_per_step: int) -> int:
     return 0 if max_cost is None else max(0, (samples_per_step * int(max_cost)).bit_length() - _COST_BITS)
 
 
-def scaled_costs(
-    cost: Cost,
-    lengths: Mapping[str, NDArray[np.int64]],
-    num_candidates: NDArray[np.int64],
-    *,
-    samples_per_step: int,
+def batch_costs(
+    cost: Cost, batch: JaggedBatch, lengths: Mapping[str, NDArray[np.int64]], *, world_size: int
 ) -> NDArray[np.int64]:
-    """Call `cost`, check what it returns, and scale it for adding up.
+    """Call `cost` for a batch, check what it returns, and scale it for adding up.
+
+    Args:
+        cost: what a sample costs.
+        batch: gives `num_candidates`, if it has any, and which rows are real.
+        lengths: per jagged key, int64 [B].
+        world_size: the number of ranks whose samples are added up.
 
     Returns:
-        int64 [B].
+        int64 [B]; padding costs 0, whatever the function says of length 0.
 
     Raises:
         ConfigError: the costs are not whole numbers, one is negative, or so large that a step could overflow.
 
     """
-    costs = np.asarray(cost(lengths, num_candidates))
-    if costs.shape != num_candidates.shape or costs.dtype.kind not in "iu":
-        raise ConfigError(
-            f"a cost must return int64 of shape {num_candidates.shape}, got {costs.dtype} of shape {costs.shape}"
-        )
-    scaled = costs.astype(np.int64) >> cost_shift(cost, samples_per_step)
-    if len(scaled) and int(scaled.min()) < 0:
-        raise ConfigError(f"a cost must not be negative, got {int(costs.min())}")
+    candidates = getattr(batch, "num_candidates", None)
+    shape = (batch.batch_size,)
+    costs = np.asarray(cost(lengths, np.zeros(shape, dtype=np.int64) if candidates is None else candidates.numpy()))
+    if costs.shape != shape or costs.dtype.kind not in "iu":
+        raise ConfigError(f"a cost must return int64 of shape {shape}, got {costs.dtype} of shape {costs.shape}")
+    real = costs[: batch.num_real]
+    samples_per_step = world_size * batch.batch_size
+    scaled = np.zeros(shape, dtype=np.int64)
+    scaled[: batch.num_real] = real.astype(np.int64) >> cost_shift(cost, samples_per_step)
+    if len(real) and int(real.min()) < 0:
+        raise ConfigError(f"a cost must not be negative, got {int(real.min())}")
     limit = (1 << _COST_BITS) // samples_per_step
-    if len(scaled) and int(scaled.max()) > limit:
+    if int(scaled.max()) > limit:
         raise ConfigError(
-            f"a cost of {int(costs.max())} is too large to be added up over {samples_per_step:,} samples; raise "
+            f"a cost of {int(real.max())} is too large to be added up over {samples_per_step:,} samples; raise "
             f"max_tokens of the cost, or return costs of at most {limit}"
         )
     return scaled

@@ -2,7 +2,7 @@
 
 All of it is one run of bytes of a size that follows from the batches' schema, so gathering it needs no size first:
 
-    header    8 x int64    schema hash, status, ended, num_real, epoch, step, position, number of the gather
+    header    8 x int64    schema hash, status, ended, num_real, epoch, step, position, data
     costs     B x int64
     lengths   K x B int32  in schema order
 """
@@ -33,7 +33,7 @@ class Header:
     epoch: int = 0
     step: int = 0
     position: int = 0
-    number: int  # of this gather since the balancer was made; the same on all ranks unless one has left the common path
+    data: int = 0  # hash of what the loader says of itself; it may change when a state is loaded
 
     def words(self) -> NDArray[np.int64]:
         """Return the header as int64 [8]."""
@@ -54,9 +54,9 @@ class StepSizes:
         return np.array([header.num_real for header in self.headers], dtype=np.int64)
 
 
-def schema_hash(schema: BatchSchema) -> int:
-    """Hash a schema to 63 bits, the same in all processes."""
-    return int.from_bytes(hashlib.sha256(repr(schema).encode()).digest()[:8], "little") >> 1
+def hash63(value: object) -> int:
+    """Hash what a value's `repr` says to 63 bits, the same in all processes."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
 
 
 def encode(

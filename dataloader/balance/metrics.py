@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.dataloader.balance.message import StepSizes
+from evenrank.dataloader.balance.partition import Assignment, lower_bound
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
@@ -34,6 +37,24 @@ class StepMetrics:
         return int(loads.max()) / self.lower_bound if self.lower_bound else 1.0
 
 
+def measure_step(
+    sizes: StepSizes, assignment: Assignment, *, gather_seconds: float, plan_seconds: float
+) -> StepMetrics:
+    """Compare a step as it was dealt with what was assigned."""
+    first = next(header for header in sizes.headers if not header.ended)
+    return StepMetrics(
+        epoch=first.epoch,
+        step=first.step,
+        before=sizes.costs.sum(axis=1),
+        after=assignment.loads(sizes.costs),
+        lower_bound=lower_bound(sizes.costs, len(sizes.headers)),
+        samples=int(sizes.num_real.sum()),
+        moved_samples=assignment.count_moved(),
+        gather_seconds=gather_seconds,
+        plan_seconds=plan_seconds,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochSummary:
     """Many steps in a few numbers. A synchronous step lasts as long as its heaviest rank."""
@@ -47,7 +68,9 @@ class EpochSummary:
 
 
 def summarize(steps: list[StepMetrics]) -> EpochSummary:
-    """Sum up at least one step."""
+    """Sum up steps; without any, nothing is out of balance."""
+    if not steps:
+        return EpochSummary(steps=0, ratio_before=1.0, ratio_after=1.0, worst_after=1.0, speedup=1.0, moved=0.0)
     heaviest_before = sum(int(step.before.max()) for step in steps)
     heaviest_after = sum(int(step.after.max()) for step in steps)
     samples = sum(step.samples for step in steps)

@@ -114,7 +114,7 @@ def _stop_and_resume(small_dataset: Path, seed: int) -> None:
     for loader in second:
         loader.load_state_dict(state)
     rest = [sample for loader in second for batch in loader for sample in _ids(batch)]
-    if state["epoch"] == 0:
+    if state["position"] < first[0].num_samples:
         assert sorted(trained + rest) == list(range(first[0].num_samples))
     else:  # the epoch was over
         assert sorted(trained) == sorted(rest) == list(range(first[0].num_samples))
@@ -160,9 +160,9 @@ def test_an_error_while_collating_reaches_the_caller(small_dataset: Path, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"max_num_candidates": -1}, "max_num_candidates must be at least 0, got -1"),
-        ({"prefetch": 0}, "prefetch must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"max_num_candidates": -1}, "max_num_candidates must be a whole number of at least 0, got -1"),
+        ({"prefetch": 0}, "prefetch must be a whole number of at least 1, got 0"),
     ],
 )
 def test_wrong_settings_name_the_value(options: dict[str, int], message: str) -> None:

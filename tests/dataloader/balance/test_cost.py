@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evenrank.dataloader.balance.cost import HSTUCost, cost_shift, scaled_costs
+from evenrank.dataloader.balance.cost import HSTUCost, batch_costs, cost_shift
+from evenrank.dataloader.batch import JaggedBatch
 from evenrank.datasets.errors import ConfigError
 
 
@@ -52,21 +55,25 @@ def test_tokens_are_items_and_whatever_else_is_a_token() -> None:
         HSTUCost(**shape, contextual=("age",)).tokens(lengths)
 
 
+def _batch(rows: int) -> JaggedBatch:
+    return JaggedBatch(batch_size=rows, num_real=rows)
+
+
 def test_a_step_of_the_longest_samples_adds_up_within_62_bits() -> None:
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, max_tokens=100_000)
     samples = 16_384 * 128
     longest = {"item_id": np.array([100_000])}
-    scaled = scaled_costs(cost, longest, np.zeros(1, dtype=np.int64), samples_per_step=samples)
+    scaled = batch_costs(cost, _batch(1), longest, world_size=samples)
     assert 2**60 < int(scaled[0]) * samples <= 2**62
     assert cost_shift(cost, 8) == 0
 
 
 def test_scaling_is_a_power_of_two_that_depends_on_the_configuration_alone() -> None:
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
-    samples = 1024 * 512
+    samples = 3 * 2**18
     shift = cost_shift(cost, samples)
     lengths = {"item_id": np.array([1, 77, 4096])}
-    scaled = scaled_costs(cost, lengths, np.zeros(3, dtype=np.int64), samples_per_step=samples)
+    scaled = batch_costs(cost, _batch(3), lengths, world_size=samples // 3)
     assert shift > 0
     assert scaled.tolist() == [c >> shift for c in cost(lengths, np.zeros(3)).tolist()]
 
@@ -82,4 +89,9 @@ def test_scaling_is_a_power_of_two_that_depends_on_the_configuration_alone() -> 
 )
 def test_what_a_cost_returns_is_checked(returned: np.ndarray, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scaled_costs(lambda lengths, candidates: returned, {}, np.zeros(2, dtype=np.int64), samples_per_step=8)
+        batch_costs(lambda lengths, candidates: returned, _batch(2), {}, world_size=4)
+
+
+def test_padding_costs_nothing_whatever_the_function_says() -> None:
+    batch = replace(_batch(3), num_real=1)
+    assert batch_costs(lambda lengths, candidates: np.array([5, 6, -7]), batch, {}, world_size=4).tolist() == [5, 0, 0]

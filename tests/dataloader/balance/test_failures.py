@@ -1,8 +1,9 @@
 """No hangs: whatever goes wrong on one rank, or differs between ranks, is said on every rank. Real Gloo groups."""
 
+import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,29 @@ import torch
 
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.pad import pad_batch
 from evenrank.datasets.errors import ConfigError
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankFailure, RankPool
+
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
 
 
 def _tokens(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
     return lengths["a"] + lengths["b"]
 
 
-def _negative(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
-    return -lengths["a"]
+def _local_batch() -> JaggedBatch:
+    @dataclass(kw_only=True, eq=False, repr=False)
+    class Local(JaggedBatch):
+        ids: torch.Tensor
+
+    return Local(batch_size=1, num_real=1, ids=torch.zeros(1))
+
+
+def _picky(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
+    return 5 - lengths["a"]
 
 
 def _fail_in_step(rank: int, world_size: int, culprit: int, step: int) -> int:
@@ -51,7 +63,7 @@ def test_an_error_of_one_loader_ends_all_ranks_with_its_words(ranks: RankPool, c
 def _disagree(rank: int, world_size: int, what: str) -> None:
     batch = rich_batch([[(1, 1), (1, 1)]])
     second = batch
-    options: dict[str, Any] = {"cost": _tokens}
+    options: dict[str, Any] = {"cost": _picky}
     if rank == 1:
         match what:
             case "dtype":
@@ -65,7 +77,21 @@ def _disagree(rank: int, world_size: int, what: str) -> None:
             case "strategy":
                 options["strategy"] = "identity"
             case "cost":
-                options["cost"] = _negative
+                second = rich_batch([[(6, 1), (1, 1)]])
+            case "cost function":
+                options["cost"] = len
+            case "unknown strategy":
+                options["strategy"] = "best"
+            case "lengths":
+                second = replace(batch, first=keyed_jagged_tensor(["a", "b"], torch.arange(2), np.array([[2], [3]])))
+            case "num_real":
+                second = replace(batch, num_real=7)
+            case "gradient":
+                second = replace(batch, matrix=batch.matrix.clone().requires_grad_())
+            case "step":
+                second = replace(batch, step=8)
+            case "schema is local":
+                batch = second = _local_batch()
     with Balancer([batch, second], **options) as balancer:
         list(balancer)
 
@@ -82,17 +108,110 @@ def _disagree(rank: int, world_size: int, what: str) -> None:
             "rank 1 failed: ValueError: a batch differs from the first one: flags: torch.bool[3] and torch.bool[2]",
         ),
         ("cost", "rank 1 failed: a cost must not be negative, got -1"),
+        ("cost function", "cost differs between ranks: _picky on rank 0, len on rank 1"),
+        ("lengths", "rank 1 failed: ValueError: a batch differs from the first one: first: torch.int64 of keys a, b"),
+        ("num_real", "rank 1 failed: ValueError: num_real must lie in 0..batch_size = 1, it is 7"),
+        ("gradient", "rank 1 failed: ValueError: matrix must be a tensor on the CPU that requires no gradient"),
+        ("step", "ranks have left the common path: step is 0 on rank 0, 8 on rank 1; iterate over the same epochs"),
+        ("schema is local", "rank 1 failed: "),
     ],
 )
 def test_what_differs_between_ranks_is_named_on_every_rank(ranks: RankPool, what: str, message: str) -> None:
     failures = ranks.try_run(3, _disagree, what)
-    assert [(failure.type_name, failure.message) for failure in failures] == [("RankError", message)] * 3
+    assert [failure.type_name for failure in failures] == ["RankError"] * 3
+    assert all(failure.message.startswith(message) for failure in failures), failures[0].message
+    assert len({failure.message for failure in failures}) == 1
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(ranks: RankPool) -> None:
+    words = "no strategy is called 'best'; there are identity, karmarkar-karp, lpt-swap"
+    failures = [(one.type_name, one.message) for one in ranks.try_run(3, _disagree, "unknown strategy")]
+    assert failures == [
+        ("RankError", f"rank 1 failed: {words}"),
+        ("ConfigError", words),
+        ("RankError", f"rank 1 failed: {words}"),
+    ]
+
+
+def _loaders_disagree(rank: int, world_size: int, path: Path, what: str, state: dict[str, Any] | None) -> int:
+    seed = rank if what == "seed" else 0
+    told = 0 if what == "rank" else rank
+    loader = build_loader(path, LoaderConfig(batch_size=4, seed=seed), rank=told, world_size=world_size)
+    with Balancer(loader, cost=COST) as balancer:
+        steps = 0
+        for batch in balancer:
+            steps += 1
+            if what == "break" and rank == 1 and batch.step == 2:
+                break
+        if what in ("state", "seed in state") and rank == 1:
+            balancer.load_state_dict(state)
+        return steps + len(list(balancer))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("seed", "seed differs between ranks: 0 on rank 0, 1 on rank 1"),
+        ("rank", "the loader of rank 1 was built for rank 0; pass each its own rank"),
+        ("state", "ranks have left the common path: "),
+        ("seed in state", "seed differs between ranks: 0 on rank 0, 5 on rank 1"),
+        ("break", "ranks have left the common path: epoch is 0 on rank 0, 1 on rank 1; iterate over the same epochs"),
+    ],
+)
+def test_loaders_that_differ_between_ranks_are_found_out(
+    ranks: RankPool, small_dataset: Path, what: str, message: str
+) -> None:
+    state = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=0, world_size=1).state_dict()
+    state = {**state, "seed": 5 if what == "seed in state" else 0, "position": 16, "epoch": 1}
+    failures = ranks.try_run(3, _loaders_disagree, small_dataset, what, state)
+    assert [failure.type_name for failure in failures] == ["RankError"] * 3
+    assert all(failure.message.startswith(message) for failure in failures), failures[0].message
+
+
+def test_a_rank_that_dies_is_noticed_by_the_others() -> None:
+    pool = RankPool()
+    try:
+        failures = pool.try_run(3, _lose_a_rank_later)
+    finally:
+        pool.stop()
+    assert failures[1].type_name == "EOFError"
+    for failure in (failures[0], failures[2]):
+        assert failure.type_name == "RankError"
+        assert failure.message.startswith("a rank has gone, or does not answer (")
+
+
+def _lose_a_rank_later(rank: int, world_size: int) -> None:
+    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 50, cost=_tokens) as balancer:
+        for number, _ in enumerate(balancer):
+            if rank == 1 and number == 5:
+                os._exit(1)
+
+
+def _close_twice(rank: int, world_size: int) -> str:
+    import torch.distributed as dist
+
+    balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+    list(balancer)
+    balancer.close()
+    balancer.close()
+    other = Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+    dist.destroy_process_group()
+    other.close()
+    try:
+        list(other)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_closing_twice_or_late_does_nothing(ranks: RankPool) -> None:
+    assert ranks.run(2, _close_twice) == ["the Balancer is closed; make a new one"] * 2
 
 
 def _leave_early_twice(rank: int, world_size: int, path: Path) -> tuple[int, int, list[int]]:
     loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size)
     before = threading.active_count()
-    with Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)) as balancer:
+    with Balancer(loader, cost=COST) as balancer:
         for _ in range(2):
             for batch in balancer:
                 if batch.step == 2:

@@ -34,7 +34,7 @@ def _sizes(batches: list[RichBatch]) -> StepSizes:
     schema = schema_of(batches[0])
     messages = [
         encode(
-            Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real, number=0),
+            Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real),
             schema,
             np.zeros(schema.batch_size, dtype=np.int64),
             lengths_of(batch),
@@ -88,7 +88,7 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
 def test_messages_are_read_as_they_were_written() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
     schema = schema_of(batch)
-    header = Header(schema_hash=2**62, status=1, ended=1, num_real=2, epoch=3, step=4, position=2**40, number=5)
+    header = Header(schema_hash=2**62, status=1, ended=1, num_real=2, epoch=3, step=4, position=2**40, data=5)
     sizes = decode(encode(header, schema, np.array([7, 2**61]), lengths_of(batch))[np.newaxis], schema)
     assert sizes.headers == (header,)
     assert sizes.costs.tolist() == [[7, 2**61]]
