@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,13 +57,23 @@ def walk_epoch(
             on_step()
     everybody: list[tuple[list[int], list[int]]] = [([], [])] * world_size
     dist.all_gather_object(everybody, (seen, altered))
-    all_seen = list(itertools.chain.from_iterable(ids for ids, _ in everybody))
     if any(steps for _, steps in everybody):
         raise RankError(f"samples were altered, in steps {[steps for _, steps in everybody]} of each rank")
-    if sorted(all_seen) != sorted(set(all_seen)) or len(all_seen) != loader.num_samples:
-        different = len(set(all_seen))
-        raise RankError(f"of {loader.num_samples:,} samples {different:,} were seen, {len(all_seen):,} times in all")
-    return Walk(strategy=strategy, metrics=metrics, samples=len(all_seen))
+    check_seen([ids for ids, _ in everybody], loader.num_samples)
+    return Walk(strategy=strategy, metrics=metrics, samples=loader.num_samples)
+
+
+def check_seen(seen: Sequence[Sequence[int]], num_samples: int) -> None:
+    """Check that the ranks together have seen each sample exactly once.
+
+    Raises:
+        RankError: they have not; with the numbers.
+
+    """
+    times = len(list(itertools.chain.from_iterable(seen)))
+    different = len(set(itertools.chain.from_iterable(seen)))
+    if not times == different == num_samples:
+        raise RankError(f"of {num_samples:,} samples {different:,} were seen, {times:,} times in all")
 
 
 def _is_as_in_dataset(loader: SequenceLoader, batch: SequenceBatch) -> bool:

@@ -14,8 +14,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stdout = Console(highlight=False, soft_wrap=True, markup=False)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 @contextlib.contextmanager

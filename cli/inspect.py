@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from evenrank.cli import console
 from evenrank.datasets.schema import Manifest, read_manifest
@@ -53,7 +54,7 @@ def vocabulary_table(manifest: Manifest) -> Table:
     for name, size in manifest.vocabulary_sizes.items():
         labels = [label for label in manifest.context_labels.get(name, ()) if label is not None]
         shown = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
-        table.add_row(name, f"{size:,}", shown)
+        table.add_row(name, f"{size:,}", Text(shown))
     return table
 
 

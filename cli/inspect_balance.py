@@ -35,6 +35,8 @@ def inspect_balance_command(
     """
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError("run it under torchrun, which starts the ranks: torchrun --nproc_per_node 4 " + __file__)
+    if heads < 1 or hidden % heads:
+        raise ConfigError(f"hidden must be a multiple of heads, got {hidden} and {heads}")
     cost = HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=8)
     config = LoaderConfig(
         batch_size=batch_size,

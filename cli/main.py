@@ -1,5 +1,6 @@
 """The installed command `evenrank`, and what its subcommands share with the scripts: errors and exit codes."""
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +38,10 @@ def run_command(command: Command) -> None:
 
 
 def _run(app: typer.Typer) -> None:
+    # A scheduler's signal unwinds like any exit, so that nothing half-written stays behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except EvenrankError as error:
-        console.stderr.print(f"error: {error}", markup=False)
+        console.stderr.print(f"error: {error}")
         sys.exit(2)

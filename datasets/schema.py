@@ -11,6 +11,7 @@ a dataset brings; `length` int32, the number of events. Rows are ordered by (`us
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from evenrank.datasets.mix import mix64
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+CACHE_NAME = ".cache"  # what a loader keeps beside the Parquet files
 
 USER_ID = "user_id"
 ITEM_ID = "item_id"
@@ -93,6 +95,12 @@ def user_hash(user_ids: NDArray[np.int64], *, salt: int = 0) -> NDArray[np.uint6
     return mix64(hashed ^ mix64(np.array([salt], dtype=np.int64).view(np.uint64))) if salt else hashed
 
 
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def content_hash(
     *,
     splits: Mapping[str, Split],
@@ -124,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{folder} is not a dataset: {where}; make one with `evenrank preprocess --out {folder}`")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON ({error}); preprocess the dataset again") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
@@ -133,29 +141,60 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         return _manifest_from_json(raw)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{path} lacks or misplaces a field ({error}); preprocess the dataset again") from error
 
 
 def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
     splits = {
-        name: Split(
-            files=tuple(DataFile(**file) for file in split["files"]),
-            rows=split["rows"],
-            interactions=split["interactions"],
-            lengths=split["lengths"],
+        _name(name): Split(
+            files=tuple(
+                DataFile(path=_relative(file["path"]), rows=_count(file["rows"]), sha256=_digest(file["sha256"]))
+                for file in split["files"]
+            ),
+            rows=_count(split["rows"]),
+            interactions=_count(split["interactions"]),
+            lengths=dict(split["lengths"]),
         )
         for name, split in raw["splits"].items()
     }
+    extra_events = {_name(name): str(dtype) for name, dtype in raw["extra_events"].items()}
+    if unknown := [dtype for dtype in extra_events.values() if dtype not in ("int64", "int32")]:
+        raise ValueError(f"extra_events has {unknown[0]!r}")
     return Manifest(
         schema_version=raw["schema_version"],
-        dataset=raw["dataset"],
+        dataset=str(raw["dataset"]),
         sources=tuple(SourceFile(**source) for source in raw["sources"]),
-        options=raw["options"],
+        options=dict(raw["options"]),
         splits=splits,
-        contextual=tuple(raw["contextual"]),
-        extra_events=raw["extra_events"],
-        vocabulary_sizes=raw["vocabulary_sizes"],
+        contextual=tuple(map(_name, raw["contextual"])),
+        extra_events=extra_events,
+        vocabulary_sizes={str(name): _count(size) for name, size in raw["vocabulary_sizes"].items()},
         context_labels={name: tuple(labels) for name, labels in raw["context_labels"].items()},
-        content_hash=raw["content_hash"],
+        content_hash=_digest(raw["content_hash"]),
     )
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _digest(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"{value!r} is not a SHA-256")
+    return value
+
+
+def _name(value: object) -> str:
+    # Names of splits and columns become names of files.
+    if not isinstance(value, str) or not re.fullmatch(r"\w[\w.-]*", value):
+        raise ValueError(f"{value!r} is not a name")
+    return value
+
+
+def _relative(value: object) -> str:
+    if not isinstance(value, str) or Path(value).is_absolute() or ".." in Path(value).parts:
+        raise ValueError(f"{value!r} is not a path inside the dataset")
+    return value

@@ -21,9 +21,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.datasets.errors import DataError
-from evenrank.datasets.schema import EVENT_DTYPES, LENGTH, USER_ID, Manifest, Split, read_manifest
-
-CACHE_NAME = ".cache"
+from evenrank.datasets.schema import (
+    CACHE_NAME,
+    EVENT_DTYPES,
+    LENGTH,
+    USER_ID,
+    Manifest,
+    Split,
+    read_manifest,
+    sha256_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,20 +63,33 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
     manifest = read_manifest(folder)
     if split not in manifest.splits:
         raise DataError(f"{folder} has no split {split!r}; it has {', '.join(sorted(manifest.splits))}")
-    cache = _built_cache(folder, manifest, split)
-    event_names = [*EVENT_DTYPES, *manifest.extra_events]
+    info = manifest.splits[split]
+    sizes = {
+        "offsets": info.rows + 1,
+        **dict.fromkeys((USER_ID, *manifest.contextual), info.rows),
+        **dict.fromkeys((*EVENT_DTYPES, *manifest.extra_events), info.interactions),
+    }
+    columns = _map_columns(_built_cache(folder, manifest, split), sizes)
     return SequenceStore(
         manifest=manifest,
         split=split,
-        offsets=_map(cache / "offsets.npy"),
-        events={name: _map(cache / f"{name}.npy") for name in event_names},
-        rows={name: _map(cache / f"{name}.npy") for name in (USER_ID, *manifest.contextual)},
+        offsets=columns["offsets"],
+        events={name: columns[name] for name in (*EVENT_DTYPES, *manifest.extra_events)},
+        rows={name: columns[name] for name in (USER_ID, *manifest.contextual)},
     )
 
 
-def _map(path: Path) -> NDArray[np.int64]:
-    array: NDArray[np.int64] = np.load(path, mmap_mode="r")
-    return array
+def _map_columns(cache: Path, sizes: Mapping[str, int]) -> dict[str, NDArray[np.int64]]:
+    columns: dict[str, NDArray[np.int64]] = {}
+    for name, size in sizes.items():
+        path = cache / f"{name}.npy"
+        try:
+            columns[name] = np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path} is damaged; delete {cache}, and it is made anew") from error
+        if columns[name].shape != (size,):
+            raise DataError(f"{path} is damaged; delete {cache}, and it is made anew")
+    return columns
 
 
 def _built_cache(folder: Path, manifest: Manifest, split: str) -> Path:
@@ -80,18 +100,21 @@ def _built_cache(folder: Path, manifest: Manifest, split: str) -> Path:
         if (root / name).is_dir():
             return root / name
     root = candidates[0] if os.access(folder, os.W_OK) else candidates[1]
-    root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f"{name}.lock"):
-        if not (root / name).is_dir():  # else another process was first
-            partial = root / f"{name}.partial"
-            shutil.rmtree(partial, ignore_errors=True)  # what a builder that was killed left behind
-            partial.mkdir()
-            try:
-                _build(folder, manifest, manifest.splits[split], partial)
-                partial.rename(root / name)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{name}.lock"):
+            if not (root / name).is_dir():  # else another process was first
+                partial = root / f"{name}.partial"
+                shutil.rmtree(partial, ignore_errors=True)  # what a builder that was killed left behind
+                partial.mkdir()
+                try:
+                    _build(folder, manifest, manifest.splits[split], partial)
+                    partial.rename(root / name)
+                except BaseException:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
+    except OSError as error:
+        raise DataError(f"the cache {root} could not be written: {error.strerror or error}; free the place") from error
     return root / name
 
 
@@ -113,6 +136,8 @@ def _build(folder: Path, manifest: Manifest, split: Split, into: Path) -> None:
     offsets[0] = 0
     for file in split.files:
         path = folder / file.path
+        if path.is_file() and sha256_of(path) != file.sha256:
+            raise DataError(f"{path} has another SHA-256 than its manifest says; preprocess the dataset again")
         for batch in _record_batches(path, [*row_names, *element_types, LENGTH]):
             lengths = _flat(batch.column(LENGTH), "int32", LENGTH, path).astype(np.int64)
             end_row, end_event = row + len(lengths), event + int(lengths.sum())

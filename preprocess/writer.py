@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import fcntl
-import hashlib
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 from evenrank.datasets.errors import DataError
 from evenrank.datasets.schema import (
     ACTION,
+    CACHE_NAME,
     EVENT_DTYPES,
     ITEM_ID,
     LENGTH,
@@ -29,6 +29,8 @@ from evenrank.datasets.schema import (
     Manifest,
     Split,
     content_hash,
+    read_manifest,
+    sha256_of,
 )
 from evenrank.preprocess.interactions import Interactions
 
@@ -48,36 +50,69 @@ def replacing_folder(out: Path) -> Iterator[Path]:
         DataError: `out` holds something that is not a dataset, cannot be written, or another run is writing it.
 
     """
-    out = out.absolute()
-    if out.exists() and not out.is_dir():
-        raise DataError(f"{out} is a file; choose another output folder")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
-        raise DataError(f"{out} holds something that is no dataset ({MANIFEST_NAME} is missing); choose another folder")
+    out = out.resolve()  # a link stays, and what it points to is replaced
+    _check_replaceable(out)
     partial = out.with_name(f".{out.name}.partial")
     missing = [folder for folder in out.parents if not folder.exists()]  # innermost first
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        with _os_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(out.with_name(f".{out.name}.lock"), out):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+            with _os_errors(out):
+                _remove(partial)
+                partial.mkdir()
             try:
                 yield partial
-                _flush(partial)
-                _put_in_place(partial, out)
+                with _os_errors(out):
+                    _flush(partial)
+                    _put_in_place(partial, out)
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"{out} could not be written: {error.strerror or error}; nothing was changed there") from error
+                _remove(partial)
     finally:
         for folder in missing:  # that were made for nothing
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
+def _check_replaceable(out: Path) -> None:
+    """Refuse what is not a dataset of ours, or not a place for one."""
+    if Path.cwd().is_relative_to(out):
+        raise DataError(f"{out} is the current folder, or holds it; choose another output folder")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise DataError(f"{out} is a file; choose another output folder")
+    names = {path.name for path in out.iterdir()}
+    if not names:
+        return
+    try:
+        manifest = read_manifest(out)
+    except DataError as error:
+        raise DataError(f"{out} holds something that is no dataset; choose another output folder") from error
+    if others := sorted(names - {MANIFEST_NAME, CACHE_NAME, *manifest.splits}):
+        raise DataError(f"{out} holds {others[0]!r} beside a dataset; move it away, or choose another output folder")
+
+
+@contextlib.contextmanager
+def _os_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{out} could not be written: {error.strerror or error}; nothing was changed there") from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _exclusive(lock: Path, out: Path) -> Iterator[None]:
     while True:
-        file = lock.open("w")
+        with _os_errors(out):
+            file = lock.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,10 +130,8 @@ def _exclusive(lock: Path, out: Path) -> Iterator[None]:
 
 
 def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    for path in (*folder.rglob("*"), folder):
+        _fsync(path)
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
@@ -115,6 +148,16 @@ def _put_in_place(partial: Path, out: Path) -> None:
             old.rename(out)
             raise
         shutil.rmtree(old, ignore_errors=True)
+    _fsync(out.parent)
+
+
+def _fsync(path: Path) -> None:
+    """Make what was written to a file, or renamed in a folder, last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -140,7 +183,7 @@ def write_dataset(
     contextual = () if interactions.context is None else tuple(interactions.context.labels)
     labels = {} if interactions.context is None else interactions.context.labels
     vocabulary_sizes = {
-        USER_ID: _largest(splits, pl.col(USER_ID)) + 1,
+        USER_ID: max(0, _largest(splits, pl.col(USER_ID)) + 1),
         ITEM_ID: _largest(splits, pl.col(ITEM_ID).list.max()) + 1,
         ACTION: interactions.num_actions,
         **{name: len(labels[name]) for name in contextual},
@@ -185,9 +228,7 @@ def _write_split(folder: Path, name: str, rows: pl.DataFrame, contextual: tuple[
         path = folder / name / f"part-{number:05d}.parquet"
         table = part.rechunk().to_arrow().select(schema.names).cast(schema)
         pq.write_table(table, path, row_group_size=ROWS_PER_GROUP, compression="zstd")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        files.append(DataFile(path=f"{name}/{path.name}", rows=len(part), sha256=digest))
+        files.append(DataFile(path=f"{name}/{path.name}", rows=len(part), sha256=sha256_of(path)))
     lengths = rows.get_column(LENGTH).to_numpy()
     return Split(
         files=tuple(files), rows=len(rows), interactions=int(lengths.sum()), lengths=summarize_lengths(lengths)

@@ -1,5 +1,6 @@
 """The commands as people run them: processes, exit codes, what is printed where."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,40 @@ def test_a_mistake_is_one_line_and_exits_with_2(tmp_path: Path, arguments: list[
     assert "Traceback" not in run.stderr
     assert run.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+# Runs the command up to where the new folder would be put in place, says so, and waits there.
+STOPPED_COMMAND = """
+import signal
+from evenrank.preprocess import writer
+def stop_here(partial, out):
+    print("written", flush=True)
+    signal.pause()
+writer._put_in_place = stop_here
+from evenrank.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: int, code: int) -> None:
+    command = [sys.executable, "-c", STOPPED_COMMAND, "preprocess", "--dataset", "synthetic", "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        assert (tmp_path / ".out.partial").is_dir()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
+    out = tmp_path / "o[red]x"
+    run = _run(BIN / "evenrank", "preprocess", "--dataset", "ml-20m", "--raw-dir", _raw(tmp_path), "--out", out)
+    assert run.returncode == 0, run.stderr
+    assert f"{out}/train: " in run.stdout
 
 
 def test_help_teaches_with_an_example() -> None:

@@ -44,6 +44,27 @@ def test_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | None
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"content_hash": "../../../evil"},
+        {"content_hash": 5},
+        {"vocabulary_sizes": None},
+        {"extra_events": {"q": "int99"}},
+        {"extra_events": ["q"]},
+        {"contextual": ["../x"]},
+        {"splits": {"train": {"files": [], "rows": "x", "interactions": 0, "lengths": {}}}},
+        {"splits": {"train": {"files": [], "rows": -1, "interactions": 0, "lengths": {}}}},
+        {"splits": {"train": {"files": [{"path": "../a", "rows": 0, "sha256": "0" * 64}], "rows": 0}}},
+    ],
+)
+def test_a_field_that_cannot_be_is_refused(small_dataset: Path, tmp_path: Path, wrong: dict[str, object]) -> None:
+    raw = json.loads((small_dataset / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**raw, **wrong}))
+    with pytest.raises(DataError, match=r"lacks or misplaces a field .*; preprocess the dataset again"):
+        read_manifest(tmp_path)
+
+
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere is not a dataset: no such folder"):
         read_manifest(tmp_path / "nowhere")

@@ -1,5 +1,6 @@
 import multiprocessing
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evenrank.datasets.errors import DataError
-from evenrank.datasets.schema import read_manifest
+from evenrank.datasets.schema import read_manifest, sha256_of
 from evenrank.datasets.store import SequenceStore, open_store
 
 
@@ -76,7 +77,16 @@ def _rewrite(dataset: Path, change: "dict[str, pa.Array]") -> SequenceStore:
     for name, column in change.items():
         table = table.set_column(table.schema.get_field_index(name), name, column)
     pq.write_table(table, path)
+    _describe_anew(dataset)
     return open_store(dataset)
+
+
+def _describe_anew(dataset: Path) -> None:
+    """Let the manifest have the checksum of the changed file, as if another program had written both."""
+    manifest = read_manifest(dataset)
+    split = manifest.splits["train"]
+    file = replace(split.files[0], sha256=sha256_of(dataset / split.files[0].path))
+    replace(manifest, splits={**manifest.splits, "train": replace(split, files=(file,))}).write(dataset)
 
 
 def test_wrong_dtype_is_named(small_dataset: Path, tmp_path: Path) -> None:
@@ -100,6 +110,7 @@ def test_truncated_parquet_is_named(small_dataset: Path, tmp_path: Path) -> None
     dataset = _fresh_copy(small_dataset, tmp_path)
     path = next((dataset / "train").glob("*.parquet"))
     path.write_bytes(path.read_bytes()[:-100])
+    _describe_anew(dataset)
     with pytest.raises(DataError, match=r"part-00000.parquet cannot be read as Parquet") as raised:
         open_store(dataset)
     assert "\n" not in str(raised.value)
@@ -109,7 +120,41 @@ def test_missing_rows_are_found(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     path = next((dataset / "train").glob("*.parquet"))
     pq.write_table(pq.read_table(path).slice(0, 10), path)
+    _describe_anew(dataset)
     with pytest.raises(DataError, match="holds 10 rows"):
+        open_store(dataset)
+
+
+def test_a_changed_file_is_found_by_its_checksum(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    path = next((dataset / "train").glob("*.parquet"))
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"part-00000.parquet has another SHA-256 than its manifest says"):
+        open_store(dataset)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "shorter", "missing"])
+def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path, damage: str) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    open_store(dataset)
+    (cached,) = (dataset / ".cache").glob("*/item_id.npy")
+    match damage:
+        case "truncated":
+            cached.write_bytes(cached.read_bytes()[:-8])
+        case "shorter":
+            np.save(cached, np.arange(3))
+        case "missing":
+            cached.unlink()
+    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train, and it is made anew"):
+        open_store(dataset)
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    (dataset / ".cache").write_text("a file")
+    with pytest.raises(DataError, match=r"the cache .*\.cache could not be written"):
         open_store(dataset)
 
 

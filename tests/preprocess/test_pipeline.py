@@ -22,6 +22,7 @@ ML_20M = """userId,movieId,rating,timestamp
 7,20,4.0,100
 -2,10,1.0,1112486027
 """
+USERS = "ml-1m/users.dat"
 ML_1M_RATINGS = "1::1193::5::978300760\n2::661::3::978302109\n1::914::1::978300000\n"
 ML_1M_USERS = "1::F::1::10::48067\n2::M::56::16::70072\n3::M::25::15::55117-12\n"
 
@@ -75,7 +76,7 @@ def _int64(value: object) -> "object":
 
 
 def test_ml_1m_brings_its_users_features(tmp_path: Path) -> None:
-    files = {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS}
+    files = {"ml-1m/ratings.dat": ML_1M_RATINGS, USERS: ML_1M_USERS}
     manifest = _run(tmp_path, "ml-1m", files, eval_fraction=0)
     rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
     assert rows == {
@@ -123,6 +124,29 @@ def test_a_user_without_features_gets_zeros(tmp_path: Path) -> None:
     assert [rows[2][name] for name in ("sex", "age_group", "occupation", "zip_code")] == [0, 0, 0, 0]
 
 
+def test_a_feature_that_is_empty_is_missing(tmp_path: Path) -> None:
+    users = "1::::1::::48067\n2::M::56::16::\n"
+    manifest = _run(tmp_path, "ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": users}, eval_fraction=0)
+    rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
+    names = ("sex", "age_group", "occupation", "zip_code")
+    assert [rows[1][name] for name in names] == [0, 1, 0, 1]
+    assert [rows[2][name] for name in names] == [1, 2, 1, 0]
+    assert manifest.context_labels["sex"] == (None, "M")
+
+
+def test_many_events_of_one_time_stay_in_file_order(tmp_path: Path) -> None:
+    lines = [f"1,{item},3.0,{500 if item % 2 else 400}\n" for item in range(5000)]
+    _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n" + "".join(lines)}, eval_fraction=0)
+    (row,) = _rows(tmp_path / "out" / "train")
+    assert row["item_id"] == [*range(0, 5000, 2), *range(1, 5000, 2)]
+
+
+def test_line_ends_and_byte_order_marks_of_other_systems_do_not_matter(tmp_path: Path) -> None:
+    text = "\u00ef\u00bb\u00bf" + ML_20M.replace("\n", "\r\n")
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, eval_fraction=0)
+    assert manifest.splits["train"].interactions == 5
+
+
 def test_column_types_are_those_of_the_contract(small_dataset: Path) -> None:
     schema = pq.read_schema(next((small_dataset / "train").glob("*.parquet")))
     assert {field.name: str(field.type) for field in schema} == {
@@ -144,17 +168,37 @@ def test_column_types_are_those_of_the_contract(small_dataset: Path) -> None:
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,5.5,3\n"}, r"line 7 \('1,2,5.5,3'\): rating 5.5 is not on"),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3.2,3\n"}, r"rating 3.2 is not on .* in steps of 0.5"),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,0,3\n"}, r"rating 0 is not on the scale of ml-20m, 0.5 to 5"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,x,3,3\n"}, r"line 7 \('1,x,3,3'\): invalid literal"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,,3\n"}, r"line 7 \('1,2,,3'\): could not convert"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3\n"}, r"line 7 \('1,2,3'\): 3 fields where 4"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,4,5\n"}, r"line 7 .*: 5 fields where 4"),
-        ("ml-1m", {"ml-1m/ratings.dat": "", "ml-1m/users.dat": ML_1M_USERS}, "ratings.dat holds no rating"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,x,3,3\n"}, r"line 7 \('1,x,3,3'\): 'x' is not a 64-bit number"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,,3\n"}, r"line 7 \('1,2,,3'\): '' is not a rating"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "9223372036854775808,2,3,4\n"}, "line 7 .*is not a 64-bit number"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "2_0,2,3,4\n"}, "line 7 .*'2_0' is not a 64-bit number"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,-2,3,4\n"}, "line 7 .*-2 is no item id, because it is negative"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,9300000000000000\n"}, "line 7 .*seconds are too many"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "\n1,2,3,4\n"}, "line 7 .*: 1 fields where 4"),
         (
             "ml-1m",
-            {"ml-1m/ratings.dat": "1::2::6::3\n", "ml-1m/users.dat": ML_1M_USERS},
+            {"ml-1m/ratings.dat": "1:9:2::4::3\n", USERS: ML_1M_USERS},
+            "line 1 .*: 3 fields where 4",
+        ),
+        (
+            "ml-1m",
+            {"ml-1m/ratings.dat": "1::2::4:1:3\n", USERS: ML_1M_USERS},
+            "line 1 .*: 3 fields where 4",
+        ),
+        (
+            "ml-1m",
+            {"ml-1m/ratings.dat": ML_1M_RATINGS, USERS: "1\u00b2::F::1::1::1\n"},
+            "users.dat, line 1",
+        ),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3\n"}, r"line 7 \('1,2,3'\): 3 fields where 4"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,4,5\n"}, r"line 7 .*: 5 fields where 4"),
+        ("ml-1m", {"ml-1m/ratings.dat": "", USERS: ML_1M_USERS}, "ratings.dat holds no rating"),
+        (
+            "ml-1m",
+            {"ml-1m/ratings.dat": "1::2::6::3\n", USERS: ML_1M_USERS},
             "rating 6 is not on the scale",
         ),
-        ("ml-1m", {"ml-1m/ratings.dat": "1::2::4.5::3\n", "ml-1m/users.dat": ML_1M_USERS}, "rating 4.5 is not on"),
+        ("ml-1m", {"ml-1m/ratings.dat": "1::2::4.5::3\n", USERS: ML_1M_USERS}, "rating 4.5 is not on"),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ""}, "users.dat holds no user"),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": "1::F\n"}, r"users.dat, line 1 \('1::F'\)"),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS * 2}, "user 1 appears twice"),
@@ -213,6 +257,42 @@ def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds something that is no dataset"):
         preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out"))
     assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
+
+
+def test_a_folder_of_another_program_with_a_manifest_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "extension"
+    out.mkdir()
+    (out / "manifest.json").write_text('{"manifest_version": 3, "name": "not ours"}')
+    with pytest.raises(DataError, match="extension holds something that is no dataset"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=out))
+    config = PreprocessConfig(dataset="synthetic", out=tmp_path / "data", synthetic=SyntheticConfig(num_users=5))
+    preprocess(config)
+    (tmp_path / "data" / "notes.txt").write_text("precious")
+    with pytest.raises(DataError, match=r"data holds 'notes.txt' beside a dataset; move it away"):
+        preprocess(config)
+    assert (tmp_path / "data" / "notes.txt").read_text() == "precious"
+
+
+def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for num_users in (10, 20):
+        out = tmp_path / "link"
+        preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=num_users)))
+    assert sum(split.rows for split in read_manifest(tmp_path / "real").splits.values()) == 20
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="is the current folder, or holds it"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=Path(".")))
+
+
+def test_what_a_run_left_behind_under_any_kind_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").write_text("left behind")
+    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=5)))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
