@@ -6,16 +6,24 @@ from typing import Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.preprocess import DATASETS, PreprocessConfig, preprocess
+from evenrank.datasets.distributions import Zipf, parse_distribution
+from evenrank.datasets.errors import ConfigError
+from evenrank.preprocess import DATASETS, Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
+from evenrank.preprocess.catalog import CATALOG
+
+_ALL = "all"
 
 
 def preprocess_command(
-    dataset: Annotated[str, typer.Option(help=f"Which dataset: {', '.join(DATASETS)}.", show_default=False)],
+    dataset: Annotated[
+        str,
+        typer.Option(help=f"Which dataset: {', '.join((*DATASETS, _ALL))} (every public one).", show_default=False),
+    ],
     raw_dir: Annotated[
         Path,
         typer.Option(
-            help="Folder of the raw files: DIR/ml-1m/ratings.dat and users.dat, DIR/ml-20m/ratings.csv, or the "
-            "official zip in DIR. What is missing is downloaded into it.",
+            help="Folder of the raw files, as their archives unpack (DIR/ml-20m/ratings.csv), or of the official "
+            "archives. What is missing is downloaded into it.",
             metavar="DIR",
         ),
     ] = Path("raw"),
@@ -28,8 +36,50 @@ def preprocess_command(
             show_default=False,
         ),
     ] = None,
-    eval_fraction: Annotated[float, typer.Option(help="Part of the users that goes to the eval split, 0 to 1.")] = 0.3,
-    seed: Annotated[int, typer.Option(help="Of the split, and of synthetic data.")] = 0,
+    split: Annotated[
+        str,
+        typer.Option(
+            help="user:FRACTION of the users to eval; leave-last:N events of each user; time:TIMESTAMP (milliseconds "
+            "or ISO 8601), events from then on; none."
+        ),
+    ] = "user:0.3",
+    eval_fraction: Annotated[
+        float | None, typer.Option(help="The same as --split user:FRACTION.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the split by user, and of synthetic data.")] = 0,
+    k_core: Annotated[int, typer.Option(help="Leave out users and items with fewer events, until none has.")] = 1,
+    min_length: Annotated[int, typer.Option(help="Leave out users with fewer events.")] = 1,
+    max_length: Annotated[
+        int | None, typer.Option(help="Leave out users with more events.", show_default=False)
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Cut users with more events into rows of so many.", show_default=False)
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Events from one window to the next. Default: as many as a window has.", show_default=False),
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="What to do about rows that cannot be read: fail, or skip and count them.")
+    ] = "fail",
+    requests: Annotated[
+        float | None,
+        typer.Option(
+            help="Also write requests.parquet, for replaying inference traffic: a user asks at the first event, and "
+            "at each event so many seconds after the last request.",
+            metavar="SECONDS",
+            show_default=False,
+        ),
+    ] = None,
+    by_date: Annotated[
+        bool, typer.Option("--by-date", help="Requests and their histories begin anew each day.")
+    ] = False,
+    users: Annotated[int, typer.Option(help="Synthetic data: how many users.")] = 20_000,
+    items: Annotated[int, typer.Option(help="Synthetic data: how many items, of Zipf popularity.")] = 50_000,
+    lengths: Annotated[
+        str,
+        typer.Option(help="Synthetic data: events of a user, as uniform, normal, zipf or lognormal with parameters."),
+    ] = "lognormal:mean=128,std=256,high=4096",
 ) -> None:
     """Turn raw interaction logs into sequence Parquet: one row per user, events in time order.
 
@@ -37,10 +87,42 @@ def preprocess_command(
 
     \b
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
+        evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
+        evenrank preprocess --dataset synthetic --users 1000000 --lengths zipf:exponent=1.2,high=4096
     """
-    folder = Path("out", dataset) if out is None else out
-    config = PreprocessConfig(dataset=dataset, out=folder, raw_dir=raw_dir, eval_fraction=eval_fraction, seed=seed)
+    if eval_fraction is not None and split != "user:0.3":
+        raise ConfigError("--eval-fraction and --split say the same; give one of them")
+    if by_date and requests is None:
+        raise ConfigError("--by-date goes with --requests SECONDS")
+    for name in CATALOG if dataset == _ALL else (dataset,):
+        folder = Path("out", name) if out is None else out / name if dataset == _ALL else out
+        config = PreprocessConfig(
+            dataset=name,
+            out=folder,
+            raw_dir=raw_dir,
+            split=split if eval_fraction is None else f"user:{eval_fraction}",
+            seed=seed,
+            filters=Filters(
+                min_user_events=k_core,
+                min_item_events=k_core,
+                min_length=min_length,
+                max_length=max_length,
+                window=window,
+                stride=stride,
+            ),
+            on_error=on_error,
+            requests=None if requests is None else RequestRule(seconds=requests, by_date=by_date),
+            synthetic=SyntheticConfig(
+                num_users=users, lengths=parse_distribution(lengths), items=Zipf(exponent=1.05, high=items)
+            ),
+        )
+        _run(config)
+
+
+def _run(config: PreprocessConfig) -> None:
     with console.stages() as on_stage:
         manifest = preprocess(config, on_stage=on_stage, show_progress=console.stderr.is_terminal)
-    for name, split in manifest.splits.items():
-        console.stdout.print(f"{folder}/{name}: {split.rows:,} users, {split.interactions:,} interactions")
+    for name, info in manifest.splits.items():
+        console.stdout.print(f"{config.out}/{name}: {info.rows:,} rows, {info.interactions:,} interactions")
+    for words, count in manifest.options["audit"].items():
+        console.stdout.print(f"{words}: {count:,}")

@@ -1,6 +1,9 @@
 """Raw interaction logs -> one row per user, in Parquet."""
 
-from evenrank.preprocess.pipeline import DATASETS, PreprocessConfig, preprocess
+from evenrank.preprocess.filters import Filters
+from evenrank.preprocess.pipeline import PreprocessConfig, preprocess
+from evenrank.preprocess.requests import RequestRule
+from evenrank.preprocess.sources import DATASETS
 from evenrank.preprocess.synthetic import SyntheticConfig
 
-__all__ = ["DATASETS", "PreprocessConfig", "SyntheticConfig", "preprocess"]
+__all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "preprocess"]

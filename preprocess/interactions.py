@@ -1,6 +1,6 @@
 """What every source hands on: interactions in one common form, whatever the raw files looked like."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import polars as pl
@@ -9,6 +9,31 @@ from evenrank.datasets.errors import DataError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, SourceFile
 
 INTERACTION_COLUMNS = (USER_ID, ITEM_ID, ACTION, TIMESTAMP_MS)
+
+# True for a row that could be read and lies in its ranges; the other columns of a row where it is false mean nothing.
+IS_GOOD = "is_good"
+
+# Time stamps are counted from 1970 to the end of the year 9999.
+MAX_TIMESTAMP_MS = 253_402_300_799_999
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadRow:
+    """A row that could not be read."""
+
+    line: int  # from 1, the header included
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventPart:
+    """One raw file, or one drawn block, of events."""
+
+    name: str  # as people know it: a path
+    size: int  # bytes, for telling progress and choosing the number of buckets
+    events: pl.LazyFrame  # user_id, item_id, timestamp_ms int64, action int32, extra columns, IS_GOOD; in file order
+    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first so many bad rows; may be slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +48,11 @@ class Context:
 class Interactions:
     """A dataset before it is grouped by user."""
 
-    events: pl.LazyFrame  # user_id, item_id, timestamp_ms int64, action int32; in file order
-    sources: tuple[SourceFile, ...]
+    parts: Sequence[EventPart]  # their events one behind the other are the dataset's, in file order
+    sources: Callable[[], tuple[SourceFile, ...]]  # raw files with checksums; called once, beside other work
     context: Context | None = None
-    num_actions: int  # actions are 0..num_actions-1
+    num_actions: int | None  # actions are 0..num_actions-1; None: whatever there is
+    extra_events: Mapping[str, str] = field(default_factory=dict)  # further columns of events: int64 or int32
     options: Mapping[str, object] = field(default_factory=dict)  # what the source was told, for the manifest
 
 

@@ -1,22 +1,42 @@
-"""The whole job, stage by stage: raw files -> interactions -> sequences -> splits -> a folder of Parquet."""
+"""The whole job: raw files -> interactions -> buckets -> sequences -> splits -> a folder of Parquet."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from evenrank.datasets.errors import ConfigError
-from evenrank.datasets.schema import Manifest
-from evenrank.preprocess.catalog import CATALOG
-from evenrank.preprocess.download import ensure_raw_files
-from evenrank.preprocess.interactions import Interactions
-from evenrank.preprocess.movielens import read_movielens
-from evenrank.preprocess.sequences import build_sequences
-from evenrank.preprocess.splits import split_by_user
-from evenrank.preprocess.synthetic import SyntheticConfig, draw_interactions
-from evenrank.preprocess.writer import replacing_folder, write_dataset
+import numpy as np
+from numpy.typing import NDArray
 
-SYNTHETIC = "synthetic"
-DATASETS = (*CATALOG, SYNTHETIC)
+from evenrank.datasets.errors import ConfigError, DataError
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    SCHEMA_VERSION,
+    USER_ID,
+    Manifest,
+    SourceFile,
+    Split,
+    content_hash,
+)
+from evenrank.preprocess.audit import Audit
+from evenrank.preprocess.buckets import Buckets, Columns
+from evenrank.preprocess.context import ContextLookup
+from evenrank.preprocess.filters import Filters, cut_windows, k_core, keep_lengths
+from evenrank.preprocess.interactions import Interactions
+from evenrank.preprocess.output import REQUESTS_NAME, replacing_folder
+from evenrank.preprocess.reading import FAIL, SKIP, fill_buckets
+from evenrank.preprocess.requests import RequestRule, RequestWriter
+from evenrank.preprocess.sequences import build_sequences
+from evenrank.preprocess.sources import DATASETS, read_source
+from evenrank.preprocess.splits import EVAL, parse_split
+from evenrank.preprocess.synthetic import SyntheticConfig
+from evenrank.preprocess.writer import NUM_TARGETS, WINDOW, SplitWriter
+
+# A row of the densest log that we know of, MovieLens, has 27 bytes; a few buckets too many cost little.
+_BYTES_PER_EVENT = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,17 +46,21 @@ class PreprocessConfig:
     dataset: str  # one of DATASETS
     out: Path  # becomes the dataset's folder; an older dataset there is replaced
     raw_dir: Path = Path("raw")  # holds a folder or an archive per public dataset; downloads go there
-    eval_fraction: float = 0.3  # of users, 0..1
+    split: str = "user:0.3"  # see `evenrank.preprocess.splits`
     seed: int = 0  # of the split, and of synthetic data
+    filters: Filters = field(default_factory=Filters)
+    on_error: str = FAIL  # or `skip`: rows that cannot be read are left out, and counted
+    requests: RequestRule | None = None  # also write requests.parquet
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def __post_init__(self) -> None:
         if self.dataset not in DATASETS:
             raise ConfigError(f"no dataset is called {self.dataset!r}; there are {', '.join(DATASETS)}")
-        if not 0 <= self.eval_fraction <= 1:
-            raise ConfigError(f"eval_fraction must lie in 0..1, got {self.eval_fraction}")
+        parse_split(self.split)
         if not 0 <= self.seed < 2**62:
             raise ConfigError(f"seed must lie in 0..2^62-1, got {self.seed}")
+        if self.on_error not in (FAIL, SKIP):
+            raise ConfigError(f"on_error must be {FAIL} or {SKIP}, got {self.on_error!r}")
 
 
 def preprocess(
@@ -46,7 +70,7 @@ def preprocess(
 
     Args:
         config: what to make.
-        on_stage: called with a few words as each stage begins.
+        on_stage: called with a few words as the work goes on.
         show_progress: show a bar for a download on standard error.
 
     Raises:
@@ -54,23 +78,138 @@ def preprocess(
 
     """
     with replacing_folder(config.out) as folder:
-        on_stage(f"reading {config.dataset}")
-        interactions = _read(config, show_progress=show_progress)
-        on_stage("building sequences")
-        sequences = build_sequences(interactions)
-        on_stage(f"writing {len(sequences):,} users")
-        splits = split_by_user(sequences, eval_fraction=config.eval_fraction, seed=config.seed)
-        return write_dataset(
-            folder,
+        on_stage(f"opening {config.dataset}")
+        interactions = read_source(
+            config.dataset,
+            raw_dir=config.raw_dir,
+            synthetic=config.synthetic,
+            seed=config.seed,
+            show_progress=show_progress,
+        )
+        size = sum(part.size for part in interactions.parts)
+        dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
+        buckets = Buckets(folder / ".buckets", size // _BYTES_PER_EVENT, dtypes)
+        # The checksums of raw files are another pass over them, beside the one that reads them.
+        with ThreadPoolExecutor(1) as beside, contextlib.closing(buckets):
+            sources = beside.submit(interactions.sources)
+            left_out = fill_buckets(buckets, interactions, on_error=config.on_error, on_stage=on_stage)
+            job = _Building(folder, config, interactions, left_out)
+            manifest = job.run(buckets, sources.result, on_stage)
+        manifest.write(folder)
+    return manifest
+
+
+class _Building:
+    """Buckets -> the files of the folder, and what there is to say of them."""
+
+    def __init__(
+        self, folder: Path, config: PreprocessConfig, interactions: Interactions, left_out: Mapping[str, int]
+    ) -> None:
+        self._folder = folder
+        self._config = config
+        self._interactions = interactions
+        self._context = ContextLookup(interactions.context)
+        self._rule = parse_split(config.split)
+        self._writers: dict[str, SplitWriter] = {}
+        self._audit = Audit()
+        self._counts = {**left_out, "duplicate events (kept)": 0, "users left out by filters": 0}
+
+    def run(
+        self, buckets: Buckets, sources: Callable[[], tuple[SourceFile, ...]], on_stage: Callable[[str], None]
+    ) -> Manifest:
+        """Write all splits, and the requests if they are asked for; return the manifest."""
+        requests = None
+        try:
+            if self._config.requests is not None:
+                requests = RequestWriter(self._folder / REQUESTS_NAME, self._config.requests)
+            kept = k_core(buckets, self._config.filters)
+            for number, columns in enumerate(buckets):
+                on_stage(f"building sequences, part {number + 1} of {len(buckets)}")
+                self._add(columns if kept is None else _masked(columns, kept[number]), requests)
+            splits = {name: writer.close() for name, writer in self._writers.items()}
+        finally:
+            for writer in self._writers.values():
+                writer.abandon()
+            if requests is not None:
+                requests.close()
+        if not any(split.rows for split in splits.values()):
+            raise DataError("the filters leave no user; relax them")
+        if missing := self._context.count_unseen():
+            self._counts["users with features but no event (left out)"] = missing
+        self._counts |= self._audit.report(self._folder, splits)
+        return self._manifest(splits, sources())
+
+    def _add(self, columns: Columns, requests: RequestWriter | None) -> None:
+        everybody, duplicates = build_sequences(columns)
+        sequences = keep_lengths(everybody, self._config.filters)
+        self._counts["duplicate events (kept)"] += duplicates
+        self._counts["users left out by filters"] += len(everybody) - len(sequences)
+        if requests is not None:
+            requests.append(sequences)
+        for name, rows in self._rule.divide(sequences, self._config.seed).items():
+            # A window would cut targets off from what comes before them, so rows that have targets stay whole.
+            rows = rows if rows.num_targets.any() else cut_windows(rows, self._config.filters)
+            self._audit.follow(name, rows)
+            self._writer(name).append(rows, self._context.of(rows.user_ids))
+
+    def _writer(self, name: str) -> SplitWriter:
+        if name not in self._writers:
+            self._writers[name] = SplitWriter(
+                self._folder,
+                name,
+                contextual=self._context.names,
+                extra_events=self._interactions.extra_events,
+                row_columns=[
+                    *([WINDOW] if self._config.filters.window is not None else []),
+                    *([NUM_TARGETS] if name == EVAL and self._rule.has_targets else []),
+                ],
+            )
+        return self._writers[name]
+
+    def _manifest(self, splits: Mapping[str, Split], sources: tuple[SourceFile, ...]) -> Manifest:
+        labels = {} if self._interactions.context is None else self._interactions.context.labels
+        largest = {
+            name: max(writer.largest(name) for writer in self._writers.values()) for name in (USER_ID, ITEM_ID, ACTION)
+        }
+        vocabulary_sizes = {
+            USER_ID: largest[USER_ID] + 1,
+            ITEM_ID: largest[ITEM_ID] + 1,
+            ACTION: self._interactions.num_actions or largest[ACTION] + 1,
+            **{name: len(labels[name]) for name in self._context.names},
+        }
+        config = self._config
+        filters = {
+            entry.name: value
+            for entry in fields(config.filters)
+            if (value := getattr(config.filters, entry.name)) != entry.default
+        }
+        requests = None if config.requests is None else asdict(config.requests)
+        return Manifest(
+            schema_version=SCHEMA_VERSION,
             dataset=config.dataset,
+            sources=sources,
+            options={
+                **self._interactions.options,
+                "split": config.split,
+                "seed": config.seed,
+                "on_error": config.on_error,
+                "filters": filters,
+                "requests": requests,
+                "audit": {words: count for words, count in self._counts.items() if count},
+            },
             splits=splits,
-            interactions=interactions,
-            options={"eval_fraction": config.eval_fraction, "seed": config.seed},
+            contextual=self._context.names,
+            extra_events=self._interactions.extra_events,
+            vocabulary_sizes=vocabulary_sizes,
+            context_labels=labels,
+            content_hash=content_hash(
+                splits=splits,
+                contextual=self._context.names,
+                extra_events=self._interactions.extra_events,
+                vocabulary_sizes=vocabulary_sizes,
+            ),
         )
 
 
-def _read(config: PreprocessConfig, *, show_progress: bool) -> Interactions:
-    if config.dataset == SYNTHETIC:
-        return draw_interactions(config.synthetic, seed=config.seed)
-    dataset = CATALOG[config.dataset]
-    return read_movielens(dataset, ensure_raw_files(dataset, config.raw_dir, show_progress=show_progress))
+def _masked(columns: Columns, kept: NDArray[np.bool_]) -> Columns:
+    return {name: values[kept] for name, values in columns.items()}

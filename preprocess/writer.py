@@ -1,238 +1,186 @@
-"""Atomic output: a dataset's folder appears whole, or what was there before stays."""
+"""Sequences -> the Parquet files of a split, row group by row group."""
 
-import contextlib
-import ctypes
-import fcntl
-import os
-import shutil
-import sys
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from evenrank.datasets.errors import DataError
 from evenrank.datasets.schema import (
     ACTION,
-    CACHE_NAME,
     EVENT_DTYPES,
     ITEM_ID,
     LENGTH,
     LENGTH_PERCENTILES,
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
+    TIMESTAMP_MS,
     USER_ID,
     DataFile,
-    Manifest,
     Split,
-    content_hash,
-    read_manifest,
     sha256_of,
 )
-from evenrank.preprocess.interactions import Interactions
+from evenrank.preprocess.sequences import Sequences
 
-# Fixed, so that the files do not depend on the machine. 16,384 rows of MovieLens size are some 30 MB.
+# Fixed, so that the files do not depend on the machine. 16,384 rows of MovieLens size are some 20 MB.
 ROWS_PER_FILE = 16_384
-ROWS_PER_GROUP = 2_048
+ROWS_PER_GROUP = 512
+
+WINDOW = "window"
+NUM_TARGETS = "num_targets"
+
+# Row groups that may wait for being encoded.
+_MAX_WAITING = 4
+
+_Columns = dict[str, NDArray[np.integer]]  # the lengths, and per column: [rows] or [events]
 
 
-@contextlib.contextmanager
-def replacing_folder(out: Path) -> Iterator[Path]:
-    """Give an empty folder to write to, and put it in the place of `out` if the block ends without an exception.
+class SplitWriter:
+    """Writes one split; the files depend on the rows alone, not on how many are appended at a time.
 
-    The exchange is one system call on Linux, so a reader sees the old dataset or the new one. If the block fails, the
-    old one stays, and the half-written one is removed; after a kill, the next run removes it.
-
-    Raises:
-        DataError: `out` holds something that is not a dataset, cannot be written, or another run is writing it.
+    Args:
+        folder: of the dataset.
+        name: of the split.
+        contextual: names of the contextual features, in column order.
+        extra_events: further list columns and their element types.
+        row_columns: which of `window` and `num_targets` (int32) rows have.
 
     """
-    out = out.resolve()  # a link stays, and what it points to is replaced
-    _check_replaceable(out)
-    partial = out.with_name(f".{out.name}.partial")
-    missing = [folder for folder in out.parents if not folder.exists()]  # innermost first
-    try:
-        with _os_errors(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(out.with_name(f".{out.name}.lock"), out):
-            with _os_errors(out):
-                _remove(partial)
-                partial.mkdir()
-            try:
-                yield partial
-                with _os_errors(out):
-                    _flush(partial)
-                    _put_in_place(partial, out)
-            finally:
-                _remove(partial)
-    finally:
-        for folder in missing:  # that were made for nothing
-            with contextlib.suppress(OSError):
-                folder.rmdir()
 
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        contextual: Sequence[str],
+        extra_events: Mapping[str, str],
+        row_columns: Sequence[str],
+    ) -> None:
+        self._folder, self._name = folder, name
+        element_types = {**EVENT_DTYPES, **extra_events}
+        self._events = tuple(element_types)
+        self._rows = (USER_ID, *row_columns, *contextual)
+        self._schema = pa.schema(
+            [
+                *(pa.field(column, _row_type(column), nullable=False) for column in self._rows),
+                *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()),
+                pa.field(LENGTH, pa.int32(), nullable=False),
+            ]
+        )
+        (folder / name).mkdir()
+        self._pending: list[_Columns] = []
+        self._num_pending = 0
+        self._files: list[DataFile] = []
+        self._file: pq.ParquetWriter | None = None
+        self._rows_in_file = 0
+        self._lengths: list[NDArray[np.int64]] = []
+        self._largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)
+        # One thread encodes while the next rows are built.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="evenrank-writer")
+        self._waiting: deque[Future[None]] = deque()
 
-def _check_replaceable(out: Path) -> None:
-    """Refuse what is not a dataset of ours, or not a place for one."""
-    if Path.cwd().is_relative_to(out):
-        raise DataError(f"{out} is the current folder, or holds it; choose another output folder")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise DataError(f"{out} is a file; choose another output folder")
-    names = {path.name for path in out.iterdir()}
-    if not names:
-        return
-    try:
-        manifest = read_manifest(out)
-    except DataError as error:
-        raise DataError(f"{out} holds something that is no dataset; choose another output folder") from error
-    if others := sorted(names - {MANIFEST_NAME, CACHE_NAME, *manifest.splits}):
-        raise DataError(f"{out} holds {others[0]!r} beside a dataset; move it away, or choose another output folder")
+    def append(self, sequences: Sequences, context: Mapping[str, NDArray[np.int64]]) -> None:
+        """Append rows.
 
+        Args:
+            sequences: the rows.
+            context: per contextual feature, int64 [rows].
 
-@contextlib.contextmanager
-def _os_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{out} could not be written: {error.strerror or error}; nothing was changed there") from error
+        """
+        self._lengths.append(sequences.lengths)
+        begin = 0
+        while begin < len(sequences):
+            end = min(len(sequences), begin + ROWS_PER_GROUP - self._num_pending)
+            rows = sequences.take(np.arange(begin, end))
+            available: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
+            available.update({name: values[begin:end] for name, values in context.items()})
+            columns: _Columns = {name: available[name] for name in self._rows}
+            columns.update({name: rows.values(name) for name in self._events})
+            columns[LENGTH] = rows.lengths.astype(np.int32)
+            for name in self._largest:
+                self._largest[name] = max(self._largest[name], int(columns[name].max(initial=-1)))
+            self._pending.append(columns)
+            self._num_pending += end - begin
+            if self._num_pending == ROWS_PER_GROUP:
+                self._write_group()
+            begin = end
 
+    def close(self) -> Split:
+        """Complete the files and describe them; an empty split has one file without rows, so that it can be read."""
+        if self._num_pending or not (self._waiting or self._files or self._rows_in_file):
+            self._write_group()
+        while self._waiting:
+            self._waiting.popleft().result()
+        self._encoder.shutdown()
+        if self._file is not None:
+            self._end_file()
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
+        return Split(
+            files=tuple(self._files),
+            rows=len(lengths),
+            interactions=int(lengths.sum()),
+            lengths=summarize_lengths(lengths),
+        )
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    def abandon(self) -> None:
+        """End the thread and close the file after an error."""
+        self._encoder.shutdown(cancel_futures=True)
+        if self._file is not None:
+            self._file.close()
 
+    def largest(self, name: str) -> int:
+        """Return the largest user id, item id or action that was written; -1 if there is none."""
+        return self._largest[name]
 
-@contextlib.contextmanager
-def _exclusive(lock: Path, out: Path) -> Iterator[None]:
-    while True:
-        with _os_errors(out):
-            file = lock.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise DataError(f"another run is writing {out}; wait for it, or choose another output folder") from None
-        # The holder before us removes the file when it is done: what we locked may be gone from the folder.
-        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
-            break
-        file.close()
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        file.close()
+    def _write_group(self) -> None:
+        pending, self._pending, self._num_pending = self._pending, [], 0
+        if len(self._waiting) >= _MAX_WAITING:
+            self._waiting.popleft().result()
+        self._waiting.append(self._encoder.submit(self._encode, pending))
 
+    def _encode(self, parts: list[_Columns]) -> None:
+        table = self._to_table(parts) if parts else self._schema.empty_table()
+        if self._file is None:
+            path = self._folder / self._name / f"part-{len(self._files):05d}.parquet"
+            # Time stamps ascend within a row: differences are small. Neither they nor item ids repeat enough for a
+            # dictionary, and building one takes a third of the time.
+            self._file = pq.ParquetWriter(
+                path,
+                self._schema,
+                compression="zstd",
+                use_dictionary=False,
+                column_encoding={f"{TIMESTAMP_MS}.list.element": "DELTA_BINARY_PACKED"},
+            )
+            self._rows_in_file = 0
+        if parts:
+            self._file.write_table(table, row_group_size=ROWS_PER_GROUP)
+        self._rows_in_file += table.num_rows
+        if self._rows_in_file >= ROWS_PER_FILE:
+            self._end_file()
 
-def _flush(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _fsync(path)
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    if not out.exists():
-        partial.rename(out)
-    elif not _exchange(partial, out):
-        # Elsewhere than on Linux: two renames, and the old folder is brought back if the second one fails.
-        old = out.with_name(f".{out.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-        try:
-            partial.rename(out)
-        except OSError:
-            old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    _fsync(out.parent)
-
-
-def _fsync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a folder, last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the system cannot."""
-    if sys.platform != "linux":
-        return False
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    at_cwd, rename_exchange = -100, 2  # from <fcntl.h> and <linux/fs.h>
-    return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) == 0)
-
-
-def write_dataset(
-    folder: Path,
-    *,
-    dataset: str,
-    splits: Mapping[str, pl.DataFrame],
-    interactions: Interactions,
-    options: Mapping[str, object],
-) -> Manifest:
-    """Write the Parquet files of each split and the manifest into an empty folder."""
-    contextual = () if interactions.context is None else tuple(interactions.context.labels)
-    labels = {} if interactions.context is None else interactions.context.labels
-    vocabulary_sizes = {
-        USER_ID: max(0, _largest(splits, pl.col(USER_ID)) + 1),
-        ITEM_ID: _largest(splits, pl.col(ITEM_ID).list.max()) + 1,
-        ACTION: interactions.num_actions,
-        **{name: len(labels[name]) for name in contextual},
-    }
-    written = {name: _write_split(folder, name, rows, contextual) for name, rows in splits.items()}
-    extra_events: dict[str, str] = {}
-    manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
-        dataset=dataset,
-        sources=interactions.sources,
-        options={**interactions.options, **options},
-        splits=written,
-        contextual=contextual,
-        extra_events=extra_events,
-        vocabulary_sizes=vocabulary_sizes,
-        context_labels=labels,
-        content_hash=content_hash(
-            splits=written, contextual=contextual, extra_events=extra_events, vocabulary_sizes=vocabulary_sizes
-        ),
-    )
-    manifest.write(folder)
-    return manifest
-
-
-def _largest(splits: Mapping[str, pl.DataFrame], values: pl.Expr) -> int:
-    return max((rows.select(values.max()).item() or 0 for rows in splits.values()), default=0)
-
-
-def _write_split(folder: Path, name: str, rows: pl.DataFrame, contextual: tuple[str, ...]) -> Split:
-    schema = pa.schema(
-        [
-            *(pa.field(column, pa.int64(), nullable=False) for column in (USER_ID, *contextual)),
-            *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in EVENT_DTYPES.items()),
-            pa.field(LENGTH, pa.int32(), nullable=False),
+    def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in self._schema.names}
+        offsets = pa.array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
+        arrays = [
+            pa.ListArray.from_arrays(offsets, pa.array(columns[name]))
+            if name in self._events
+            else pa.array(columns[name])
+            for name in self._schema.names
         ]
-    )
-    (folder / name).mkdir()
-    files = []
-    # An empty split has one file without rows, so that its columns can still be read.
-    for number, first in enumerate(range(0, max(1, len(rows)), ROWS_PER_FILE)):
-        part = rows.slice(first, ROWS_PER_FILE)
-        path = folder / name / f"part-{number:05d}.parquet"
-        table = part.rechunk().to_arrow().select(schema.names).cast(schema)
-        pq.write_table(table, path, row_group_size=ROWS_PER_GROUP, compression="zstd")
-        files.append(DataFile(path=f"{name}/{path.name}", rows=len(part), sha256=sha256_of(path)))
-    lengths = rows.get_column(LENGTH).to_numpy()
-    return Split(
-        files=tuple(files), rows=len(rows), interactions=int(lengths.sum()), lengths=summarize_lengths(lengths)
-    )
+        return pa.table(arrays, schema=self._schema)
+
+    def _end_file(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._file = None
+        path = self._folder / self._name / f"part-{len(self._files):05d}.parquet"
+        self._files.append(DataFile(path=f"{self._name}/{path.name}", rows=self._rows_in_file, sha256=sha256_of(path)))
+
+
+def _row_type(column: str) -> pa.DataType:
+    return pa.int32() if column in (WINDOW, NUM_TARGETS) else pa.int64()
 
 
 def summarize_lengths(lengths: np.ndarray) -> dict[str, float]:

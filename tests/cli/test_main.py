@@ -29,7 +29,7 @@ def test_preprocess_then_inspect(tmp_path: Path, command: list[str | Path]) -> N
     raw = _raw(tmp_path)
     run = _run(*command, "--dataset", "ml-20m", "--raw-dir", raw, "--eval-fraction", "0", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "out/ml-20m/train: 2 users, 3 interactions\nout/ml-20m/eval: 0 users, 0 interactions\n"
+    assert run.stdout == "out/ml-20m/train: 2 rows, 3 interactions\nout/ml-20m/eval: 0 rows, 0 interactions\n"
     assert run.stderr == ""  # quiet where nobody looks
     for inspect in ([sys.executable, ROOT / "scripts" / "inspect_data.py"], [BIN / "evenrank", "inspect"]):
         shown = _run(*inspect, tmp_path / "out" / "ml-20m")
@@ -69,11 +69,11 @@ def test_a_mistake_is_one_line_and_exits_with_2(tmp_path: Path, arguments: list[
 # Runs the command up to where the new folder would be put in place, says so, and waits there.
 STOPPED_COMMAND = """
 import signal
-from evenrank.preprocess import writer
+from evenrank.preprocess import output
 def stop_here(partial, out):
     print("written", flush=True)
     signal.pause()
-writer._put_in_place = stop_here
+output._put_in_place = stop_here
 from evenrank.cli.main import main
 main()
 """

@@ -63,7 +63,7 @@ def test_an_empty_split_opens(tmp_path: Path) -> None:
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
     config = PreprocessConfig(
-        dataset="synthetic", out=tmp_path / "data", eval_fraction=0, synthetic=SyntheticConfig(num_users=3)
+        dataset="synthetic", out=tmp_path / "data", split="user:0", synthetic=SyntheticConfig(num_users=3)
     )
     preprocess(config)
     store = open_store(tmp_path / "data", "eval")

@@ -7,12 +7,16 @@ import signal
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from evenrank.datasets.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest, read_manifest, user_hash
-from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
+from evenrank.preprocess import buckets as buckets_module
+from evenrank.preprocess import output as output_module
+from evenrank.preprocess import reading as reading_module
 from evenrank.preprocess import writer as writer_module
 
 ML_20M = """userId,movieId,rating,timestamp
@@ -45,7 +49,7 @@ def _rows(folder: Path) -> list[dict[str, object]]:
 
 
 def test_ml_20m_becomes_sequences_in_time_order(tmp_path: Path) -> None:
-    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M}, eval_fraction=0)
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M}, split="none")
     expected = [
         {"user_id": 3, "item_id": [20], "action": [6], "timestamp_ms": [50_000], "length": 1},
         {
@@ -77,7 +81,7 @@ def _int64(value: object) -> "object":
 
 def test_ml_1m_brings_its_users_features(tmp_path: Path) -> None:
     files = {"ml-1m/ratings.dat": ML_1M_RATINGS, USERS: ML_1M_USERS}
-    manifest = _run(tmp_path, "ml-1m", files, eval_fraction=0)
+    manifest = _run(tmp_path, "ml-1m", files, split="none")
     rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
     assert rows == {
         1: {
@@ -119,14 +123,14 @@ def test_ml_1m_brings_its_users_features(tmp_path: Path) -> None:
 
 def test_a_user_without_features_gets_zeros(tmp_path: Path) -> None:
     files = {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS.splitlines()[0] + "\n"}
-    _run(tmp_path, "ml-1m", files, eval_fraction=0)
+    _run(tmp_path, "ml-1m", files, split="none")
     rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
     assert [rows[2][name] for name in ("sex", "age_group", "occupation", "zip_code")] == [0, 0, 0, 0]
 
 
 def test_a_feature_that_is_empty_is_missing(tmp_path: Path) -> None:
     users = "1::::1::::48067\n2::M::56::16::\n"
-    manifest = _run(tmp_path, "ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": users}, eval_fraction=0)
+    manifest = _run(tmp_path, "ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": users}, split="none")
     rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
     names = ("sex", "age_group", "occupation", "zip_code")
     assert [rows[1][name] for name in names] == [0, 1, 0, 1]
@@ -136,14 +140,14 @@ def test_a_feature_that_is_empty_is_missing(tmp_path: Path) -> None:
 
 def test_many_events_of_one_time_stay_in_file_order(tmp_path: Path) -> None:
     lines = [f"1,{item},3.0,{500 if item % 2 else 400}\n" for item in range(5000)]
-    _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n" + "".join(lines)}, eval_fraction=0)
+    _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n" + "".join(lines)}, split="none")
     (row,) = _rows(tmp_path / "out" / "train")
     assert row["item_id"] == [*range(0, 5000, 2), *range(1, 5000, 2)]
 
 
 def test_line_ends_and_byte_order_marks_of_other_systems_do_not_matter(tmp_path: Path) -> None:
     text = "\u00ef\u00bb\u00bf" + ML_20M.replace("\n", "\r\n")
-    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, eval_fraction=0)
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, split="none")
     assert manifest.splits["train"].interactions == 5
 
 
@@ -164,17 +168,33 @@ def test_column_types_are_those_of_the_contract(small_dataset: Path) -> None:
     [
         ("ml-20m", {"ml-20m/ratings.csv": ""}, r"ratings.csv begins with '' where 'userId,movieId,rating,timestamp'"),
         ("ml-20m", {"ml-20m/ratings.csv": "a,b\n1,2\n"}, r"ratings.csv begins with 'a,b' where"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n"}, "ratings.csv holds no rating"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n"}, "ratings.csv holds no event"),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,5.5,3\n"}, r"line 7 \('1,2,5.5,3'\): rating 5.5 is not on"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3.2,3\n"}, r"rating 3.2 is not on .* in steps of 0.5"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,0,3\n"}, r"rating 0 is not on the scale of ml-20m, 0.5 to 5"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,x,3,3\n"}, r"line 7 \('1,x,3,3'\): 'x' is not a 64-bit number"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,,3\n"}, r"line 7 \('1,2,,3'\): '' is not a rating"),
+        (
+            "ml-20m",
+            {"ml-20m/ratings.csv": ML_20M + "1,2,3.2,3\n"},
+            r"1,2,3.2,3'\): the rating is not on .* in steps of 0.5",
+        ),
+        (
+            "ml-20m",
+            {"ml-20m/ratings.csv": ML_20M + "1,2,0,3\n"},
+            r"1,2,0,3'\): the rating is not on the scale of ml-20m, 0.5 to 5",
+        ),
+        (
+            "ml-20m",
+            {"ml-20m/ratings.csv": ML_20M + "1,x,3,3\n"},
+            r"line 7 \('1,x,3,3'\): movieId is not a 64-bit number",
+        ),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,,3\n"}, r"line 7 \('1,2,,3'\): rating is not a number"),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "9223372036854775808,2,3,4\n"}, "line 7 .*is not a 64-bit number"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "2_0,2,3,4\n"}, "line 7 .*'2_0' is not a 64-bit number"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,-2,3,4\n"}, "line 7 .*-2 is no item id, because it is negative"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,9300000000000000\n"}, "line 7 .*seconds are too many"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "\n1,2,3,4\n"}, "line 7 .*: 1 fields where 4"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "2_0,2,3,4\n"}, "line 7 .*userId is not a 64-bit number"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,-2,3,4\n"}, "line 7 .*movieId must not be negative"),
+        (
+            "ml-20m",
+            {"ml-20m/ratings.csv": ML_20M + "1,2,3,9300000000000000\n"},
+            "line 7 .*the timestamp is not in the years 1970 to 9999",
+        ),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "\n1,2,3,4\n"}, r"1 bad row, first line 7 \(''\)"),
         (
             "ml-1m",
             {"ml-1m/ratings.dat": "1:9:2::4::3\n", USERS: ML_1M_USERS},
@@ -192,13 +212,17 @@ def test_column_types_are_those_of_the_contract(small_dataset: Path) -> None:
         ),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3\n"}, r"line 7 \('1,2,3'\): 3 fields where 4"),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,4,5\n"}, r"line 7 .*: 5 fields where 4"),
-        ("ml-1m", {"ml-1m/ratings.dat": "", USERS: ML_1M_USERS}, "ratings.dat holds no rating"),
+        ("ml-1m", {"ml-1m/ratings.dat": "", USERS: ML_1M_USERS}, "ratings.dat holds no event"),
         (
             "ml-1m",
             {"ml-1m/ratings.dat": "1::2::6::3\n", USERS: ML_1M_USERS},
-            "rating 6 is not on the scale",
+            r"line 1 \('1::2::6::3'\): the rating is not on the scale of ml-1m, 1 to 5 in steps of 1",
         ),
-        ("ml-1m", {"ml-1m/ratings.dat": "1::2::4.5::3\n", USERS: ML_1M_USERS}, "rating 4.5 is not on"),
+        (
+            "ml-1m",
+            {"ml-1m/ratings.dat": "1::2::4.5::3\n", USERS: ML_1M_USERS},
+            r"1::2::4.5::3'\): the rating is not on",
+        ),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ""}, "users.dat holds no user"),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": "1::F\n"}, r"users.dat, line 1 \('1::F'\)"),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS * 2}, "user 1 appears twice"),
@@ -211,6 +235,17 @@ def test_broken_input_is_one_line_and_writes_nothing(
         _run(tmp_path, dataset, files)
     assert "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
+    text = ML_20M + "1,x,3,3\n1,2,3.0,5,9,9,9\n9,9,3.0,7\n1,2\n"
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, split="none", on_error="skip")
+    assert manifest.splits["train"].interactions == 6
+    path = tmp_path / "raw" / "ml-20m" / "ratings.csv"
+    assert manifest.options["audit"] == {
+        f"{path}: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not a 64-bit number; line 8 ('1,2,3.0,5,9,9,9'): "
+        "7 fields where 4 are expected; line 10 ('1,2'): 2 fields where 4 are expected": 3
+    }
 
 
 def test_a_failing_run_leaves_the_old_dataset(tmp_path: Path) -> None:
@@ -227,7 +262,7 @@ def _run_until_written_then_stop(out: Path, reached: "multiprocessing.Event") ->
         reached.set()
         signal.pause()
 
-    writer_module._put_in_place = stop_here
+    output_module._put_in_place = stop_here
     preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=20)))
 
 
@@ -298,7 +333,7 @@ def test_what_a_run_left_behind_under_any_kind_is_removed(tmp_path: Path) -> Non
 def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(output_module, "_exchange", lambda one, other: False)
     for num_users in (10, 20):
         preprocess(
             PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=num_users))
@@ -309,8 +344,9 @@ def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
 
 def test_files_are_cut_at_a_fixed_number_of_rows_in_hash_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "ROWS_PER_FILE", 64)
+    monkeypatch.setattr(writer_module, "ROWS_PER_GROUP", 32)
     config = PreprocessConfig(
-        dataset="synthetic", out=tmp_path / "out", eval_fraction=0, synthetic=SyntheticConfig(num_users=150)
+        dataset="synthetic", out=tmp_path / "out", split="none", synthetic=SyntheticConfig(num_users=150)
     )
     manifest = preprocess(config)
     assert [file.rows for file in manifest.splits["train"].files] == [64, 64, 22]
@@ -327,6 +363,81 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
         preprocess(config)
         outputs.append({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()})
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("filters", [Filters(), Filters(min_user_events=3, min_item_events=4, window=7, stride=5)])
+def test_the_bytes_do_not_depend_on_the_number_of_buckets_or_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: Filters
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = zip(rng.integers(1, 400, 6000), rng.zipf(1.5, 6000) % 300, rng.integers(1, 11, 6000), strict=True)
+    lines = [f"{user},{item},{rating / 2},{rng.integers(0, 50)}" for user, item, rating in rows]
+    text = ML_20M.splitlines()[0] + "\n" + "\n".join(lines) + "\n"
+    outputs = []
+    for events_per_bucket, batch_events in ((10**9, 10**6), (500, 10**6), (500, 700), (40, 6000)):
+        monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
+        monkeypatch.setattr(reading_module, "_BATCH_EVENTS", batch_events)
+        requests = RequestRule(seconds=10)
+        manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, filters=filters, requests=requests)
+        assert sum(split.interactions for split in manifest.splits.values()) > 2000
+        files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "requests.parquet"]
+        requested = pq.read_table(tmp_path / "out" / "requests.parquet")
+        outputs.append(({path.name: path.read_bytes() for path in files}, requested))
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
+
+
+def test_leaving_the_last_event_says_what_is_to_be_predicted(tmp_path: Path) -> None:
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M}, split="leave-last:1")
+    train = {row["user_id"]: row["item_id"] for row in _rows(tmp_path / "out" / "train")}
+    assert train == {7: [10, 20], 3: [20], -2: [10]}
+    (row,) = _rows(tmp_path / "out" / "eval")
+    assert (row["user_id"], row["item_id"], row["num_targets"]) == (7, [10, 20, 30], 1)
+    assert manifest.options["audit"] == {
+        "eval events": 1,
+        "eval events before the newest train event": 1,
+        "eval items that train never saw": 1,
+    }
+
+
+def test_splitting_by_time_leaves_nothing_of_the_future_in_train(tmp_path: Path) -> None:
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M}, split="time:100000")
+    train = {row["user_id"]: row["item_id"] for row in _rows(tmp_path / "out" / "train")}
+    assert train == {3: [20]}
+    evaluated = {row["user_id"]: (row["item_id"], row["num_targets"]) for row in _rows(tmp_path / "out" / "eval")}
+    assert evaluated == {7: ([10, 20, 30], 3), -2: ([10], 1)}
+    assert manifest.options["audit"] == {"eval events": 4, "eval items that train never saw": 2}
+
+
+def test_duplicates_are_kept_and_counted(tmp_path: Path) -> None:
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M + "7,10,5.0,100\n7,10,4.5,100\n"}, split="none")
+    assert manifest.splits["train"].interactions == 7
+    assert manifest.options["audit"] == {"duplicate events (kept)": 1}
+
+
+def test_windows_keep_all_of_a_long_history(tmp_path: Path) -> None:
+    text = ML_20M.splitlines()[0] + "\n" + "".join(f"5,{i},3,{i}\n" for i in range(8)) + "6,1,3,1\n"
+    filters = Filters(window=4, stride=3)
+    _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, split="none", filters=filters)
+    rows = [(row["user_id"], row["window"], row["item_id"]) for row in _rows(tmp_path / "out" / "train")]
+    assert sorted(rows) == [(5, 0, [0, 1, 2, 3]), (5, 1, [3, 4, 5, 6]), (5, 2, [6, 7]), (6, 0, [1])]
+
+
+def test_requests_are_written_beside_the_splits_and_replaced_with_them(tmp_path: Path) -> None:
+    for _ in range(2):
+        _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M}, requests=RequestRule(seconds=150))
+    rows = pq.read_table(tmp_path / "out" / "requests.parquet").to_pylist()
+    assert sorted((row["user_id"], row["request_ts_ms"], row["history_end"]) for row in rows) == [
+        (-2, 1_112_486_027_000, 0),
+        (3, 50_000, 0),
+        (7, 100_000, 0),
+        (7, 300_000, 2),
+    ]
+
+
+def test_filters_that_leave_nobody_say_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the filters leave no user; relax them"):
+        _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M}, filters=Filters(min_length=99))
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
 def test_eval_users_are_a_fixed_part_that_others_do_not_change(tmp_path: Path) -> None:
@@ -348,14 +459,17 @@ def test_eval_users_are_a_fixed_part_that_others_do_not_change(tmp_path: Path) -
     assert few == {user for user in many if user <= 1000}  # type: ignore[operator]
     assert len(many) == pytest.approx(600, abs=60)
     assert eval_users(1000, seed=1) != few
-    assert len(eval_users(1000, eval_fraction=1.0)) == 1000
+    assert len(eval_users(1000, split="user:1")) == 1000
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset": "ml-2m"}, "no dataset is called 'ml-2m'; there are ml-1m, ml-20m, synthetic"),
-        ({"eval_fraction": 1.5}, r"eval_fraction must lie in 0..1, got 1.5"),
+        (
+            {"dataset": "ml-2m"},
+            "no dataset is called 'ml-2m'; there are ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k, ",
+        ),
+        ({"split": "user:1.5"}, r"'user:1.5' is not a split; there are user:FRACTION"),
         ({"seed": -1}, r"seed must lie in 0..2\^62-1, got -1"),
     ],
 )

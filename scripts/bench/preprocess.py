@@ -1,0 +1,168 @@
+"""Preprocessing beside the usual ways: pandas, and a bare Polars query that checks nothing.
+
+    .venv/bin/python scripts/bench/preprocess.py [--shape ml-20m|kuairand-1k|large] [--runs 3] [--dir DIR]
+
+Makes an input of the shape in DIR (kept for the next time), runs each way in a process of its own, in turn, and prints
+one JSON line a way: median seconds and peak memory, and their ratios to those of ours. `large` is 100 M rows in the
+form of ml-20m, for ours alone.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+# 20.0 M ratings of 138,493 users, lognormal histories: median 82, largest about 12,000.
+_SHAPES = {"ml-20m": (138_493, 20_000_000), "large": (692_465, 100_000_000), "kuairand-1k": (1_000, 11_700_000)}
+_FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
+
+_PANDAS = {
+    "ml-20m": """
+import pandas as pd
+frame = pd.read_csv(source).sort_values("timestamp", kind="stable")
+frame.groupby("userId").agg(list).to_csv(out + ".csv")
+""",
+    "kuairand-1k": """
+import pandas as pd
+frame = pd.concat([pd.read_csv(part) for part in source.split(",")]).sort_values("time_ms", kind="stable")
+frame["action"] = sum(frame[name] * 2**bit for bit, name in enumerate(flags + ["is_profile_enter"]))
+columns = ["video_id", "action", "time_ms", "play_time_ms", "duration_ms"]
+frame.groupby("user_id")[columns].agg(list).to_csv(out + ".csv")
+""",
+}
+_POLARS = {
+    "ml-20m": """
+import polars as pl
+columns = pl.col("movieId", "rating", "timestamp")
+pl.scan_csv(source).group_by("userId").agg(columns.sort_by("timestamp")).collect().write_parquet(out + ".parquet")
+""",
+    "kuairand-1k": """
+import polars as pl
+action = pl.sum_horizontal(pl.col(name) * 2**bit for bit, name in enumerate(flags + ["is_profile_enter"]))
+columns = pl.col("video_id", "action", "time_ms", "play_time_ms", "duration_ms")
+lines = pl.scan_csv(source.split(",")).with_columns(action=action)
+lines.group_by("user_id").agg(columns.sort_by("time_ms")).collect().write_parquet(out + ".parquet")
+""",
+}
+_OURS = """
+from pathlib import Path
+from evenrank.preprocess import PreprocessConfig, preprocess
+preprocess(PreprocessConfig(dataset=dataset, raw_dir=Path(raw), out=Path(out)))
+"""
+
+
+def make_movielens(folder: Path, num_users: int, num_events: int) -> str:
+    """Write DIR/ml-20m/ratings.csv, if it is not there; return its path."""
+    path = folder / "ml-20m" / "ratings.csv"
+    if path.exists():
+        return str(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(82), 1.05, num_users), 20, 12_000)
+    lengths = np.maximum(1, (lengths * num_events / lengths.sum()).astype(np.int64))
+    with path.with_suffix(".partial").open("wb") as file:
+        for first in range(0, num_users, 100_000):
+            counts = lengths[first : first + 100_000]
+            total = int(counts.sum())
+            pl.DataFrame(
+                {
+                    "userId": np.repeat(np.arange(first + 1, first + 1 + len(counts)), counts),
+                    "movieId": rng.integers(1, 131_263, total),
+                    "rating": rng.integers(1, 11, total) / 2,
+                    "timestamp": rng.integers(789_652_009, 1_427_784_002, total),
+                }
+            ).write_csv(file, include_header=first == 0)
+    path.with_suffix(".partial").rename(path)
+    return str(path)
+
+
+def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
+    """Write the two logs and the users' features of KuaiRand-1K; return the logs' paths, with a comma between."""
+    data = folder / "KuaiRand-1K" / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    paths = [data / f"log_standard_{dates}_1k.csv" for dates in ("4_08_to_4_21", "4_22_to_5_08")]
+    for number, path in enumerate(paths):
+        if path.exists():
+            continue
+        count = num_events // 2
+        days = np.sort(rng.integers(0, 14, count)) + 14 * number
+        columns = {
+            "user_id": rng.integers(0, num_users, count),
+            "video_id": rng.integers(0, 4_371_900, count),
+            "date": 20_220_408 + days,
+            "hourmin": rng.integers(0, 24, count) * 100,
+            "time_ms": 1_649_347_200_000 + days * 86_400_000 + rng.integers(0, 86_400_000, count),
+            **{name: (rng.random(count) < 0.3).astype(np.int64) for name in _FLAGS},
+            "play_time_ms": rng.integers(0, 60_000, count),
+            "duration_ms": rng.integers(3_000, 120_000, count),
+            "profile_stay_time": np.zeros(count, dtype=np.int64),
+            "comment_stay_time": np.zeros(count, dtype=np.int64),
+            "is_profile_enter": (rng.random(count) < 0.01).astype(np.int64),
+            "is_rand": np.zeros(count, dtype=np.int64),
+            "tab": rng.integers(0, 15, count),
+        }
+        pl.DataFrame(columns).write_csv(path.with_suffix(".partial"))
+        path.with_suffix(".partial").rename(path)
+    features = ["user_active_degree", *(f"{name}_user_num_range" for name in ("follow", "fans", "friend"))]
+    users = {"user_id": np.arange(num_users), **{name: ["high"] * num_users for name in features}}
+    pl.DataFrame({**users, "register_days_range": ["61-90"] * num_users}).write_csv(data / "user_features_1k.csv")
+    return ",".join(map(str, paths))
+
+
+def run(code: str, names: dict[str, object]) -> tuple[float, float]:
+    """Run code in a process of its own; return its seconds, the start of Python included, and peak MiB."""
+    prelude = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    begun = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", prelude + code])
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"a way failed with status {status}")
+    return time.perf_counter() - begun, usage.ru_maxrss / 1024
+
+
+def main() -> None:
+    """Measure one shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=_SHAPES, default="ml-20m")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=Path("out/bench"))
+    arguments = parser.parse_args()
+    shape = arguments.shape
+    folder = arguments.dir.absolute() / shape
+    make = make_kuairand if shape == "kuairand-1k" else make_movielens
+    source = make(folder, *_SHAPES[shape])
+    dataset = "ml-20m" if shape == "large" else shape
+    names = {"source": source, "out": str(folder / "out"), "raw": str(folder), "dataset": dataset, "flags": [*_FLAGS]}
+    ways = {"ours": _OURS}
+    if shape != "large":
+        ways |= {"polars, bare": _POLARS[shape], "pandas": _PANDAS[shape]}
+        run(_OURS, names)  # compiles, once for each installation
+    measured = {way: [run(code, names) for code in (code,)] for way, code in ways.items()}
+    for _ in range(arguments.runs - 1):
+        for way, code in ways.items():
+            measured[way].append(run(code, names))
+    seconds = {way: statistics.median(one[0] for one in runs) for way, runs in measured.items()}
+    memory = {way: statistics.median(one[1] for one in runs) for way, runs in measured.items()}
+    for way in ways:
+        row = {
+            "shape": shape,
+            "way": way,
+            "seconds": round(seconds[way], 2),
+            "MiB": round(memory[way]),
+            "million_rows_per_second": round(_SHAPES[shape][1] / seconds[way] / 1e6, 2),
+            "seconds_to_ours": round(seconds[way] / seconds["ours"], 2),
+            "memory_to_ours": round(memory[way] / memory["ours"], 2),
+        }
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
