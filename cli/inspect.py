@@ -1,4 +1,4 @@
-"""`evenrank inspect`: what is in a dataset."""
+"""`evenrank inspect`: what is in a dataset, as tables on the terminal and as a page with pictures."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +14,34 @@ from evenrank.datasets.schema import Manifest, read_manifest
 
 def inspect_command(
     path: Annotated[Path, typer.Argument(help="Folder that `evenrank preprocess` wrote.", show_default=False)],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page to write. Default: PATH-report.html, beside the dataset.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Show what is in a dataset: rows, interactions, history lengths, vocabulary sizes."""
+    """Show what is in a dataset: rows, interactions, history lengths, vocabulary sizes.
+
+    Also writes one self-contained HTML page, with pictures and what balancing would gain, and prints its path last.
+    For example:
+
+    \b
+        evenrank inspect out/ml-20m --html ml-20m.html
+    """
+    # Not above: matplotlib takes a second to import, which the other commands need not wait for.
+    from evenrank.cli.report_page import build_page, page_path, write_page
+
     manifest = read_manifest(path)
+    page = page_path(path, html)
     console.stdout.print(f"{path}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
     for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
         console.stdout.print(table)
+    with console.stages() as on_stage:
+        write_page(page, build_page(path, manifest, on_stage=on_stage))
+    console.stdout.print(f"report: {page}")
 
 
 def splits_table(manifest: Manifest) -> Table:

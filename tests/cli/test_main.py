@@ -46,11 +46,11 @@ def test_preprocess_then_inspect(tmp_path: Path, command: list[str | Path]) -> N
     [
         (
             ["preprocess", "--dataset", "ml-2m"],
-            "error: no dataset is called 'ml-2m'; there are ml-1m, ml-20m, synthetic\n",
+            "error: no dataset is called 'ml-2m'; there are ml-1m, ml-20m, kuairand-pure, ",
         ),
         (
             ["preprocess", "--dataset", "synthetic", "--eval-fraction", "7"],
-            "error: eval_fraction must lie in 0..1, got 7.0\n",
+            "error: 'user:7.0' is not a split; there are user:FRACTION (0 to 1), ",
         ),
         (["preprocess"], "Error: Missing option '--dataset'.\n"),
         (["preprocess", "--dataset", "synthetic", "--seed", "x"], "Error: Invalid value for '--seed'"),

@@ -17,15 +17,6 @@ from typer.testing import CliRunner
 
 from evenrank.cli import report_data, report_plots
 from evenrank.cli.inspect import inspect_command
-from evenrank.cli.report_data import (
-    DAY_MS,
-    balancing_gain,
-    context_values,
-    count_values,
-    item_popularity,
-    length_histogram,
-    timeline,
-)
 from evenrank.cli.report_page import page_path, render_page, write_page
 from evenrank.datasets.errors import ConfigError, DataError
 from evenrank.datasets.schema import DataFile, Manifest, SourceFile, Split, read_manifest
@@ -58,17 +49,15 @@ def _manifest(**changes: object) -> Manifest:
     return Manifest(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def _store(
-    name: str, lengths: list[int], items: list[int], days: Sequence[float], countries: list[int]
-) -> SequenceStore:
+def _store(lengths: list[int], items: list[int], days: Sequence[float], countries: list[int]) -> SequenceStore:
     return SequenceStore(
         manifest=_manifest(),
-        split=name,
+        split="any",
         offsets=np.cumsum([0, *lengths]),
         events={
             "item_id": np.array(items, dtype=np.int64),
             "action": np.zeros(len(items), dtype=np.int32),
-            "timestamp_ms": (np.array(days, dtype=np.float64) * DAY_MS).astype(np.int64),
+            "timestamp_ms": (np.array(days, dtype=np.float64) * report_data.DAY_MS).astype(np.int64),
         },
         rows={"user_id": np.arange(len(lengths)), "country": np.array(countries, dtype=np.int64)},
     )
@@ -76,10 +65,10 @@ def _store(
 
 # Items: 30 five times, 7 twice, 9 once. Days 100 to 150; country 1 twice, 2 once, missing once.
 STORES = {
-    "train": _store("train", [3, 0, 4], [30, 30, 7, 30, 9, 30, 30], [100, 100.5, 101, 150, 150, 150, 150], [1, 0, 1]),
-    "eval": _store("eval", [1], [7], [100], [2]),
+    "train": _store([3, 0, 4], [30, 30, 7, 30, 9, 30, 30], [100, 100.5, 101, 150, 150, 150, 150], [1, 0, 1]),
+    "eval": _store([1], [7], [100], [2]),
 }
-EMPTY = {"train": _store("train", [], [], [], []), "eval": _store("eval", [], [], [], [])}
+EMPTY = {"train": _store([], [], [], []), "eval": _store([], [], [], [])}
 
 
 @pytest.fixture(params=[1, 3, 1 << 22])
@@ -88,7 +77,7 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lengths_are_counted_per_doubling() -> None:
-    histogram = length_histogram(STORES)
+    histogram = report_data.length_histogram(STORES)
     assert histogram.edges.tolist() == [1, 2, 3, 4, 5]
     # One row of three has length 3, in a bin of log2(4 / 3) doublings; one has 4, in log2(5 / 4).
     assert histogram.density["train"] == pytest.approx([0, 0, 1 / 3 / np.log2(4 / 3), 1 / 3 / np.log2(5 / 4)])
@@ -98,13 +87,13 @@ def test_lengths_are_counted_per_doubling() -> None:
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 8, 9, 1000, 4095, 4096, 200_001])
 def test_every_length_has_a_bin(longest: int) -> None:
-    histogram = length_histogram({"train": _store("train", [longest, 1], [], [], [])})
+    histogram = report_data.length_histogram({"train": _store([longest, 1], [], [], [])})
     assert np.sum(histogram.density["train"] * np.diff(np.log2(histogram.edges))) == pytest.approx(1)
 
 
 @pytest.mark.usefixtures("_chunks")
 def test_items_are_counted_over_all_splits() -> None:
-    popularity = item_popularity(STORES)
+    popularity = report_data.item_popularity(STORES)
     assert popularity.counts.tolist() == [5, 2, 1]
     assert popularity.top(0.01) == (1, 5 / 8)
     assert popularity.top(0.5) == (2, 7 / 8)
@@ -113,16 +102,18 @@ def test_items_are_counted_over_all_splits() -> None:
 @pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize("far", [3, -5, 2**62])
 def test_values_are_counted_whatever_their_size(far: int) -> None:
-    values, counts = count_values([np.array([4, far, 4]), np.array([], dtype=np.int64), np.array([9, 4, far])])
+    values, counts = report_data.count_values(
+        [np.array([4, far, 4]), np.array([], dtype=np.int64), np.array([9, 4, far])]
+    )
     assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == {4: 3, far: 2, 9: 1}
     assert values.tolist() == sorted(values.tolist())
 
 
 @pytest.mark.usefixtures("_chunks")
 def test_events_are_counted_by_the_day() -> None:
-    line = timeline(STORES)
+    line = report_data.timeline(STORES)
     assert line is not None
-    assert (line.start_ms, line.width_ms, line.unit) == (100 * DAY_MS, DAY_MS, "day")
+    assert (line.start_ms, line.width_ms, line.unit) == (100 * report_data.DAY_MS, report_data.DAY_MS, "day")
     assert line.counts.tolist() == [3, 1, *[0] * 48, 4]
 
 
@@ -131,7 +122,7 @@ def test_events_are_counted_by_the_day() -> None:
     [(0, 0, "second"), (0, 0.5, "hour"), (-3, 300, "week"), (0, 8000, "13 weeks"), (0, 400 * 364, "3.3 years")],
 )
 def test_stretches_of_time_suit_the_range(first: float, last: float, unit: str) -> None:
-    line = timeline({"train": _store("train", [2], [1, 1], [first, last], [0])})
+    line = report_data.timeline({"train": _store([2], [1, 1], [first, last], [0])})
     assert line is not None
     assert line.unit == unit
     assert line.counts.sum() == 2
@@ -142,23 +133,23 @@ def test_stretches_of_time_suit_the_range(first: float, last: float, unit: str) 
 
 @pytest.mark.parametrize("day", [-1e7, 1e9])
 def test_times_beyond_calendars_are_numbers(day: float) -> None:
-    line = timeline({"train": _store("train", [2], [1, 1], [day, day + 1], [0])})
+    line = report_data.timeline({"train": _store([2], [1, 1], [day, day + 1], [0])})
     assert line is not None
     assert "ms since 1970" in report_plots.timeline_svg(line)
     assert report_plots.as_time(line.start_ms, precise=False).endswith(" ms")
 
 
 def test_context_values_have_labels() -> None:
-    found = context_values(STORES, "country")
+    found = report_data.context_values(STORES, "country")
     assert (found.rows, found.other_values, found.other_rows) == (4, 0, 0)
     assert found.values == ((SCRIPT, 2), (None, 1), ("Peru", 1))
-    found = context_values(STORES, "country", most=1)
+    found = report_data.context_values(STORES, "country", most=1)
     assert (found.values, found.other_values, found.other_rows) == (((SCRIPT, 2),), 2, 2)
 
 
 def test_equal_lengths_leave_nothing_to_gain() -> None:
     # Whatever is longer than 2048 costs the same, because it is cut.
-    (gain,) = balancing_gain(np.array([2048, 2048, 5000, 100_000]), ranks=[2], batch_size=2)
+    (gain,) = report_data.balancing_gain(np.array([2048, 2048, 5000, 100_000]), ranks=[2], batch_size=2)
     assert not gain.repeated
     assert gain.ratios == {"identity": 1, "karmarkar-karp": 1, "lpt-swap": 1}
     assert gain.speedups == {"identity": 1, "karmarkar-karp": 1, "lpt-swap": 1}
@@ -167,7 +158,7 @@ def test_equal_lengths_leave_nothing_to_gain() -> None:
 def test_the_gain_is_that_of_the_drawn_steps() -> None:
     # Every step holds all four rows. Dealt badly, in a third of the draws for each pairing, two long ones meet.
     long, short = (24 * (10 * s * 1024**2 + 2 * s**2 * 1024) for s in (2000, 100))
-    (gain,) = balancing_gain(np.array([2000, 100, 2000, 100]), ranks=[2], batch_size=2, steps=30)
+    (gain,) = report_data.balancing_gain(np.array([2000, 100, 2000, 100]), ranks=[2], batch_size=2, steps=30)
     bad = 2 * long / (long + short)
     met = round((gain.ratios["identity"] - 1) * 30 / (bad - 1))
     assert 0 < met < 30
@@ -177,10 +168,10 @@ def test_the_gain_is_that_of_the_drawn_steps() -> None:
 
 
 def test_a_small_split_is_drawn_from_repeatedly() -> None:
-    gains = balancing_gain(np.array([5, 9, 0]), ranks=[1, 4], batch_size=2)
+    gains = report_data.balancing_gain(np.array([5, 9, 0]), ranks=[1, 4], batch_size=2)
     assert [(gain.ranks, gain.repeated) for gain in gains] == [(1, False), (4, True)]
-    assert balancing_gain(np.array([], dtype=np.int64)) == ()
-    assert balancing_gain(np.array([0]), ranks=[2], batch_size=1)[0].speedups["lpt-swap"] == 1
+    assert report_data.balancing_gain(np.array([], dtype=np.int64)) == ()
+    assert report_data.balancing_gain(np.array([0]), ranks=[2], batch_size=1)[0].speedups["lpt-swap"] == 1
 
 
 def _sections(html: str) -> list[str]:

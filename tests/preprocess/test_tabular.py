@@ -1,6 +1,7 @@
 """Small hand-made logs of every kind, with every output value checked."""
 
 import gzip
+import random
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -247,6 +248,22 @@ def test_broken_quotes_spoil_their_own_line_alone(tmp_path: Path) -> None:
     assert _rows(read) == [(2, 1, 0, 1000), (1, 4, 0, 4000), (4, 5, 0, 5000), (3, 7, 0, 7000)]
 
 
+def test_first_lines_with_many_fields_too_many(tmp_path: Path) -> None:
+    read = _read(tmp_path, "user,item,time\n1,2,3,4,5,6\n1,2\x013,3\n1,2,3\n")
+    assert _bad(read) == [(2, "6 fields where 3 are expected")]
+    assert read.vocabularies["item_id"].rows() == [(1, "2"), (2, "2\x013")]
+    assert _rows(read) == [(1, 2, 0, 3000), (1, 1, 0, 3000)]
+
+
+def test_rows_are_marked_bad_just_where_bad_rows_are_found(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    tokens = ["1", "1", "a", '"', '""', ",", ",", ",", "\n", "\n", "1,2,3\n", '"1","2",3\n', " ", "\r", "é"]
+    for _ in range(200):
+        text = "user,item,time\n" + "".join(rng.choices(tokens, k=rng.randrange(1, 30)))
+        if text.count("\n") > 1:
+            _bad(_read(tmp_path, text))
+
+
 def test_text_that_is_not_utf8_is_no_id(tmp_path: Path) -> None:
     read = _read(tmp_path, b"user,item,time,note\na,1,1,\xff\n\xff,1,1,\n")
     assert _bad(read) == [(3, "user is not UTF-8")]
@@ -268,6 +285,14 @@ def test_several_action_columns_are_bits(tmp_path: Path) -> None:
     assert _rows(read) == [(1, 2, 2 + 4, 3000), (1, 2, 1, 3000)]
     assert _bad(read) == [(4, "like is not 0 or 1"), (5, "like is not 0 or 1")]
     assert read.interactions.num_actions == 8
+
+
+def test_action_columns_of_other_types(tmp_path: Path) -> None:
+    ONE.with_columns(kind=datetime(2024, 1, 1)).write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(
+        DataError, match=r"log\.parquet: column 'kind' is of type Datetime.*, which holds no whole numbers"
+    ):
+        read_tabular(_config(tmp_path / "log.parquet", action_columns=("kind",)))
 
 
 def test_31_columns_of_bits_fill_an_int32(tmp_path: Path) -> None:
@@ -346,7 +371,11 @@ MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line
         ("log.parquet", ONE, "has no column"),
         ("log.parquet", ONE.clear(), "holds no row"),
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
-        ("log.parquet", ONE.with_columns(user=[[1]]), "'user' is of type List(Int64), which holds no ids"),
+        (
+            "log.parquet",
+            ONE.with_columns(user=pl.concat_list("user")),
+            "'user' is of type List(Int64), which holds no ids",
+        ),
         ("log.parquet", ONE.with_columns(time=True), "'time' is of type Boolean, which holds no times"),
     ],
 )
@@ -367,7 +396,8 @@ def test_truncated_parquet(tmp_path: Path) -> None:
 
 
 def test_parquet_with_damaged_pages(tmp_path: Path) -> None:
-    content = _parquet_bytes(tmp_path, pl.DataFrame({name: range(10_000) for name in ("user", "item", "time")}))
+    ids = [f"id {number}" for number in range(10_000)]
+    content = _parquet_bytes(tmp_path, pl.DataFrame({"user": ids, "item": ids, "time": range(10_000)}))
     with pytest.raises(DataError, match=r"log\.parquet cannot be read: .*; is it whole\?"):
         _read(tmp_path, content[:4] + bytes(len(content) // 2) + content[4 + len(content) // 2 :], "log.parquet")
 
