@@ -1,7 +1,7 @@
 """`evenrank preprocess`: raw logs -> sequence Parquet."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -10,6 +10,8 @@ from evenrank.datasets.distributions import Zipf, parse_distribution
 from evenrank.datasets.errors import ConfigError
 from evenrank.preprocess import DATASETS, Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
 from evenrank.preprocess.catalog import CATALOG
+from evenrank.preprocess.sources import CUSTOM
+from evenrank.preprocess.tabular_config import TabularConfig, TimestampUnit, read_toml
 
 _ALL = "all"
 
@@ -74,6 +76,33 @@ def preprocess_command(
     by_date: Annotated[
         bool, typer.Option("--by-date", help="Requests and their histories begin anew each day.")
     ] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="Custom data: a TOML file with events (one file or several), user_column, item_column, "
+            "timestamp_column, and, if need be, timestamp_unit, action_columns, context, context_columns.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    events: Annotated[
+        list[Path] | None,
+        typer.Option(help="Custom data: a CSV, TSV or Parquet file; give it again for more.", show_default=False),
+    ] = None,
+    user_column: Annotated[str, typer.Option(help="Custom data: the column of users.")] = "user_id",
+    item_column: Annotated[str, typer.Option(help="Custom data: the column of items.")] = "item_id",
+    timestamp_column: Annotated[str, typer.Option(help="Custom data: the column of times.")] = "timestamp",
+    timestamp_unit: Annotated[str, typer.Option(help="Custom data: s, ms, us or iso.")] = "s",
+    action_columns: Annotated[
+        str,
+        typer.Option(help="Custom data: one column of whole numbers, or several of 0 and 1, with commas between."),
+    ] = "",
+    context: Annotated[
+        Path | None,
+        typer.Option(help="Custom data: a CSV, TSV or Parquet file of users' features.", show_default=False),
+    ] = None,
+    context_columns: Annotated[str, typer.Option(help="Custom data: its columns, with commas between.")] = "",
     users: Annotated[int, typer.Option(help="Synthetic data: how many users.")] = 20_000,
     items: Annotated[int, typer.Option(help="Synthetic data: how many items, of Zipf popularity.")] = 50_000,
     lengths: Annotated[
@@ -88,10 +117,27 @@ def preprocess_command(
     \b
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
         evenrank preprocess --dataset ml-20m --split leave-last:1 --k-core 5
+        evenrank preprocess --dataset custom --events log.csv --user-column uid --action-columns click,buy
         evenrank preprocess --dataset synthetic --users 1000000 --lengths zipf:exponent=1.2,high=4096
     """
     if eval_fraction is not None and split != "user:0.3":
         raise ConfigError("--eval-fraction and --split say the same; give one of them")
+    custom = None
+    if dataset == CUSTOM and config_file is not None:
+        custom = read_toml(config_file)
+    elif dataset == CUSTOM:
+        custom = TabularConfig(
+            events=tuple(events or ()),
+            user_column=user_column,
+            item_column=item_column,
+            timestamp_column=timestamp_column,
+            timestamp_unit=cast(TimestampUnit, timestamp_unit),
+            action_columns=_names(action_columns),
+            context=context,
+            context_columns=_names(context_columns),
+        )
+    elif config_file is not None or events or context is not None:
+        raise ConfigError("--config, --events and --context describe custom data; give --dataset custom with them")
     if by_date and requests is None:
         raise ConfigError("--by-date goes with --requests SECONDS")
     for name in CATALOG if dataset == _ALL else (dataset,):
@@ -115,8 +161,13 @@ def preprocess_command(
             synthetic=SyntheticConfig(
                 num_users=users, lengths=parse_distribution(lengths), items=Zipf(exponent=1.05, high=items)
             ),
+            custom=custom,
         )
         _run(config)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _run(config: PreprocessConfig) -> None:

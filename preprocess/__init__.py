@@ -5,5 +5,6 @@ from evenrank.preprocess.pipeline import PreprocessConfig, preprocess
 from evenrank.preprocess.requests import RequestRule
 from evenrank.preprocess.sources import DATASETS
 from evenrank.preprocess.synthetic import SyntheticConfig
+from evenrank.preprocess.tabular_config import TabularConfig
 
-__all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "preprocess"]
+__all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "TabularConfig", "preprocess"]

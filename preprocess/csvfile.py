@@ -70,6 +70,8 @@ class CsvEvents:
             missing_columns="insert",
             ignore_errors=True,  # what cannot be read is null, and no good row has a null
             truncate_ragged_lines=True,  # one field too many is enough to know
+            extra_columns="ignore",
+            glob=False,
             quote_char=None,
         ).select(*self.events, pl.all_horizontal(*self.checks.values(), *empty).fill_null(False).alias(IS_GOOD))
 
@@ -77,7 +79,9 @@ class CsvEvents:
         names = list(self.columns)
         lines = pl.scan_csv(
             self.path,
-            separator="\x01",
+            separator="\0",
+            extra_columns="ignore",
+            glob=False,
             has_header=False,
             skip_lines=int(self.has_header),
             schema={"text": pl.String},

@@ -54,6 +54,7 @@ class Interactions:
     num_actions: int | None  # actions are 0..num_actions-1; None: whatever there is
     extra_events: Mapping[str, str] = field(default_factory=dict)  # further columns of events: int64 or int32
     options: Mapping[str, object] = field(default_factory=dict)  # what the source was told, for the manifest
+    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of user_id, item_id: id int64, value
 
 
 def encode_context(raw: pl.DataFrame) -> Context:

@@ -37,15 +37,15 @@ def replacing_folder(out: Path) -> Iterator[Path]:
     partial = out.with_name(f".{out.name}.partial")
     missing = [folder for folder in out.parents if not folder.exists()]  # innermost first
     try:
-        with _os_errors(out):
+        with os_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(out.with_name(f".{out.name}.lock"), out):
-            with _os_errors(out):
+            with os_errors(out):
                 _remove(partial)
                 partial.mkdir()
             try:
                 yield partial
-                with _os_errors(out):
+                with os_errors(out):
                     _flush(partial)
                     _put_in_place(partial, out)
             finally:
@@ -76,7 +76,8 @@ def _check_replaceable(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _os_errors(out: Path) -> Iterator[None]:
+def os_errors(out: Path) -> Iterator[None]:
+    """Turn an error of the system, a full disk say, into one line."""
     try:
         yield
     except OSError as error:
@@ -93,7 +94,7 @@ def _remove(path: Path) -> None:
 @contextlib.contextmanager
 def _exclusive(lock: Path, out: Path) -> Iterator[None]:
     while True:
-        with _os_errors(out):
+        with os_errors(out):
             file = lock.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

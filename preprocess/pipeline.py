@@ -26,13 +26,15 @@ from evenrank.preprocess.buckets import Buckets, Columns
 from evenrank.preprocess.context import ContextLookup
 from evenrank.preprocess.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.interactions import Interactions
-from evenrank.preprocess.output import REQUESTS_NAME, replacing_folder
+from evenrank.preprocess.output import REQUESTS_NAME, os_errors, replacing_folder
 from evenrank.preprocess.reading import FAIL, SKIP, fill_buckets
 from evenrank.preprocess.requests import RequestRule, RequestWriter
 from evenrank.preprocess.sequences import build_sequences
 from evenrank.preprocess.sources import DATASETS, read_source
 from evenrank.preprocess.splits import EVAL, parse_split
 from evenrank.preprocess.synthetic import SyntheticConfig
+from evenrank.preprocess.tabular_config import TabularConfig
+from evenrank.preprocess.vocabulary import write_vocabularies
 from evenrank.preprocess.writer import NUM_TARGETS, WINDOW, SplitWriter
 
 # A row of the densest log that we know of, MovieLens, has 27 bytes; a few buckets too many cost little.
@@ -52,6 +54,7 @@ class PreprocessConfig:
     on_error: str = FAIL  # or `skip`: rows that cannot be read are left out, and counted
     requests: RequestRule | None = None  # also write requests.parquet
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    custom: TabularConfig | None = None  # the files and columns of dataset `custom`
 
     def __post_init__(self) -> None:
         if self.dataset not in DATASETS:
@@ -83,19 +86,29 @@ def preprocess(
             config.dataset,
             raw_dir=config.raw_dir,
             synthetic=config.synthetic,
+            custom=config.custom,
             seed=config.seed,
             show_progress=show_progress,
         )
-        size = sum(part.size for part in interactions.parts)
-        dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
-        buckets = Buckets(folder / ".buckets", size // _BYTES_PER_EVENT, dtypes)
-        # The checksums of raw files are another pass over them, beside the one that reads them.
-        with ThreadPoolExecutor(1) as beside, contextlib.closing(buckets):
-            sources = beside.submit(interactions.sources)
-            left_out = fill_buckets(buckets, interactions, on_error=config.on_error, on_stage=on_stage)
-            job = _Building(folder, config, interactions, left_out)
-            manifest = job.run(buckets, sources.result, on_stage)
-        manifest.write(folder)
+        with os_errors(config.out):
+            manifest = _make(folder, config, interactions, on_stage)
+    return manifest
+
+
+def _make(
+    folder: Path, config: PreprocessConfig, interactions: Interactions, on_stage: Callable[[str], None]
+) -> Manifest:
+    """Fill a new folder."""
+    write_vocabularies(interactions.vocabularies, folder)
+    size = sum(part.size for part in interactions.parts)
+    dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
+    buckets = Buckets(folder / ".buckets", size // _BYTES_PER_EVENT, dtypes)
+    # The checksums of raw files are another pass over them, beside the one that reads them.
+    with ThreadPoolExecutor(1) as beside, contextlib.closing(buckets):
+        sources = beside.submit(interactions.sources)
+        left_out = fill_buckets(buckets, interactions, on_error=config.on_error, on_stage=on_stage)
+        manifest = _Building(folder, config, interactions, left_out).run(buckets, sources.result, on_stage)
+    manifest.write(folder)
     return manifest
 
 

@@ -2,26 +2,41 @@
 
 from pathlib import Path
 
+from evenrank.datasets.errors import ConfigError
 from evenrank.preprocess.catalog import CATALOG, KuaiRandDataset, PublicDataset
 from evenrank.preprocess.download import ensure_raw_files
 from evenrank.preprocess.interactions import Interactions
 from evenrank.preprocess.kuairand import read_kuairand
 from evenrank.preprocess.movielens import read_movielens
 from evenrank.preprocess.synthetic import SyntheticConfig, draw_interactions
+from evenrank.preprocess.tabular import read_tabular
+from evenrank.preprocess.tabular_config import TabularConfig
 
 SYNTHETIC = "synthetic"
-DATASETS = (*CATALOG, SYNTHETIC)
+CUSTOM = "custom"
+DATASETS = (*CATALOG, SYNTHETIC, CUSTOM)
 
 
 def read_source(
-    dataset: str, *, raw_dir: Path, synthetic: SyntheticConfig, seed: int, show_progress: bool
+    dataset: str,
+    *,
+    raw_dir: Path,
+    synthetic: SyntheticConfig,
+    custom: TabularConfig | None,
+    seed: int,
+    show_progress: bool,
 ) -> Interactions:
     """Open a dataset's raw files, fetching them first if need be; events are read later, as they are asked for.
 
     Raises:
         DataError: a file is missing, empty, or begins with something else than expected.
+        ConfigError: `custom` is asked for without being described.
 
     """
+    if dataset == CUSTOM:
+        if custom is None:
+            raise ConfigError("a custom dataset needs to be described; give its files and columns")
+        return read_tabular(custom)
     if dataset == SYNTHETIC:
         return draw_interactions(synthetic, seed=seed)
     public = CATALOG[dataset]

@@ -1,5 +1,6 @@
 """The commands as people run them: processes, exit codes, what is printed where."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,15 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: int, code: int) 
         _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    # A limit on the size of files stands in for a disk that is full: writing fails in the same places.
+    command = f"ulimit -f 64; exec '{BIN / 'evenrank'}' preprocess --dataset synthetic --users 3000 --out out"
+    run = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    assert re.fullmatch(r"error: out could not be written: .*; nothing was changed there\n", run.stderr), run.stderr
     assert list(tmp_path.iterdir()) == []
 
 

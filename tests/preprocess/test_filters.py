@@ -41,6 +41,7 @@ def test_the_k_core_is_that_of_the_definition(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
+        patch.setattr(buckets_module, "BYTES_IN_MEMORY", 100)
         buckets = Buckets(tmp_path_factory.mktemp("k-core") / "buckets", len(events), DTYPES)
     columns = np.array(events, dtype=np.int64).reshape(-1, 2)
     buckets.append({"user_id": columns[:, 0].copy(), "item_id": columns[:, 1].copy()})
@@ -97,6 +98,7 @@ def test_wrong_filters_name_the_value(options: dict[str, int], message: str) -> 
 
 def test_bucket_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", 2)
+    monkeypatch.setattr(buckets_module, "BYTES_IN_MEMORY", 0)
     buckets = Buckets(tmp_path / "buckets", 10, DTYPES)
     buckets.append({"user_id": np.arange(10), "item_id": np.arange(10)})
     assert len(buckets) == 8

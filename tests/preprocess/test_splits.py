@@ -17,5 +17,5 @@ def test_splits_are_known_by_their_text(text: str) -> None:
     ["", "user", "user:-0.1", "user:x", "user:nan", "leave-last:0", "leave-last:x", "time:", "time:tomorrow", "nobody"],
 )
 def test_what_is_not_a_split_is_refused_with_what_is(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a split; there are user:FRACTION .*leave-last:N .*time:.* and none"):
+    with pytest.raises(ConfigError, match=r"is not a split; there are user:FRACTION .*leave-last:N .*time:.* and none"):
         parse_split(text)

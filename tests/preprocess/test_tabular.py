@@ -11,7 +11,8 @@ import pytest
 
 from evenrank.datasets.errors import ConfigError, DataError
 from evenrank.preprocess.interactions import IS_GOOD, BadRow, Interactions
-from evenrank.preprocess.tabular import TabularConfig, TabularInteractions, read_tabular, read_toml
+from evenrank.preprocess.tabular import read_tabular
+from evenrank.preprocess.tabular_config import TabularConfig, read_toml
 from evenrank.preprocess.vocabulary import write_vocabularies
 
 HEADER = "time,user,note,item\n"
@@ -28,13 +29,13 @@ def _config(*events: Path, **options: object) -> TabularConfig:
     return TabularConfig(events=events, **{**columns, **options})  # type: ignore[arg-type]
 
 
-def _read(folder: Path, text: str | bytes, name: str = "log.csv", **options: object) -> TabularInteractions:
+def _read(folder: Path, text: str | bytes, name: str = "log.csv", **options: object) -> Interactions:
     return read_tabular(_config(_write(folder / name, text), **options))
 
 
-def _rows(read: TabularInteractions) -> list[tuple[int, ...]]:
+def _rows(read: Interactions) -> list[tuple[int, ...]]:
     """The good rows: user, item, action, time."""
-    return [row for part in _collected(read.interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
+    return [row for part in _collected(read) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
 
 
 def _collected(interactions: Interactions) -> list[pl.DataFrame]:
@@ -50,9 +51,9 @@ def _collected(interactions: Interactions) -> list[pl.DataFrame]:
     return parts
 
 
-def _bad(read: TabularInteractions) -> list[tuple[int, str]]:
+def _bad(read: Interactions) -> list[tuple[int, str]]:
     """Lines and reasons of the bad rows of the one file; as many as are marked."""
-    (part,), (events,) = read.interactions.parts, _collected(read.interactions)
+    (part,), (events,) = read.parts, _collected(read)
     found = part.find_bad(1000)
     assert len(found) == (~events.get_column(IS_GOOD)).sum()
     assert list(part.find_bad(1)) == list(found[:1])
@@ -63,6 +64,7 @@ def _bad(read: TabularInteractions) -> list[tuple[int, str]]:
     ("name", "content"),
     [
         ("log.csv", EVENTS),
+        ("log[1]*.csv", EVENTS),
         ("LOG.CSV", "\ufeff" + EVENTS.replace("\n", "\r\n")),
         ("log.csv.gz", gzip.compress(EVENTS.encode())),
         ("log.tsv", 'time\tuser\tnote\titem\n100\t7\t"a\tb"\t30\n200.0015\t-3\t\t10'),
@@ -73,11 +75,11 @@ def test_columns_are_found_by_name_in_each_kind_of_text(tmp_path: Path, name: st
     assert _rows(read) == [(7, 30, 0, 100_000), (-3, 10, 0, 200_001)]
     assert _bad(read) == []
     assert read.vocabularies == {}
-    assert read.interactions.num_actions == 1
-    assert read.interactions.context is None
-    (source,) = read.interactions.sources()
+    assert read.num_actions == 1
+    assert read.context is None
+    (source,) = read.sources()
     assert (source.path, source.bytes) == (name, (tmp_path / name).stat().st_size)
-    assert read.interactions.options == {
+    assert read.options == {
         "events": [name],
         "user_column": "user",
         "item_column": "item",
@@ -102,8 +104,8 @@ def test_parquet_with_numbers_of_several_types(tmp_path: Path) -> None:
     read = read_tabular(_config(tmp_path / "log.parquet"))
     assert _rows(read) == [(7, 30, 0, 1_700_000_000_123)]
     assert _bad(read) == [(2, "user is not a 64-bit whole number"), (3, "item is not a 64-bit whole number")]
-    assert read.interactions.parts[0].find_bad(1) == [BadRow(line=2, text="8.5,10,1.0", reason=_bad(read)[0][1])]
-    assert read.interactions.parts[0].size == max((tmp_path / "log.parquet").stat().st_size, 3 * 28)
+    assert read.parts[0].find_bad(1) == [BadRow(line=2, text="8.5,10,1.0", reason=_bad(read)[0][1])]
+    assert read.parts[0].size == max((tmp_path / "log.parquet").stat().st_size, 3 * 28)
 
 
 def test_parquet_with_its_own_times(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
     read = read_tabular(_config(first, tmp_path / "b.parquet"))
     # Sorted: "12", "7", "b", "zoë".
     assert _rows(read) == [(4, 5, 0, 3000), (3, 6, 0, 2000), (1, 5, 0, 1000), (2, 9, 0, 4000)]
-    assert [part.name for part in read.interactions.parts] == [str(first), str(tmp_path / "b.parquet")]
+    assert [part.name for part in read.parts] == [str(first), str(tmp_path / "b.parquet")]
     write_vocabularies(read.vocabularies, tmp_path)
     assert [path.name for path in tmp_path.glob("vocabulary_*")] == ["vocabulary_user_id.parquet"]
     written = pl.read_parquet(tmp_path / "vocabulary_user_id.parquet")
@@ -235,7 +237,7 @@ def test_rows_whose_ids_or_fields_cannot_be_read(tmp_path: Path) -> None:
         (9, "5 fields where 4 are expected"),
     ]
     assert _rows(read) == [(1, 2, 0, 3000)] * 3 + [(4, 5, 0, 6000)]
-    assert [row.text for row in read.interactions.parts[0].find_bad(3)] == [",2,3,x", "1,,3,x", '"",2,3,x']
+    assert [row.text for row in read.parts[0].find_bad(3)] == [",2,3,x", "1,,3,x", '"",2,3,x']
 
 
 def test_broken_quotes_spoil_their_own_line_alone(tmp_path: Path) -> None:
@@ -267,6 +269,7 @@ def test_rows_are_marked_bad_just_where_bad_rows_are_found(tmp_path: Path) -> No
 def test_text_that_is_not_utf8_is_no_id(tmp_path: Path) -> None:
     read = _read(tmp_path, b"user,item,time,note\na,1,1,\xff\n\xff,1,1,\n")
     assert _bad(read) == [(3, "user is not UTF-8")]
+    assert read.vocabularies["user_id"].rows() == [(1, "a")]
     assert _rows(read) == [(1, 1, 0, 1000)]
 
 
@@ -276,7 +279,7 @@ def test_one_action_column_is_the_action(tmp_path: Path) -> None:
     read = _read(tmp_path, "user,item,time,kind\n" + lines, action_columns=("kind",))
     assert _rows(read) == [(1, 2, 0, 3000), (1, 2, 2_147_483_647, 3000)]
     assert _bad(read) == [(line, "kind is not a whole number of 0..2147483647") for line in range(4, 9)]
-    assert read.interactions.num_actions is None
+    assert read.num_actions is None
 
 
 def test_several_action_columns_are_bits(tmp_path: Path) -> None:
@@ -284,7 +287,7 @@ def test_several_action_columns_are_bits(tmp_path: Path) -> None:
     read = _read(tmp_path, text, action_columns=("like", "click", "share"))
     assert _rows(read) == [(1, 2, 2 + 4, 3000), (1, 2, 1, 3000)]
     assert _bad(read) == [(4, "like is not 0 or 1"), (5, "like is not 0 or 1")]
-    assert read.interactions.num_actions == 8
+    assert read.num_actions == 8
 
 
 def test_action_columns_of_other_types(tmp_path: Path) -> None:
@@ -301,7 +304,7 @@ def test_31_columns_of_bits_fill_an_int32(tmp_path: Path) -> None:
     frame.write_parquet(tmp_path / "log.parquet")
     read = read_tabular(_config(tmp_path / "log.parquet", action_columns=tuple(names)))
     assert _rows(read) == [(1, 2, 2**31 - 1, 3000)]
-    assert read.interactions.num_actions == 2**31
+    assert read.num_actions == 2**31
 
 
 def test_context_of_users_with_strings_for_ids(tmp_path: Path) -> None:
@@ -310,26 +313,26 @@ def test_context_of_users_with_strings_for_ids(tmp_path: Path) -> None:
     )
     options = {"context": context, "context_columns": ("city", "age")}
     read = _read(tmp_path, "user,item,time\nc,1,1\na,1,1\nb,1,1\nd,1,1\n", **options)
-    found = read.interactions.context
+    found = read.context
     assert found is not None
     assert found.features.columns == ["user_id", "city", "age"]
     assert found.features.dtypes == [pl.Int64] * 3
     assert found.features.rows() == [(2, 2, 1), (1, 0, 2), (3, 1, 0)]
     # Ages are sorted as numbers.
     assert found.labels == {"city": (None, "Aachen", "Bonn, am Rhein"), "age": (None, "9", "10")}
-    assert [source.path for source in read.interactions.sources()] == ["log.csv", "users.csv"]
-    assert read.interactions.options["context"] == "users.csv"
-    assert read.interactions.options["context_columns"] == ["city", "age"]
+    assert [source.path for source in read.sources()] == ["log.csv", "users.csv"]
+    assert read.options["context"] == "users.csv"
+    assert read.options["context_columns"] == ["city", "age"]
 
 
 def test_context_in_parquet_of_users_with_numbers_for_ids(tmp_path: Path) -> None:
-    users = pl.DataFrame({"user": ["7", "007", "8"], "age": [3, 4, None]})
+    users = pl.DataFrame({"user": ["7", "007", "8", "9", "1"], "age": [3.0, 4.0, None, float("nan"), 1.0]})
     users.write_parquet(tmp_path / "users.parquet")
     options = {"context": tmp_path / "users.parquet", "context_columns": ("age",)}
-    found = _read(tmp_path, "user,item,time\n7,1,1\n8,1,1\n", **options).interactions.context
+    found = _read(tmp_path, "user,item,time\n7,1,1\n8,1,1\n9,1,1\n", **options).context
     assert found is not None
-    assert found.features.rows() == [(7, 1), (8, 0)]
-    assert found.labels == {"age": (None, "3")}
+    assert found.features.rows() == [(7, 1), (8, 0), (9, 0)]
+    assert found.labels == {"age": (None, "3.0")}
 
 
 @pytest.mark.parametrize(
