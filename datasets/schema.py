@@ -46,7 +46,7 @@ class SourceFile:
 
     path: str  # relative to the raw folder, so that a manifest does not depend on the machine
     bytes: int
-    md5: str
+    sha256: str  # quicker than MD5 on processors that compute it themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
+from evenrank.preprocess.grouping import mark_items
 from evenrank.preprocess.sequences import Sequences
 from evenrank.preprocess.splits import EVAL, TRAIN
 
-# Up to this id, which items were seen is a byte an id; above it, a sorted array.
+# Below this id, which items were seen is a byte an id; where larger ones occur, a sorted array.
 _DENSE_IDS = 1 << 27
 _NO_ITEMS = np.empty(0, dtype=np.int64)
 
@@ -24,23 +25,25 @@ class SeenItems:
         self._dense = np.zeros(1 << 16, dtype=bool)
         self._sparse = _NO_ITEMS
 
-    def add(self, items: NDArray[np.int64]) -> None:
-        """Add ids, none negative."""
-        small = items[items < _DENSE_IDS] if len(items) and items.max() >= _DENSE_IDS else items
-        if len(small):
-            if (highest := int(small.max())) >= len(self._dense):
-                grown = np.zeros(max(highest + 1, 2 * len(self._dense)), dtype=bool)
-                grown[: len(self._dense)] = self._dense
-                self._dense = grown
-            self._dense[small] = True
-        if len(small) < len(items):
-            self._sparse = np.union1d(self._sparse, items[items >= _DENSE_IDS])
+    def add(self, sequences: Sequences) -> None:
+        """Add the items of all rows."""
+        items = sequences.events[ITEM_ID]
+        highest = int(items.max(initial=-1))
+        if highest >= _DENSE_IDS:
+            self._sparse = np.union1d(self._sparse, sequences.values(ITEM_ID))
+            return
+        if highest >= len(self._dense):
+            grown = np.zeros(max(highest + 1, 2 * len(self._dense)), dtype=bool)
+            grown[: len(self._dense)] = self._dense
+            self._dense = grown
+        mark_items(self._dense, items, sequences.order, sequences.begins, sequences.ends)
 
     def without(self, others: "SeenItems") -> int:
         """Return how many ids are in this set and not in the other."""
-        size = min(len(self._dense), len(others._dense))
-        both = np.count_nonzero(self._dense[:size] & others._dense[:size])
-        return int(np.count_nonzero(self._dense) - both + len(np.setdiff1d(self._sparse, others._sparse)))
+        return len(np.setdiff1d(self._ids(), others._ids(), assume_unique=True))
+
+    def _ids(self) -> NDArray[np.int64]:
+        return np.union1d(np.flatnonzero(self._dense), self._sparse)
 
 
 class Audit:
@@ -53,9 +56,11 @@ class Audit:
     def follow(self, split: str, sequences: Sequences) -> None:
         """Take note of rows that are about to be written."""
         targets = _targets(sequences) if split == EVAL else sequences
-        self._seen[split].add(targets.values(ITEM_ID))
+        self._seen[split].add(targets)
         if split == TRAIN:
-            self._newest_train = max(self._newest_train, int(sequences.values(TIMESTAMP_MS).max(initial=-1)))
+            rows = sequences.ends[sequences.lengths > 0]
+            newest = sequences.events[TIMESTAMP_MS][sequences.order[rows - 1]]  # each row's last event
+            self._newest_train = max(self._newest_train, int(newest.max(initial=-1)))
 
     def report(self, folder: Path, splits: Mapping[str, object]) -> dict[str, int]:
         """Compare the splits, now that they are written; what `eval` has to predict is all that counts of it."""

@@ -46,6 +46,11 @@ class Buckets:
     def __len__(self) -> int:
         return 1 << self._bits
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns."""
+        return tuple(self._dtypes)
+
     def append(self, batch: Columns) -> None:
         """Deal out a batch of events: [n] each."""
         numbers = np.zeros(len(batch[USER_ID]), dtype=np.uint16)

@@ -20,7 +20,7 @@ import requests
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from evenrank.datasets.errors import DataError
-from evenrank.datasets.schema import SourceFile
+from evenrank.datasets.schema import SourceFile, sha256_of
 from evenrank.preprocess.catalog import PublicArchive
 
 _CHUNK_BYTES = 1 << 16
@@ -59,7 +59,7 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
 def source_files(raw_dir: Path, paths: Sequence[Path]) -> tuple[SourceFile, ...]:
     """Describe raw files for the manifest, by their paths below the raw folder."""
     return tuple(
-        SourceFile(path=path.relative_to(raw_dir).as_posix(), bytes=path.stat().st_size, md5=md5_of(path))
+        SourceFile(path=path.relative_to(raw_dir).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
         for path in paths
     )
 

@@ -154,6 +154,20 @@ def first_at_or_after(
 
 
 @compiled
+def mark_items(
+    seen: NDArray[np.bool_],
+    items: NDArray[np.int64],
+    order: NDArray[np.int32],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+) -> None:
+    """Set seen[item] for the items of all rows; `seen` has a place for each."""
+    for row in range(len(begins)):
+        for place in range(begins[row], ends[row]):
+            seen[items[order[place]]] = True
+
+
+@compiled
 def gather(
     column: NDArray[np.int64], order: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[np.int64]:

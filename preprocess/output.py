@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -13,7 +14,6 @@ from evenrank.datasets.errors import DataError
 from evenrank.datasets.schema import (
     CACHE_NAME,
     MANIFEST_NAME,
-    read_manifest,
 )
 
 # Files that a dataset's folder may hold besides its manifest and its splits.
@@ -67,11 +67,15 @@ def _check_replaceable(out: Path) -> None:
     names = {path.name for path in out.iterdir()}
     if not names:
         return
+    # A dataset of any schema version may be replaced, so its manifest is not read as one of ours.
     try:
-        manifest = read_manifest(out)
-    except DataError as error:
-        raise DataError(f"{out} holds something that is no dataset; choose another output folder") from error
-    if others := sorted(names - {MANIFEST_NAME, CACHE_NAME, *BESIDE_SPLITS, *manifest.splits}):
+        manifest = json.loads((out / MANIFEST_NAME).read_text(encoding="utf-8"))
+        splits = set(manifest["splits"]) if {"schema_version", "content_hash"} <= manifest.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        splits = None
+    if splits is None:
+        raise DataError(f"{out} holds something that is no dataset; choose another output folder")
+    if others := sorted(names - {MANIFEST_NAME, CACHE_NAME, *BESIDE_SPLITS, *splits}):
         raise DataError(f"{out} holds {others[0]!r} beside a dataset; move it away, or choose another output folder")
 
 

@@ -1,7 +1,7 @@
 """The whole job: raw files -> interactions -> buckets -> sequences -> splits -> a folder of Parquet."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -22,14 +22,14 @@ from evenrank.datasets.schema import (
     content_hash,
 )
 from evenrank.preprocess.audit import Audit
-from evenrank.preprocess.buckets import Buckets, Columns
+from evenrank.preprocess.buckets import Buckets
 from evenrank.preprocess.context import ContextLookup
 from evenrank.preprocess.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.interactions import Interactions
 from evenrank.preprocess.output import REQUESTS_NAME, os_errors, replacing_folder
 from evenrank.preprocess.reading import FAIL, SKIP, fill_buckets
 from evenrank.preprocess.requests import RequestRule, RequestWriter
-from evenrank.preprocess.sequences import build_sequences
+from evenrank.preprocess.sequences import Sequences, build_sequences
 from evenrank.preprocess.sources import DATASETS, read_source
 from evenrank.preprocess.splits import EVAL, parse_split
 from evenrank.preprocess.synthetic import SyntheticConfig
@@ -136,9 +136,15 @@ class _Building:
             if self._config.requests is not None:
                 requests = RequestWriter(self._folder / REQUESTS_NAME, self._config.requests)
             kept = k_core(buckets, self._config.filters)
-            for number, columns in enumerate(buckets):
-                on_stage(f"building sequences, part {number + 1} of {len(buckets)}")
-                self._add(columns if kept is None else _masked(columns, kept[number]), requests)
+            # The next bucket is built while this one is written.
+            with ThreadPoolExecutor(1) as ahead:
+                waiting = ahead.submit(_build, buckets, 0, kept)
+                for number in range(len(buckets)):
+                    on_stage(f"building sequences, part {number + 1} of {len(buckets)}")
+                    built = waiting.result()
+                    if number + 1 < len(buckets):
+                        waiting = ahead.submit(_build, buckets, number + 1, kept)
+                    self._add(*built, requests)
             splits = {name: writer.close() for name, writer in self._writers.items()}
         finally:
             for writer in self._writers.values():
@@ -152,8 +158,7 @@ class _Building:
         self._counts |= self._audit.report(self._folder, splits)
         return self._manifest(splits, sources())
 
-    def _add(self, columns: Columns, requests: RequestWriter | None) -> None:
-        everybody, duplicates = build_sequences(columns)
+    def _add(self, everybody: Sequences, duplicates: int, requests: RequestWriter | None) -> None:
         sequences = keep_lengths(everybody, self._config.filters)
         self._counts["duplicate events (kept)"] += duplicates
         self._counts["users left out by filters"] += len(everybody) - len(sequences)
@@ -224,5 +229,8 @@ class _Building:
         )
 
 
-def _masked(columns: Columns, kept: NDArray[np.bool_]) -> Columns:
-    return {name: values[kept] for name, values in columns.items()}
+def _build(buckets: Buckets, number: int, kept: Sequence[NDArray[np.bool_]] | None) -> tuple[Sequences, int]:
+    columns = buckets.read(number, buckets.names)
+    if kept is not None:
+        columns = {name: values[kept[number]] for name, values in columns.items()}
+    return build_sequences(columns)

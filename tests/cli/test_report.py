@@ -37,7 +37,7 @@ def _manifest(**changes: object) -> Manifest:
     settings = {
         "schema_version": 1,
         "dataset": f"tiny {SCRIPT}",
-        "sources": (SourceFile(path="raw/tiny.csv", bytes=1234, md5="d41d8cd98f00b204e9800998ecf8427e"),),
+        "sources": (SourceFile(path="raw/tiny.csv", bytes=1234, sha256="0" * 64),),
         "options": {"seed": 7, "note": SCRIPT, "audit": {"eval events before the newest train event": 1234}},
         "splits": {"train": _split("train", [3, 0, 4]), "eval": _split("eval", [1])},
         "contextual": ("country",),
@@ -278,7 +278,7 @@ def _chromium(folder: Path, page: Path, *options: str) -> str:
 def test_a_browser_shows_all_of_it_on_a_phone_and_on_a_desktop(tmp_path: Path, width: int, columns: int) -> None:
     long = "a-path-without-any-place-to-break-" * 5
     manifest = _manifest(
-        sources=(SourceFile(path=long, bytes=10**12, md5="0" * 32),),
+        sources=(SourceFile(path=long, bytes=10**12, sha256="0" * 64),),
         options={"audit": {long: 1, "b": 2.5}, "long": long},
     )
     html = render_page(manifest, STORES, name=long)

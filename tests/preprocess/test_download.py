@@ -9,7 +9,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from hashlib import md5
+from hashlib import md5, sha256
 from pathlib import Path
 
 import pytest
@@ -336,5 +336,9 @@ def test_sources_are_described_by_their_paths_below_the_raw_folder(tmp_path: Pat
     path.parent.mkdir()
     path.write_bytes(RATINGS)
     (source,) = source_files(tmp_path, [path])
-    assert (source.path, source.bytes, source.md5) == ("ml-20m/ratings.csv", len(RATINGS), md5(RATINGS).hexdigest())
-    assert md5_of(path) == source.md5
+    assert (source.path, source.bytes, source.sha256) == (
+        "ml-20m/ratings.csv",
+        len(RATINGS),
+        sha256(RATINGS).hexdigest(),
+    )
+    assert md5_of(path) == md5(RATINGS).hexdigest()

@@ -312,6 +312,15 @@ def test_a_folder_of_another_program_with_a_manifest_is_not_replaced(tmp_path: P
     assert (tmp_path / "data" / "notes.txt").read_text() == "precious"
 
 
+def test_a_dataset_of_another_schema_version_is_replaced(tmp_path: Path) -> None:
+    config = PreprocessConfig(dataset="synthetic", out=tmp_path / "data", synthetic=SyntheticConfig(num_users=5))
+    preprocess(config)
+    path = tmp_path / "data" / "manifest.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 0'))
+    preprocess(config)
+    assert read_manifest(tmp_path / "data").schema_version == 1
+
+
 def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for num_users in (10, 20):
@@ -483,11 +492,15 @@ def test_wrong_options_name_the_value(tmp_path: Path, options: dict[str, object]
         PreprocessConfig(**{"dataset": "synthetic", "out": tmp_path, **options})  # type: ignore[arg-type]
 
 
-def test_sources_carry_checksums_that_md5sum_prints(tmp_path: Path) -> None:
+def test_sources_carry_checksums_that_sha256sum_prints(tmp_path: Path) -> None:
     _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": "userId,movieId,rating,timestamp\n1,2,3,4\n"})
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["sources"] == [
-        {"path": "ml-20m/ratings.csv", "bytes": 40, "md5": "e23aedf3326a1e25744eab72f2d26604"}
+        {
+            "path": "ml-20m/ratings.csv",
+            "bytes": 40,
+            "sha256": "264133f3d6c8049579c9c2fc7c4c96885c5f79e2caf838c1e855f24dab116eb5",
+        }
     ]
 
 
