@@ -136,6 +136,8 @@ class _Building:
             if self._config.requests is not None:
                 requests = RequestWriter(self._folder / REQUESTS_NAME, self._config.requests)
             kept = k_core(buckets, self._config.filters)
+            if kept is not None:
+                self._counts["events left out by the k-core"] = sum(int(np.count_nonzero(~mask)) for mask in kept)
             # The next bucket is built while this one is written.
             with ThreadPoolExecutor(1) as ahead:
                 waiting = ahead.submit(_build, buckets, 0, kept)

@@ -1,6 +1,7 @@
 """All parts of a dataset -> buckets, batch by batch; rows that cannot be read end the job, or are counted."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import polars as pl
 
@@ -48,7 +49,8 @@ def fill_buckets(
         if bad and on_error == FAIL:
             raise DataError(f"{part.name}: {_describe(part, bad)}; mend them, or leave them out with --on-error skip")
         if bad:
-            left_out[f"{part.name}: {_describe(part, bad)}"] = bad
+            # Without the folder: the manifest does not depend on the machine.
+            left_out[f"{Path(part.name).name}: {_describe(part, bad)}"] = bad
     if count == 0:
         names = ", ".join(part.name for part in interactions.parts)
         raise DataError(f"{names}: no event could be read; check the file, or unpack or download it again")

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+
+from evenrank.datasets import open_store
+from tests.preprocess.test_kuairand import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -40,6 +44,31 @@ def test_preprocess_then_inspect(tmp_path: Path, command: list[str | Path]) -> N
         assert ["p50", "1", "-"] in words
         assert ["max", "2", "-"] in words
         assert ["item_id", "12"] in words
+
+
+def test_all_public_datasets_are_made_from_their_raw_files(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    for layout in LAYOUTS.values():
+        folder, logs, users = layout
+        lines = [log_line(user=user, video=20 + user, time=1_650_000_000_000 - user, play=7) for user in (1, 2, 3)]
+        files = {f"data/{log}": (LOG_HEADER, *lines) for log in logs}
+        write(raw / folder, {**files, f"data/{users}": (USERS_HEADER, *USERS)})
+    write(raw / "ml-20m", {"ratings.csv": tuple(ML_20M.splitlines())})
+    write(raw / "ml-1m", {"ratings.dat": ("1::10::3::100",), "users.dat": ("1::F::1::10::48067",)})
+    run = _run(BIN / "evenrank", "preprocess", "--dataset", "all", "--raw-dir", raw, "--split", "none", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    for name, rows in (("ml-1m", 1), ("ml-20m", 2), ("kuairand-pure", 3), ("kuairand-1k", 3), ("kuairand-27k", 3)):
+        assert f"out/{name}/train: {rows} rows" in run.stdout
+    (row, *_) = [
+        row for row in pq.read_table(tmp_path / "out" / "kuairand-27k" / "train").to_pylist() if row["user_id"] == 2
+    ]
+    # The same three events in each of the four logs.
+    assert row["item_id"] == [22] * 4
+    assert row["play_time_ms"] == [7] * 4
+    assert row["duration_ms"] == [1000] * 4
+    assert row["length"] == 4
+    store = open_store(tmp_path / "out" / "kuairand-27k")
+    assert store.events["play_time_ms"].tolist() == [7] * 12
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,8 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
     text = ML_20M + "1,x,3,3\n1,2,3.0,5,9,9,9\n9,9,3.0,7\n1,2\n"
     manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, split="none", on_error="skip")
     assert manifest.splits["train"].interactions == 6
-    path = tmp_path / "raw" / "ml-20m" / "ratings.csv"
     assert manifest.options["audit"] == {
-        f"{path}: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not a 64-bit number; line 8 ('1,2,3.0,5,9,9,9'): "
+        "ratings.csv: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not a 64-bit number; line 8 ('1,2,3.0,5,9,9,9'): "
         "7 fields where 4 are expected; line 10 ('1,2'): 2 fields where 4 are expected": 3
     }
 
@@ -426,6 +425,17 @@ def test_duplicates_are_kept_and_counted(tmp_path: Path) -> None:
     manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": ML_20M + "7,10,5.0,100\n7,10,4.5,100\n"}, split="none")
     assert manifest.splits["train"].interactions == 7
     assert manifest.options["audit"] == {"duplicate events (kept)": 1}
+
+
+def test_what_filters_leave_out_is_counted(tmp_path: Path) -> None:
+    filters = Filters(min_user_events=2, min_item_events=2, min_length=3)
+    lines = "1,5,3,1\n1,6,3,2\n1,6,3,3\n2,5,3,1\n2,6,3,2\n3,5,3,1\n3,9,3,1\n"
+    text = ML_20M.splitlines()[0] + "\n" + lines
+    manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, split="none", filters=filters)
+    assert [row["user_id"] for row in _rows(tmp_path / "out" / "train")] == [1]
+    # Item 9 goes, then user 3, who has one event left; user 2 is too short.
+    assert manifest.options["audit"] == {"users left out by filters": 1, "events left out by the k-core": 2}
+    assert manifest.options["filters"] == {"min_user_events": 2, "min_item_events": 2, "min_length": 3}
 
 
 def test_windows_keep_all_of_a_long_history(tmp_path: Path) -> None:
