@@ -246,8 +246,8 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
     manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, split="none", on_error="skip")
     assert manifest.splits["train"].interactions == 6
     assert manifest.options["audit"] == {
-        "ratings.csv: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not a 64-bit number; line 8 ('1,2,3.0,5,9,9,9'): "
-        "7 fields where 4 are expected; line 10 ('1,2'): 2 fields where 4 are expected": 3
+        "ratings.csv: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not a 64-bit number; "
+        "line 8 ('1,2,3.0,5,9,9,9'): 7 fields where 4 are expected; line 10 ('1,2'): 2 fields where 4 are expected": 3
     }
 
 
