@@ -40,7 +40,11 @@ class SeenItems:
 
     def without(self, others: "SeenItems") -> int:
         """Return how many ids are in this set and not in the other."""
-        return len(np.setdiff1d(self._ids(), others._ids(), assume_unique=True))
+        if len(self._sparse) or len(others._sparse):
+            return len(np.setdiff1d(self._ids(), others._ids(), assume_unique=True))
+        size = min(len(self._dense), len(others._dense))
+        both = np.count_nonzero(self._dense[:size] & others._dense[:size])
+        return int(np.count_nonzero(self._dense) - both)
 
     def _ids(self) -> NDArray[np.int64]:
         return np.union1d(np.flatnonzero(self._dense), self._sparse)

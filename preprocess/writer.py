@@ -25,7 +25,9 @@ from evenrank.preprocess.sequences import Sequences
 
 # Fixed, so that the files do not depend on the machine. 16,384 rows of MovieLens size are some 20 MB.
 ROWS_PER_FILE = 16_384
+# A row group ends at whichever comes first: what is written, read and kept in memory at a time.
 ROWS_PER_GROUP = 512
+EVENTS_PER_GROUP = 500_000
 
 WINDOW = "window"
 NUM_TARGETS = "num_targets"
@@ -70,7 +72,8 @@ class SplitWriter:
         )
         (folder / name).mkdir()
         self._pending: list[_Columns] = []
-        self._num_pending = 0
+        self._pending_rows = self._pending_events = 0
+        self._file_rows = 0  # of the current file, those that are pending included
         self._files: list[DataFile] = []
         self._file: pq.ParquetWriter | None = None
         self._rows_in_file = 0
@@ -88,27 +91,40 @@ class SplitWriter:
             context: per contextual feature, int64 [rows].
 
         """
-        self._lengths.append(sequences.lengths)
+        lengths = sequences.lengths
+        self._lengths.append(lengths)
+        events = np.cumsum(lengths)
         begin = 0
         while begin < len(sequences):
-            end = min(len(sequences), begin + ROWS_PER_GROUP - self._num_pending)
-            rows = sequences.take(np.arange(begin, end))
-            available: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
-            available.update({name: values[begin:end] for name, values in context.items()})
-            columns: _Columns = {name: available[name] for name in self._rows}
-            columns.update({name: rows.values(name) for name in self._events})
-            columns[LENGTH] = rows.lengths.astype(np.int32)
-            for name in self._largest:
-                self._largest[name] = max(self._largest[name], int(columns[name].max(initial=-1)))
-            self._pending.append(columns)
-            self._num_pending += end - begin
-            if self._num_pending == ROWS_PER_GROUP:
+            before = 0 if begin == 0 else int(events[begin - 1])
+            full = int(np.searchsorted(events, before + EVENTS_PER_GROUP - self._pending_events)) + 1
+            room = min(ROWS_PER_GROUP - self._pending_rows, ROWS_PER_FILE - self._file_rows)
+            end = min(len(sequences), begin + room, max(full, begin + 1))
+            self._add_pending(sequences.take(np.arange(begin, end)), context, slice(begin, end))
+            if (
+                self._pending_rows == ROWS_PER_GROUP
+                or self._pending_events >= EVENTS_PER_GROUP
+                or self._file_rows == ROWS_PER_FILE
+            ):
                 self._write_group()
             begin = end
 
+    def _add_pending(self, rows: Sequences, context: Mapping[str, NDArray[np.int64]], place: slice) -> None:
+        available: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
+        available.update({name: values[place] for name, values in context.items()})
+        columns: _Columns = {name: available[name] for name in self._rows}
+        columns.update({name: rows.values(name) for name in self._events})
+        columns[LENGTH] = rows.lengths.astype(np.int32)
+        for name in self._largest:
+            self._largest[name] = max(self._largest[name], int(columns[name].max(initial=-1)))
+        self._pending.append(columns)
+        self._pending_rows += len(rows)
+        self._pending_events += len(columns[ITEM_ID])
+        self._file_rows += len(rows)
+
     def close(self) -> Split:
         """Complete the files and describe them; an empty split has one file without rows, so that it can be read."""
-        if self._num_pending or not (self._waiting or self._files or self._rows_in_file):
+        if self._pending_rows or not self._lengths or not sum(map(len, self._lengths)):
             self._write_group()
         while self._waiting:
             self._waiting.popleft().result()
@@ -134,12 +150,16 @@ class SplitWriter:
         return self._largest[name]
 
     def _write_group(self) -> None:
-        pending, self._pending, self._num_pending = self._pending, [], 0
+        pending, self._pending = self._pending, []
+        self._pending_rows = self._pending_events = 0
+        ends_file = self._file_rows == ROWS_PER_FILE
+        if ends_file:
+            self._file_rows = 0
         if len(self._waiting) >= _MAX_WAITING:
             self._waiting.popleft().result()
-        self._waiting.append(self._encoder.submit(self._encode, pending))
+        self._waiting.append(self._encoder.submit(self._encode, pending, ends_file))
 
-    def _encode(self, parts: list[_Columns]) -> None:
+    def _encode(self, parts: list[_Columns], ends_file: bool) -> None:
         table = self._to_table(parts) if parts else self._schema.empty_table()
         if self._file is None:
             path = self._folder / self._name / f"part-{len(self._files):05d}.parquet"
@@ -156,7 +176,7 @@ class SplitWriter:
         if parts:
             self._file.write_table(table, row_group_size=ROWS_PER_GROUP)
         self._rows_in_file += table.num_rows
-        if self._rows_in_file >= ROWS_PER_FILE:
+        if ends_file:
             self._end_file()
 
     def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:

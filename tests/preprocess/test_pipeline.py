@@ -368,6 +368,19 @@ def test_files_are_cut_at_a_fixed_number_of_rows_in_hash_order(tmp_path: Path, m
     assert sorted(ids) == list(range(1, 151))
 
 
+def test_row_groups_end_where_events_get_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "EVENTS_PER_GROUP", 10)
+    lengths = [3, 3, 3, 3, 25, 1, 9, 1, 1]
+    lines = [f"{user},1,3,{n}" for user, length in enumerate(lengths) for n in range(length)]
+    text = ML_20M.splitlines()[0] + "\n" + "\n".join(lines) + "\n"
+    _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, split="none")
+    file = pq.ParquetFile(next((tmp_path / "out" / "train").glob("*.parquet")))
+    groups = [file.read_row_group(n)["length"].to_pylist() for n in range(file.num_row_groups)]
+    assert sorted(length for group in groups for length in group) == sorted(lengths)
+    assert all(sum(group) >= 10 for group in groups[:-1])
+    assert all(sum(group[:-1]) < 10 for group in groups)
+
+
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     outputs = []
     for name in ("one", "two"):
