@@ -10,7 +10,9 @@ def scale_loss(local_sum: Tensor, batch: JaggedBatch, *, dp_size: int) -> Tensor
     """Turn a rank's sum of losses into its share of the step's mean loss.
 
     The loss of a step is the sum over all ranks' loss tokens divided by their global number. DDP, FSDP and TorchRec
-    average gradients over `dp_size` ranks, so a rank's share is local_sum * dp_size / global number.
+    average gradients over `dp_size` ranks, so a rank's share is local_sum * dp_size / global number. A rank may have no
+    sample in an epoch's last step: its loss has to depend on all parameters all the same, as a sum over no rows does
+    where the model runs on the padded batch, or DDP waits for their gradients.
 
     Args:
         local_sum: scalar, the sum (not the mean) of the loss over this rank's loss tokens.
