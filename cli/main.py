@@ -37,11 +37,23 @@ def run_command(command: Command) -> None:
     _run(app)
 
 
+class _Stopped(BaseException):
+    """A signal to stop; it unwinds like Ctrl-C, so that nothing half-written stays behind."""
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _Stopped(number)
+
+
 def _run(app: typer.Typer) -> None:
-    # A scheduler's signal unwinds like any exit, so that nothing half-written stays behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a person's, a scheduler's
+        signal.signal(number, _stop)
     try:
         app()
     except EvenrankError as error:
         console.stderr.print(f"error: {error}")
         sys.exit(2)
+    except _Stopped as stopped:
+        (number,) = stopped.args
+        console.stderr.print(f"error: stopped by {signal.Signals(number).name}; nothing half-written is left")
+        sys.exit(128 + number)
