@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 import polars as pl
 
 from evenrank.datasets.errors import DataError
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, SourceFile
-
-INTERACTION_COLUMNS = (USER_ID, ITEM_ID, ACTION, TIMESTAMP_MS)
+from evenrank.datasets.schema import USER_ID, SourceFile
 
 # True for a row that could be read and lies in its ranges; the other columns of a row where it is false mean nothing.
 IS_GOOD = "is_good"
