@@ -12,7 +12,7 @@ import torch.distributed as dist
 from evenrank.cli import console
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader, pad_batch
 from evenrank.dataloader.balance import Balancer, Cost, StepMetrics
-from evenrank.dataloader.loader import SequenceLoader
+from evenrank.dataloader.loader import Loader
 from evenrank.datasets.errors import RankError
 
 
@@ -76,7 +76,7 @@ def check_seen(seen: Sequence[Sequence[int]], num_samples: int) -> None:
         raise RankError(f"of {num_samples:,} samples {different:,} were seen, {times:,} times in all")
 
 
-def _is_as_in_dataset(loader: SequenceLoader, batch: SequenceBatch) -> bool:
+def _is_as_in_dataset(loader: Loader[SequenceBatch], batch: SequenceBatch) -> bool:
     """Compare a batch with one that is collated anew from the samples it claims to hold."""
     expected = pad_batch(loader.collate(batch.sample_ids[: batch.num_real].numpy()), batch.batch_size)
     equal = [

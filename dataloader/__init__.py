@@ -1,15 +1,20 @@
 """Samples -> balanced batches."""
 
-from evenrank.dataloader.batch import JaggedBatch, SequenceBatch, dense, host
-from evenrank.dataloader.loader import LoaderConfig, SequenceLoader, build_loader
+from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch, dense, host
+from evenrank.dataloader.config import LoaderConfig, SemanticIdConfig
+from evenrank.dataloader.loader import Loader, build_loader
 from evenrank.dataloader.pad import PaddedBatches, pad_batch
+from evenrank.dataloader.samples import Mixture
 
 __all__ = [
     "JaggedBatch",
+    "Loader",
     "LoaderConfig",
+    "Mixture",
     "PaddedBatches",
+    "SemanticIdBatch",
+    "SemanticIdConfig",
     "SequenceBatch",
-    "SequenceLoader",
     "build_loader",
     "dense",
     "host",

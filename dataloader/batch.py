@@ -10,8 +10,9 @@ have length 0 too.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
@@ -50,6 +51,7 @@ class JaggedBatch:
     position: int = host(0)  # positions of the epoch's order that all ranks have consumed once this step is done
     loss_tokens: int = host(0)  # on this rank
     world_loss_tokens: int | None = host(None)  # over all ranks; None as long as no balancer has counted them
+    max_lengths: Mapping[str, int] | None = host(None)  # longest row per key, named as `BatchSchema.named` does
 
     def loss_key(self) -> tuple[str, str] | None:
         """Name the field and the key whose lengths are the number of loss tokens; None: each sample counts one."""
@@ -105,8 +107,28 @@ class SequenceBatch(JaggedBatch):
         return ("features", "item_id") if self.labels is None else ("labels", "label")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class SemanticIdBatch(JaggedBatch):
+    """Histories as semantic ids: each event is `levels` tokens, one of each level's codebook; the last event is the
+    target.
+    """
+
+    features: KeyedJaggedTensor  # int64; the contextual features, `semantic_id` (levels tokens an event of the history)
+    labels: KeyedJaggedTensor  # int64; key `label`: the target's codes, `levels` of them in every real row
+    sample_ids: Tensor = dense(fill=-1)  # int64 [batch_size]: row number in the split
+
+    def loss_key(self) -> tuple[str, str] | None:
+        """Each of the target's codes is a loss token."""
+        return ("labels", "label")
+
+
 def keyed_jagged_tensor(
-    keys: Sequence[str], values: Tensor, lengths: NDArray[np.integer], weights: Tensor | None = None
+    keys: Sequence[str],
+    values: Tensor,
+    lengths: NDArray[np.integer],
+    weights: Tensor | None = None,
+    *,
+    length_per_key: list[int] | None = None,
 ) -> KeyedJaggedTensor:
     """Build a KeyedJaggedTensor with its host-side caches, so that nothing downstream synchronises to learn them.
 
@@ -115,9 +137,11 @@ def keyed_jagged_tensor(
         values: [sum(lengths)], key-major: all rows of the first key, then all of the second.
         lengths: int64 or int32 [K, B].
         weights: as `values`, or None.
+        length_per_key: the sums of `lengths` over rows, if they are known.
 
     """
-    length_per_key = lengths.sum(axis=1).tolist()
+    if length_per_key is None:
+        length_per_key = lengths.sum(axis=1).tolist()
     return KeyedJaggedTensor(
         keys=list(keys),
         values=values,
@@ -125,7 +149,7 @@ def keyed_jagged_tensor(
         lengths=torch.from_numpy(np.ascontiguousarray(lengths)).view(-1),
         stride=lengths.shape[1],
         length_per_key=length_per_key,
-        offset_per_key=[0, *np.cumsum(length_per_key).tolist()],
+        offset_per_key=[0, *accumulate(length_per_key)],
     )
 
 

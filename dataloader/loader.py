@@ -1,71 +1,53 @@
-"""`build_loader`: a split of a dataset -> this rank's batches, in an order that can be resumed anywhere."""
+"""`build_loader`: datasets -> this rank's batches, in an order that can be resumed anywhere."""
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.batch import JaggedBatch, SequenceBatch
-from evenrank.dataloader.collate import SequenceCollate
-from evenrank.dataloader.pad import grouped, pad_batch
+from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.collate import Collate
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.samples import Mixture, find_samples, make_order
+from evenrank.dataloader.spans import pick_rows
+from evenrank.dataloader.workers import Workers
 from evenrank.datasets.errors import ConfigError, StateError
-from evenrank.datasets.order import Dealing, permute
+from evenrank.datasets.order import Dealing
 from evenrank.datasets.store import SequenceStore, open_store
 
 _STATE_VERSION = 1
-# Positions are permuted for this many steps at once: enough to spread NumPy's cost per call over many samples.
-_STEPS_PER_BLOCK = 64
+_WORD = 0xFFFFFFFFFFFFFFFF
 
-In = TypeVar("In")
-Out = TypeVar("Out")
+Batch = TypeVar("Batch", bound=JaggedBatch)
+# Changes a batch in a worker, with random numbers that depend on the batch alone.
+Transform = Callable[[Batch, np.random.Generator], Batch]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderConfig:
-    """How a split becomes batches."""
-
-    batch_size: int  # rows of every batch, per rank
-    split: str = "train"
-    max_history_length: int = 512  # events; longer histories keep their newest
-    max_num_candidates: int = 0  # the last events of each user; users with fewer events are left out
-    num_tasks: int = 0  # with no candidates, more than 0 makes the history's actions the labels
-    candidate_actions: bool = False  # the candidates' actions are part of the `action` feature too
-    shuffle: bool = True  # another permutation each epoch; False: the order of the rows
-    seed: int = 0
-    drop_last: bool = False  # leave out the last step of an epoch if it does not fill every rank
-    num_workers: int = 0  # threads that collate ahead; 0: the caller's thread collates
-    prefetch: int = 2  # batches that each worker may be ahead
-    pin_memory: bool = False  # page-locked batches, for copies to a GPU that overlap with work
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("batch_size", 1),
-            ("max_history_length", 0),
-            ("max_num_candidates", 0),
-            ("num_tasks", 0),
-            ("num_workers", 0),
-            ("prefetch", 1),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+_log = logging.getLogger("evenrank")
 
 
-def build_loader(path: Path | str, config: LoaderConfig, *, rank: int, world_size: int) -> "SequenceLoader":
+def build_loader(
+    data: Path | str | Mixture,
+    config: ReadConfig[Batch],
+    *,
+    rank: int,
+    world_size: int,
+    transform: Transform[Batch] | None = None,
+) -> "Loader[Batch]":
     """Open a dataset and return the loader of one rank.
 
     Args:
-        path: the folder that `evenrank preprocess` wrote.
-        config: the same on all ranks.
+        data: the folder that `evenrank preprocess` wrote, or a Mixture of such folders.
+        config: the same on all ranks. Its type says what batches are: LoaderConfig or SemanticIdConfig.
         rank: of this process among those that train on different data, 0..world_size-1.
         world_size: how many there are.
+        transform: called with each padded batch and a random generator, in a worker if there are any; returns the
+            batch to hand out, of the same schema. The generator's seed follows from the loader's, the epoch and the
+            batch's position, so what it draws does not depend on the workers.
 
     Raises:
         ConfigError, DataError: with one line that says what is wrong and what to do.
@@ -73,44 +55,58 @@ def build_loader(path: Path | str, config: LoaderConfig, *, rank: int, world_siz
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must lie in 0..world_size-1, got rank {rank} of {world_size}")
-    return SequenceLoader(open_store(path, config.split), config, rank=rank, world_size=world_size)
+    folders, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
+    stores = [open_store(folder, config.split) for folder in folders]
+    collate = config.make_collate()
+    return Loader(stores, collate, config, rank=rank, world_size=world_size, mixture=mixture, transform=transform)
 
 
-class SequenceLoader:
+class Loader(Generic[Batch]):
     """Iterates over one rank's batches of an epoch; each iteration after the first is the next epoch.
 
     Every rank yields the same number of batches. Where the samples of the last step do not fill it, late ranks get
-    fewer, or none: `num_real` tells.
+    fewer, or none: `num_real` tells. A loader can be pickled; where it arrives it maps the same files.
 
     Attributes:
-        num_samples: rows of the split that have enough events, over all ranks.
-        num_dropped: rows that do not.
-        collate: makes a batch, not padded, of any rows of the split.
+        num_samples: samples of an epoch, over all ranks.
+        left_out: per reason, the rows that make no samples, ascending; int64.
 
     """
 
-    def __init__(self, store: SequenceStore, config: LoaderConfig, *, rank: int, world_size: int) -> None:
-        self._store = store
+    def __init__(
+        self,
+        stores: Sequence[SequenceStore],
+        collate: Collate[Batch],
+        config: ReadConfig[Batch],
+        *,
+        rank: int,
+        world_size: int,
+        mixture: Mixture | None = None,
+        transform: Transform[Batch] | None = None,
+    ) -> None:
+        self._stores = tuple(stores)
+        self._collate = collate
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        # Row numbers of the samples; None where all rows are samples.
-        self._rows: NDArray[np.int64] | None = None
-        if config.max_num_candidates:
-            enough = store.lengths >= config.max_num_candidates
-            self._rows = None if enough.all() else np.flatnonzero(enough)
-        self.num_samples = len(store) if self._rows is None else len(self._rows)
-        self.num_dropped = len(store) - self.num_samples
-        self.collate = SequenceCollate(
-            store=store,
-            max_history_length=config.max_history_length,
-            num_candidates=config.max_num_candidates,
-            label_history=config.num_tasks > 0,
-            candidate_actions=config.candidate_actions,
-        )
+        self._mixture = mixture
+        self._transform = transform
+        self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
+        self._samples, self.left_out = find_samples(self._stores, collate)
+        self._order = make_order(config.order, self._stores, self._samples, mixture)
+        self.num_samples = self._order.num_samples
         self._seed = config.seed
         self._start = (0, 0)  # epoch and position where the next iteration begins
         self._after_last = (0, 0)  # epoch and position after the batch that was yielded last
+        if rank == 0:
+            for reason, rows in self.left_out.items():
+                if len(rows):
+                    _log.warning("%s of %s rows are left out: %s", len(rows), sum(map(len, self._stores)), reason)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows of the split that make no samples."""
+        return sum(len(samples.left_out) for samples in self._samples)
 
     def __len__(self) -> int:
         """Batches that the next iteration yields."""
@@ -121,20 +117,36 @@ class SequenceLoader:
         """The epoch of the next iteration, from 0."""
         return self._start[0]
 
-    def __iter__(self) -> Iterator[SequenceBatch]:
+    def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
+        """Make a batch, without padding, of any samples: int64 [n], as in the `sample_ids` of batches."""
+        (batch,) = self._collate(pick_rows(self._stores, sample_ids), sample_ids, batch_size=len(sample_ids))
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:
         epoch, start = self._start
         self._start = (epoch + 1, 0)
-        dealing = self._dealing(start)
-        rows = chain.from_iterable(self._row_blocks(dealing, epoch))
-        groups = grouped(rows, self._config.batch_size, num_groups=dealing.num_steps)
-        batches = self._apply(self._collate_padded, groups)
-        for step, batch in enumerate(batches):
-            numbered = replace(batch, epoch=epoch, step=step, position=dealing.position_after(step))
-            self._after_last = (epoch, numbered.position)
-            yield numbered.pin_memory() if self._config.pin_memory else numbered
+        dealing, seed = self._dealing(start), self._seed
+        size = self._config.batch_size
 
-    def _collate_padded(self, rows: Sequence[int]) -> SequenceBatch:
-        return pad_batch(self.collate(rows), self._config.batch_size)
+        def make(steps: range) -> list[Batch]:
+            ids = self._sample_ids(dealing, steps, epoch=epoch, seed=seed)
+            picks = pick_rows(self._stores, ids)
+            batches = self._collate(picks, ids, batch_size=size, num_batches=len(steps))
+            for step, batch in zip(steps, batches, strict=True):
+                batch.epoch, batch.step, batch.position = epoch, step, dealing.position_after(step)
+            if self._transform is not None:
+                places = (dealing.first_position(step, self._rank) for step in steps)
+                rngs = (np.random.default_rng([seed & _WORD, epoch, place]) for place in places)
+                batches = [self._transform(batch, rng) for batch, rng in zip(batches, rngs, strict=False)]
+            return [batch.pin_memory() for batch in batches] if self._config.pin_memory else batches
+
+        at_once = self._config.prefetch
+        blocks = (
+            range(first, min(first + at_once, dealing.num_steps)) for first in range(0, dealing.num_steps, at_once)
+        )
+        for batch in chain.from_iterable(self._workers.map(make, blocks)):
+            self._after_last = (batch.epoch, batch.position)
+            yield batch
 
     def _dealing(self, start: int) -> Dealing:
         return Dealing(
@@ -145,18 +157,22 @@ class SequenceLoader:
             drop_last=self._config.drop_last,
         )
 
-    def _row_blocks(self, dealing: Dealing, epoch: int) -> Iterator[list[int]]:
-        for first in range(0, dealing.num_steps, _STEPS_PER_BLOCK):
-            steps = range(first, min(first + _STEPS_PER_BLOCK, dealing.num_steps))
-            positions = np.concatenate([dealing.positions(step, self._rank) for step in steps])
-            if self._config.shuffle and self.num_samples:
-                positions = permute(positions, self.num_samples, seed=self._seed, epoch=epoch)
-            yield (positions if self._rows is None else self._rows[positions]).tolist()
+    def _sample_ids(self, dealing: Dealing, steps: range, *, epoch: int, seed: int) -> NDArray[np.int64]:
+        """Return this rank's samples in these steps, one step's behind the other's: int64."""
+        positions = np.concatenate([dealing.positions(step, self._rank) for step in steps])
+        return self._order.rows(positions, seed=seed, epoch=epoch)
 
-    def _apply(self, function: Callable[[In], Out], items: Iterable[In]) -> Iterable[Out]:
-        if self._config.num_workers == 0:
-            return map(function, items)
-        return _map_ahead(function, items, self._config.num_workers, self._config.prefetch)
+    def close(self) -> None:
+        """End the threads that `persistent_workers` keeps."""
+        self._workers.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_order"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Made anew rather than copied: an order may hold a column of the store.
+        self._order = make_order(self._config.order, self._stores, self._samples, self._mixture)
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after a given batch, or after the one yielded last.
@@ -215,25 +231,9 @@ class SequenceLoader:
 
     def _fingerprint(self) -> str:
         """Hash what decides which samples there are and in which order: the content and the filters."""
-        deciding = (
-            self._store.manifest.content_hash,
-            self._config.split,
-            self._config.max_num_candidates,
-            self._config.shuffle,
-        )
-        return hashlib.sha256(repr(deciding).encode()).hexdigest()
-
-
-def _map_ahead(function: Callable[[In], Out], items: Iterable[In], num_workers: int, prefetch: int) -> Iterator[Out]:
-    """Like `map`, computed ahead in threads, in order; an exception comes where its result would have come."""
-    pending: deque[Future[Out]] = deque()
-    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="evenrank-loader")
-    try:
-        for item in items:
-            pending.append(executor.submit(function, item))
-            if len(pending) > num_workers * prefetch:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        executor.shutdown(cancel_futures=True)
+        hashed = hashlib.sha256()
+        for store, samples in zip(self._stores, self._samples, strict=True):
+            hashed.update(f"{store.manifest.content_hash} {store.split} {len(samples.left_out)} ".encode())
+            hashed.update(samples.left_out.astype("<i8").tobytes())
+        hashed.update(repr((tuple(self.left_out), self._order.identity())).encode())
+        return hashed.hexdigest()

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.datasets.compiled import compiled
+
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Mix 64-bit words so that each input bit changes about half of the output bits.
@@ -17,3 +19,11 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return mixed
+
+
+@compiled
+def mix_word(word: np.uint64) -> np.uint64:
+    """Mix one word, for compiled loops: as `mix64`."""
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))

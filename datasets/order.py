@@ -5,12 +5,14 @@ others, so no rank ever holds an array of all samples, and an epoch can be enter
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.datasets.compiled import compiled
 from evenrank.datasets.errors import ConfigError
-from evenrank.datasets.mix import mix64
+from evenrank.datasets.mix import mix64, mix_word
 
 # Rounds of the Feistel network. Four give a pseudo-random permutation in theory (Luby and Rackoff, 1988); six leave a
 # margin for the weaker round function and for the few bits of small domains.
@@ -32,14 +34,10 @@ def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch:
         epoch: from 0; each has a permutation of its own.
 
     """
-    samples = np.array(positions, dtype=np.uint64)
+    permuted = np.array(positions, dtype=np.uint64)
     bits = max(2, (num_samples - 1).bit_length())
-    keys = _round_keys(seed, epoch)
-    outside = np.ones(samples.shape, dtype=bool)
-    while outside.any():
-        samples[outside] = _feistel(samples[outside], bits, keys)
-        outside = samples >= np.uint64(num_samples)
-    return samples.astype(np.int64)
+    _permute(permuted.reshape(-1), np.uint64(num_samples), np.uint64(bits), _round_keys(seed, epoch))
+    return permuted.astype(np.int64)
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
@@ -48,16 +46,128 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     return mix64(start + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
-def _feistel(words: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    # The halves may differ by a bit: each round rewrites one of them from the other and then swaps their widths.
-    right_bits = bits // 2
-    left_bits = bits - right_bits
-    left, right = words >> np.uint64(right_bits), words & np.uint64((1 << right_bits) - 1)
-    for key in keys:
-        rewritten = left ^ (mix64(right ^ key) & np.uint64((1 << left_bits) - 1))
-        left, right = right, rewritten
-        left_bits, right_bits = right_bits, left_bits
-    return (left << np.uint64(right_bits)) | right
+@compiled
+def _permute(words: NDArray[np.uint64], num_samples: np.uint64, bits: np.uint64, keys: NDArray[np.uint64]) -> None:
+    """Replace each word by its image."""
+    one = np.uint64(1)
+    for index in range(len(words)):
+        word = words[index]
+        while True:
+            # The halves may differ by a bit: each round rewrites one from the other, and then swaps their widths.
+            right_bits = bits // np.uint64(2)
+            left_bits = bits - right_bits
+            left, right = word >> right_bits, word & ((one << right_bits) - one)
+            for key in keys:
+                left, right = right, left ^ (mix_word(right ^ key) & ((one << left_bits) - one))
+                left_bits, right_bits = right_bits, left_bits
+            word = (left << right_bits) | right
+            if word < num_samples:
+                break
+        words[index] = word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """The rows of a split that are samples: all but those left out. Memory is that of the rows left out."""
+
+    num_rows: int
+    left_out: NDArray[np.int64]  # ascending
+
+    def __len__(self) -> int:
+        return self.num_rows - len(self.left_out)
+
+    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of the samples with these numbers, each in 0..len-1: int64 of the same shape."""
+        # left_out 2 3 7: before row 2 there are 2 samples, before row 3 also 2, before row 7 there are 5. Sample 4 has
+        # two rows left out before it, so it is row 6; sample 5 has three, so it is row 8.
+        before = self.left_out - np.arange(len(self.left_out))
+        rows: NDArray[np.int64] = numbers + np.searchsorted(before, numbers, side="right")
+        return rows
+
+
+class Order(Protocol):
+    """Which sample comes at which position of an epoch."""
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of an epoch."""
+        ...
+
+    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows of the samples at these positions, each in 0..num_samples-1: int64 of the same shape."""
+        ...
+
+    def identity(self) -> tuple[object, ...]:
+        """Say what the order depends on besides seed and epoch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shuffled:
+    """Another permutation each epoch."""
+
+    samples: Samples
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of an epoch."""
+        return len(self.samples)
+
+    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows at these positions."""
+        return self.samples.rows(permute(positions, len(self.samples), seed=seed, epoch=epoch))
+
+    def identity(self) -> tuple[object, ...]:
+        """Say what the order depends on besides seed and epoch."""
+        return ("shuffle", len(self.samples))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsStored:
+    """The order of the rows, in every epoch."""
+
+    samples: Samples
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of an epoch."""
+        return len(self.samples)
+
+    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows at these positions."""
+        return self.samples.rows(positions)
+
+    def identity(self) -> tuple[object, ...]:
+        """Say what the order depends on besides seed and epoch."""
+        return ("rows", len(self.samples))
+
+
+class ByTime:
+    """The order of the rows' last events, in every epoch, for training in one pass over time.
+
+    Args:
+        samples: the rows that are samples.
+        time_order: int64 [rows]: the rows, by the time of their last event.
+
+    """
+
+    def __init__(self, samples: Samples, time_order: NDArray[np.int64]) -> None:
+        self._time_order = time_order
+        places = np.flatnonzero(np.isin(time_order, samples.left_out))
+        self._places = Samples(num_rows=samples.num_rows, left_out=places)
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of an epoch."""
+        return len(self._places)
+
+    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows at these positions."""
+        return self._time_order[self._places.rows(positions)]
+
+    def identity(self) -> tuple[object, ...]:
+        """Say what the order depends on besides seed and epoch."""
+        return ("time", len(self._places))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +209,11 @@ class Dealing:
         """Return how many positions are consumed once this step (counted from `start`) is done."""
         return min(self.num_samples, self.start + (step + 1) * self.samples_per_step)
 
+    def first_position(self, step: int, rank: int) -> int:
+        """Return where the positions of one rank in one step begin, or would, if there were as many samples."""
+        return self.start + step * self.samples_per_step + rank * self.batch_size
+
     def positions(self, step: int, rank: int) -> NDArray[np.int64]:
         """Return the positions of one rank in one step: int64 [0..batch_size], ascending; late ranks may get none."""
-        first = self.start + step * self.samples_per_step + rank * self.batch_size
+        first = self.first_position(step, rank)
         return np.arange(min(first, self.num_samples), min(first + self.batch_size, self.num_samples), dtype=np.int64)

@@ -32,6 +32,7 @@ ITEM_ID = "item_id"
 ACTION = "action"
 TIMESTAMP_MS = "timestamp_ms"
 LENGTH = "length"
+NUM_TARGETS = "num_targets"  # optional, int32: how many of a row's last events are to be predicted
 
 # The element types of the list columns that every dataset has.
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}

@@ -1,18 +1,9 @@
 """The compiled loops that turn events into sequences; they run without the interpreter's lock."""
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def compiled(function: Function) -> Function:
-    """Compile a function at its first call; its type stays known."""
-    return cast(Function, njit(nogil=True, cache=True)(function))
+from evenrank.datasets.compiled import compiled
 
 
 @compiled

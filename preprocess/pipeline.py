@@ -14,6 +14,7 @@ from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
     ITEM_ID,
+    NUM_TARGETS,
     SCHEMA_VERSION,
     USER_ID,
     Manifest,
@@ -35,7 +36,7 @@ from evenrank.preprocess.splits import EVAL, parse_split
 from evenrank.preprocess.synthetic import SyntheticConfig
 from evenrank.preprocess.tabular_config import TabularConfig
 from evenrank.preprocess.vocabulary import write_vocabularies
-from evenrank.preprocess.writer import NUM_TARGETS, WINDOW, SplitWriter
+from evenrank.preprocess.writer import WINDOW, SplitWriter
 
 # A row of the densest log that we know of, MovieLens, has 27 bytes; a few buckets too many cost little.
 _BYTES_PER_EVENT = 20

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from evenrank.datasets.compiled import compiled
 from evenrank.datasets.errors import ConfigError
 from evenrank.datasets.schema import TIMESTAMP_MS
-from evenrank.preprocess.grouping import compiled
 from evenrank.preprocess.sequences import Sequences
 
 _DAY_MS = 86_400_000

@@ -16,6 +16,7 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     LENGTH,
     LENGTH_PERCENTILES,
+    NUM_TARGETS,
     USER_ID,
     DataFile,
     Split,
@@ -30,7 +31,6 @@ ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
 
 WINDOW = "window"
-NUM_TARGETS = "num_targets"
 
 # Row groups that may wait for being encoded.
 _MAX_WAITING = 4

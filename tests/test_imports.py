@@ -13,7 +13,7 @@ FOLDERS = ("preprocess", "datasets", "dataloader", "training", "cli")
 # What a folder may import of evenrank, besides itself.
 ALLOWED = {
     "datasets": (),
-    "preprocess": ("evenrank.datasets.schema", "evenrank.datasets.distributions", "evenrank.datasets.errors"),
+    "preprocess": tuple(f"evenrank.datasets.{name}" for name in ("schema", "distributions", "errors", "compiled")),
     "dataloader": ("evenrank.datasets",),
     "training": ("evenrank.dataloader", "evenrank.datasets"),
     "cli": ("evenrank",),

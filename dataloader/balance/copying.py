@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.compiled import compiled
+from evenrank.datasets.compiled import compiled
 
 
 @compiled

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.compiled import compiled
+from evenrank.datasets.compiled import compiled
 
 # Partners that the heaviest rank is tried with, lightest first, before a swap is given up.
 _PARTNERS = 16

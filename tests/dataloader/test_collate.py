@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.collate import SequenceCollate
+from evenrank.dataloader.spans import pick_rows
 from evenrank.datasets.schema import Manifest
 from evenrank.datasets.store import SequenceStore
 
@@ -33,12 +35,16 @@ STORE = SequenceStore(
 def _collate(rows: list[int], **options: object) -> "object":
     settings = {
         "max_history_length": 100,
-        "num_candidates": 0,
-        "label_history": False,
+        "max_num_candidates": 0,
+        "num_tasks": 0,
         "candidate_actions": False,
+        "extra_events": (),
         **options,
     }
-    return SequenceCollate(store=STORE, **settings)(rows)  # type: ignore[arg-type]
+    ids = np.array(rows, dtype=np.int64)
+    collate = SequenceCollate(**settings)  # type: ignore[arg-type]
+    (batch,) = collate(pick_rows([STORE], ids), ids, batch_size=len(rows))
+    return batch
 
 
 def _rows(batch: "object", field: str, key: str) -> list[list[int]]:
@@ -61,7 +67,7 @@ def test_rows_come_in_the_order_asked_for() -> None:
 
 
 def test_the_newest_history_is_kept_and_the_last_events_are_candidates() -> None:
-    batch = _collate([0, 2], max_history_length=2, num_candidates=2)
+    batch = _collate([0, 2], max_history_length=2, max_num_candidates=2)
     assert _rows(batch, "features", "item_id") == [[10, 11, 12], [32, 33, 34, 35]]
     assert _rows(batch, "features", "action") == [[0], [2, 3]]
     assert _rows(batch, "labels", "label") == [[1, 2], [4, 5]]
@@ -70,26 +76,26 @@ def test_the_newest_history_is_kept_and_the_last_events_are_candidates() -> None
 
 
 def test_candidates_can_have_their_actions_as_features() -> None:
-    batch = _collate([2], max_history_length=1, num_candidates=2, candidate_actions=True)
+    batch = _collate([2], max_history_length=1, max_num_candidates=2, candidate_actions=True)
     assert _rows(batch, "features", "item_id") == [[33, 34, 35]]
     assert _rows(batch, "features", "action") == [[3, 4, 5]]
 
 
 def test_without_candidates_the_history_can_be_the_labels() -> None:
-    batch = _collate([2, 1], max_history_length=2, label_history=True)
+    batch = _collate([2, 1], max_history_length=2, num_tasks=1)
     assert _rows(batch, "features", "item_id") == [[34, 35], []]
     assert _rows(batch, "labels", "label") == [[4, 5], []]
     assert batch.loss_tokens == 2
 
 
 def test_no_history_leaves_the_candidates() -> None:
-    batch = _collate([2], max_history_length=0, num_candidates=1)
+    batch = _collate([2], max_history_length=0, max_num_candidates=1)
     assert _rows(batch, "features", "item_id") == [[35]]
     assert _rows(batch, "features", "action") == [[]]
 
 
 def test_no_rows_make_an_empty_batch() -> None:
-    batch = _collate([], num_candidates=1)
+    batch = _collate([], max_num_candidates=1)
     assert (batch.batch_size, batch.num_real, batch.loss_tokens) == (0, 0, 0)
     assert batch.features.values().tolist() == []
 
@@ -107,8 +113,7 @@ def test_batches_equal_slices_of_the_store(small_dataset: Path, seed: int) -> No
 
     store = open_store(small_dataset)
     rows = np.random.default_rng(seed).integers(0, len(store), 40)
-    collate = SequenceCollate(
-        store=store, max_history_length=5, num_candidates=0, label_history=False, candidate_actions=False
-    )
+    collate = LoaderConfig(batch_size=1, max_history_length=5).make_collate()
     expected = [store.events["item_id"][store.offsets[r] : store.offsets[r + 1]][-5:].tolist() for r in rows]
-    assert _rows(collate(rows), "features", "item_id") == expected
+    (batch,) = collate(pick_rows([store], rows), rows, batch_size=40)
+    assert _rows(batch, "features", "item_id") == expected

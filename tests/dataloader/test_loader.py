@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenrank.dataloader import LoaderConfig, SequenceBatch, SequenceLoader, build_loader
+from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.datasets import open_store
 from evenrank.datasets.errors import ConfigError, StateError
 from tests.dataloader.test_collate import STORE
@@ -15,7 +15,7 @@ def _ids(batch: SequenceBatch) -> list[int]:
     return batch.sample_ids[: batch.num_real].tolist()
 
 
-def _loaders(path: Path, world_size: int, **options: object) -> list[SequenceLoader]:
+def _loaders(path: Path, world_size: int, **options: object) -> list[Loader[SequenceBatch]]:
     config = LoaderConfig(**{"batch_size": 8, **options})  # type: ignore[arg-type]
     return [build_loader(path, config, rank=rank, world_size=world_size) for rank in range(world_size)]
 
@@ -68,7 +68,7 @@ def test_epochs_differ_and_repeat_by_seed(small_dataset: Path) -> None:
 
 
 def test_without_shuffling_rows_come_in_their_order(small_dataset: Path) -> None:
-    loader = _loaders(small_dataset, 1, shuffle=False)[0]
+    loader = _loaders(small_dataset, 1, order="rows")[0]
     assert [sample for batch in loader for sample in _ids(batch)] == list(range(loader.num_samples))
 
 
@@ -82,7 +82,8 @@ def test_users_with_too_few_events_are_left_out_and_counted(small_dataset: Path)
 
 def test_empty_histories_are_real() -> None:
     assert STORE.lengths.tolist() == [3, 0, 6]
-    batches = list(SequenceLoader(STORE, LoaderConfig(batch_size=2), rank=0, world_size=1))
+    config = LoaderConfig(batch_size=2)
+    batches = list(Loader([STORE], config.make_collate(), config, rank=0, world_size=1))
     assert sorted(sample for batch in batches for sample in _ids(batch)) == [0, 1, 2]
     assert [batch.num_real for batch in batches] == [2, 1]
 
@@ -149,10 +150,10 @@ def test_a_state_of_other_data_or_filters_is_refused(small_dataset: Path) -> Non
 def test_an_error_while_collating_reaches_the_caller(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = _loaders(small_dataset, 1, num_workers=2)[0]
 
-    def fail(rows: object) -> SequenceBatch:
+    def fail(*arguments: object, **options: object) -> list[SequenceBatch]:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(loader, "collate", fail)
+    monkeypatch.setattr(loader, "_collate", fail)
     with pytest.raises(OSError, match="the disk is gone"):
         list(loader)
 

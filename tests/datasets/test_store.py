@@ -27,7 +27,7 @@ def test_rows_are_those_of_the_parquet_files(small_dataset: Path) -> None:
     for name in ("item_id", "action", "timestamp_ms"):
         rows = [store.events[name][a:b].tolist() for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
         assert rows == table[name].to_pylist()
-        assert isinstance(store.events[name], np.memmap)
+        assert isinstance(store.events[name].base, np.memmap)
         assert not store.events[name].flags.writeable
     assert store.events["action"].dtype == np.int32
 
@@ -48,7 +48,7 @@ def test_ranks_that_start_together_unpack_once(small_dataset: Path, tmp_path: Pa
         process.join()
     assert sums == {int(open_store(small_dataset).events["item_id"].sum())}
     built = [path for path in (dataset / ".cache").iterdir() if path.is_dir()]
-    assert [path.name for path in built] == [f"{read_manifest(dataset).content_hash}-train"]
+    assert [path.name for path in built] == [f"{read_manifest(dataset).content_hash}-train-v2"]
 
 
 def test_a_second_opening_reads_no_parquet(small_dataset: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path
             np.save(cached, np.arange(3))
         case "missing":
             cached.unlink()
-    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train, and it is made anew"):
+    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v2, and it is made anew"):
         open_store(dataset)
 
 

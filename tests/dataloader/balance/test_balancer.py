@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader import LoaderConfig, SequenceLoader, build_loader
+from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.batch import lengths_of
 from evenrank.dataloader.pad import pad_batch
@@ -169,7 +169,7 @@ def test_without_a_process_group_there_is_one_rank(small_dataset: Path) -> None:
         assert [sorted(batch.sample_ids.tolist()) for batch in balancer] == expected
 
 
-def _whole_loader(path: Path) -> SequenceLoader:
+def _whole_loader(path: Path) -> Loader[SequenceBatch]:
     return build_loader(path, LoaderConfig(batch_size=8), rank=0, world_size=1)
 
 
