@@ -187,6 +187,10 @@ class BatchSchema:
             named[key if key not in named else f"{name}{FIELD_SEPARATOR}{key}"] = row
         return named
 
+    def max_lengths(self, lengths: NDArray[np.int64]) -> dict[str, int]:
+        """Return the longest row of each key, given lengths [K, B]."""
+        return {name: int(row.max(initial=0)) for name, row in self.named(lengths).items()}
+
     def differences(self, other: "BatchSchema") -> list[str]:
         """Say in which fields another schema differs, each as `field: what this has, what the other has`."""
         found = []

@@ -45,7 +45,10 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
 def empty_batch(schema: BatchSchema) -> JaggedBatch:
     """Return a batch of this schema that is all padding: what a rank trains on once its data have run out."""
     fields: dict[str, Any] = {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields}
-    return schema.batch_type(batch_size=schema.batch_size, num_real=0, **fields)
+    nothing = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
+    return schema.batch_type(
+        batch_size=schema.batch_size, num_real=0, max_lengths=schema.max_lengths(nothing), **fields
+    )
 
 
 def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tensor | None":

@@ -22,7 +22,7 @@ class Pick(NamedTuple):
 
 
 def pick_rows(stores: Sequence[SequenceStore], ids: NDArray[np.int64]) -> list[Pick]:
-    """Find samples whose numbers count through the rows of all stores, one store behind the other.
+    """Find samples whose numbers count through the rows of all stores, one store behind the other; at least one pick.
 
     Raises:
         IndexError: a number is outside.
@@ -31,7 +31,7 @@ def pick_rows(stores: Sequence[SequenceStore], ids: NDArray[np.int64]) -> list[P
     ends = np.cumsum([len(store) for store in stores])
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < ends[-1]:
         raise IndexError(f"rows must lie in 0..{ends[-1] - 1}, got {int(ids.min())} to {int(ids.max())}")
-    if len(stores) == 1:
+    if len(stores) == 1 or not len(ids):
         return [Pick(stores[0], ids, np.arange(len(ids)))]
     homes = np.searchsorted(ends, ids, side="right")
     picks = []

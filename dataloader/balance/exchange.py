@@ -147,10 +147,11 @@ def unpack(batch: Batch, plan: Plan, received: Tensor) -> Batch:
     What ranks sent lies in the buffer in ascending order of positions already, so a section of a chunk is one range.
     """
     source = as_bytes(received)
+    schema = schema_of(batch)
     fields: dict[str, Any] = {}
     index = 0  # of the next section
     key = 0  # of the next row of the lengths
-    for spec in schema_of(batch).fields:
+    for spec in schema.fields:
         if spec.dtype is None:
             continue
         if spec.keys is None:
@@ -178,6 +179,7 @@ def unpack(batch: Batch, plan: Plan, received: Tensor) -> Batch:
         num_real=plan.num_real,
         loss_tokens=plan.loss_tokens,
         world_loss_tokens=plan.world_loss_tokens,
+        max_lengths=schema.max_lengths(plan.lengths),
         **fields,
     )
 
