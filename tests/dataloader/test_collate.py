@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,8 @@ import torch
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.collate import SequenceCollate
-from evenrank.dataloader.spans import pick_rows
+from evenrank.dataloader.spans import Pick, pick_rows
+from evenrank.datasets.errors import ConfigError
 from evenrank.datasets.schema import Manifest
 from evenrank.datasets.store import SequenceStore
 
@@ -86,6 +88,57 @@ def test_without_candidates_the_history_can_be_the_labels() -> None:
     assert _rows(batch, "features", "item_id") == [[34, 35], []]
     assert _rows(batch, "labels", "label") == [[4, 5], []]
     assert batch.loss_tokens == 2
+
+
+def test_of_several_tasks_a_label_keeps_the_low_bits() -> None:
+    batch = _collate([2], max_num_candidates=3, num_tasks=2)
+    assert _rows(batch, "labels", "label") == [[3, 4 & 3, 5 & 3]]
+    assert _rows(_collate([2], max_num_candidates=3, num_tasks=1), "labels", "label") == [[3, 4, 5]]
+
+
+def test_further_events_become_features() -> None:
+    events = {**STORE.events, "timestamp_ms": ITEMS * 100, "play_time_ms": ITEMS * 1000}
+    store = replace(STORE, events=events)
+    config = LoaderConfig(
+        batch_size=1, max_history_length=2, max_num_candidates=1, extra_events=("timestamp_ms", "play_time_ms")
+    )
+    collate = config.make_collate()
+    collate.check(store)
+    (batch,) = collate([Pick(store, np.array([2]), np.array([0]))], np.array([2]), batch_size=1)
+    # When a candidate is shown is known; for how long it is then played is not.
+    assert _rows(batch, "features", "timestamp_ms") == [[3300, 3400, 3500]]
+    assert _rows(batch, "features", "play_time_ms") == [[33000, 34000]]
+    assert batch.features.keys()[-2:] == ["timestamp_ms", "play_time_ms"]
+    with pytest.raises(ConfigError, match="no extra events 'play_time_ms'; it has timestamp_ms"):
+        collate.check(STORE)
+
+
+def test_several_batches_at_once_are_those_made_one_by_one() -> None:
+    ids = np.array([2, 0, 1, 2, 2])
+    collate = LoaderConfig(batch_size=2, max_history_length=4, num_tasks=1).make_collate()
+    batches = collate(pick_rows([STORE], ids), ids, batch_size=2, num_batches=4)
+    assert [batch.num_real for batch in batches] == [2, 2, 1, 0]
+    for number, batch in enumerate(batches):
+        rows = ids[2 * number : 2 * number + 2]
+        (alone,) = collate(pick_rows([STORE], rows), rows, batch_size=2)
+        for field in ("features", "labels"):
+            one, other = getattr(batch, field), getattr(alone, field)
+            assert one.values().tolist() == other.values().tolist()
+            assert one.lengths().tolist() == other.lengths().tolist()
+            assert one._offset_per_key == other._offset_per_key
+        assert batch.sample_ids.tolist() == alone.sample_ids.tolist()
+        assert (batch.loss_tokens, batch.max_lengths) == (alone.loss_tokens, alone.max_lengths)
+
+
+@pytest.mark.parametrize("rows", [[3], [-1], [0, 2, 1 << 40]])
+def test_rows_that_are_not_there_are_refused(rows: list[int]) -> None:
+    with pytest.raises(IndexError, match=r"rows must lie in 0\.\.2"):
+        _collate(rows)
+
+
+def test_rows_with_too_few_events_are_refused() -> None:
+    with pytest.raises(IndexError, match="fewer events than 4 candidates"):
+        _collate([2, 0], max_num_candidates=4)
 
 
 def test_no_history_leaves_the_candidates() -> None:

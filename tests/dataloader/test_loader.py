@@ -1,14 +1,22 @@
 import itertools
+import pickle
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
+from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.datasets import open_store
-from evenrank.datasets.errors import ConfigError, StateError
+from evenrank.datasets.distributions import Uniform
+from evenrank.datasets.errors import ConfigError, DataError, StateError
+from evenrank.datasets.schema import read_manifest
 from tests.dataloader.test_collate import STORE
+from tests.ranks import RankPool
 
 
 def _ids(batch: SequenceBatch) -> list[int]:
@@ -88,50 +96,6 @@ def test_empty_histories_are_real() -> None:
     assert [batch.num_real for batch in batches] == [2, 1]
 
 
-def _stop_and_resume(small_dataset: Path, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-
-    def shape() -> dict[str, int]:
-        return {"batch_size": int(rng.integers(1, 20)), "num_workers": int(rng.integers(0, 3))}
-
-    world_size, stop = int(rng.integers(1, 5)), int(rng.integers(0, 12))
-    first = _loaders(small_dataset, world_size, seed=int(rng.integers(0, 100)), **shape())
-    iterators = [iter(loader) for loader in first]
-    trained: list[int] = []
-    last: SequenceBatch | None = None
-    for _ in range(stop):
-        batches = [next(iterator, None) for iterator in iterators]
-        if batches[0] is None:
-            break
-        trained += [sample for batch in batches for sample in _ids(batch)]
-        last = batches[int(rng.integers(0, world_size))]
-    # Pull ahead, as training pipelines do: the state is that of the batch trained last.
-    for iterator in iterators:
-        list(itertools.islice(iterator, int(rng.integers(0, 3))))
-    if last is None:
-        return
-    state = first[int(rng.integers(0, world_size))].state_dict(after=last)
-    second = _loaders(small_dataset, int(rng.integers(1, 5)), **shape())
-    for loader in second:
-        loader.load_state_dict(state)
-    rest = [sample for loader in second for batch in loader for sample in _ids(batch)]
-    if state["position"] < first[0].num_samples:
-        assert sorted(trained + rest) == list(range(first[0].num_samples))
-    else:  # the epoch was over
-        assert sorted(trained) == sorted(rest) == list(range(first[0].num_samples))
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_training_resumes_anywhere_with_exactly_the_samples_that_are_left(small_dataset: Path, seed: int) -> None:
-    _stop_and_resume(small_dataset, seed)
-
-
-@pytest.mark.long
-def test_training_resumes_anywhere_in_many_rounds(small_dataset: Path) -> None:
-    for seed in range(100, 400):
-        _stop_and_resume(small_dataset, seed)
-
-
 def test_a_state_without_a_batch_is_that_after_the_last_one(small_dataset: Path) -> None:
     loader = _loaders(small_dataset, 1)[0]
     batches = list(itertools.islice(loader, 3))
@@ -163,12 +127,134 @@ def test_an_error_while_collating_reaches_the_caller(small_dataset: Path, monkey
     [
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
         ({"max_num_candidates": -1}, "max_num_candidates must be a whole number of at least 0, got -1"),
+        ({"order": "random"}, "order must be one of shuffle, rows, time, got 'random'"),
+        ({"num_tasks": 32}, "num_tasks must be at most 31"),
         ({"prefetch": 0}, "prefetch must be a whole number of at least 1, got 0"),
     ],
 )
 def test_wrong_settings_name_the_value(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoaderConfig(**{"batch_size": 8, **options})  # type: ignore[arg-type]
+
+
+def test_time_order_is_that_of_the_last_events(small_dataset: Path) -> None:
+    store = open_store(small_dataset)
+    loader = _loaders(small_dataset, 1, order="time", max_num_candidates=2)[0]
+    rows = [sample for batch in loader for sample in _ids(batch)]
+    assert sorted(rows) == np.flatnonzero(store.lengths >= 2).tolist()
+    last = store.events["timestamp_ms"][store.offsets[1:][rows] - 1]
+    assert (np.diff(last) >= 0).all()
+    assert [sample for batch in loader for sample in _ids(batch)] == rows  # every epoch
+
+
+def test_a_mixture_numbers_its_rows_through_all_datasets(small_dataset: Path) -> None:
+    store = open_store(small_dataset)
+    mixture = Mixture(weights={small_dataset: 1, str(small_dataset): 3}, num_samples=200)
+    loader = build_loader(mixture, LoaderConfig(batch_size=16, max_history_length=9), rank=0, world_size=1)
+    seen = []
+    for batch in loader:
+        items = torch.split(batch.features["item_id"].values(), batch.features["item_id"].lengths().tolist())
+        segments = batch.features["segment"].values().tolist()
+        for row, sample in enumerate(_ids(batch)):
+            span = slice(store.offsets[sample % len(store)], store.offsets[sample % len(store) + 1])
+            assert items[row].tolist() == store.events["item_id"][span][-9:].tolist()
+            assert segments[row] == store.rows["segment"][sample % len(store)]
+        seen += _ids(batch)
+    assert (len(seen), sum(sample < len(store) for sample in seen)) == (200, 50)
+
+
+def test_mixtures_of_other_contextual_features_or_orders_are_refused(small_dataset: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(small_dataset, other, ignore=shutil.ignore_patterns(".cache"))
+    replace(read_manifest(other), contextual=()).write(other)
+    mixture = Mixture(weights={small_dataset: 1, other: 1})
+    with pytest.raises(DataError, match=r"other has the contextual features \[\], .*data has \['segment'\]"):
+        build_loader(mixture, LoaderConfig(batch_size=4), rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="mixtures are always shuffled; order must be 'shuffle', got 'time'"):
+        build_loader(
+            Mixture(weights={small_dataset: 1}), LoaderConfig(batch_size=4, order="time"), rank=0, world_size=1
+        )
+    with pytest.raises(ConfigError, match="a mixture needs at least one dataset"):
+        Mixture(weights={})
+
+
+def test_candidates_are_no_more_than_the_targets_of_a_row(tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
+    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+
+    out = tmp_path / "data"
+    synthetic = SyntheticConfig(num_users=40, lengths=Uniform(low=3, high=9))
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, split="leave-last:2", synthetic=synthetic))
+    store = open_store(out, "eval")
+    assert store.num_targets is not None
+    loader = _loaders(out, 1, split="eval", max_num_candidates=5)[0]
+    assert loader.num_samples == len(store)
+    for batch in loader:
+        assert batch.num_candidates[: batch.num_real].eq(2).all()
+        for row, sample in enumerate(_ids(batch)):
+            labels = batch.labels["label"].to_dense()[row]
+            assert labels.tolist() == store.events["action"][: store.offsets[sample + 1]][-2:].tolist()
+
+
+def test_a_folder_preprocessed_anew_leaves_an_open_loader_its_data(small_dataset: Path, tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
+    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+
+    out = tmp_path / "data"
+    shutil.copytree(small_dataset, out)
+    loader = _loaders(out, 1, order="rows")[0]
+    before = [batch.features["item_id"].values().tolist() for batch in loader]
+    pickled = pickle.dumps(loader)
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=9)))
+    assert [batch.features["item_id"].values().tolist() for batch in loader] == before
+    with pytest.raises(DataError, match=r"data was replaced by other data after it was opened; open it again"):
+        pickle.loads(pickled)
+    with pytest.raises(StateError, match="belongs to other data"):
+        _loaders(out, 1, order="rows")[0].load_state_dict(loader.state_dict())
+
+
+def test_batches_know_their_longest_rows(small_dataset: Path) -> None:
+    for batch in _loaders(small_dataset, 2, max_num_candidates=1, extra_events=("timestamp_ms",))[1]:
+        jagged = {**batch.features.to_dict(), **batch.labels.to_dict()}
+        assert batch.max_lengths == {key: int(value.lengths().max()) for key, value in jagged.items()}
+
+
+def _hits(rank: int, world_size: int, path: Path) -> tuple[int, float]:
+    """A metric as evaluation computes it: over all ranks, of what each was given."""
+    config = LoaderConfig(batch_size=7, split="eval", max_num_candidates=1, order="rows")
+    with Balancer(
+        build_loader(path, config, rank=rank, world_size=world_size),
+        cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1),
+    ) as batches:
+        sums = torch.zeros(3, dtype=torch.int64)
+        for batch in batches:
+            ids = batch.features["item_id"]
+            last = ids.values()[ids.offsets()[1 : batch.num_real + 1] - 1]
+            labels = batch.labels["label"].values()
+            sums += torch.stack([(last % 3 == labels % 3).sum(), last.sum(), torch.tensor(batch.num_real)])
+    dist.all_reduce(sums)
+    hits, checksum, count = sums.tolist()
+    return checksum, hits / count
+
+
+def test_a_metric_is_exactly_the_same_on_any_number_of_ranks(small_dataset: Path, ranks: RankPool) -> None:
+    store = open_store(small_dataset, "eval")
+    used = store.lengths > 0
+    last, labels = (store.events[name][store.offsets[1:][used] - 1] for name in ("item_id", "action"))
+    expected = (int(last.sum()), float(np.count_nonzero(last % 3 == labels % 3) / len(last)))
+    for world_size in (1, 3, 4):
+        assert ranks.run(world_size, _hits, small_dataset) == [expected] * world_size
+
+
+@pytest.mark.gpu
+def test_every_tensor_is_pinned_when_asked() -> None:
+    config = LoaderConfig(batch_size=2, max_num_candidates=1, pin_memory=True, num_workers=1)
+    for batch in Loader([STORE], config.make_collate(), config, rank=0, world_size=1):
+        for jagged in (batch.features, batch.labels):
+            assert jagged.values().is_pinned()
+            assert jagged.lengths().is_pinned()
+        assert batch.sample_ids.is_pinned()
+        assert batch.num_candidates.is_pinned()
 
 
 def test_a_rank_outside_the_world_is_refused(small_dataset: Path) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.datasets.errors import ConfigError
-from evenrank.datasets.order import Dealing, permute
+from evenrank.datasets.order import ByTime, Dealing, Samples, permute
 
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000))
@@ -67,3 +67,24 @@ def test_only_full_steps_are_dealt_with_drop_last() -> None:
 def test_wrong_dealing_names_the_value(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Dealing(**{"num_samples": 10, "world_size": 1, "batch_size": 2, **wrong})
+
+
+def test_rows_left_out_are_skipped() -> None:
+    samples = Samples(num_rows=9, left_out=np.array([2, 3, 7]))
+    assert len(samples) == 6
+    assert samples.rows(np.arange(6)).tolist() == [0, 1, 4, 5, 6, 8]
+
+
+def test_the_order_of_time_skips_them_too() -> None:
+    samples = Samples(num_rows=5, left_out=np.array([1, 4]))
+    order = ByTime(samples, time_order=np.array([4, 2, 1, 0, 3]))
+    assert order.num_samples == 3
+    assert order.rows(np.arange(3), seed=0, epoch=1).tolist() == [2, 0, 3]
+
+
+@pytest.mark.parametrize("num_samples", [10**10, 2**40 + 1])
+def test_huge_orders_need_no_array(num_samples: int) -> None:
+    positions = np.array([0, 1, num_samples // 2, num_samples - 1])
+    images = permute(positions, num_samples, seed=3, epoch=1)
+    assert len(set(images.tolist())) == 4
+    assert ((images >= 0) & (images < num_samples)).all()
