@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 FIELD_SEPARATOR = "."
 
@@ -35,8 +36,8 @@ def dense(fill: float = 0, default: Any = dataclasses.MISSING) -> Any:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class JaggedBatch:
-    """Base of all batches. Derive a dataclass from it and add fields; each is one of
+class JaggedBatch(Pipelineable):  # type: ignore[misc]
+    """Base of all batches; TorchRec's pipelines take them. Derive a dataclass from it and add fields; each is one of
 
     - a KeyedJaggedTensor of `batch_size` rows for each key,
     - a dense tensor [batch_size, ...] (declare it with `dense(fill=...)` if its padding is not 0),
