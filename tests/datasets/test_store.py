@@ -1,4 +1,6 @@
 import multiprocessing
+import os
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,20 @@ def test_wrong_dtype_is_named(small_dataset: Path, tmp_path: Path) -> None:
     assert not [path for path in (dataset / ".cache").iterdir() if path.is_dir()]
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([None, [1]], "column 'item_id' must be list<int64> without nulls, it has 1 null lists"),
+        ([[1, None], [1]], "column 'item_id' must be int64 without nulls, it has 1 nulls"),
+    ],
+)
+def test_nulls_are_named(small_dataset: Path, tmp_path: Path, rows: list[list[int | None]], message: str) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    padding: list[list[int | None]] = [[1]] * (len(open_store(small_dataset)) - len(rows))
+    with pytest.raises(DataError, match=f"part-00000.parquet: {message}"):
+        _rewrite(dataset, {"item_id": pa.array(rows + padding, pa.list_(pa.int64()))})
+
+
 def test_lists_of_unequal_length_are_named(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     rows = pq.read_table(dataset / "train")["action"].to_pylist()
@@ -135,7 +151,7 @@ def test_a_changed_file_is_found_by_its_checksum(small_dataset: Path, tmp_path: 
         open_store(dataset)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "shorter", "missing"])
+@pytest.mark.parametrize("damage", ["truncated", "shorter", "missing", "other type"])
 def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path, damage: str) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     open_store(dataset)
@@ -147,8 +163,41 @@ def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path
             np.save(cached, np.arange(3))
         case "missing":
             cached.unlink()
+        case "other type":
+            np.save(cached, np.load(cached).astype(np.float64))
     with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v2, and it is made anew"):
         open_store(dataset)
+
+
+def test_offsets_that_lead_outside_are_found(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    offsets = open_store(dataset).offsets.copy()
+    (cached,) = (dataset / ".cache").glob("*/offsets.npy")
+    for row, value in ((0, 1), (5, 1 << 40), (-1, offsets[-1] + 1)):
+        changed = offsets.copy()
+        changed[row] = value
+        np.save(cached, changed)
+        with pytest.raises(DataError, match=r"offsets.npy is damaged"):
+            open_store(dataset)
+
+
+def test_a_folder_that_cannot_be_written_has_its_cache_with_the_user(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    store = open_store(dataset)
+    assert not (dataset / ".cache").exists()
+    assert (tmp_path / "home" / ".cache" / "evenrank" / f"{store.manifest.content_hash}-train-v2").is_dir()
+
+
+def test_a_pickled_store_maps_the_same_files(small_dataset: Path) -> None:
+    store = open_store(small_dataset)
+    data = pickle.dumps(store)
+    assert len(data) < 1000
+    again = pickle.loads(data)
+    assert again.events["item_id"].base.filename == store.events["item_id"].base.filename  # type: ignore[union-attr]
 
 
 def test_a_cache_that_cannot_be_made_is_one_line(small_dataset: Path, tmp_path: Path) -> None:

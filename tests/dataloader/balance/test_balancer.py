@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics
-from evenrank.dataloader.batch import lengths_of
+from evenrank.dataloader.batch import lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
@@ -49,6 +49,7 @@ def _balance(
                 "padding": lengths_of(batch)[:, batch.num_real :].sum() + (batch.ids[batch.num_real :] + 1).abs().sum(),
                 "loss": (batch.loss_tokens, batch.world_loss_tokens),
                 "step": (batch.step, batch.position),
+                "longest": batch.max_lengths == schema_of(batch).max_lengths(lengths_of(batch)),
             }
             for batch in balancer
         ]
@@ -89,6 +90,7 @@ def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Ste
             assert one["padding"] == 0
             assert one["loss"] == (sum(len(sample["weighted c values"]) for sample in one["samples"]), total)
             assert one["step"] == (number, number + 1)
+            assert one["longest"]
             if strategy == "identity":
                 mine = dealt[rank][number] if number < len(dealt[rank]) else None
                 assert one["samples"] == ([] if mine is None else samples_of(mine))
