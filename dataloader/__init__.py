@@ -4,6 +4,7 @@ from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatc
 from evenrank.dataloader.config import LoaderConfig, SemanticIdConfig
 from evenrank.dataloader.loader import Loader, build_loader
 from evenrank.dataloader.pad import PaddedBatches, pad_batch
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.dataloader.samples import Mixture
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "LoaderConfig",
     "Mixture",
     "PaddedBatches",
+    "RandomBatches",
+    "RandomData",
     "SemanticIdBatch",
     "SemanticIdConfig",
     "SequenceBatch",

@@ -1,0 +1,123 @@
+"""Batches straight from distributions, for benchmarks and tests: collated as those of datasets are."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.spans import Pick
+from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf
+from evenrank.datasets.errors import ConfigError
+from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, SCHEMA_VERSION, TIMESTAMP_MS, USER_ID, Manifest
+from evenrank.datasets.store import SequenceStore
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomData:
+    """What the samples of random batches are drawn from."""
+
+    lengths: Distribution = Lognormal()  # events of a sample, candidates included
+    items: Distribution = Zipf(exponent=1.05, high=100_000)
+    actions: Distribution = Uniform(low=0, high=9)
+    contextual: Mapping[str, Distribution] = field(default_factory=dict)  # per feature
+    num_real: Distribution | None = None  # samples of a batch, at most batch_size; None: all rows are samples
+
+
+class RandomBatches(Generic[Batch]):
+    """Iterates over random batches of one rank; each iteration yields the same ones.
+
+    Rank r's batch of step s depends on seed, r and s alone. Samples that would not be one of a dataset, such as those
+    with fewer events than candidates, get as many events as they need.
+
+    Args:
+        config: what batches are: LoaderConfig or SemanticIdConfig, whose items must lie in its table of codes. Its
+            order, workers and split do not matter.
+        data: what they are drawn from.
+        num_batches: of an iteration.
+        rank: of this process; ranks draw independently.
+        world_size: how many ranks there are.
+
+    Raises:
+        ConfigError: there are no batches, or no such rank.
+
+    """
+
+    def __init__(
+        self,
+        config: ReadConfig[Batch],
+        data: RandomData | None = None,
+        *,
+        num_batches: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if num_batches < 1:
+            raise ConfigError(f"num_batches must be at least 1, got {num_batches}")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank must lie in 0..world_size-1, got rank {rank} of {world_size}")
+        self._config = config
+        self._data = RandomData() if data is None else data
+        self._collate = config.make_collate()
+        self._num_batches = num_batches
+        self._rank = rank
+        self._world_size = world_size
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(self._num_batches):
+            yield self.batch(step)
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of one step."""
+        size = self._config.batch_size
+        rng = np.random.default_rng([self._config.seed & 0xFFFFFFFFFFFFFFFF, self._rank, step])
+        count = size
+        if self._data.num_real is not None:
+            count = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, size))
+        rows = np.arange(count)
+        sample_ids = (step * self._world_size + self._rank) * size + rows
+        store = self._draw(rng, count)
+        (batch,) = self._collate([Pick(store, rows, rows)], sample_ids, batch_size=size)
+        batch.step, batch.position = step, (step + 1) * self._world_size * size
+        if self._config.pin_memory:
+            return batch.pin_memory()
+        return batch
+
+    def _draw(self, rng: np.random.Generator, count: int) -> SequenceStore:
+        least = max(getattr(self._config, "max_num_candidates", 1), 0)
+        lengths = np.maximum(self._data.lengths.sample(rng, count), least)
+        offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+        total = int(offsets[-1])
+        contextual = {name: drawn.sample(rng, count) for name, drawn in self._data.contextual.items()}
+        drawn_events = {
+            ITEM_ID: self._data.items.sample(rng, total),
+            ACTION: self._data.actions.sample(rng, total),
+            TIMESTAMP_MS: np.arange(total),
+        }
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            dataset="random",
+            sources=(),
+            options={},
+            splits={},
+            contextual=tuple(contextual),
+            extra_events={},
+            vocabulary_sizes={},
+            context_labels={},
+            content_hash="",
+        )
+        return SequenceStore(
+            manifest=manifest,
+            split=self._config.split,
+            offsets=offsets,
+            events={name: values.astype(EVENT_DTYPES[name]) for name, values in drawn_events.items()},
+            rows={USER_ID: np.arange(count), **contextual},
+        )

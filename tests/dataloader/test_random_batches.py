@@ -1,0 +1,114 @@
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SemanticIdConfig, SequenceBatch
+from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.batch import check_contents
+from evenrank.datasets.distributions import Uniform
+from evenrank.datasets.errors import ConfigError
+from tests.ranks import RankPool
+
+DATA = RandomData(
+    lengths=Uniform(low=0, high=20),
+    items=Uniform(low=100, high=199),
+    actions=Uniform(low=3, high=5),
+    contextual={"age": Uniform(low=1, high=7)},
+)
+FEW = RandomData(lengths=Uniform(low=0, high=20), num_real=Uniform(low=0, high=3))
+
+
+def _batches(data: RandomData = DATA, num_batches: int = 20, rank: int = 0, **options: Any) -> list[SequenceBatch]:
+    config = LoaderConfig(**{"batch_size": 16, **options})
+    return list(RandomBatches(config, data, num_batches=num_batches, rank=rank, world_size=4))
+
+
+def _values(batches: list[SequenceBatch], key: str) -> np.ndarray:
+    return np.concatenate([batch.features[key].values().numpy() for batch in batches])
+
+
+def test_everything_follows_its_distribution() -> None:
+    batches = _batches()
+    assert len(batches) == 20
+    for batch in batches:
+        check_contents(batch)
+        assert (batch.batch_size, batch.num_real) == (16, 16)
+        assert batch.features["age"].lengths().tolist() == [1] * 16
+    lengths = np.concatenate([batch.features["item_id"].lengths().numpy() for batch in batches])
+    assert set(lengths.tolist()) == set(range(21))
+    assert set(_values(batches, "item_id").tolist()) == set(range(100, 200))
+    assert set(_values(batches, "action").tolist()) == {3, 4, 5}
+    assert set(_values(batches, "age").tolist()) == set(range(1, 8))
+
+
+def test_candidates_and_tasks_are_those_of_the_configuration() -> None:
+    for batch in _batches(max_num_candidates=4, max_history_length=6, num_tasks=2, num_batches=3):
+        assert batch.num_candidates.tolist() == [4] * 16
+        items, actions = (batch.features[key].lengths() for key in ("item_id", "action"))
+        assert torch.equal(items - 4, actions)
+        assert int(actions.max()) <= 6
+        assert batch.labels["label"].lengths().tolist() == [4] * 16
+        assert set(batch.labels["label"].values().tolist()) <= {3, 4 & 3, 5 & 3}
+
+
+def test_a_step_is_the_same_whenever_and_wherever_it_is_drawn() -> None:
+    config = LoaderConfig(batch_size=16)
+    alone = RandomBatches(config, DATA, num_batches=9, rank=2, world_size=4).batch(5)
+    among = _batches(rank=2)[5]
+    assert alone.features.values().tolist() == among.features.values().tolist()
+    assert (among.step, among.position) == (5, 6 * 4 * 16)
+    others = [_batches(rank=1)[5], _batches(rank=2)[4], _batches(rank=2, seed=1)[5]]
+    assert all(other.features.values().tolist() != among.features.values().tolist() for other in others)
+
+
+def test_ids_are_of_one_sample_each() -> None:
+    ids = [sample for rank in range(4) for batch in _batches(rank=rank) for sample in batch.sample_ids.tolist()]
+    assert sorted(ids) == list(range(4 * 20 * 16))
+
+
+def test_batches_can_have_few_or_no_samples() -> None:
+    batches = _batches(FEW)
+    assert {batch.num_real for batch in batches} == {0, 1, 2, 3}
+    for batch in batches:
+        check_contents(batch)
+        assert batch.sample_ids[batch.num_real :].tolist() == [-1] * (16 - batch.num_real)
+
+
+def test_semantic_ids_come_from_their_table(tmp_path: Path) -> None:
+    codes = np.random.default_rng(0).integers(0, 8, (3, 200))
+    np.save(tmp_path / "codes.npy", codes)
+    config = SemanticIdConfig(batch_size=4, codes=tmp_path / "codes.npy", codebook_sizes=(8, 8, 8))
+    for batch in RandomBatches(config, DATA, num_batches=3):
+        tokens = batch.features["semantic_id"].values().view(-1, 3) - torch.tensor([0, 8, 16])
+        targets = batch.labels["label"].values().view(-1, 3)
+        known = set(map(tuple, codes[:, 100:200].T.tolist()))
+        assert len(targets) == batch.num_real == 4
+        assert set(map(tuple, [*tokens.tolist(), *targets.tolist()])) <= known
+
+
+def _balanced_ids(rank: int, world_size: int) -> list[int]:
+    batches = RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=world_size)
+    with Balancer(batches, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)) as balancer:
+        return [sample for batch in balancer for sample in batch.sample_ids[: batch.num_real].tolist()]
+
+
+def test_they_go_through_a_balancer_with_empty_ranks(ranks: RankPool) -> None:
+    drawn = [
+        sample
+        for rank in range(3)
+        for batch in RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=3)
+        for sample in batch.sample_ids[: batch.num_real].tolist()
+    ]
+    balanced = itertools.chain.from_iterable(ranks.run(3, _balanced_ids))
+    assert sorted(balanced) == sorted(drawn)
+
+
+def test_wrong_settings_name_the_value() -> None:
+    with pytest.raises(ConfigError, match="num_batches must be at least 1, got 0"):
+        RandomBatches(LoaderConfig(batch_size=4), num_batches=0)
+    with pytest.raises(ConfigError, match="got rank 3 of 3"):
+        RandomBatches(LoaderConfig(batch_size=4), num_batches=1, rank=3, world_size=3)
