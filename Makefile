@@ -46,5 +46,6 @@ fix: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py
+	@$(BIN)/python scripts/bench/loader.py
 	@$(BIN)/python scripts/bench/preprocess.py --shape ml-20m
 	@$(BIN)/python scripts/bench/preprocess.py --shape kuairand-1k

@@ -4,8 +4,10 @@ from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatc
 from evenrank.dataloader.config import LoaderConfig, SemanticIdConfig
 from evenrank.dataloader.loader import Loader, build_loader
 from evenrank.dataloader.pad import PaddedBatches, pad_batch
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.dataloader.random_batches import RandomBatches, RandomData, random_codes
 from evenrank.dataloader.samples import Mixture
+from evenrank.dataloader.stream_loader import StreamLoader, build_stream_loader, merge_stream_states
+from evenrank.datasets.stream import StreamConfig
 
 __all__ = [
     "JaggedBatch",
@@ -18,8 +20,13 @@ __all__ = [
     "SemanticIdBatch",
     "SemanticIdConfig",
     "SequenceBatch",
+    "StreamConfig",
+    "StreamLoader",
     "build_loader",
+    "build_stream_loader",
     "dense",
     "host",
+    "merge_stream_states",
     "pad_batch",
+    "random_codes",
 ]

@@ -32,6 +32,10 @@ class Collate(Protocol[Batch]):
         """Return per reason the rows that make no sample, ascending: int64. Reasons are the same for all stores."""
         ...
 
+    def filters(self) -> tuple[object, ...]:
+        """Say what decides which rows make samples."""
+        ...
+
     def __call__(
         self, picks: Sequence[Pick], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
     ) -> list[Batch]:
@@ -79,6 +83,10 @@ class SequenceCollate:
             return {}
         lacking = store.lengths < self.max_num_candidates if store.num_targets is None else store.num_targets < 1
         return {f"fewer events than {self.max_num_candidates} candidates": np.flatnonzero(lacking)}
+
+    def filters(self) -> tuple[object, ...]:
+        """Say what decides which rows make samples."""
+        return ("candidates", self.max_num_candidates)
 
     def __call__(
         self, picks: Sequence[Pick], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1

@@ -7,7 +7,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate import Collate, SequenceCollate
-from evenrank.dataloader.semantic_ids import SemanticIdCollate, read_codes
+from evenrank.dataloader.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.datasets.errors import ConfigError
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
@@ -87,14 +87,15 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
 class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     """Batches of semantic ids: SemanticIdBatch. The last event of each user is the target."""
 
-    codes: Path | str  # the items' codes: a .pt or .npy file of whole numbers [levels, items], -1 for no code
-    codebook_sizes: tuple[int, ...] | None = None  # per level; None: the largest code + 1
+    # The items' codes: a .pt or .npy file of whole numbers [levels, items], -1 for no code; or a table.
+    codes: Path | str | CodeTable
+    codebook_sizes: tuple[int, ...] | None = None  # per level, of a file; None: the largest code + 1
     label_offsets: bool = False  # labels are tokens, with the offsets of their levels, instead of codes
 
     def make_collate(self) -> SemanticIdCollate:
         """Read the codes and return what makes batches of samples."""
         return SemanticIdCollate(
-            table=read_codes(self.codes, self.codebook_sizes),
+            table=self.codes if isinstance(self.codes, CodeTable) else read_codes(self.codes, self.codebook_sizes),
             max_history_length=self.max_history_length,
             label_offsets=self.label_offsets,
         )

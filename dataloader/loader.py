@@ -235,5 +235,5 @@ class Loader(Generic[Batch]):
         for store, samples in zip(self._stores, self._samples, strict=True):
             hashed.update(f"{store.manifest.content_hash} {store.split} {len(samples.left_out)} ".encode())
             hashed.update(samples.left_out.astype("<i8").tobytes())
-        hashed.update(repr((tuple(self.left_out), self._order.identity())).encode())
+        hashed.update(repr((self._collate.filters(), self._order.identity())).encode())
         return hashed.hexdigest()

@@ -9,11 +9,14 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.semantic_ids import CodeTable
 from evenrank.dataloader.spans import Pick
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf
 from evenrank.datasets.errors import ConfigError
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, SCHEMA_VERSION, TIMESTAMP_MS, USER_ID, Manifest
 from evenrank.datasets.store import SequenceStore
+
+_MAX_ACTION = int(np.iinfo(EVENT_DTYPES[ACTION]).max)
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -22,11 +25,15 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 class RandomData:
     """What the samples of random batches are drawn from."""
 
-    lengths: Distribution = Lognormal()  # events of a sample, candidates included
+    lengths: Distribution = Lognormal()  # events of a sample; its candidates, or its target, are among them
     items: Distribution = Zipf(exponent=1.05, high=100_000)
     actions: Distribution = Uniform(low=0, high=9)
     contextual: Mapping[str, Distribution] = field(default_factory=dict)  # per feature
     num_real: Distribution | None = None  # samples of a batch, at most batch_size; None: all rows are samples
+
+    def __post_init__(self) -> None:
+        if taken := [name for name in self.contextual if name in EVENT_DTYPES or name == USER_ID]:
+            raise ConfigError(f"a contextual feature cannot be called {taken[0]!r}; that is a column of every dataset")
 
 
 class RandomBatches(Generic[Batch]):
@@ -37,7 +44,7 @@ class RandomBatches(Generic[Batch]):
 
     Args:
         config: what batches are: LoaderConfig or SemanticIdConfig, whose items must lie in its table of codes. Its
-            order, workers and split do not matter.
+            order, workers and split do not matter. A table of codes for items 0..n-1 comes from `random_codes`.
         data: what they are drawn from.
         num_batches: of an iteration.
         rank: of this process; ranks draw independently.
@@ -67,6 +74,7 @@ class RandomBatches(Generic[Batch]):
         self._num_batches = num_batches
         self._rank = rank
         self._world_size = world_size
+        self._collate.check(self._draw(np.random.default_rng(0), 0))
 
     def __len__(self) -> int:
         return self._num_batches
@@ -74,6 +82,15 @@ class RandomBatches(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self._num_batches):
             yield self.batch(step)
+
+    def identity(self) -> dict[str, int]:
+        """Say what must be the same on all ranks, and `rank`, which must be the rank's own."""
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "seed": self._config.seed,
+            "num_batches": self._num_batches,
+        }
 
     def batch(self, step: int) -> Batch:
         """Return the batch of one step."""
@@ -96,10 +113,13 @@ class RandomBatches(Generic[Batch]):
         lengths = np.maximum(self._data.lengths.sample(rng, count), least)
         offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
         total = int(offsets[-1])
+        actions = self._data.actions.sample(rng, total)
+        if total and not 0 <= int(actions.min()) <= int(actions.max()) <= _MAX_ACTION:
+            raise ConfigError(f"actions must lie in 0..{_MAX_ACTION}, got {int(actions.min())} to {int(actions.max())}")
         contextual = {name: drawn.sample(rng, count) for name, drawn in self._data.contextual.items()}
         drawn_events = {
             ITEM_ID: self._data.items.sample(rng, total),
-            ACTION: self._data.actions.sample(rng, total),
+            ACTION: actions,
             TIMESTAMP_MS: np.arange(total),
         }
         manifest = Manifest(
@@ -121,3 +141,12 @@ class RandomBatches(Generic[Batch]):
             events={name: values.astype(EVENT_DTYPES[name]) for name, values in drawn_events.items()},
             rows={USER_ID: np.arange(count), **contextual},
         )
+
+
+def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:
+    """Draw a code for each of the items 0..num_items-1, for a SemanticIdConfig."""
+    for name, value in (("num_items", num_items), ("levels", levels), ("codebook_size", codebook_size)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    codes = np.random.default_rng(seed).integers(0, codebook_size, (num_items, levels), dtype=np.int32)
+    return CodeTable(codes=codes, codebook_sizes=(codebook_size,) * levels)

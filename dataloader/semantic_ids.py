@@ -1,5 +1,6 @@
 """Items as tuples of codes: the table of codes, and samples -> SemanticIdBatch."""
 
+import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,6 +126,11 @@ class SemanticIdCollate:
             "no event to predict": np.flatnonzero(lacking < 1),
             "an item without a code": self._without_codes(store),
         }
+
+    def filters(self) -> tuple[object, ...]:
+        """Say what decides which rows make samples."""
+        coded = np.packbits(self.table.codes[:, 0] != _NO_CODE)
+        return ("codes", self.max_history_length, hashlib.sha256(coded.tobytes()).hexdigest())
 
     def _without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
         shown_from = np.maximum(store.offsets[:-1], store.offsets[1:] - 1 - self.max_history_length)

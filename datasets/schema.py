@@ -131,8 +131,13 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         where = f"no {MANIFEST_NAME} in it" if folder.is_dir() else "no such folder"
         raise DataError(f"{folder} is not a dataset: {where}; make one with `evenrank preprocess --out {folder}`")
+    return parse_manifest(path.read_bytes(), str(path))
+
+
+def parse_manifest(content: bytes, path: str) -> Manifest:
+    """Read and check what a `manifest.json` holds, as `read_manifest`; `path` is what messages call it."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON ({error}); preprocess the dataset again") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None

@@ -1,12 +1,11 @@
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SemanticIdConfig, SequenceBatch
+from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SemanticIdConfig, SequenceBatch, random_codes
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.batch import check_contents
 from evenrank.datasets.distributions import Uniform
@@ -78,16 +77,28 @@ def test_batches_can_have_few_or_no_samples() -> None:
         assert batch.sample_ids[batch.num_real :].tolist() == [-1] * (16 - batch.num_real)
 
 
-def test_semantic_ids_come_from_their_table(tmp_path: Path) -> None:
-    codes = np.random.default_rng(0).integers(0, 8, (3, 200))
-    np.save(tmp_path / "codes.npy", codes)
-    config = SemanticIdConfig(batch_size=4, codes=tmp_path / "codes.npy", codebook_sizes=(8, 8, 8))
-    for batch in RandomBatches(config, DATA, num_batches=3):
+def test_semantic_ids_come_from_their_table() -> None:
+    table = random_codes(200, levels=3, codebook_size=8)
+    assert table.codebook_sizes == (8, 8, 8)
+    known = set(map(tuple, table.codes[100:200].tolist()))
+    for batch in RandomBatches(SemanticIdConfig(batch_size=4, codes=table), DATA, num_batches=3):
         tokens = batch.features["semantic_id"].values().view(-1, 3) - torch.tensor([0, 8, 16])
         targets = batch.labels["label"].values().view(-1, 3)
-        known = set(map(tuple, codes[:, 100:200].T.tolist()))
         assert len(targets) == batch.num_real == 4
         assert set(map(tuple, [*tokens.tolist(), *targets.tolist()])) <= known
+
+
+def _both_as_rank_0(rank: int, world_size: int) -> None:
+    with Balancer(
+        RandomBatches(LoaderConfig(batch_size=4), num_batches=2, rank=0, world_size=world_size),
+        cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1),
+    ) as balancer:
+        list(balancer)
+
+
+def test_a_balancer_finds_ranks_that_draw_the_same(ranks: RankPool) -> None:
+    failures = ranks.try_run(2, _both_as_rank_0)
+    assert all("the loader of rank 1 was built for rank 0" in failure.message for failure in failures)
 
 
 def _balanced_ids(rank: int, world_size: int) -> list[int]:
@@ -112,3 +123,13 @@ def test_wrong_settings_name_the_value() -> None:
         RandomBatches(LoaderConfig(batch_size=4), num_batches=0)
     with pytest.raises(ConfigError, match="got rank 3 of 3"):
         RandomBatches(LoaderConfig(batch_size=4), num_batches=1, rank=3, world_size=3)
+    with pytest.raises(ConfigError, match="a contextual feature cannot be called 'item_id'"):
+        RandomData(contextual={"item_id": Uniform(low=1, high=2)})
+    with pytest.raises(ConfigError, match="no extra events 'play_time_ms'"):
+        RandomBatches(LoaderConfig(batch_size=4, extra_events=("play_time_ms",)), num_batches=1)
+    with pytest.raises(ConfigError, match=r"actions must lie in 0\.\.2147483647"):
+        RandomBatches(
+            LoaderConfig(batch_size=4), RandomData(actions=Uniform(low=1 << 31, high=1 << 32)), num_batches=1
+        ).batch(0)
+    with pytest.raises(ConfigError, match="levels must be at least 1, got 0"):
+        random_codes(5, levels=0, codebook_size=4)
