@@ -62,6 +62,7 @@ class HSTUCost:
     causal: bool = True
     interleave_actions: bool = False  # each action is a token of its own behind its item
     contextual: tuple[str, ...] = ()  # keys whose values are tokens in front of the history
+    history_key: str = ITEM_ID  # key whose values are the history's tokens; of a SemanticIdBatch, `semantic_id`
     max_tokens: int = 131_072  # of one sample; fixes the scale on which costs are added up without overflow
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class HSTUCost:
 
     def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the tokens that each sample has in the encoder: int64 [B]."""
-        keys = (ITEM_ID, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
+        keys = (self.history_key, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
         missing = [key for key in keys if key not in lengths]
         if missing:
             raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")

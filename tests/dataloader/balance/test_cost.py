@@ -59,6 +59,11 @@ def _batch(rows: int) -> JaggedBatch:
     return JaggedBatch(batch_size=rows, num_real=rows)
 
 
+def test_the_history_may_be_another_key() -> None:
+    cost = HSTUCost(hidden=4, heads=1, head_dim=4, layers=1, history_key="semantic_id")
+    assert cost.tokens({"semantic_id": np.array([9, 0])}).tolist() == [9, 0]
+
+
 def test_a_step_of_the_longest_samples_adds_up_within_62_bits() -> None:
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, max_tokens=100_000)
     samples = 16_384 * 128
