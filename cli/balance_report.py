@@ -43,7 +43,7 @@ def load_table(walks: Sequence[Walk]) -> Table:
             f"{_idle([step.before for step in walk.metrics]):.1%}",
             f"{_idle([step.after for step in walk.metrics]):.1%}",
             f"{summary.speedup:.2f}x",
-            f"{summary.moved:.0%}",
+            f"{summary.moved_samples:.0%}",
             f"{np.median([step.plan_seconds for step in walk.metrics] or [0.0]) * 1e3:.2f}",
         )
     return table

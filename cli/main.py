@@ -9,7 +9,9 @@ import typer
 
 from evenrank.cli import console
 from evenrank.cli.inspect import inspect_command
+from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
+from evenrank.cli.simulate import simulate_command
 from evenrank.datasets.errors import EvenrankError
 
 Command = Callable[..., None]
@@ -27,6 +29,8 @@ def main() -> None:
     )
     app.command("preprocess")(preprocess_command)
     app.command("inspect")(inspect_command)
+    app.command("simulate")(simulate_command)
+    app.command("metrics")(metrics_command)
     _run(app)
 
 

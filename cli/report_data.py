@@ -162,37 +162,29 @@ def balancing_gain(
 
     """
     # Not above: the package imports torch, which the rest of the report and the other commands do without.
+    from evenrank.cli.simulation import Source, simulate
     from evenrank.dataloader.balance.cost import HSTUCost
-    from evenrank.dataloader.balance.partition import STRATEGIES, lower_bound, partition
+    from evenrank.dataloader.balance.partition import STRATEGIES
 
     if len(lengths) == 0:
         return ()
     # The model of the published balancing results.
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
-    none = np.zeros(len(lengths), dtype=np.int64)
-    costs = cost({ITEM_ID: np.minimum(lengths, most_events)}, none)
+    source = Source(lengths=np.minimum(lengths, most_events))
     gains = []
     for world_size in ranks:
-        rng = np.random.default_rng((seed, world_size))
-        size = world_size * batch_size
-        repeated = size > len(costs)
-        heaviest = dict.fromkeys(STRATEGIES, 0)
-        ratios: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-        for _ in range(steps):
-            step = costs[rng.choice(len(costs), size, replace=repeated)]
-            bound = lower_bound(step, world_size)
-            for strategy in STRATEGIES:
-                load = int(partition(step, world_size, strategy=strategy).loads(step).max())
-                heaviest[strategy] += load
-                ratios[strategy].append(load / bound if bound else 1.0)
+        found = {
+            strategy: simulate(
+                source, cost, world_size, batch_size=batch_size, strategy=strategy, steps=steps, seed=seed
+            )
+            for strategy in STRATEGIES
+        }
         gains.append(
             Gain(
                 ranks=world_size,
-                repeated=repeated,
-                ratios={strategy: float(np.mean(values)) for strategy, values in ratios.items()},
-                speedups={
-                    strategy: heaviest["identity"] / load if load else 1.0 for strategy, load in heaviest.items()
-                },
+                repeated=source.is_repeated(world_size * batch_size),
+                ratios={strategy: summary.ratio_after for strategy, summary in found.items()},
+                speedups={strategy: summary.speedup for strategy, summary in found.items()},
             )
         )
     return tuple(gains)

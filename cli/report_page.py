@@ -67,6 +67,19 @@ def write_page(page: Path, html: str) -> None:
         ) from error
 
 
+def render_template(template: str, **values: object) -> str:
+    """Return the page that one of `templates/` makes of `values`."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    return environment.get_template(template).render(values)
+
+
 def build_page(folder: Path, manifest: Manifest, *, on_stage: _Stage = lambda stage: None) -> str:
     """Open every split of the dataset and return the report on it as HTML.
 
@@ -93,15 +106,8 @@ def render_page(
         on_stage: called with a few words as each part begins.
 
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["number"] = _number
-    return environment.get_template("report.html.j2").render(
+    return render_template(
+        "report.html.j2",
         manifest=manifest,
         name=name,
         percentiles=list(dict.fromkeys(key for split in manifest.splits.values() for key in split.lengths)),

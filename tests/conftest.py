@@ -7,12 +7,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+import evenrank.datasets
 from evenrank.datasets.distributions import Lognormal, Zipf
 from tests.ranks import RankPool
 
 # Examples that start collectives or compile take as long as they take; nothing is timed here.
 settings.register_profile("evenrank", deadline=None, print_blob=True)
 settings.load_profile("evenrank")
+
+_COMPILED = ("datasets", "dataloader", "preprocess")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,3 +45,17 @@ def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=7, synthetic=synthetic))
     return out
+
+
+def pytest_configure() -> None:
+    """Forget compiled functions that are older than a file of compiled functions.
+
+    Numba compiles a function anew when its own file changes, but not when that of a function which it calls does.
+    """
+    package = Path(evenrank.datasets.__file__).parents[1]
+    files = [path for folder in _COMPILED for path in (package / folder).rglob("*.py")]
+    newest = max(path.stat().st_mtime for path in files if "@compiled" in path.read_text())
+    for folder in _COMPILED:
+        for cached in (package / folder).rglob("*.nb[ic]"):
+            if cached.stat().st_mtime < newest:
+                cached.unlink()

@@ -25,7 +25,11 @@ FORBIDDEN = {
     "training": ("polars",),
 }
 # Only these may start collectives.
-COLLECTIVES = ("dataloader/balance/exchange.py", "dataloader/balance/balancer.py", "training/", "cli/")
+COLLECTIVES = (
+    *(f"dataloader/balance/{name}.py" for name in ("channel", "gather", "exchange", "balancer")),
+    "training/",
+    "cli/",
+)
 
 
 def _imports(path: Path) -> set[str]:

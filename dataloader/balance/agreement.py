@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from evenrank.dataloader.balance.message import Header
+import numpy as np
+
+from evenrank.dataloader.balance.message import StepSizes
 from evenrank.dataloader.batch import BatchSchema, JaggedBatch, check_contents, schema_of
 from evenrank.dataloader.pad import empty_batch
 from evenrank.datasets.errors import EvenrankError, RankError
@@ -107,19 +109,21 @@ def check_batch(batch: JaggedBatch, agreed: BatchSchema) -> None:
     check_contents(batch)
 
 
-def check_headers(headers: Sequence[Header]) -> None:
+def check_headers(sizes: StepSizes) -> None:
     """Check that all ranks that have data are in the same step of the same epoch.
 
     Raises:
         RankError: they are not; the message names two ranks and where they are.
 
     """
-    known = [(rank, header) for rank, header in enumerate(headers) if not header.ended]
-    for (rank, header), (other_rank, other) in itertools.pairwise(known):
-        for name in ("schema_hash", "epoch", "step", "position"):
-            mine, theirs = getattr(header, name), getattr(other, name)
-            if mine != theirs:
-                raise RankError(
-                    f"ranks have left the common path: {name} is {mine} on rank {rank}, {theirs} on rank {other_rank}; "
-                    "iterate over the same epochs, load the same state, and leave loops at the same step on all ranks"
-                )
+    known = np.flatnonzero(sizes.header("ended") == 0)
+    for name in ("schema_hash", "epoch", "step", "position"):
+        words = sizes.header(name)[known]
+        changes = np.flatnonzero(words[1:] != words[:-1])
+        if len(changes):
+            at = int(changes[0])
+            raise RankError(
+                f"ranks have left the common path: {name} is {words[at]} on rank {known[at]}, {words[at + 1]} on rank "
+                f"{known[at + 1]}; iterate over the same epochs, load the same state, and leave loops at the same step "
+                "on all ranks"
+            )

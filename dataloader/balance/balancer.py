@@ -14,6 +14,7 @@ or whose loader has failed, takes part in the gathers like any other, so that no
 import contextlib
 import dataclasses
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,49 +23,29 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.agreement import (
-    check_batch,
-    check_headers,
-    check_introductions,
-    check_settings,
-    describe_cost,
-    in_words,
-    introduce,
-    raise_failures,
-)
-from evenrank.dataloader.balance.cost import Cost, batch_costs
-from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight, lost_ranks_reported
-from evenrank.dataloader.balance.message import STATUS_FAILED, STATUS_OK, Header, StepSizes, decode, encode, hash63
-from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition import STRATEGIES, partition
-from evenrank.dataloader.balance.plan import Plan, make_plan
-from evenrank.dataloader.batch import BatchSchema, JaggedBatch, lengths_of
-from evenrank.dataloader.pad import empty_batch
+from evenrank.dataloader.balance.channel import Channel
+from evenrank.dataloader.balance.compiling import compile_ahead
+from evenrank.dataloader.balance.cost import Cost
+from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight, finish
+from evenrank.dataloader.balance.gather import make_gather
+from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.planner import Planned, Planner, Settings
+from evenrank.dataloader.batch import JaggedBatch
 from evenrank.datasets.errors import ConfigError, EvenrankError, RankError
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Planned:
-    """What the background thread hands over."""
-
-    plan: Plan | None  # None: no rank has data left
-    batch: JaggedBatch | None  # this rank's; an empty one if its data have run out
-    metrics: StepMetrics | None
 
 
 @dataclass(kw_only=True, slots=True)
 class Handle:
     """A step on its way through `start`, `launch` and `finish`."""
 
-    planned: "Future[_Planned]"
+    planned: "Future[Planned]"
     flight: InFlight | None = None
+    waited_seconds: float = 0.0  # for a plan that was not ready
+    exchange_seconds: float = 0.0  # to pack, to wait for the collective, to unpack
 
 
 class Balancer(Generic[Batch]):
@@ -77,11 +58,21 @@ class Balancer(Generic[Batch]):
         batches: this rank's batches, dataclasses derived from JaggedBatch, all of one schema; iterated over once an
             epoch. Ranks may have different numbers of them.
         cost: what a sample costs; see `evenrank.dataloader.balance.cost`.
-        strategy: `lpt-swap`, `karmarkar-karp` or `identity`; see `partition`.
-        exchange: `all-to-all`.
+        strategy: `lpt-swap` balances best; `min-move` moves the least to come within `tolerance`; `karmarkar-karp` is
+            the usual way; `identity` moves nothing. See `partition`.
+        tolerance: how far above the lower bound the heaviest rank is good enough, as a part of it.
+        max_tokens_per_rank: a limit to the tokens of a rank in a step, for the sake of memory. A sample's tokens are
+            what `cost.tokens(lengths)` says, if the cost has that, else the sum of its lengths over all keys.
+        on_overflow: where that limit cannot be kept: `raise` on all ranks, or `warn`.
+        exchange: `all-to-all`, or `all-gather`, which moves more and gives the same.
         lookahead: for how many steps sizes are gathered ahead, at least 1.
         timeout: how long a rank waits for the others before it gives up.
-        on_step: called on the consumer's thread with the metrics of each step before its batch is handed out.
+        on_step: called on the consumer's thread with the metrics of each step before its batch is handed out; see
+            `evenrank.dataloader.balance.writers`.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+        RankError: an argument is out of its range on another rank, or differs between ranks.
 
     """
 
@@ -91,45 +82,44 @@ class Balancer(Generic[Batch]):
         *,
         cost: Cost,
         strategy: str = "lpt-swap",
+        tolerance: float = 0.001,
+        max_tokens_per_rank: int | None = None,
+        on_overflow: str = "raise",
         exchange: str = "all-to-all",
         lookahead: int = 2,
         timeout: timedelta = timedelta(minutes=30),
         on_step: Callable[[StepMetrics], None] | None = None,
     ) -> None:
         self._batches = batches
-        self._cost = cost
-        self._strategy = strategy
         self._lookahead = lookahead
         self._on_step = on_step
-        self._schema: BatchSchema | None = None
+        compile_ahead()
         distributed = dist.is_available() and dist.is_initialized()
-        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         # Made here, in this order, by all ranks: gathers and exchanges overlap, so each has a communicator of its own.
-        self._gather_group = dist.new_group(backend="gloo", timeout=timeout) if distributed else None
-        self._exchange_group = dist.new_group(backend="gloo", timeout=timeout) if distributed else None
+        self._gather = make_gather(timeout)
+        self._channel = Channel(timeout) if distributed else None
         # One thread: gathers of successive steps must not overtake each other.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer")
+        self._exchange: Exchange | None = None
         self._closed = False
+        settings = Settings(
+            strategy=strategy,
+            tolerance=tolerance,
+            max_tokens_per_rank=max_tokens_per_rank,
+            on_overflow=on_overflow,
+            exchange=exchange,
+            lookahead=lookahead,
+        )
+        self._planner = Planner(
+            batches, cost=cost, settings=settings, gather=self._gather, rank=rank, world_size=world_size
+        )
         try:
-            self._settle({"strategy": strategy, "exchange": exchange, "lookahead": lookahead})
+            self._planner.settle(EXCHANGES)
         except EvenrankError:
             self.close()
             raise
-        self._exchange: Exchange | None = EXCHANGES[exchange](self._exchange_group)
-
-    def _settle(self, settings: dict[str, Any]) -> None:
-        """Check the arguments and compare them between ranks, before anybody waits for a rank that has none."""
-        error: ConfigError | None = None
-        for what, known in (("strategy", STRATEGIES), ("exchange", EXCHANGES)):
-            if settings[what] not in known:
-                error = ConfigError(f"no {what} is called {settings[what]!r}; there are {', '.join(known)}")
-        if settings["lookahead"] < 1:
-            error = ConfigError(f"lookahead must be at least 1, got {settings['lookahead']}")
-        everybody = self._gather_objects((in_words(error), {**settings, "cost": describe_cost(self._cost)}))
-        if error is not None:
-            raise error
-        raise_failures([words for words, _ in everybody])
-        check_settings([one for _, one in everybody])
+        self._exchange = EXCHANGES[exchange](self._channel)
 
     def __len__(self) -> int:
         """Steps of an epoch, if the batches know."""
@@ -150,9 +140,12 @@ class Balancer(Generic[Batch]):
                 batch = self.finish(launched.popleft())
                 assert batch is not None
                 yield batch
-        except RankError:
-            # Ranks may not have launched the same steps: what is under way ends when the groups do.
+        except RankError as error:
+            # Ranks may not have launched the same steps: what is under way ends with the groups, and those end with
+            # the last reference to them, some of which are in frames that the traceback keeps.
             launched.clear()
+            traceback.clear_frames(error.__traceback__)
+            self.close()
             raise
         finally:
             _drain([*launched, *started])
@@ -164,7 +157,7 @@ class Balancer(Generic[Batch]):
             batch: this rank's, on the CPU; None once its data have run out.
 
         """
-        return Handle(planned=self._background.submit(self._gather_and_plan, batch, None))
+        return Handle(planned=self._background.submit(self._planner.plan, batch, None))
 
     def launch(self, handle: Handle) -> Handle:
         """Wait for the plan and begin the exchange.
@@ -173,19 +166,30 @@ class Balancer(Generic[Batch]):
             RankError: some rank failed or ranks disagree; on every rank, with that rank's own words.
 
         """
+        begun = time.perf_counter()
         planned = handle.planned.result()
+        ready = time.perf_counter()
+        handle.waited_seconds = ready - begun
         if planned.plan is not None and planned.batch is not None and self._exchange is not None:
             handle.flight = self._exchange.launch(planned.batch, planned.plan)
+            handle.exchange_seconds = time.perf_counter() - ready
         return handle
 
     def finish(self, handle: Handle) -> Batch | None:
         """Wait for the exchange and return the balanced batch; None if no rank had data left."""
-        if handle.flight is None or self._exchange is None:
+        if handle.flight is None:
             return None
+        begun = time.perf_counter()
+        batch = finish(handle.flight)
+        handle.exchange_seconds += time.perf_counter() - begun
         metrics = handle.planned.result().metrics
         if self._on_step is not None and metrics is not None:
-            self._on_step(metrics)
-        return cast(Batch, self._exchange.finish(handle.flight))
+            self._on_step(
+                dataclasses.replace(
+                    metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
+                )
+            )
+        return cast(Batch, batch)
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the loader's position after a given batch; pass it, because batches are pulled ahead of training."""
@@ -199,12 +203,10 @@ class Balancer(Generic[Batch]):
     def close(self) -> None:
         """End the background thread and the process groups; on all ranks alike. Closing twice does nothing."""
         self._closed = True
-        self._exchange = None  # connections end with the last reference to their group
         self._background.shutdown()
-        groups, self._gather_group, self._exchange_group = (self._gather_group, self._exchange_group), None, None
-        for group in groups:
-            if group is not None and dist.is_initialized():  # else they have ended with the default group
-                dist.destroy_process_group(group)
+        self._gather.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -220,87 +222,7 @@ class Balancer(Generic[Batch]):
             batch = next(source, None)
         except Exception as raised:  # the loader's own: all ranks are told of it in this step's gather
             error = raised
-        return Handle(planned=self._background.submit(self._gather_and_plan, batch, error))
-
-    def _gather_and_plan(self, batch: JaggedBatch | None, error: Exception | None) -> _Planned:
-        begun = time.perf_counter()
-        if self._schema is None:
-            self._schema = self._agree(batch, error)
-            if self._schema is None:
-                return _Planned(plan=None, batch=None, metrics=None)
-        schema = self._schema
-        sizes = self._gather_sizes(schema, batch, error)
-        gathered = time.perf_counter()
-        if all(header.ended for header in sizes.headers):
-            return _Planned(plan=None, batch=None, metrics=None)
-        first = next(header for header in sizes.headers if not header.ended)
-        if batch is None:
-            batch = dataclasses.replace(
-                empty_batch(schema), epoch=first.epoch, step=first.step, position=first.position
-            )
-        assignment = partition(sizes.costs, self._world_size, strategy=self._strategy, num_real=sizes.num_real)
-        plan = make_plan(schema, sizes, assignment, self._rank)
-        metrics = measure_step(
-            sizes, assignment, gather_seconds=gathered - begun, plan_seconds=time.perf_counter() - gathered
-        )
-        return _Planned(plan=plan, batch=batch, metrics=metrics)
-
-    def _agree(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
-        """Compare all ranks' loaders and schemas, once; None if no rank has any batch."""
-        everybody = self._gather_objects((introduce(batch, error), self._identity()))
-        schema = check_introductions([introduction for introduction, _ in everybody])
-        check_settings([identity for _, identity in everybody])
-        return schema
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what the loader says of itself, if it can."""
-        identity: dict[str, Any] = getattr(self._batches, "identity", dict)()
-        return identity
-
-    def _gather_sizes(self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None) -> StepSizes:
-        """Exchange this step's messages; raise on every rank if a rank has failed."""
-        costs = np.zeros(schema.batch_size, dtype=np.int64)
-        lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
-        if batch is not None and error is None:
-            try:
-                check_batch(batch, schema)
-                lengths = lengths_of(batch)
-                costs = batch_costs(self._cost, batch, schema.named(lengths), world_size=self._world_size)
-            except Exception as raised:  # all ranks are told of it below
-                error = raised
-        header = Header(
-            schema_hash=hash63(schema),
-            status=STATUS_OK if error is None else STATUS_FAILED,
-            ended=int(batch is None and error is None),
-            num_real=0 if batch is None or error is not None else batch.num_real,
-            epoch=0 if batch is None else batch.epoch,
-            step=0 if batch is None else batch.step,
-            position=0 if batch is None else batch.position,
-            data=hash63({name: value for name, value in self._identity().items() if name != "rank"}),
-        )
-        sizes = decode(self._gather(encode(header, schema, costs, lengths)), schema)
-        if any(one.status != STATUS_OK for one in sizes.headers):
-            raise_failures(self._gather_objects(in_words(error)))
-        if any(one.data != header.data for one in sizes.headers):
-            check_settings(self._gather_objects(self._identity()))
-        check_headers(sizes.headers)
-        return sizes
-
-    def _gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        if self._gather_group is None:
-            return message[np.newaxis]
-        messages = torch.empty((self._world_size, len(message)), dtype=torch.uint8)
-        with lost_ranks_reported():
-            dist.all_gather(list(messages), torch.from_numpy(message), group=self._gather_group)
-        gathered: NDArray[np.uint8] = messages.numpy()
-        return gathered
-
-    def _gather_objects(self, mine: Any) -> list[Any]:
-        gathered = [mine] * self._world_size
-        if self._gather_group is not None:
-            with lost_ranks_reported():
-                dist.all_gather_object(gathered, mine, group=self._gather_group)
-        return gathered
+        return Handle(planned=self._background.submit(self._planner.plan, batch, error))
 
 
 def _drain(handles: Iterable[Handle]) -> None:

@@ -6,7 +6,7 @@ A cost is anything that can be called with a batch's lengths and numbers of cand
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -40,7 +40,46 @@ class Cost(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HSTUCost:
+class TokenCost:
+    """What costs of sequence models have in common: which values of a sample are tokens of the model."""
+
+    interleave_actions: bool = False  # each action is a token of its own behind its item
+    contextual: tuple[str, ...] = ()  # keys whose values are tokens in front of the history
+    history_key: str = ITEM_ID  # key whose values are the history's tokens; of a SemanticIdBatch, `semantic_id`
+    max_tokens: int = 131_072  # of one sample; fixes the scale on which costs are added up without overflow
+
+    def __post_init__(self) -> None:
+        for name, value in ((entry.name, getattr(self, entry.name)) for entry in fields(self)):
+            if name in ("hidden", "heads", "head_dim", "layers", "max_tokens") and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def max_cost(self) -> int:
+        """The cost of a sample of `max_tokens`."""
+        return int(self.of_tokens(np.array([self.max_tokens], dtype=object))[0])
+
+    def __call__(
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the cost of each sample: int64 [B]."""
+        return self.of_tokens(self.tokens(lengths))
+
+    def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the tokens that each sample has in the model: int64 [B]."""
+        keys = (self.history_key, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
+        missing = [key for key in keys if key not in lengths]
+        if missing:
+            raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
+        tokens: NDArray[np.int64] = np.sum([lengths[key] for key in keys], axis=0)
+        return tokens
+
+    def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the cost of samples with these numbers of tokens, of the same shape."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HSTUCost(TokenCost):
     """Floating-point operations of forward and backward through an HSTU encoder (Zhai et al., 2024).
 
     Of a sample with s tokens, width d = `hidden` and w = `heads * head_dim`, a layer's matrix products take, at 2
@@ -60,42 +99,65 @@ class HSTUCost:
     head_dim: int
     layers: int
     causal: bool = True
-    interleave_actions: bool = False  # each action is a token of its own behind its item
-    contextual: tuple[str, ...] = ()  # keys whose values are tokens in front of the history
-    history_key: str = ITEM_ID  # key whose values are the history's tokens; of a SemanticIdBatch, `semantic_id`
-    max_tokens: int = 131_072  # of one sample; fixes the scale on which costs are added up without overflow
 
-    def __post_init__(self) -> None:
-        for name in ("hidden", "heads", "head_dim", "layers", "max_tokens"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-
-    @property
-    def max_cost(self) -> int:
-        """The cost of a sample of `max_tokens`."""
-        return int(self.flops(np.array([self.max_tokens], dtype=object))[0])
-
-    def __call__(
-        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return the operations of each sample: int64 [B]."""
-        return self.flops(self.tokens(lengths))
-
-    def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Return the tokens that each sample has in the encoder: int64 [B]."""
-        keys = (self.history_key, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
-        missing = [key for key in keys if key not in lengths]
-        if missing:
-            raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
-        tokens: NDArray[np.int64] = np.sum([lengths[key] for key in keys], axis=0)
-        return tokens
-
-    def flops(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the operations for these numbers of tokens, of the same shape."""
+    def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the operations of samples with these numbers of tokens, of the same shape."""
         width = self.heads * self.head_dim
         projections = 10 * tokens * self.hidden * width
         attention = (2 if self.causal else 4) * tokens * tokens * width
         return 3 * self.layers * (projections + attention)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfAttentionCost(TokenCost):
+    """Floating-point operations of forward and backward through a transformer: SASRec, and models of semantic ids.
+
+    Of a sample with s tokens, width d = `hidden`, w = `heads * head_dim` and a feed-forward network of inner width
+    f = int(`ffn_multiplier` * d), a layer's matrix products take
+
+        Q, K, V projections      s rows, d -> 3 w      6 s d w
+        scores Q K^T             s x s, over w         2 s^2 w    (half of it where attention is causal)
+        weighted values          s x s, over w         2 s^2 w    (likewise)
+        output projection        s rows, w -> d        2 s w d
+        feed-forward             s rows, d -> f -> d   4 s d f
+
+    forward, and twice that backward, as for `HSTUCost`. Norms, softmax and activations are left out.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    layers: int
+    ffn_multiplier: float
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        TokenCost.__post_init__(self)
+        if not self.ffn_multiplier >= 0:
+            raise ConfigError(f"ffn_multiplier must not be negative, got {self.ffn_multiplier}")
+
+    def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the operations of samples with these numbers of tokens, of the same shape."""
+        width = self.heads * self.head_dim
+        projections = 8 * tokens * self.hidden * width
+        attention = (2 if self.causal else 4) * tokens * tokens * width
+        feed_forward = 4 * tokens * self.hidden * int(self.ffn_multiplier * self.hidden)
+        return 3 * self.layers * (projections + attention + feed_forward)
+
+
+def tokens_of(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_samples: int) -> NDArray[np.int64]:
+    """Return the tokens of each sample: int64 [num_samples].
+
+    Args:
+        cost: if it has a method `tokens`, that says.
+        lengths: per jagged key, int64 [num_samples]; else the tokens are their sum over keys.
+        num_samples: of them.
+
+    """
+    if (tokens := getattr(cost, "tokens", None)) is not None:
+        return np.asarray(tokens(lengths), dtype=np.int64)
+    total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
+    return total
 
 
 def cost_shift(cost: Cost, samples_per_step: int) -> int:

@@ -37,21 +37,28 @@ class Header:
 
     def words(self) -> NDArray[np.int64]:
         """Return the header as int64 [8]."""
-        return np.array([getattr(self, name) for name in self.__slots__], dtype=np.int64)
+        return np.array([getattr(self, name) for name in _WORDS], dtype=np.int64)
+
+
+_WORDS = Header.__slots__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
     """The messages of all ranks."""
 
-    headers: tuple[Header, ...]
+    headers: NDArray[np.int64]  # [W, 8]
     costs: NDArray[np.int64]  # [W, B]
     lengths: NDArray[np.int64]  # [W, K, B]
+
+    def header(self, name: str) -> NDArray[np.int64]:
+        """Return one word of all ranks' headers: int64 [W]."""
+        return self.headers[:, _WORDS.index(name)]
 
     @property
     def num_real(self) -> NDArray[np.int64]:
         """Samples of each rank: int64 [W]."""
-        return np.array([header.num_real for header in self.headers], dtype=np.int64)
+        return self.header("num_real")
 
 
 def hash63(value: object) -> int:
@@ -81,10 +88,9 @@ def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepSizes:
     """Read the messages of all ranks: uint8 [W, message size]."""
     world_size, batch_size = len(messages), schema.batch_size
     lengths_at = HEADER_BYTES + 8 * batch_size
-    words = messages[:, :HEADER_BYTES].copy().view(np.int64)
     lengths = messages[:, lengths_at:].copy().view(np.int32)
     return StepSizes(
-        headers=tuple(Header(**dict(zip(Header.__slots__, row.tolist(), strict=True))) for row in words),
+        headers=messages[:, :HEADER_BYTES].copy().view(np.int64),
         costs=messages[:, HEADER_BYTES:lengths_at].copy().view(np.int64),
         lengths=lengths.reshape(world_size, len(schema.jagged_keys), batch_size).astype(np.int64),
     )

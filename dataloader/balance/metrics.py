@@ -1,11 +1,11 @@
-"""What balancing did in a step: load before and after, and what it took."""
+"""What balancing did in a step, or in many: loads before and after, what moved, and what it took."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.message import StepSizes
 from evenrank.dataloader.balance.partition import Assignment, lower_bound
 
 
@@ -20,8 +20,14 @@ class StepMetrics:
     lower_bound: int  # a load that the heaviest rank cannot be below
     samples: int  # of all ranks
     moved_samples: int  # those that are trained on another rank
-    gather_seconds: float  # on this rank, in the background
-    plan_seconds: float  # likewise
+    tokens: int  # of all ranks' samples; see `cost.tokens_of`
+    moved_tokens: int
+    bytes: int  # of all ranks' samples, in every field, without padding and alignment
+    moved_bytes: int
+    gather_seconds: float = 0.0  # on this rank, in the background
+    plan_seconds: float = 0.0  # likewise
+    exchange_seconds: float = 0.0  # on this rank's consumer thread: to pack, to wait for the collective, to unpack
+    waited_seconds: float = 0.0  # on this rank's consumer thread: for a plan that was not ready
 
     @property
     def ratio_before(self) -> float:
@@ -38,25 +44,43 @@ class StepMetrics:
 
 
 def measure_step(
-    sizes: StepSizes, assignment: Assignment, *, gather_seconds: float, plan_seconds: float
+    assignment: Assignment,
+    *,
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    epoch: int = 0,
+    step: int = 0,
 ) -> StepMetrics:
-    """Compare a step as it was dealt with what was assigned."""
-    first = next(header for header in sizes.headers if not header.ended)
+    """Compare a step as it was dealt with what was assigned; times are left at 0.
+
+    Args:
+        assignment: who trains what.
+        costs: int64 [W, B], as are the others; padding is 0 in all of them.
+        tokens: of each sample.
+        sizes: of each sample, in bytes.
+        epoch: that the step is of.
+        step: its number.
+
+    """
+    moved = assignment.moved
     return StepMetrics(
-        epoch=first.epoch,
-        step=first.step,
-        before=sizes.costs.sum(axis=1),
-        after=assignment.loads(sizes.costs),
-        lower_bound=lower_bound(sizes.costs, len(sizes.headers)),
-        samples=int(sizes.num_real.sum()),
-        moved_samples=assignment.count_moved(),
-        gather_seconds=gather_seconds,
-        plan_seconds=plan_seconds,
+        epoch=epoch,
+        step=step,
+        before=costs.sum(axis=1),
+        after=assignment.loads(costs),
+        lower_bound=lower_bound(costs, len(costs)),
+        samples=int(np.count_nonzero(assignment.rank_of >= 0)),
+        moved_samples=int(np.count_nonzero(moved)),
+        tokens=int(tokens.sum()),
+        moved_tokens=int(tokens[moved].sum()),
+        bytes=int(sizes.sum()),
+        moved_bytes=int(sizes[moved].sum()),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochSummary:
+class MetricsSummary:
     """Many steps in a few numbers. A synchronous step lasts as long as its heaviest rank."""
 
     steps: int
@@ -64,21 +88,38 @@ class EpochSummary:
     ratio_after: float  # likewise, balanced
     worst_after: float
     speedup: float  # sum over steps of the heaviest load before, to the same after: the cost model's expectation
-    moved: float  # part of the samples that are trained on another rank
+    moved_samples: float  # part of the samples that are trained on another rank
+    moved_tokens: float  # likewise of the tokens
+    moved_bytes: float  # bytes a step that go to another rank, over all ranks, mean
+    gather_seconds: float  # mean a step, as are the others
+    plan_seconds: float
+    exchange_seconds: float
+    waited_seconds: float
 
 
-def summarize(steps: list[StepMetrics]) -> EpochSummary:
+def summarize(steps: Sequence[StepMetrics]) -> MetricsSummary:
     """Sum up steps; without any, nothing is out of balance."""
-    if not steps:
-        return EpochSummary(steps=0, ratio_before=1.0, ratio_after=1.0, worst_after=1.0, speedup=1.0, moved=0.0)
-    heaviest_before = sum(int(step.before.max()) for step in steps)
-    heaviest_after = sum(int(step.after.max()) for step in steps)
-    samples = sum(step.samples for step in steps)
-    return EpochSummary(
+    before = sum(int(step.before.max()) for step in steps)
+    after = sum(int(step.after.max()) for step in steps)
+    return MetricsSummary(
         steps=len(steps),
-        ratio_before=float(np.mean([step.ratio_before for step in steps])),
-        ratio_after=float(np.mean([step.ratio_after for step in steps])),
-        worst_after=max(step.ratio_after for step in steps),
-        speedup=heaviest_before / heaviest_after if heaviest_after else 1.0,
-        moved=sum(step.moved_samples for step in steps) / samples if samples else 0.0,
+        ratio_before=_mean([step.ratio_before for step in steps], 1.0),
+        ratio_after=_mean([step.ratio_after for step in steps], 1.0),
+        worst_after=max((step.ratio_after for step in steps), default=1.0),
+        speedup=before / after if after else 1.0,
+        moved_samples=_part([step.moved_samples for step in steps], [step.samples for step in steps]),
+        moved_tokens=_part([step.moved_tokens for step in steps], [step.tokens for step in steps]),
+        moved_bytes=_mean([step.moved_bytes for step in steps], 0.0),
+        gather_seconds=_mean([step.gather_seconds for step in steps], 0.0),
+        plan_seconds=_mean([step.plan_seconds for step in steps], 0.0),
+        exchange_seconds=_mean([step.exchange_seconds for step in steps], 0.0),
+        waited_seconds=_mean([step.waited_seconds for step in steps], 0.0),
     )
+
+
+def _mean(values: Sequence[float], without_any: float) -> float:
+    return float(np.mean(values)) if values else without_any
+
+
+def _part(some: Sequence[int], of: Sequence[int]) -> float:
+    return sum(some) / sum(of) if sum(of) else 0.0

@@ -35,6 +35,9 @@ class Section:
 class Plan:
     """What one rank does in one step. Offsets and sizes are in bytes; S is the number of sections."""
 
+    rank: int  # whose plan it is
+    rank_of: NDArray[np.int32]  # [W, B]: see Assignment
+    dealt_lengths: NDArray[np.int64]  # [W, K, B]: before the exchange
     sections: tuple[Section, ...]
     send_rows: NDArray[np.int64]  # this rank's rows, by destination, then ascending
     send_counts: NDArray[np.int64]  # [W]: how many of them go where
@@ -69,8 +72,8 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
 
     after = np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
     after[:, : len(rows)] = received
-    send_bytes, send_offsets = _lay_out(send_sizes)
-    receive_bytes, receive_offsets = _lay_out(receive_sizes)
+    send_bytes, send_offsets = lay_out(send_sizes)
+    receive_bytes, receive_offsets = lay_out(receive_sizes)
     if schema.loss_key is None:
         loss_tokens, world_loss_tokens = len(rows), int(np.count_nonzero(rank_of >= 0))
     else:
@@ -78,6 +81,9 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
         loss_tokens = int(after[key].sum())
         world_loss_tokens = int(lengths[:, key][rank_of >= 0].sum())
     return Plan(
+        rank=rank,
+        rank_of=rank_of,
+        dealt_lengths=lengths,
         sections=sections,
         send_rows=send_rows,
         send_counts=np.bincount(destinations, minlength=world_size),
@@ -122,6 +128,14 @@ def row_bytes(section: Section, lengths: NDArray[np.int64]) -> NDArray[np.int64]
     return rows
 
 
+def sample_bytes(schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bytes of each sample in all fields: int64 [n], given lengths [K, n]."""
+    sizes = np.zeros(lengths.shape[1], dtype=np.int64)
+    for section in sections_of(schema):
+        sizes += row_bytes(section, lengths)
+    return sizes
+
+
 def _section_sizes(
     sections: tuple[Section, ...], lengths: NDArray[np.int64], peers: NDArray[np.integer], world_size: int
 ) -> NDArray[np.int64]:
@@ -132,8 +146,8 @@ def _section_sizes(
     return sizes
 
 
-def _lay_out(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the size of each chunk [W] and where in the buffer each section of each begins [S, W]."""
+def lay_out(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the size of each chunk [W] and where in the buffer each section of each begins [S, W], given [S, W]."""
     aligned = -(-sizes // ALIGNMENT) * ALIGNMENT
     chunks = aligned.sum(axis=0)
     starts = np.cumsum(chunks) - chunks

@@ -22,6 +22,10 @@ def _walk(strategy: str, after: list[list[int]]) -> Walk:
                 lower_bound=sum(loads) // 2,
                 samples=4,
                 moved_samples=step,
+                tokens=40,
+                moved_tokens=step * 10,
+                bytes=400,
+                moved_bytes=step * 100,
                 gather_seconds=0.001,
                 plan_seconds=0.002,
             )

@@ -1,6 +1,7 @@
 """What comes out of a Balancer, on real Gloo groups of 1 to 4 processes."""
 
 import itertools
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics
+from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
+from evenrank.dataloader.balance.copying import as_bytes
+from evenrank.dataloader.balance.exchange import EXCHANGES
 from evenrank.dataloader.batch import lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
@@ -112,6 +116,66 @@ def test_balancing_never_loses_duplicates_or_alters_a_sample(
     ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
 ) -> None:
     _check_world(ranks, strategy, world)
+
+
+def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: str) -> list[Any]:
+    """Every bit of every batch that comes out."""
+    with Balancer(_batches(rank, steps[rank], batch_size), cost=_tokens, exchange=exchange) as balancer:
+        seen = []
+        for batch in balancer:
+            parts: list[Any] = [batch.num_real, batch.step, batch.loss_tokens, batch.world_loss_tokens]
+            for name, value in batch.tensors():
+                if isinstance(value, KeyedJaggedTensor):
+                    weights = value.weights_or_none()
+                    tensors = [value.values(), value.lengths(), *([] if weights is None else [weights])]
+                else:
+                    tensors = [] if value is None else [value]
+                parts += [(name, one.dtype, one.shape, as_bytes(one.contiguous()).tobytes()) for one in tensors]
+            seen.append(parts)
+        return seen
+
+
+@settings(max_examples=40)
+@given(world=worlds())
+def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: tuple[int, list[list[Step]]]) -> None:
+    batch_size, steps = world
+    seen = [ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in EXCHANGES]
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+def _limited(rank: int, world_size: int, on_overflow: str) -> list[tuple[int, int]]:
+    samples = [[(20, 0), (0, 0)], [(10, 0), (0, 0)]] if rank == 0 else [[(2, 0), (0, 0)], [(4, 0), (0, 0)]]
+    batches = _batches(rank, [samples], 2)
+    seen: list[StepMetrics] = []
+    limit = 26 if on_overflow == "raise" else 10
+    # The cost is the same for all, so nothing would move but for the limit.
+    with (
+        warnings.catch_warnings(),
+        Balancer(
+            batches,
+            cost=_one_each,
+            strategy="min-move",
+            max_tokens_per_rank=limit,
+            on_overflow=on_overflow,
+            on_step=seen.append,
+        ) as balancer,
+    ):
+        warnings.simplefilter("ignore", TokenLimitWarning)
+        tokens = [(int(lengths_of(batch).sum()), batch.num_real) for batch in balancer]
+    assert [metrics.tokens for metrics in seen] == [36]
+    return tokens
+
+
+def _one_each(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
+    return np.ones(len(num_candidates), dtype=np.int64)
+
+
+def test_no_rank_gets_more_tokens_than_allowed(ranks: RankPool) -> None:
+    for on_overflow in ("raise", "warn"):
+        by_rank = ranks.run(2, _limited, on_overflow)
+        assert sorted(tokens for ((tokens, _),) in by_rank) == [14, 22]
+        assert [count for ((_, count),) in by_rank] == [2, 2]
 
 
 @pytest.mark.long

@@ -1,11 +1,13 @@
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evenrank.dataloader.balance.cost import HSTUCost, batch_costs, cost_shift
+from evenrank.dataloader.balance.cost import HSTUCost, SelfAttentionCost, batch_costs, cost_shift, tokens_of
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.datasets.errors import ConfigError
 
@@ -34,13 +36,74 @@ def test_flops_are_those_that_pytorch_counts_forward_and_backward(
     with FlopCounterMode(display=False) as counter:
         layers(x).sum().backward()
     cost = HSTUCost(hidden=hidden, heads=heads, head_dim=head_dim, layers=3, causal=False)
-    assert cost.flops(np.array([tokens])).tolist() == [counter.get_total_flops()]
+    assert cost.of_tokens(np.array([tokens])).tolist() == [counter.get_total_flops()]
+
+
+class _TransformerLayer(torch.nn.Module):
+    """The matrix products of one layer, with all of the attention matrix."""
+
+    def __init__(self, hidden: int, heads: int, head_dim: int, inner: int) -> None:
+        super().__init__()
+        self.shape = (heads, head_dim)
+        self.qkv = torch.nn.Linear(hidden, 3 * heads * head_dim)
+        self.out = torch.nn.Linear(heads * head_dim, hidden)
+        self.ffn = torch.nn.Sequential(torch.nn.Linear(hidden, inner), torch.nn.ReLU(), torch.nn.Linear(inner, hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(-1, *self.shape).transpose(0, 1) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v
+        x = x + self.out(mixed.transpose(0, 1).reshape(len(x), -1))
+        return x + self.ffn(x)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "head_dim", "multiplier", "tokens"),
+    [(8, 2, 3, 4, 5), (16, 4, 4, 8 / 3, 33), (12, 1, 32, 1, 1)],
+)
+def test_flops_of_self_attention_are_those_that_pytorch_counts(
+    hidden: int, heads: int, head_dim: int, multiplier: float, tokens: int
+) -> None:
+    inner = int(multiplier * hidden)
+    layers = torch.nn.Sequential(*(_TransformerLayer(hidden, heads, head_dim, inner) for _ in range(2)))
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layers(x).sum().backward()
+    cost = SelfAttentionCost(
+        hidden=hidden, heads=heads, head_dim=head_dim, layers=2, ffn_multiplier=multiplier, causal=False
+    )
+    assert cost.of_tokens(np.array([tokens])).tolist() == [counter.get_total_flops()]
+
+
+@pytest.mark.parametrize("make", [HSTUCost, partial(SelfAttentionCost, ffn_multiplier=4)])
+def test_heads_are_counted_once(make: Callable[..., HSTUCost | SelfAttentionCost]) -> None:
+    tokens = np.array([17])
+    few, many = (
+        make(hidden=16, heads=heads, head_dim=16 // heads, layers=2).of_tokens(tokens).item() for heads in (2, 4)
+    )
+    assert few == many
+
+
+def test_what_makes_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layers must be at least 1, got 0"):
+        HSTUCost(hidden=8, heads=1, head_dim=8, layers=0)
+    with pytest.raises(ConfigError, match="max_tokens must be at least 1, got -1"):
+        SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=4, max_tokens=-1)
+    with pytest.raises(ConfigError, match="ffn_multiplier must not be negative, got -4"):
+        SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=-4)
+
+
+def test_tokens_are_what_the_cost_says_or_else_all_values() -> None:
+    lengths = {"item_id": np.array([5, 0]), "action": np.array([4, 1])}
+    cost = HSTUCost(hidden=1, heads=1, head_dim=1, layers=1)
+    assert tokens_of(cost, lengths, 2).tolist() == [5, 0]
+    assert tokens_of(lambda lengths, candidates: candidates, lengths, 2).tolist() == [9, 1]
+    assert tokens_of(lambda lengths, candidates: candidates, {}, 3).tolist() == [0, 0, 0]
 
 
 def test_causal_attention_costs_half() -> None:
     shape = {"hidden": 8, "heads": 2, "head_dim": 4, "layers": 1}
     tokens = np.array([10])
-    full, causal = (HSTUCost(**shape, causal=causal).flops(tokens).item() for causal in (False, True))
+    full, causal = (HSTUCost(**shape, causal=causal).of_tokens(tokens).item() for causal in (False, True))
     assert full == 3 * (10 * 10 * 8 * 8 + 4 * 10 * 10 * 8)
     assert causal == 3 * (10 * 10 * 8 * 8 + 2 * 10 * 10 * 8)
 

@@ -1,6 +1,7 @@
 """No hangs: whatever goes wrong on one rank, or differs between ranks, is said on every rank. Real Gloo groups."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance.exchange import EXCHANGES
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.pad import pad_batch
 from evenrank.datasets.errors import ConfigError
@@ -76,6 +78,10 @@ def _disagree(rank: int, world_size: int, what: str) -> None:
                 second = replace(batch, flags=batch.flags[:, :2])
             case "strategy":
                 options["strategy"] = "identity"
+            case "tolerance":
+                options["tolerance"] = 0.5
+            case "limit":
+                options["max_tokens_per_rank"] = 1  # each has a sample of 4 tokens
             case "cost":
                 second = rich_batch([[(6, 1), (1, 1)]])
             case "cost function":
@@ -103,6 +109,8 @@ def _disagree(rank: int, world_size: int, what: str) -> None:
         ("none", "batches differ between rank 0 and rank 1: nothing: None and torch.float32"),
         ("batch size", "batches differ between rank 0 and rank 1: batch_size: 1 and 2"),
         ("strategy", "strategy differs between ranks: lpt-swap on rank 0, identity on rank 1"),
+        ("tolerance", "tolerance differs between ranks: 0.001 on rank 0, 0.5 on rank 1"),
+        ("limit", "max_tokens_per_rank differs between ranks: None on rank 0, 1 on rank 1"),
         (
             "later",
             "rank 1 failed: ValueError: a batch differs from the first one: flags: torch.bool[3] and torch.bool[2]",
@@ -124,7 +132,7 @@ def test_what_differs_between_ranks_is_named_on_every_rank(ranks: RankPool, what
 
 
 def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(ranks: RankPool) -> None:
-    words = "no strategy is called 'best'; there are identity, karmarkar-karp, lpt-swap"
+    words = "no strategy is called 'best'; there are identity, karmarkar-karp, lpt-swap, min-move"
     failures = [(one.type_name, one.message) for one in ranks.try_run(3, _disagree, "unknown strategy")]
     assert failures == [
         ("RankError", f"rank 1 failed: {words}"),
@@ -168,23 +176,24 @@ def test_loaders_that_differ_between_ranks_are_found_out(
     assert all(failure.message.startswith(message) for failure in failures), failures[0].message
 
 
-def test_a_rank_that_dies_is_noticed_by_the_others() -> None:
-    pool = RankPool()
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_rank_that_is_killed_ends_the_others_within_seconds(exchange: str) -> None:
+    pool = RankPool(timeout=20)  # and 10 more, then it fails
     try:
-        failures = pool.try_run(3, _lose_a_rank_later)
+        failures = pool.try_run(4, _lose_a_rank_later, exchange)
     finally:
         pool.stop()
     assert failures[1].type_name == "EOFError"
-    for failure in (failures[0], failures[2]):
+    for failure in (failures[0], failures[2], failures[3]):
         assert failure.type_name == "RankError"
         assert failure.message.startswith("a rank has gone, or does not answer (")
 
 
-def _lose_a_rank_later(rank: int, world_size: int) -> None:
-    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 50, cost=_tokens) as balancer:
+def _lose_a_rank_later(rank: int, world_size: int, exchange: str) -> None:
+    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 50, cost=_tokens, exchange=exchange) as balancer:
         for number, _ in enumerate(balancer):
             if rank == 1 and number == 5:
-                os._exit(1)
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _close_twice(rank: int, world_size: int) -> str:
@@ -227,12 +236,49 @@ def test_leaving_the_loop_early_leaves_no_thread_and_the_next_epoch_whole(ranks:
         assert len(steps) > 10
 
 
+def _leave_and_count(rank: int, world_size: int, path: Path) -> tuple[int, int, int]:
+    """Threads, open files and process groups after many Balancers that were left early."""
+    loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size)
+    counts = []
+    for _ in range(6):
+        with Balancer(loader, cost=COST) as balancer:
+            for batch in balancer:
+                if batch.step == 1:
+                    break
+        groups = len(torch.distributed.distributed_c10d._world.pg_map)
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd")), groups))
+    # The first one may load something for good; files may be closed a moment later.
+    assert all(last <= early for early, last in zip(counts[1], counts[-1], strict=True)), counts
+    return counts[-1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+def test_balancers_leave_no_thread_no_file_and_no_group_behind(ranks: RankPool, small_dataset: Path) -> None:
+    for _, _, groups in ranks.run(3, _leave_and_count, small_dataset):
+        assert groups == 1
+
+
+def _keep_an_impossible_limit(rank: int, world_size: int) -> None:
+    batch = rich_batch([[(1, 1), (1, 1)]])
+    with Balancer([batch] * 5, cost=_tokens, max_tokens_per_rank=3) as balancer:
+        list(balancer)
+
+
+def test_a_limit_that_cannot_be_kept_ends_all_ranks_with_the_numbers(ranks: RankPool) -> None:
+    for failure in ranks.try_run(3, _keep_an_impossible_limit):
+        assert failure.type_name == "ConfigError"
+        assert failure.message.startswith("max_tokens_per_rank = 3 cannot be kept: a rank has 4 tokens at best")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "best"}, "no strategy is called 'best'; there are identity, karmarkar-karp, lpt-swap"),
-        ({"exchange": "carrier-pigeon"}, "no exchange is called 'carrier-pigeon'; there are all-to-all"),
+        ({"strategy": "best"}, "no strategy is called 'best'; there are identity, karmarkar-karp, lpt-swap, min-move"),
+        ({"exchange": "carrier-pigeon"}, "no exchange is called 'carrier-pigeon'; there are all-to-all, all-gather"),
         ({"lookahead": 0}, "lookahead must be at least 1, got 0"),
+        ({"tolerance": -0.1}, "tolerance must be at least 0 and below 1, got -0.1"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank must be at least 1, got 0"),
+        ({"on_overflow": "ignore"}, "on_overflow must be one of raise, warn, got 'ignore'"),
     ],
 )
 def test_wrong_arguments_name_the_value(options: dict[str, Any], message: str) -> None:

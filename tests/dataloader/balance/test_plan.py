@@ -1,11 +1,12 @@
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.exchange import pack, unpack
 from evenrank.dataloader.balance.message import Header, StepSizes, decode, encode
+from evenrank.dataloader.balance.packing import pack, unpack
 from evenrank.dataloader.balance.partition import Assignment
-from evenrank.dataloader.balance.plan import ALIGNMENT, make_plan
+from evenrank.dataloader.balance.plan import ALIGNMENT, Plan, make_plan, sample_bytes
 from evenrank.dataloader.batch import lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
@@ -44,6 +45,11 @@ def _sizes(batches: list[RichBatch]) -> StepSizes:
     return decode(np.stack(messages), schema)
 
 
+def _pack(batch: RichBatch, plan: Plan) -> torch.Tensor:
+    rows, counts, offsets = plan.send_rows, plan.send_counts, plan.send_offsets
+    return pack(batch, plan.sections, rows=rows, counts=counts, offsets=offsets, size=int(plan.send_bytes.sum()))
+
+
 @settings(max_examples=200)
 @given(worlds())
 def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[list[RichBatch], Assignment]) -> None:
@@ -62,14 +68,13 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
 
     # An all-to-all in one process: cut the send buffers into chunks, and hand them over.
     chunks = [
-        np.split(pack(batch, plan).numpy(), np.cumsum(plan.send_bytes)[:-1])
+        np.split(_pack(batch, plan).numpy(), np.cumsum(plan.send_bytes)[:-1])
         for batch, plan in zip(batches, plans, strict=True)
     ]
-    import torch
 
     for rank, plan in enumerate(plans):
         received = torch.from_numpy(np.concatenate([chunks[source][rank] for source in range(world_size)]))
-        after = unpack(batches[rank], plan, received)
+        after = unpack(batches[rank], plan, received, starts=plan.receive_offsets, sizes=plan.receive_sizes)
         expected = [
             sample
             for source, batch in enumerate(batches)
@@ -90,6 +95,21 @@ def test_messages_are_read_as_they_were_written() -> None:
     schema = schema_of(batch)
     header = Header(schema_hash=2**62, status=1, ended=1, num_real=2, epoch=3, step=4, position=2**40, data=5)
     sizes = decode(encode(header, schema, np.array([7, 2**61]), lengths_of(batch))[np.newaxis], schema)
-    assert sizes.headers == (header,)
+    assert sizes.headers.tolist() == [[2**62, 1, 1, 2, 3, 4, 2**40, 5]]
+    assert sizes.header("position").tolist() == [2**40]
+    assert sizes.num_real.tolist() == [2]
     assert sizes.costs.tolist() == [[7, 2**61]]
     assert sizes.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]
+
+
+def test_the_bytes_of_a_sample_are_those_of_all_its_fields() -> None:
+    batch = rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 0)]])
+    dense = sum(
+        value[0].numel() * value.element_size() for _, value in batch.tensors() if isinstance(value, torch.Tensor)
+    )
+    first, weighted = batch.first.values().element_size(), batch.weighted.values().element_size()
+    weights = batch.weighted.weights().element_size()
+    assert sample_bytes(schema_of(batch), lengths_of(batch)).tolist() == [
+        3 * first + 7 * (weighted + weights) + dense,
+        dense,
+    ]

@@ -1,0 +1,281 @@
+"""Metrics of steps as lines of JSON and as scalars of TensorBoard: what is in them, and that nothing is lost."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenrank.dataloader.balance import writers
+from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics
+from evenrank.dataloader.balance.writers import JsonLines, TensorBoard
+from evenrank.datasets.errors import ConfigError, DataError
+
+
+def step(
+    number: int, *, epoch: int = 0, before: tuple[int, ...] = (6, 2), after: tuple[int, ...] = (4, 4)
+) -> StepMetrics:
+    """A step with a lower bound of 4, in which 1 of 4 samples, 10 of 40 tokens and 80 of 320 bytes move."""
+    return StepMetrics(
+        epoch=epoch,
+        step=number,
+        before=np.array(before),
+        after=np.array(after),
+        lower_bound=4,
+        samples=4,
+        moved_samples=1,
+        tokens=40,
+        moved_tokens=10,
+        bytes=320,
+        moved_bytes=80,
+        gather_seconds=0.25,
+        plan_seconds=0.5 * number,
+        exchange_seconds=0.125,
+        waited_seconds=0.0,
+    )
+
+
+# Heaviest ranks 6, 8, 10, 8, 6 before and 4, 4, 5, 4, 6 after; in the fourth step nothing is dealt.
+STEPS = [
+    step(0),
+    step(1, before=(8, 0)),
+    step(2, before=(0, 10), after=(5, 5)),
+    step(0, epoch=1, before=(8, 8), after=(4, 4)),
+    step(1, epoch=1, after=(6, 2)),
+]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def write(path: Path, *steps: StepMetrics) -> None:
+    with JsonLines(path) as log:
+        for metrics in steps:
+            log(metrics)
+
+
+def test_a_line_says_what_a_step_did(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "log.jsonl"
+    write(path, step(7, epoch=2, before=(6, 2), after=(3, 5)))
+    assert lines(path) == [
+        {
+            "epoch": 2,
+            "step": 7,
+            "seen": 1,
+            "steps": 1,
+            "ratio_before": 1.5,
+            "ratio_after": 1.25,
+            "worst_after": 1.25,
+            "speedup": 1.2,
+            "moved_samples": 0.25,
+            "moved_tokens": 0.25,
+            "moved_bytes": 80.0,
+            "gather_seconds": 0.25,
+            "plan_seconds": 3.5,
+            "exchange_seconds": 0.125,
+            "waited_seconds": 0.0,
+            "heaviest_before": 6.0,
+            "heaviest_after": 5.0,
+            "samples": 4.0,
+            "tokens": 40.0,
+            "bytes": 320.0,
+            "before": [6, 2],
+            "after": [3, 5],
+            "lower_bound": 4,
+        }
+    ]
+
+
+def test_a_record_after_every_so_many_steps_sums_up_the_last_few(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "log.jsonl", every=2, window=3) as log:
+        for metrics in STEPS:
+            log(metrics)
+    first, second = lines(tmp_path / "log.jsonl")  # the fifth step is left out
+    assert (first["epoch"], first["step"], first["seen"], first["steps"]) == (0, 1, 2, 2)
+    assert (first["heaviest_before"], first["heaviest_after"]) == (7, 4)
+    assert (first["ratio_before"], first["ratio_after"]) == (1.75, 1)
+    assert (first["before"], first["after"]) == ([8, 0], [4, 4])
+    assert (second["epoch"], second["step"], second["seen"], second["steps"]) == (1, 0, 4, 3)
+    assert (second["heaviest_before"], second["heaviest_after"]) == (26 / 3, 13 / 3)  # of 8, 10, 8 and 4, 5, 4
+    assert (second["ratio_before"], second["worst_after"]) == (pytest.approx(26 / 12), 1.25)
+    assert second["speedup"] == 2
+    assert second["plan_seconds"] == 0.5  # of 0.5, 1 and 0
+    assert (second["before"], second["after"]) == ([8, 8], [4, 4])
+
+
+def test_a_window_may_be_shorter_than_the_way_to_the_next_record(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "log.jsonl", every=4, window=1) as log:
+        for metrics in STEPS:
+            log(metrics)
+    (line,) = lines(tmp_path / "log.jsonl")
+    assert (line["seen"], line["steps"], line["heaviest_before"]) == (4, 1, 8)
+
+
+@pytest.mark.parametrize("setting", ["every", "window"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) -> None:
+    for writer in (JsonLines, TensorBoard):
+        with pytest.raises(ConfigError, match=f"{setting} must be at least 1, got {value}"):
+            writer(tmp_path / "log", **{setting: value})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 16])
+def test_a_log_is_continued_behind_its_last_whole_line(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "_BLOCK", block)
+    path = tmp_path / "log.jsonl"
+    write(path, *STEPS[:2])
+    text = path.read_bytes()
+    ends = [0, text.index(b"\n") + 1, len(text)]
+    for size in range(len(text) + 1):
+        path.write_bytes(text[:size])
+        write(path, STEPS[2])
+        # Where only the end of the line is missing, the line is whole.
+        whole = sum(size >= end - 1 for end in ends[1:])
+        assert [line["heaviest_before"] for line in lines(path)] == [*[6, 8][:whole], 10], size
+        assert path.read_bytes().startswith(text[: ends[whole]])
+
+
+@pytest.mark.parametrize("text", ["notes", "notes\n", '{"loss": 1}\n', '{"epoch": 0}\nnotes', "\n", "\0\1"])
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"log\.jsonl exists and is no log of balancing metrics; choose another file"):
+        JsonLines(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("folder", "Is a directory"), ("file/log", "Not a directory"), ("file/a/b", "Not a directory")],
+)
+def test_places_that_cannot_be_written_are_told_at_once(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=f"{name} cannot be written: {message}; choose another file"):
+        JsonLines(tmp_path / name)
+
+
+@pytest.mark.parametrize("writer", [JsonLines, TensorBoard])
+def test_a_missing_permission_is_told_at_once(tmp_path: Path, writer: type[JsonLines | TensorBoard]) -> None:
+    writer(tmp_path / "before").close()  # imports all that it needs
+    (tmp_path / "locked").mkdir(mode=0o555)
+    with _unprivileged(), pytest.raises(DataError, match="log cannot be written: Permission denied; choose another f"):
+        writer(tmp_path / "locked" / "log")
+
+
+@contextlib.contextmanager
+def _unprivileged() -> Iterator[None]:
+    """Let permissions hold for the administrator too."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
+    code = (
+        "import os; from pathlib import Path; from evenrank.dataloader.balance.writers import JsonLines\n"
+        "from tests.dataloader.balance.test_writers import STEPS\n"
+        "log = JsonLines(Path('log.jsonl'))\n"
+        "[log(metrics) for metrics in STEPS]\n"
+        f"os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)})
+    assert run.returncode == -signal.SIGKILL
+    assert [line["seen"] for line in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_full_disk_ends_the_log_and_the_next_one_mends_it(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = JsonLines(path)
+    log(STEPS[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A limit on the size of files stands in for a disk that is full: the second line fits in half.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size * 3 // 2, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"log\.jsonl could not be written: File too large; make room there"):
+            log(STEPS[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(ConfigError, match="this JsonLines is closed; make a new one"):
+        log(STEPS[2])
+    log.close()
+    assert not path.read_text().endswith("\n")
+    write(path, STEPS[3])
+    assert [(line["epoch"], line["step"]) for line in lines(path)] == [(0, 0), (1, 0)]
+
+
+def test_tensorboard_reads_the_values_back(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path / "runs", every=2, window=3) as board:
+        for metrics in STEPS:
+            board(metrics)
+    with pytest.raises(ConfigError, match="this TensorBoard is closed"):
+        board(STEPS[0])
+    scalars = _scalars(tmp_path / "runs")
+    names = {field.name for field in dataclasses.fields(MetricsSummary)} - {"steps"}
+    assert set(scalars) == {f"balance/{name}" for name in names}
+    # The steps grow over the epochs, and the values are those of steps 1 to 2 and of steps 2 to 4.
+    assert scalars["balance/ratio_before"] == [(2, 1.75), (4, pytest.approx(26 / 12))]
+    assert scalars["balance/worst_after"] == [(2, 1), (4, 1.25)]
+    assert scalars["balance/speedup"] == [(2, 1.75), (4, 2)]
+    assert scalars["balance/moved_bytes"] == [(2, 80), (4, 80)]
+    assert scalars["balance/plan_seconds"] == [(2, 0.25), (4, 0.5)]
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_writes_after_every_tenth_step(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as board:
+        for number in range(120):
+            board(step(number))
+    times = _scalars(tmp_path)["balance/plan_seconds"]
+    assert [at for at, _ in times] == list(range(10, 121, 10))
+    assert times[0][1] == pytest.approx(0.5 * 4.5)  # mean of steps 0 to 9
+    assert times[-1][1] == pytest.approx(0.5 * 69.5)  # of the last hundred, 20 to 119
+
+
+def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"tensorboard is missing .*; pip install 'evenrank\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_the_folder_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file cannot be written: File exists; choose another folder"):
+        TensorBoard(tmp_path / "file")
+
+
+def test_writing_lines_needs_no_other_packages() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard'])); "
+        "import evenrank.dataloader.balance.writers"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
