@@ -14,6 +14,7 @@ class Dealt(NamedTuple):
 
     rank_of: NDArray[np.int32]  # [W * B]: the rank of each slot
     slots: NDArray[np.int64]  # [W, B]: of each rank, by descending cost, then ascending slot
+    costs: NDArray[np.int64]  # [W, B]: of these slots
     loads: NDArray[np.int64]  # [W]: sum of the costs of each rank
     lightest: NDArray[np.int64]  # a tournament for the least load
     heaviest: NDArray[np.int64]  # one for the largest: loads enter it negative
@@ -34,11 +35,13 @@ def deal(costs: NDArray[np.int64], order: NDArray[np.int64], rank_of: NDArray[np
     """
     batch_size = len(costs) // world_size
     slots = np.empty((world_size, batch_size), dtype=np.int64)
+    slot_costs = np.empty((world_size, batch_size), dtype=np.int64)
     counts = np.zeros(world_size, dtype=np.int64)
     loads = np.zeros(world_size, dtype=np.int64)
     for slot in order:
         rank = rank_of[slot]
         slots[rank, counts[rank]] = slot
+        slot_costs[rank, counts[rank]] = costs[slot]
         counts[rank] += 1
         loads[rank] += costs[slot]
     bits = rank_bits(world_size)
@@ -49,7 +52,7 @@ def deal(costs: NDArray[np.int64], order: NDArray[np.int64], rank_of: NDArray[np
         heaviest[(1 << bits) + rank] = (-(loads[rank] >> shift)) << bits | rank
     play_all(lightest)
     play_all(heaviest)
-    return Dealt(rank_of, slots, loads, lightest, heaviest, bits, shift)
+    return Dealt(rank_of, slots, slot_costs, loads, lightest, heaviest, bits, shift)
 
 
 @compiled
@@ -77,30 +80,27 @@ def show(dealt: Dealt, rank: int) -> None:
 
 
 @compiled
-def swap(dealt: Dealt, costs: NDArray[np.int64], rank: int, i: int, other: int, j: int) -> None:
+def swap(dealt: Dealt, rank: int, i: int, other: int, j: int) -> None:
     """Let slots[rank, i] and slots[other, j] change places."""
     mine, theirs = dealt.slots[rank, i], dealt.slots[other, j]
     dealt.rank_of[mine], dealt.rank_of[theirs] = other, rank
-    difference = costs[mine] - costs[theirs]
-    dealt.loads[rank] -= difference
-    dealt.loads[other] += difference
-    _replace(dealt.slots[rank], i, theirs, costs)
-    _replace(dealt.slots[other], j, mine, costs)
+    cost, other_cost = dealt.costs[rank, i], dealt.costs[other, j]
+    dealt.loads[rank] -= cost - other_cost
+    dealt.loads[other] += cost - other_cost
+    _replace(dealt.slots[rank], dealt.costs[rank], i, theirs, other_cost)
+    _replace(dealt.slots[other], dealt.costs[other], j, mine, cost)
     for changed in (rank, other):
         show(dealt, changed)
         enter(dealt.heaviest, changed, (-(dealt.loads[changed] >> dealt.shift)) << dealt.bits | changed)
 
 
 @compiled
-def _replace(slots: NDArray[np.int64], at: int, slot: int, costs: NDArray[np.int64]) -> None:
+def _replace(slots: NDArray[np.int64], costs: NDArray[np.int64], at: int, slot: int, cost: int) -> None:
     """Put `slot` in the place of slots[at] and keep the order by descending cost, then ascending slot."""
-    slots[at] = slot
-    cost = costs[slot]
-    while at > 0 and (costs[slots[at - 1]] < cost or (costs[slots[at - 1]] == cost and slots[at - 1] > slot)):
-        slots[at], slots[at - 1] = slots[at - 1], slots[at]
+    while at > 0 and (costs[at - 1] < cost or (costs[at - 1] == cost and slots[at - 1] > slot)):
+        slots[at], costs[at] = slots[at - 1], costs[at - 1]
         at -= 1
-    while at + 1 < len(slots) and (
-        costs[slots[at + 1]] > cost or (costs[slots[at + 1]] == cost and slots[at + 1] < slot)
-    ):
-        slots[at], slots[at + 1] = slots[at + 1], slots[at]
+    while at + 1 < len(slots) and (costs[at + 1] > cost or (costs[at + 1] == cost and slots[at + 1] < slot)):
+        slots[at], costs[at] = slots[at + 1], costs[at + 1]
         at += 1
+    slots[at], costs[at] = slot, cost

@@ -39,14 +39,13 @@ def level_within(
     for slot in range(len(sizes)):
         tokens[rank_of[slot]] += sizes[slot]
     if tokens.max() <= max_tokens:
-        _swap_down_within(deal(costs, order, rank_of, world_size), costs, sizes, tokens, max_tokens, target)
+        _swap_down_within(deal(costs, order, rank_of, world_size), sizes, tokens, max_tokens, target)
     return rank_of
 
 
 @compiled
 def _swap_down_within(
     dealt: Dealt,
-    costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
     tokens: NDArray[np.int64],
     max_tokens: int,
@@ -56,7 +55,6 @@ def _swap_down_within(
 
     Args:
         dealt: who has what; no rank has more than `max_tokens`. Changed in place.
-        costs: int64 [W * B].
         sizes: int64 [W * B], the tokens of each slot.
         tokens: int64 [W], the tokens of each rank; changed in place.
         max_tokens: of a rank.
@@ -74,7 +72,7 @@ def _swap_down_within(
             light = lightest_rank(dealt)
             if dealt.loads[light] >= dealt.loads[heavy]:
                 break
-            i, j = _best_swap_within(dealt, costs, sizes, tokens, max_tokens, heavy, light)
+            i, j = _best_swap_within(dealt, sizes, tokens, max_tokens, heavy, light)
             hidden[count] = light
             count += 1
             hide(dealt, light)
@@ -85,13 +83,12 @@ def _swap_down_within(
         difference = sizes[dealt.slots[heavy, i]] - sizes[dealt.slots[light, j]]
         tokens[heavy] -= difference
         tokens[light] += difference
-        swap(dealt, costs, heavy, i, light, j)
+        swap(dealt, heavy, i, light, j)
 
 
 @compiled
 def _best_swap_within(
     dealt: Dealt,
-    costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
     tokens: NDArray[np.int64],
     max_tokens: int,
@@ -105,7 +102,7 @@ def _best_swap_within(
         given = dealt.slots[heavy, i]
         for j in range(dealt.slots.shape[1]):
             taken = dealt.slots[light, j]
-            left = abs(gap - 2 * (costs[given] - costs[taken]))
+            left = abs(gap - 2 * (dealt.costs[heavy, i] - dealt.costs[light, j]))
             grows = sizes[given] - sizes[taken]
             if left < best_left and tokens[light] + grows <= max_tokens and tokens[heavy] - grows <= max_tokens:
                 best_i, best_j, best_left = i, j, left

@@ -8,7 +8,7 @@ from evenrank.dataloader.balance.heuristics.longest_first import longest_first
 from evenrank.dataloader.balance.heuristics.swaps import swap_down
 from evenrank.datasets.compiled import compiled
 
-_LIGHTEST = 8  # ranks that the heaviest one is tried with
+_LIGHTEST = 6  # ranks that the heaviest one is tried with
 # What it is worth to settle the heaviest rank, or to stay within the other's room, by this swap instead of by more of
 # them, as multiples of the step's tokens per cost. By trial, over lognormal and Zipf lengths, batches of 4 to 128.
 _SETTLED = 3.0
@@ -78,7 +78,7 @@ def _swap_cheaply(dealt: Dealt, costs: NDArray[np.int64], sizes: NDArray[np.int6
             light = lightest_rank(dealt)
             if dealt.loads[light] >= dealt.loads[heavy]:
                 break
-            i, j, score = _cheapest_swap(dealt, costs, sizes, heavy, light, target, tokens_per_cost)
+            i, j, score = _cheapest_swap(dealt, sizes, heavy, light, target, tokens_per_cost)
             if score < best_score:
                 best_i, best_light, best_j, best_score = i, light, j, score
             hidden[count] = light
@@ -88,13 +88,12 @@ def _swap_cheaply(dealt: Dealt, costs: NDArray[np.int64], sizes: NDArray[np.int6
             show(dealt, rank)
         if best_i < 0:
             return
-        swap(dealt, costs, heavy, best_i, best_light, best_j)
+        swap(dealt, heavy, best_i, best_light, best_j)
 
 
 @compiled
 def _cheapest_swap(
     dealt: Dealt,
-    costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
     heavy: int,
     light: int,
@@ -108,6 +107,7 @@ def _cheapest_swap(
 
     """
     mine, theirs = dealt.slots[heavy], dealt.slots[light]
+    my_costs, their_costs = dealt.costs[heavy], dealt.costs[light]
     excess = dealt.loads[heavy] - target
     room = max(target - dealt.loads[light], 0)
     gap = dealt.loads[heavy] - dealt.loads[light]
@@ -119,14 +119,14 @@ def _cheapest_swap(
         tokens = _tokens_moved(given, heavy, light, sizes, batch_size)
         # For a slot that is given away only these are worth looking at: those in return that just settle the excess,
         # that just fill the room, and the cheapest. As its cost falls, so do theirs.
-        while settles < batch_size and costs[theirs[settles]] > costs[given] - excess:
+        while settles < batch_size and their_costs[settles] > my_costs[i] - excess:
             settles += 1
-        while fits < batch_size and costs[theirs[fits]] >= costs[given] - room:
+        while fits < batch_size and their_costs[fits] >= my_costs[i] - room:
             fits += 1
         for j in (settles - 1, settles, fits - 1, fits, batch_size - 1):
             if not 0 <= j < batch_size:
                 continue
-            difference = costs[given] - costs[theirs[j]]
+            difference = my_costs[i] - their_costs[j]
             if difference <= 0 or difference >= gap:
                 continue
             score = float(tokens + _tokens_moved(theirs[j], light, heavy, sizes, batch_size))

@@ -25,16 +25,16 @@ def swap_down(dealt: Dealt, costs: NDArray[np.int64], order: NDArray[np.int64], 
         heavy = heaviest_rank(dealt)
         if dealt.loads[heavy] <= target:
             return
-        i, light, j = _level_with_lightest(dealt, costs, heavy)
+        i, light, j = _level_with_lightest(dealt, heavy)
         if i < 0:
             i, light, j = _take_cheapest(dealt, costs, order, heavy, target)
         if i < 0:
             return
-        swap(dealt, costs, heavy, i, light, j)
+        swap(dealt, heavy, i, light, j)
 
 
 @compiled
-def _level_with_lightest(dealt: Dealt, costs: NDArray[np.int64], heavy: int) -> tuple[int, int, int]:
+def _level_with_lightest(dealt: Dealt, heavy: int) -> tuple[int, int, int]:
     """Find the swap that best levels the heaviest rank with the lightest one that has any to offer.
 
     Returns:
@@ -48,7 +48,7 @@ def _level_with_lightest(dealt: Dealt, costs: NDArray[np.int64], heavy: int) -> 
         gap = dealt.loads[heavy] - dealt.loads[light]
         if gap <= 0:  # also once the heaviest is the lightest that is left
             break
-        i, j = _best_swap(dealt.slots[heavy], dealt.slots[light], costs, gap)
+        i, j = _best_swap(dealt.costs[heavy], dealt.costs[light], gap)
         if i >= 0:
             break
         hidden[count] = light
@@ -60,15 +60,12 @@ def _level_with_lightest(dealt: Dealt, costs: NDArray[np.int64], heavy: int) -> 
 
 
 @compiled
-def _best_swap(
-    heavy: NDArray[np.int64], light: NDArray[np.int64], costs: NDArray[np.int64], gap: int
-) -> tuple[int, int]:
+def _best_swap(heavy: NDArray[np.int64], light: NDArray[np.int64], gap: int) -> tuple[int, int]:
     """Find the swap that levels two ranks best.
 
     Args:
-        heavy: the slots of the rank with the larger load, by descending cost.
+        heavy: the costs of the rank with the larger load, descending.
         light: those of the other, likewise.
-        costs: int64 [W * B].
         gap: the difference of their loads, positive.
 
     Returns:
@@ -78,13 +75,12 @@ def _best_swap(
     best_i, best_j, best_left = -1, -1, gap
     j = 0
     for i in range(len(heavy)):
-        # Moving a difference of gap / 2 would level them. As costs[heavy[i]] falls, so does the partner sought.
-        cost = costs[heavy[i]]
-        while j < len(light) and 2 * costs[light[j]] > 2 * cost - gap:
+        # Moving a difference of gap / 2 would level them. As heavy[i] falls, so does the partner sought.
+        while j < len(light) and 2 * light[j] > 2 * heavy[i] - gap:
             j += 1
         for candidate in (j - 1, j):
             if 0 <= candidate < len(light):
-                left = abs(gap - 2 * (cost - costs[light[candidate]]))
+                left = abs(gap - 2 * (heavy[i] - light[candidate]))
                 if left < best_left:
                     best_i, best_j, best_left = i, candidate, left
     return best_i, best_j
@@ -103,17 +99,17 @@ def _take_cheapest(
 
     """
     best_i, best_slot, best_load = -1, -1, dealt.loads[heavy]
-    mine = dealt.slots[heavy]
+    mine = dealt.costs[heavy]
     seen = 0
     for at in range(len(order) - 1, -1, -1):
         slot = order[at]
         other = dealt.rank_of[slot]
         if other == heavy or dealt.loads[other] >= target:
             continue
-        i = _position(mine, costs, 2 * costs[slot] + dealt.loads[heavy] - dealt.loads[other])
+        i = _position(mine, 2 * costs[slot] + dealt.loads[heavy] - dealt.loads[other])
         for candidate in (i - 1, i):
             if 0 <= candidate < len(mine):
-                difference = costs[mine[candidate]] - costs[slot]
+                difference = mine[candidate] - costs[slot]
                 load = max(dealt.loads[heavy] - difference, dealt.loads[other] + difference)
                 if load < best_load:
                     best_i, best_slot, best_load = candidate, slot, load
@@ -130,12 +126,12 @@ def _take_cheapest(
 
 
 @compiled
-def _position(slots: NDArray[np.int64], costs: NDArray[np.int64], doubled: int) -> int:
-    """Return how many of the slots, by descending cost, cost more than `doubled` / 2."""
-    low, high = 0, len(slots)
+def _position(costs: NDArray[np.int64], doubled: int) -> int:
+    """Return how many of the costs, in descending order, are above `doubled` / 2."""
+    low, high = 0, len(costs)
     while low < high:
         middle = (low + high) // 2
-        if 2 * costs[slots[middle]] > doubled:
+        if 2 * costs[middle] > doubled:
             low = middle + 1
         else:
             high = middle
