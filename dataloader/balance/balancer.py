@@ -23,12 +23,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
+from evenrank.dataloader.balance.carrier import make_carrier
 from evenrank.dataloader.balance.channel import Channel
 from evenrank.dataloader.balance.compiling import compile_ahead
 from evenrank.dataloader.balance.cost import Cost
-from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight, finish
+from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight
 from evenrank.dataloader.balance.gather import make_gather
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.planner import Planned, Planner, Settings
@@ -65,6 +67,8 @@ class Balancer(Generic[Batch]):
             what `cost.tokens(lengths)` says, if the cost has that, else the sum of its lengths over all keys.
         on_overflow: where that limit cannot be kept: `raise` on all ranks, or `warn`.
         exchange: `all-to-all`, or `all-gather`, which moves more and gives the same.
+        device: where batches are exchanged, and where those that it yields are: None and `cpu`, over Gloo, or a CUDA
+            device, over NCCL. Batches that it gets are on the CPU all the same, best in page-locked memory.
         lookahead: for how many steps sizes are gathered ahead, at least 1.
         timeout: how long a rank waits for the others before it gives up.
         on_step: called on the consumer's thread with the metrics of each step before its batch is handed out; see
@@ -86,6 +90,7 @@ class Balancer(Generic[Batch]):
         max_tokens_per_rank: int | None = None,
         on_overflow: str = "raise",
         exchange: str = "all-to-all",
+        device: torch.device | str | None = None,
         lookahead: int = 2,
         timeout: timedelta = timedelta(minutes=30),
         on_step: Callable[[StepMetrics], None] | None = None,
@@ -98,7 +103,8 @@ class Balancer(Generic[Batch]):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         # Made here, in this order, by all ranks: gathers and exchanges overlap, so each has a communicator of its own.
         self._gather = make_gather(timeout)
-        self._channel = Channel(timeout) if distributed else None
+        carrier = make_carrier(device)
+        self._channel = Channel(timeout, backend=carrier.backend) if distributed else None
         # One thread: gathers of successive steps must not overtake each other.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer")
         self._exchange: Exchange | None = None
@@ -119,7 +125,7 @@ class Balancer(Generic[Batch]):
         except EvenrankError:
             self.close()
             raise
-        self._exchange = EXCHANGES[exchange](self._channel)
+        self._exchange = EXCHANGES[exchange](self._channel, carrier)
 
     def __len__(self) -> int:
         """Steps of an epoch, if the batches know."""
@@ -177,10 +183,10 @@ class Balancer(Generic[Batch]):
 
     def finish(self, handle: Handle) -> Batch | None:
         """Wait for the exchange and return the balanced batch; None if no rank had data left."""
-        if handle.flight is None:
+        if handle.flight is None or self._exchange is None:
             return None
         begun = time.perf_counter()
-        batch = finish(handle.flight)
+        batch = self._exchange.finish(handle.flight)
         handle.exchange_seconds += time.perf_counter() - begun
         metrics = handle.planned.result().metrics
         if self._on_step is not None and metrics is not None:

@@ -11,7 +11,7 @@ from evenrank.datasets.errors import RankError
 
 
 class Channel:
-    """A Gloo group; all ranks of the default group make it alike, those that are not in it too.
+    """A group of Gloo or NCCL; all ranks of the default group make it alike, those that are not in it too.
 
     When a rank is lost, only its neighbours in a collective notice, and Gloo's connections end with the last reference
     to their group, not before. So a rank that notices lets go of the group at once, and its neighbours notice in turn.
@@ -20,12 +20,13 @@ class Channel:
     Args:
         timeout: how long a rank waits for the others.
         ranks: that are in the group; None: all.
+        backend: `gloo` or `nccl`.
 
     """
 
-    def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None, backend: str = "gloo") -> None:
         self.group: dist.ProcessGroup | None = dist.new_group(
-            None if ranks is None else list(ranks), backend="gloo", timeout=timeout
+            None if ranks is None else list(ranks), backend=backend, timeout=timeout
         )
 
     @contextlib.contextmanager

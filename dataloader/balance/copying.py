@@ -1,4 +1,7 @@
-"""The one loop that moves bytes on the CPU: ranges of one buffer to ranges of another."""
+"""Ranges of bytes, copied from tensors to tensors: on the CPU by one compiled loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -6,6 +9,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.datasets.compiled import compiled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moves:
+    """Ranges of one tensor that go to ranges of another; sizes are int64 [n], in bytes, as starts are."""
+
+    source: Tensor  # uint8 [bytes]
+    target: Tensor  # uint8 [bytes], another memory
+    source_starts: NDArray[np.int64]
+    target_starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+def copy_on_cpu(moves: Sequence[Moves]) -> None:
+    """Carry out moves between tensors on the CPU."""
+    for one in moves:
+        copy_ranges(one.source.numpy(), one.target.numpy(), one.source_starts, one.target_starts, one.sizes)
 
 
 @compiled
@@ -29,9 +49,8 @@ def copy_ranges(
             target[to + offset] = source[start + offset]
 
 
-def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """View a contiguous CPU tensor of any dtype and shape as uint8 [bytes]."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor of any dtype and shape as uint8 [bytes]."""
     if tensor.numel() == 0:  # empty tensors may have strides that cannot be viewed
-        return np.empty(0, dtype=np.uint8)
-    view: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
-    return view
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.view(-1).view(torch.uint8)

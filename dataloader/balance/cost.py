@@ -5,6 +5,7 @@ A cost is anything that can be called with a batch's lengths and numbers of cand
     cost({"item_id": [12, 0, 7], "action": [12, 0, 7], ...}, num_candidates=[1, 0, 1]) -> [c0, c1, c2]
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -61,8 +62,21 @@ class TokenCost:
     def __call__(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the cost of each sample: int64 [B]."""
-        return self.of_tokens(self.tokens(lengths))
+        """Return the cost of each sample: int64 [B].
+
+        Raises:
+            ConfigError: batches lack a key whose values are tokens, or a cost would overflow.
+
+        """
+        tokens = self.tokens(lengths)
+        # In int64 a cost that is too large would wrap around, perhaps to one that looks sound.
+        longest = int(tokens.max(initial=0))
+        if int(self.of_tokens(np.array([longest], dtype=object))[0]).bit_length() > _COST_BITS + 1:
+            raise ConfigError(
+                f"the cost of a sample of {longest:,} tokens does not fit in int64; max_tokens is {self.max_tokens:,}: "
+                "make the cost with a larger one, or cut histories to it"
+            )
+        return self.of_tokens(tokens)
 
     def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the tokens that each sample has in the model: int64 [B]."""
@@ -113,7 +127,7 @@ class SelfAttentionCost(TokenCost):
     """Floating-point operations of forward and backward through a transformer: SASRec, and models of semantic ids.
 
     Of a sample with s tokens, width d = `hidden`, w = `heads * head_dim` and a feed-forward network of inner width
-    f = int(`ffn_multiplier` * d), a layer's matrix products take
+    f = int(`ffn_multiplier` * d), a layer's matrix products take, at 2 operations for a multiplication and an addition,
 
         Q, K, V projections      s rows, d -> 3 w      6 s d w
         scores Q K^T             s x s, over w         2 s^2 w    (half of it where attention is causal)
@@ -121,20 +135,21 @@ class SelfAttentionCost(TokenCost):
         output projection        s rows, w -> d        2 s w d
         feed-forward             s rows, d -> f -> d   4 s d f
 
-    forward, and twice that backward, as for `HSTUCost`. Norms, softmax and activations are left out.
+    forward, and twice that backward, as for `HSTUCost`. The scores of each head are over `head_dim`, so those of all
+    heads together are over w: heads are counted once. Norms, softmax and activations are left out.
     """
 
     hidden: int
     heads: int
     head_dim: int
     layers: int
-    ffn_multiplier: float
+    ffn_multiplier: float  # 4, or 8/3; the inner width is rounded down
     causal: bool = True
 
     def __post_init__(self) -> None:
         TokenCost.__post_init__(self)
-        if not self.ffn_multiplier >= 0:
-            raise ConfigError(f"ffn_multiplier must not be negative, got {self.ffn_multiplier}")
+        if not 0 < self.ffn_multiplier < math.inf:
+            raise ConfigError(f"ffn_multiplier must be positive and finite, got {self.ffn_multiplier}")
 
     def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the operations of samples with these numbers of tokens, of the same shape."""
@@ -145,18 +160,18 @@ class SelfAttentionCost(TokenCost):
         return 3 * self.layers * (projections + attention + feed_forward)
 
 
-def tokens_of(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_samples: int) -> NDArray[np.int64]:
-    """Return the tokens of each sample: int64 [num_samples].
+def tokens_of(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], size: int) -> NDArray[np.int64]:
+    """Return the tokens of each sample: int64 [size].
 
     Args:
         cost: if it has a method `tokens`, that says.
-        lengths: per jagged key, int64 [num_samples]; else the tokens are their sum over keys.
-        num_samples: of them.
+        lengths: per jagged key, int64 [size]; else the tokens are their sum over keys, 0 if there are no keys.
+        size: how many samples there are.
 
     """
     if (tokens := getattr(cost, "tokens", None)) is not None:
         return np.asarray(tokens(lengths), dtype=np.int64)
-    total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
+    total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(size, dtype=np.int64)], axis=0)
     return total
 
 

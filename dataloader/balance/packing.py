@@ -1,7 +1,12 @@
-"""Rows of a CPU batch -> one buffer of bytes, and ranges of such buffers -> a batch."""
+"""Rows of a batch -> ranges of bytes in a send buffer, and what arrived -> a batch. On any device.
+
+What lies where follows from the plan alone, on the host; nothing is read from the tensors.
+"""
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,113 +15,166 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.balance.copying import as_bytes, copy_ranges
+from evenrank.dataloader.balance.copying import Moves, as_bytes
 from evenrank.dataloader.balance.plan import Plan, Section, row_bytes
-from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor, lengths_of, schema_of
+from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor, schema_of
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+Copy = Callable[[Sequence[Moves]], None]
 
 
-def pack(
-    batch: JaggedBatch,
-    sections: tuple[Section, ...],
-    *,
-    rows: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    size: int,
-) -> Tensor:
-    """Copy rows of a CPU batch into a buffer, chunk after chunk.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Where each row of a batch lies in the tensors of its fields: int64 [S, B], in bytes."""
 
-    Args:
-        batch: that the rows are of.
-        sections: what a chunk consists of; S of them.
-        rows: int64 [n], by chunk.
-        counts: int64 [C], how many of them are in each chunk.
-        offsets: int64 [S, C], where each section of each chunk begins.
-        size: of the buffer.
-
-    Returns:
-        uint8 [size].
-
-    """
-    buffer = torch.zeros(size, dtype=torch.uint8)
-    target = as_bytes(buffer)
-    lengths = lengths_of(batch)
-    chunks = np.repeat(np.arange(len(counts)), counts)
-    first_of_chunk = np.cumsum(counts) - counts
-    tensors = dict(batch.tensors())
-    for _, group in itertools.groupby(enumerate(sections), lambda pair: (pair[1].field, pair[1].is_weights)):
-        begin = 0  # of the section's rows in their tensor: the keys of a field lie one behind the other
-        for index, section in group:
-            sizes = row_bytes(section, lengths)
-            starts = begin + np.cumsum(sizes) - sizes
-            begin += int(sizes.sum())
-            moved = sizes[rows]
-            running = np.concatenate(([0], np.cumsum(moved)))
-            within_chunk = running[:-1] - running[first_of_chunk[chunks]]
-            copy_ranges(
-                as_bytes(_storage(tensors[section.field], section)),
-                target,
-                starts[rows],
-                offsets[index][chunks] + within_chunk,
-                moved,
-            )
-    return buffer
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
 
-def _storage(value: "KeyedJaggedTensor | Tensor | None", section: Section) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrivals:
+    """Ranges that make up the sections of a new batch: int64 [S, n], in bytes."""
+
+    starts: NDArray[np.int64]  # in the memory that they come from
+    targets: NDArray[np.int64]  # from the beginning of their section
+    sizes: NDArray[np.int64]
+
+
+def rows_of(sections: tuple[Section, ...], lengths: NDArray[np.int64]) -> Rows:
+    """Work out where a batch's rows lie, given its lengths [K, B]."""
+    sizes = np.zeros((len(sections), lengths.shape[1]), dtype=np.int64)
+    starts = np.zeros_like(sizes)
+    for indices in _by_tensor(sections):
+        begin = 0  # the keys of a field lie one behind the other
+        for index in indices:
+            sizes[index] = row_bytes(sections[index], lengths)
+            starts[index] = begin + np.cumsum(sizes[index]) - sizes[index]
+            begin += int(sizes[index].sum())
+    return Rows(starts=starts, sizes=sizes)
+
+
+def tensors_of(batch: JaggedBatch, sections: tuple[Section, ...]) -> dict[tuple[str, bool], Tensor]:
+    """Return the memory of each field, and of its weights, that has sections: contiguous tensors."""
+    fields = dict(batch.tensors())
+    return {
+        (section.field, section.is_weights): _storage(fields[section.field], section.is_weights) for section in sections
+    }
+
+
+def _storage(value: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Tensor:
     if isinstance(value, KeyedJaggedTensor):
-        stored: Tensor = value.weights() if section.is_weights else value.values()
+        stored: Tensor = value.weights() if is_weights else value.values()
     else:
         assert value is not None  # a field that is None has no section
         stored = value
     return stored.contiguous()
 
 
-def unpack(batch: Batch, plan: Plan, received: Tensor, *, starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Batch:
-    """Build the new batch from a receive buffer; facts about the step stay those of the old one.
+def pack(
+    tensors: Mapping[tuple[str, bool], Tensor],
+    sections: tuple[Section, ...],
+    rows: Rows,
+    *,
+    chosen: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    buffer: Tensor,
+) -> list[Moves]:
+    """Say how rows of a batch get into a buffer, chunk after chunk.
 
     Args:
-        batch: as it was before.
-        plan: of the step.
-        received: uint8.
-        starts: int64 [S, n], ranges of the buffer that make up each section, in ascending order of positions.
-        sizes: int64 [S, n], of those ranges, in bytes.
+        tensors: of the batch, by field and whether they are weights.
+        sections: what a chunk consists of; S of them.
+        rows: of the batch.
+        chosen: int64 [n], the rows to pack, by chunk.
+        counts: int64 [C], how many of them are in each chunk.
+        offsets: int64 [S, C], where each section of each chunk begins.
+        buffer: uint8.
 
     """
-    source = as_bytes(received)
+    chunks = np.repeat(np.arange(len(counts)), counts)
+    first_of_chunk = np.cumsum(counts) - counts
+    sizes = rows.sizes[:, chosen]
+    running = np.cumsum(sizes, axis=1) - sizes
+    within_chunk = running - running[:, first_of_chunk[chunks]]
+    targets = offsets[:, chunks] + within_chunk
+    return [
+        Moves(
+            source=as_bytes(tensors[sections[indices[0]].field, sections[indices[0]].is_weights]),
+            target=buffer,
+            source_starts=rows.starts[indices][:, chosen].reshape(-1),
+            target_starts=targets[indices].reshape(-1),
+            sizes=sizes[indices].reshape(-1),
+        )
+        for indices in _by_tensor(sections)
+    ]
+
+
+def unpack(
+    batch: Batch,
+    plan: Plan,
+    tensors: Mapping[tuple[str, bool], Tensor],
+    received: Tensor,
+    *,
+    arrived: Arrivals,
+    stayed: Arrivals,
+    copy: Copy,
+) -> Batch:
+    """Build the new batch; facts about the step stay those of the old one.
+
+    Args:
+        batch: as it was before, on the CPU.
+        plan: of the step.
+        tensors: of the batch, on any device, by field and whether they are weights.
+        received: uint8, on that device.
+        arrived: ranges of `received`.
+        stayed: ranges of `tensors`.
+        copy: carries moves out there.
+
+    """
     schema = schema_of(batch)
-    fields: dict[str, Any] = {}
-    index = 0  # of the next section
+    moves: list[Moves] = []
+    totals = np.array([int(row_bytes(section, plan.lengths)[: plan.num_real].sum()) for section in plan.sections])
+    made: dict[tuple[str, bool], Tensor] = {}
     key = 0  # of the next row of the lengths
-
-    def fill(tensor: Tensor, count: int) -> Tensor:
-        """Copy the next sections, one behind the other, to the front of a tensor."""
-        nonlocal index
-        chosen = slice(index, index + count)
-        index += count
-        flat = sizes[chosen].reshape(-1)
-        copy_ranges(source, as_bytes(tensor), starts[chosen].reshape(-1), np.cumsum(flat) - flat, flat)
-        return tensor
-
     for spec in schema.fields:
         if spec.dtype is None:
             continue
         if spec.keys is None:
-            padded = torch.full((batch.batch_size, *spec.shape), spec.fill, dtype=spec.dtype)
-            fields[spec.name] = fill(padded, 1)
+            dense = torch.empty((batch.batch_size, *spec.shape), dtype=spec.dtype, device=received.device)
+            dense[plan.num_real :] = spec.fill
+            made[spec.name, False] = dense
             continue
-        count = len(spec.keys)
-        lengths = plan.lengths[key : key + count]
-        key += count
-        total = int(lengths.sum())
-        values = fill(torch.empty((total, *spec.shape), dtype=spec.dtype), count)
-        weights = None
+        total = int(plan.lengths[key : key + len(spec.keys)].sum())
+        key += len(spec.keys)
+        made[spec.name, False] = torch.empty((total, *spec.shape), dtype=spec.dtype, device=received.device)
         if spec.weights_dtype is not None:
-            weights = fill(torch.empty(total, dtype=spec.weights_dtype), count)
-        counts = torch.from_numpy(lengths).to(spec.lengths_dtype).numpy()
-        fields[spec.name] = keyed_jagged_tensor(spec.keys, values, counts, weights)
+            made[spec.name, True] = torch.empty(total, dtype=spec.weights_dtype, device=received.device)
+    for indices in _by_tensor(plan.sections):
+        which = plan.sections[indices[0]].field, plan.sections[indices[0]].is_weights
+        begins = (np.cumsum(totals[indices]) - totals[indices])[:, np.newaxis]
+        for source, ranges in ((received, arrived), (as_bytes(tensors[which]), stayed)):
+            moves.append(
+                Moves(
+                    source=source,
+                    target=as_bytes(made[which]),
+                    source_starts=ranges.starts[indices].reshape(-1),
+                    target_starts=(begins + ranges.targets[indices]).reshape(-1),
+                    sizes=ranges.sizes[indices].reshape(-1),
+                )
+            )
+    copy(moves)
+    fields: dict[str, Any] = {}
+    key = 0
+    for spec in schema.fields:
+        if spec.dtype is None:
+            continue
+        fields[spec.name] = made[spec.name, False]
+        if spec.keys is not None:
+            counts = torch.from_numpy(plan.lengths[key : key + len(spec.keys)]).to(spec.lengths_dtype).numpy()
+            key += len(spec.keys)
+            weights = made.get((spec.name, True))
+            fields[spec.name] = keyed_jagged_tensor(spec.keys, made[spec.name, False], counts, weights)
     return dataclasses.replace(
         batch,
         num_real=plan.num_real,
@@ -125,3 +183,9 @@ def unpack(batch: Batch, plan: Plan, received: Tensor, *, starts: NDArray[np.int
         max_lengths=schema.max_lengths(plan.lengths),
         **fields,
     )
+
+
+def _by_tensor(sections: tuple[Section, ...]) -> list[list[int]]:
+    """Group the numbers of sections by the tensor that they are of."""
+    groups = itertools.groupby(range(len(sections)), lambda i: (sections[i].field, sections[i].is_weights))
+    return [list(indices) for _, indices in groups]

@@ -1,7 +1,8 @@
 """Assignment and sizes -> what one rank sends and receives, to the byte. Nothing is asked of other ranks.
 
-The bytes that go from one rank to another are a chunk: for each section (the values of one jagged key, their weights,
-or the rows of one dense field) the samples that move, in ascending order, each section aligned to 16 bytes.
+What a rank keeps never moves. The bytes that go from one rank to another are a chunk: for each section (the values of
+one jagged key, their weights, or the rows of one dense field) the samples that move, in ascending order, each section
+aligned to 16 bytes.
 
     chunk to rank 0                            chunk to rank 1
     [item_id 7 3 9 4 | action 1 1 0 2 | ids 5 8][item_id | action | ids]
@@ -39,7 +40,8 @@ class Plan:
     rank_of: NDArray[np.int32]  # [W, B]: see Assignment
     dealt_lengths: NDArray[np.int64]  # [W, K, B]: before the exchange
     sections: tuple[Section, ...]
-    send_rows: NDArray[np.int64]  # this rank's rows, by destination, then ascending
+    stay_rows: NDArray[np.int64]  # this rank's rows that it keeps, ascending; they are in no chunk
+    send_rows: NDArray[np.int64]  # its other rows, by destination, then ascending
     send_counts: NDArray[np.int64]  # [W]: how many of them go where
     send_bytes: NDArray[np.int64]  # [W]: sizes of the chunks
     send_offsets: NDArray[np.int64]  # [S, W]: where each section of each chunk begins in the send buffer
@@ -59,16 +61,19 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
     world_size, batch_size = rank_of.shape
     sections = sections_of(schema)
 
-    # Sorting is stable, so rows that go to one rank stay in ascending order; padding (-1) comes first, and is left out.
+    # Sorting is stable, so rows that go to one rank stay in ascending order.
     mine = rank_of[rank]
-    send_rows = np.argsort(mine, kind="stable")[np.count_nonzero(mine < 0) :]
+    stay_rows = np.flatnonzero(mine == rank)
+    send_rows = np.flatnonzero((mine >= 0) & (mine != rank))
+    send_rows = send_rows[np.argsort(mine[send_rows], kind="stable")]
     destinations = mine[send_rows]
     send_sizes = _section_sizes(sections, lengths[rank][:, send_rows], destinations, world_size)
 
     # Ranks ascending, rows within each ascending: that is the order of positions.
     sources, rows = np.nonzero(rank_of == rank)
     received = lengths[sources, :, rows].T
-    receive_sizes = _section_sizes(sections, received, sources, world_size)
+    elsewhere = sources != rank
+    receive_sizes = _section_sizes(sections, received[:, elsewhere], sources[elsewhere], world_size)
 
     after = np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
     after[:, : len(rows)] = received
@@ -85,11 +90,12 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
         rank_of=rank_of,
         dealt_lengths=lengths,
         sections=sections,
+        stay_rows=stay_rows,
         send_rows=send_rows,
         send_counts=np.bincount(destinations, minlength=world_size),
         send_bytes=send_bytes,
         send_offsets=send_offsets,
-        receive_counts=np.bincount(sources, minlength=world_size),
+        receive_counts=np.bincount(sources[elsewhere], minlength=world_size),
         receive_bytes=receive_bytes,
         receive_offsets=receive_offsets,
         receive_sizes=receive_sizes,

@@ -130,7 +130,7 @@ def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, 
                     tensors = [value.values(), value.lengths(), *([] if weights is None else [weights])]
                 else:
                     tensors = [] if value is None else [value]
-                parts += [(name, one.dtype, one.shape, as_bytes(one.contiguous()).tobytes()) for one in tensors]
+                parts += [(name, one.dtype, one.shape, as_bytes(one.contiguous()).numpy().tobytes()) for one in tensors]
             seen.append(parts)
         return seen
 

@@ -74,7 +74,10 @@ def test_flops_of_self_attention_are_those_that_pytorch_counts(
     assert cost.of_tokens(np.array([tokens])).tolist() == [counter.get_total_flops()]
 
 
-@pytest.mark.parametrize("make", [HSTUCost, partial(SelfAttentionCost, ffn_multiplier=4)])
+_KINDS = pytest.mark.parametrize("make", [HSTUCost, partial(SelfAttentionCost, ffn_multiplier=4)])
+
+
+@_KINDS
 def test_heads_are_counted_once(make: Callable[..., HSTUCost | SelfAttentionCost]) -> None:
     tokens = np.array([17])
     few, many = (
@@ -83,13 +86,52 @@ def test_heads_are_counted_once(make: Callable[..., HSTUCost | SelfAttentionCost
     assert few == many
 
 
+@_KINDS
+def test_every_cost_of_a_model_knows_its_tokens_and_what_the_longest_sample_costs(
+    make: Callable[..., HSTUCost | SelfAttentionCost],
+) -> None:
+    cost = make(
+        hidden=1024,
+        heads=2,
+        head_dim=256,
+        layers=8,
+        history_key="semantic_id",
+        interleave_actions=True,
+        contextual=("sex",),
+    )
+    lengths = {"semantic_id": np.array([131_000, 3]), "action": np.array([71, 3]), "sex": np.array([1, 0])}
+    assert cost.tokens(lengths).tolist() == [131_072, 6]
+    costs = cost(lengths, np.zeros(2, dtype=np.int64))
+    assert costs.dtype == np.int64
+    assert costs.tolist() == [cost.max_cost, *cost.of_tokens(np.array([6])).tolist()]
+    assert cost.max_cost > 2**47
+
+
+@_KINDS
+def test_a_cost_that_would_wrap_around_is_refused(make: Callable[..., HSTUCost | SelfAttentionCost]) -> None:
+    cost = make(hidden=1024, heads=4, head_dim=256, layers=8)
+    with pytest.raises(ConfigError, match=r"sample of 30,000,000 tokens does not fit in int64; max_tokens is 131,072"):
+        cost({"item_id": np.array([5, 30_000_000])}, np.zeros(2, dtype=np.int64))
+
+
+def test_self_attention_is_the_sum_of_its_products() -> None:
+    # w = 6 is not hidden = 8, and 8/3 of 8 is 21.3.
+    shape = {"hidden": 8, "heads": 2, "head_dim": 3, "layers": 2, "ffn_multiplier": 8 / 3}
+    tokens = np.array([0, 1, 10])
+    linear = 8 * 8 * 6 + 4 * 8 * 21
+    full, causal = (SelfAttentionCost(**shape, causal=causal).of_tokens(tokens).tolist() for causal in (False, True))
+    assert full == [3 * 2 * (linear * s + 4 * 6 * s * s) for s in (0, 1, 10)]
+    assert causal == [3 * 2 * (linear * s + 2 * 6 * s * s) for s in (0, 1, 10)]
+
+
 def test_what_makes_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="layers must be at least 1, got 0"):
         HSTUCost(hidden=8, heads=1, head_dim=8, layers=0)
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, got -1"):
         SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=4, max_tokens=-1)
-    with pytest.raises(ConfigError, match="ffn_multiplier must not be negative, got -4"):
-        SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=-4)
+    for wrong in (-4, 0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"ffn_multiplier must be positive and finite, got {wrong}"):
+            SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=wrong)
 
 
 def test_tokens_are_what_the_cost_says_or_else_all_values() -> None:

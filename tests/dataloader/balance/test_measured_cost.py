@@ -1,4 +1,7 @@
+import errno
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +40,32 @@ def test_exact_times_give_the_coefficients_back() -> None:
     assert cost.seconds_per_step == pytest.approx(A, rel=1e-6)
     assert cost.steps == 200
     assert cost.r2 == pytest.approx(1.0)
+    assert MeasuredCost.fit(steps, _times(steps)) == cost  # nothing is drawn
 
 
-def test_noise_and_far_outliers_do_not_bend_the_fit() -> None:
-    steps = _steps(400)
-    times = _times(steps, noise=0.01)
-    times[::20] *= 10  # a checkpoint was written
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_far_outliers_do_not_bend_the_fit(seed: int) -> None:
+    steps = _steps(2000, seed)
+    times = _times(steps, noise=0.003)
+    times[seed::20] *= 10  # a checkpoint was written
     cost = MeasuredCost.fit(steps, times)
-    tokens = np.array([64, 512, 4096])
-    expected = B * tokens + C * tokens**2
-    assert np.ldexp(cost.of_tokens(tokens).astype(np.float64), -cost.fraction_bits) == pytest.approx(expected, rel=0.05)
+    assert (*_seconds(cost), cost.seconds_per_step) == pytest.approx((B, C, A), rel=0.01)
+    assert 0.99 < cost.r2 < 1
+
+
+def test_outliers_that_are_the_longest_steps_are_outliers_too() -> None:
+    steps = _steps(2000)
+    times = _times(steps, noise=0.003)
+    longest = np.argsort(times)[-40:]
+    times[longest] *= 10
+    assert _seconds(MeasuredCost.fit(steps, times)) == pytest.approx((B, C), rel=0.02)
 
 
 def test_steps_may_have_different_numbers_of_samples() -> None:
     steps = [row[: 1 + index % 16] for index, row in enumerate(_steps())]
     times = [A + B * step.sum() + C * (step.astype(float) ** 2).sum() for step in steps]
     assert _seconds(MeasuredCost.fit(steps, times)) == pytest.approx((B, C), rel=1e-6)
+    assert MeasuredCost.fit([*steps, []], [*times, A]).steps == 201  # a rank may have had nothing to train
 
 
 @pytest.mark.parametrize(("b", "c"), [(B, 0.0), (0.0, C)])
@@ -67,6 +80,12 @@ def test_coefficients_are_never_negative() -> None:
     cost = MeasuredCost.fit(steps, _times(steps, b=1e-6, c=-1e-11))
     assert cost.quadratic == 0
     assert cost.linear > 0
+    cost = MeasuredCost.fit(steps, _times(steps, b=-1e-8, c=C))
+    assert cost.linear == 0
+    assert _seconds(cost)[1] == pytest.approx(C, rel=0.1)
+    cost = MeasuredCost.fit(steps, _times(steps, a=-1e-5))
+    assert cost.seconds_per_step == 0
+    assert _seconds(cost) == pytest.approx((B, C), rel=0.02)
 
 
 def test_costs_are_whole_numbers_in_proportion_and_leave_room_for_adding_up() -> None:
@@ -81,7 +100,37 @@ def test_costs_are_whole_numbers_in_proportion_and_leave_room_for_adding_up() ->
     assert cost.max_cost == costs[-1]
 
 
+@settings(max_examples=100)
+@given(
+    b=st.floats(1e-9, 1e-4),
+    c=st.floats(1e-14, 1e-8),
+    tokens=st.lists(st.integers(1, 131_072), min_size=1, max_size=20),
+)
+def test_costs_are_in_proportion_whatever_the_model(b: float, c: float, tokens: list[int]) -> None:
+    # Steps of one sample each: sums have no error of their own.
+    steps = np.arange(1, 41)[:, np.newaxis] * 3000
+    cost = MeasuredCost.fit(steps, _times(steps, b=b, c=c))
+    counts = np.array(tokens)
+    found_b, found_c = _seconds(cost)
+    seconds = found_b * counts + found_c * counts.astype(np.float64) ** 2
+    assert np.ldexp(cost.of_tokens(counts).astype(np.float64), -cost.fraction_bits) == pytest.approx(seconds, rel=1e-9)
+    assert seconds == pytest.approx(b * counts + c * counts.astype(np.float64) ** 2, rel=1e-6)
+    assert cost.of_tokens(np.array([131_072])).tolist() == [cost.max_cost]
+    assert cost.max_cost < 2**61
+
+
+def test_a_sample_whose_cost_would_wrap_around_is_refused() -> None:
+    steps = _steps()
+    cost = MeasuredCost.fit(steps, _times(steps))
+    with pytest.raises(ConfigError, match=r"a sample of 1,048,576 tokens does not fit in int64; max_tokens is 131,072"):
+        cost({"item_id": np.array([1, 2**20])}, np.zeros(2, dtype=np.int64))
+    longer = MeasuredCost.fit(steps, _times(steps), max_tokens=2**20)
+    assert longer({"item_id": np.array([2**20])}, np.zeros(1, dtype=np.int64)).tolist() == [longer.max_cost]
+
+
 GOOD = _steps()
+FILLED = np.concatenate([GOOD[:, :8] % 1000, 1000 - GOOD[:, :8] % 1000], axis=1)  # 8,000 tokens each
+ALIKE = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0)  # 1..16 samples of 64 tokens
 
 
 @pytest.mark.parametrize(
@@ -89,11 +138,43 @@ GOOD = _steps()
     [
         (GOOD[:19], _times(GOOD[:19]), "19 steps are too few to fit a cost to; time at least 20"),
         (GOOD, _times(GOOD)[:-1], r"one time for each step, got 200 steps and \(199,\) times"),
-        (GOOD, np.where(np.arange(200) == 3, -1.0, _times(GOOD)), "times must be positive and finite, got -1.0"),
-        (GOOD, np.where(np.arange(200) == 3, np.nan, _times(GOOD)), "times must be positive and finite, got nan"),
-        (np.full((200, 4), 100), np.linspace(1, 2, 200), r"too much alike: their tokens vary by 0.0%; time steps that"),
+        (
+            GOOD,
+            np.where(np.arange(200) == 3, -1.0, _times(GOOD)),
+            "1 of 200 are not, the first -1.0 seconds, of step 3; time",
+        ),
+        (
+            GOOD,
+            np.where(np.arange(200) == 3, np.nan, _times(GOOD)),
+            "1 of 200 are not, the first nan seconds, of step 3; time",
+        ),
+        (
+            GOOD,
+            np.where(np.arange(200) > 7, np.inf, _times(GOOD)),
+            "192 of 200 are not, the first inf seconds, of step 8",
+        ),
+        (np.full((200, 4), 100), np.linspace(1, 2, 200), "too much alike: their tokens vary by 0.0%, at least 2% are"),
+        (FILLED, _times(FILLED), r"vary by 0.0%, .*not balanced \(strategy=\"identity\"\) nor filled up"),
+        (ALIKE, _times(ALIKE), "lengths are too much alike: tokens explain all but 0.00% of their squares, 0.1% must"),
+        (
+            GOOD * 1.0,
+            _times(GOOD),
+            r"whole numbers of its samples' tokens, \[samples\]; step 0 has float64 of shape \(16,",
+        ),
+        (GOOD.sum(axis=1), _times(GOOD), r"step 0 has int64 of shape \(\)"),
+        (GOOD - 10_000, _times(GOOD), r"step 0 has a sample of -9,\d+ tokens, they must be from 0 to 131,072; correct"),
+        (
+            GOOD + 131_072,
+            _times(GOOD),
+            r"step 0 has a sample of 13\d,\d+ tokens, they must be from 0 to 131,072; correct",
+        ),
         (GOOD, np.random.default_rng(0).uniform(1, 2, 200), "tokens, at least 80% are needed; time forward"),
-        (GOOD, 1 - _times(GOOD), "the 200 steps does not grow with tokens, at least 80% are needed"),
+        (GOOD, 1 - _times(GOOD), "time of the 200 steps does not grow with tokens; time forward"),
+        (
+            GOOD,
+            _times(GOOD) * np.where(np.arange(200) % 10 < 3, 10, 1),
+            "60 of 200 steps are far from what their tokens explain, at most 25% may be; time forward and",
+        ),
     ],
 )
 def test_a_poor_fit_is_refused_with_the_reason(lengths: np.ndarray, seconds: np.ndarray, message: str) -> None:
@@ -103,9 +184,9 @@ def test_a_poor_fit_is_refused_with_the_reason(lengths: np.ndarray, seconds: np.
 
 @settings(max_examples=100)
 @given(
-    linear=st.integers(0, 2**50),
+    linear=st.integers(1, 2**50),
     quadratic=st.integers(0, 2**40),
-    bits=st.integers(-10, 100),
+    bits=st.integers(0, 100),
     seconds=st.floats(0, 10),
     contextual=st.lists(st.text(max_size=5), max_size=3).map(tuple),
 )
@@ -131,7 +212,9 @@ def test_what_is_saved_is_loaded_and_ranks_see_that_it_is_the_same(
     cost.save(path)
     loaded = MeasuredCost.load(path)
     assert loaded == cost
+    assert repr(loaded) == repr(cost)
     assert describe_cost(loaded) == describe_cost(cost)
+    assert f"linear={linear}, quadratic={quadratic}, fraction_bits={bits}," in describe_cost(cost)
 
 
 def _saved(tmp_path: Path) -> Path:
@@ -143,12 +226,22 @@ def _saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"linear": -1}, "linear is -1; fit the cost again"),
-        ({"linear": 1.5}, r"linear is 1.5; fit"),
+        ({"linear": -1}, "cost.json: linear must be finite and not negative, got -1; fit the cost again"),
+        ({"linear": 1.5}, r"cost.json: linear is 1.5, of another type; fit the cost again"),
+        ({"linear": True}, "linear is True, of another type"),
+        ({"linear": 0, "quadratic": 0}, "linear and quadratic must not both be 0"),
+        ({"linear": 2**46}, r"linear 70368744177664 and .* of max_tokens, 131,072, must cost less than 2\^62; fit"),
+        ({"fraction_bits": -3}, "fraction_bits must be finite and not negative, got -3"),
+        ({"seconds_per_step": -0.5}, "seconds_per_step must be finite and not negative, got -0.5"),
+        ({"seconds_per_step": float("nan")}, "seconds_per_step must be finite and not negative, got nan"),
+        ({"r2": 1.5}, "r2 must be from 0 to 1, got 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"contextual": ["sex", 1]}, r"contextual is \['sex', 1\], of another type"),
         ({"quadratic": None}, "quadratic is None"),
         ({"contextual": "sex"}, "contextual is 'sex'"),
         ({"interleave_actions": 1}, "interleave_actions is 1"),
         ({"version": 2}, "has version 2, this evenrank reads 1"),
+        ({"version": None}, "has version None, this evenrank reads 1"),
         ({"format": "other"}, "is not a measured cost"),
     ],
 )
@@ -156,6 +249,16 @@ def test_a_file_that_was_meddled_with_is_refused_by_field(tmp_path: Path, change
     path = _saved(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=message):
+        MeasuredCost.load(path)
+
+
+@pytest.mark.parametrize("field", ["linear", "fraction_bits", "history_key", "r2"])
+def test_a_file_that_lacks_a_field_is_refused_by_it(tmp_path: Path, field: str) -> None:
+    path = _saved(tmp_path)
+    values = json.loads(path.read_text())
+    del values[field]
+    path.write_text(json.dumps(values))
+    with pytest.raises(DataError, match=f"cost.json lacks {field}; fit the cost again"):
         MeasuredCost.load(path)
 
 
@@ -174,5 +277,24 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one_whole(tmp_
         MeasuredCost.load(path).save(tmp_path / "none" / "cost.json")
     with pytest.raises(DataError, match="could not be written"):
         MeasuredCost.load(path).save(tmp_path)  # a folder
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cost.json"]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_write_that_fails_halfway_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    path = _saved(tmp_path)
+    before = path.read_bytes()
+    other = replace(MeasuredCost.load(path), linear=1)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[failing], fail)
+        with pytest.raises(DataError, match=r"cost.json could not be written: No space left on device"):
+            other.save(path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["cost.json"]

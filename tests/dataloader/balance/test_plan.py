@@ -3,8 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenrank.dataloader.balance.copying import copy_on_cpu
+from evenrank.dataloader.balance.exchange import around_own_rows
 from evenrank.dataloader.balance.message import Header, StepSizes, decode, encode
-from evenrank.dataloader.balance.packing import pack, unpack
+from evenrank.dataloader.balance.packing import pack, rows_of, tensors_of, unpack
 from evenrank.dataloader.balance.partition import Assignment
 from evenrank.dataloader.balance.plan import ALIGNMENT, Plan, make_plan, sample_bytes
 from evenrank.dataloader.batch import lengths_of, schema_of
@@ -46,8 +48,18 @@ def _sizes(batches: list[RichBatch]) -> StepSizes:
 
 
 def _pack(batch: RichBatch, plan: Plan) -> torch.Tensor:
-    rows, counts, offsets = plan.send_rows, plan.send_counts, plan.send_offsets
-    return pack(batch, plan.sections, rows=rows, counts=counts, offsets=offsets, size=int(plan.send_bytes.sum()))
+    buffer = torch.zeros(int(plan.send_bytes.sum()), dtype=torch.uint8)
+    moves = pack(
+        tensors_of(batch, plan.sections),
+        plan.sections,
+        rows_of(plan.sections, lengths_of(batch)),
+        chosen=plan.send_rows,
+        counts=plan.send_counts,
+        offsets=plan.send_offsets,
+        buffer=buffer,
+    )
+    copy_on_cpu(moves)
+    return buffer
 
 
 @settings(max_examples=200)
@@ -65,6 +77,7 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
         np.stack([plan.send_counts for plan in plans]), np.stack([plan.receive_counts for plan in plans]).T
     )
     assert all((plan.send_offsets % ALIGNMENT == 0).all() for plan in plans)
+    assert all(plan.send_bytes[rank] == 0 for rank, plan in enumerate(plans))  # what stays is never sent
 
     # An all-to-all in one process: cut the send buffers into chunks, and hand them over.
     chunks = [
@@ -74,7 +87,10 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
 
     for rank, plan in enumerate(plans):
         received = torch.from_numpy(np.concatenate([chunks[source][rank] for source in range(world_size)]))
-        after = unpack(batches[rank], plan, received, starts=plan.receive_offsets, sizes=plan.receive_sizes)
+        batch = batches[rank]
+        arrived, stayed = around_own_rows(plan, rows_of(plan.sections, lengths_of(batch)))
+        tensors = tensors_of(batch, plan.sections)
+        after = unpack(batch, plan, tensors, received, arrived=arrived, stayed=stayed, copy=copy_on_cpu)
         expected = [
             sample
             for source, batch in enumerate(batches)
