@@ -30,7 +30,7 @@ from evenrank.dataloader.balance.carrier import make_carrier
 from evenrank.dataloader.balance.channel import Channel
 from evenrank.dataloader.balance.compiling import compile_ahead
 from evenrank.dataloader.balance.cost import Cost
-from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight
+from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight, Prepared
 from evenrank.dataloader.balance.gather import make_gather
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.planner import Planned, Planner, Settings
@@ -44,7 +44,7 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 class Handle:
     """A step on its way through `start`, `launch` and `finish`."""
 
-    planned: "Future[Planned]"
+    planned: "Future[tuple[Planned, Prepared | None]]"
     flight: InFlight | None = None
     waited_seconds: float = 0.0  # for a plan that was not ready
     exchange_seconds: float = 0.0  # to pack, to wait for the collective, to unpack
@@ -163,7 +163,7 @@ class Balancer(Generic[Batch]):
             batch: this rank's, on the CPU; None once its data have run out.
 
         """
-        return Handle(planned=self._background.submit(self._planner.plan, batch, None))
+        return Handle(planned=self._background.submit(self._plan, batch, None))
 
     def launch(self, handle: Handle) -> Handle:
         """Wait for the plan and begin the exchange.
@@ -173,11 +173,11 @@ class Balancer(Generic[Batch]):
 
         """
         begun = time.perf_counter()
-        planned = handle.planned.result()
+        _, prepared = handle.planned.result()
         ready = time.perf_counter()
         handle.waited_seconds = ready - begun
-        if planned.plan is not None and planned.batch is not None and self._exchange is not None:
-            handle.flight = self._exchange.launch(planned.batch, planned.plan)
+        if prepared is not None and self._exchange is not None:
+            handle.flight = self._exchange.launch(prepared)
             handle.exchange_seconds = time.perf_counter() - ready
         return handle
 
@@ -188,7 +188,7 @@ class Balancer(Generic[Batch]):
         begun = time.perf_counter()
         batch = self._exchange.finish(handle.flight)
         handle.exchange_seconds += time.perf_counter() - begun
-        metrics = handle.planned.result().metrics
+        metrics = handle.planned.result()[0].metrics
         if self._on_step is not None and metrics is not None:
             self._on_step(
                 dataclasses.replace(
@@ -228,7 +228,13 @@ class Balancer(Generic[Batch]):
             batch = next(source, None)
         except Exception as raised:  # the loader's own: all ranks are told of it in this step's gather
             error = raised
-        return Handle(planned=self._background.submit(self._planner.plan, batch, error))
+        return Handle(planned=self._background.submit(self._plan, batch, error))
+
+    def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> tuple[Planned, Prepared | None]:
+        planned = self._planner.plan(batch, error)
+        if planned.plan is None or planned.batch is None or self._exchange is None:
+            return planned, None
+        return planned, self._exchange.prepare(planned.batch, planned.plan)
 
 
 def _drain(handles: Iterable[Handle]) -> None:

@@ -1,18 +1,17 @@
 """Where an exchange takes place: on the CPU, or on a GPU beside the training, on a stream of its own."""
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.balance.copying import Moves, copy_on_cpu
-from evenrank.dataloader.balance.kernels import copy_on_gpu
-from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.balance import kernels
+from evenrank.dataloader.balance.copying import Copies, copy_on_cpu
 from evenrank.datasets.errors import ConfigError
 
 
@@ -26,16 +25,24 @@ class Carrier(Protocol):
         """Let what follows run beside the training; `what` is its name in a profile."""
         ...
 
-    def bring(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Bring tensors of the CPU to the device."""
+    def instructions(self, copies: Copies) -> NDArray[np.int64]:
+        """Write copies down as the device reads them; they travel with the batch."""
         ...
 
-    def copy(self, moves: Sequence[Moves]) -> None:
-        """Carry out moves between tensors there."""
+    def host_memory(self, size: int) -> Tensor:
+        """Make memory of the host, uint8 [size], that `bring` can read quickly."""
         ...
 
-    def hand_over(self, batch: JaggedBatch) -> JaggedBatch:
-        """Make a batch that was built beside the training safe to use from here on."""
+    def bring(self, memory: Tensor) -> Tensor:
+        """Bring memory of the host to the device."""
+        ...
+
+    def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+        """Carry copies out between memories of the device, to which their instructions were brought."""
+        ...
+
+    def hand_over(self, memories: Sequence[Tensor]) -> None:
+        """Make memories that were written beside the training safe to use from here on."""
         ...
 
 
@@ -50,17 +57,24 @@ class CpuCarrier:
         """Run where the caller does."""
         return contextlib.nullcontext()
 
-    def bring(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Return them as they are."""
-        return dict(tensors)
+    def instructions(self, copies: Copies) -> NDArray[np.int64]:
+        """Write nothing: copies are read as they are."""
+        return np.empty(0, dtype=np.int64)
 
-    def copy(self, moves: Sequence[Moves]) -> None:
-        """Copy ranges one after the other."""
-        copy_on_cpu(moves)
+    def host_memory(self, size: int) -> Tensor:
+        """Make ordinary memory."""
+        return torch.empty(size, dtype=torch.uint8)
 
-    def hand_over(self, batch: JaggedBatch) -> JaggedBatch:
+    def bring(self, memory: Tensor) -> Tensor:
         """Return it as it is."""
-        return batch
+        return memory
+
+    def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+        """Copy one range after the other."""
+        copy_on_cpu(copies, sources, target)
+
+    def hand_over(self, memories: Sequence[Tensor]) -> None:
+        """Do nothing."""
 
 
 class CudaCarrier:
@@ -82,31 +96,36 @@ class CudaCarrier:
         self._stream = torch.cuda.Stream(self.device)
 
     @contextlib.contextmanager
-    def beside(self, what: str) -> Any:
+    def beside(self, what: str) -> Iterator[None]:
         """Enqueue on the side stream."""
         with torch.cuda.stream(self._stream), torch.cuda.nvtx.range(f"evenrank {what}"):
             yield
 
-    def bring(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copy without waiting, from page-locked memory (of which PyTorch keeps what is still being read)."""
-        return {
-            name: (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self.device, non_blocking=True)
-            for name, tensor in tensors.items()
-        }
+    def instructions(self, copies: Copies) -> NDArray[np.int64]:
+        """Write tiles, for the kernel."""
+        return kernels.tiles_of(copies).reshape(-1) if kernels.HAS_TRITON else np.empty(0, dtype=np.int64)
 
-    def copy(self, moves: Sequence[Moves]) -> None:
+    def host_memory(self, size: int) -> Tensor:
+        """Make page-locked memory; PyTorch keeps it as long as a copy reads it."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def bring(self, memory: Tensor) -> Tensor:
+        """Copy without waiting."""
+        return memory.to(self.device, non_blocking=True)
+
+    def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
         """Copy all ranges in one launch."""
-        copy_on_gpu(moves)
+        if kernels.HAS_TRITON:
+            kernels.copy_by_kernel(instructions.view(-1, 4), sources, target)
+        else:
+            kernels.copy_by_operators(copies, sources, target)
 
-    def hand_over(self, batch: JaggedBatch) -> JaggedBatch:
-        """Bring lengths, and let the current stream wait for the side stream; memory is kept until both are done."""
-        with torch.cuda.stream(self._stream):
-            batch = _with_lengths_on(batch, self)
-            done = self._stream.record_event()
+    def hand_over(self, memories: Sequence[Tensor]) -> None:
+        """Let the current stream wait for the side stream, and keep the memories until both are done with them."""
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(done)
-        batch.record_stream(current)
-        return batch
+        current.wait_event(self._stream.record_event())
+        for memory in memories:
+            memory.record_stream(current)
 
 
 def make_carrier(device: torch.device | str | None) -> Carrier:
@@ -127,24 +146,3 @@ def make_carrier(device: torch.device | str | None) -> Carrier:
     if target.type == "cuda":
         return CudaCarrier(target)
     raise ConfigError(f"batches are exchanged on cpu or cuda, device is {device}")
-
-
-def _with_lengths_on(batch: JaggedBatch, carrier: CudaCarrier) -> JaggedBatch:
-    """Give the KeyedJaggedTensors of a batch, whose values are on the device, their lengths and offsets there."""
-    changed: dict[str, Any] = {}
-    for name, value in batch.tensors():
-        if isinstance(value, KeyedJaggedTensor):
-            lengths = value.lengths()
-            offsets = torch.zeros(len(lengths) + 1, dtype=lengths.dtype)
-            torch.cumsum(lengths, 0, out=offsets[1:])
-            there = carrier.bring({"lengths": lengths, "offsets": offsets})
-            changed[name] = KeyedJaggedTensor(
-                keys=value.keys(),
-                values=value.values(),
-                weights=value.weights_or_none(),
-                stride=value.stride(),
-                length_per_key=value.length_per_key(),
-                offset_per_key=value.offset_per_key(),
-                **there,
-            )
-    return dataclasses.replace(batch, **changed)

@@ -1,7 +1,8 @@
-"""Ranges of bytes, copied from tensors to tensors: on the CPU by one compiled loop."""
+"""Ranges of bytes, copied from memories to a memory: on the CPU by one compiled loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,20 +13,37 @@ from evenrank.datasets.compiled import compiled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moves:
-    """Ranges of one tensor that go to ranges of another; sizes are int64 [n], in bytes, as starts are."""
+class Copies:
+    """Ranges of some memories that go to ranges of another one; all int64 [n], in bytes."""
 
-    source: Tensor  # uint8 [bytes]
-    target: Tensor  # uint8 [bytes], another memory
-    source_starts: NDArray[np.int64]
-    target_starts: NDArray[np.int64]
+    which: NDArray[np.int64]  # the memory that each is of, by its number
+    starts: NDArray[np.int64]  # there
+    targets: NDArray[np.int64]
     sizes: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, which: int, starts: NDArray[np.int64], targets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Self:
+        """Make copies from one memory, given arrays of one shape; empty ranges are left out."""
+        flat = sizes.reshape(-1)
+        kept = np.flatnonzero(flat)
+        return cls(
+            which=np.full(len(kept), which),
+            starts=starts.reshape(-1)[kept],
+            targets=targets.reshape(-1)[kept],
+            sizes=flat[kept],
+        )
 
-def copy_on_cpu(moves: Sequence[Moves]) -> None:
-    """Carry out moves between tensors on the CPU."""
-    for one in moves:
-        copy_ranges(one.source.numpy(), one.target.numpy(), one.source_starts, one.target_starts, one.sizes)
+    @classmethod
+    def joined(cls, some: Sequence["Copies"]) -> Self:
+        """Put copies one behind the other."""
+        return cls(**{name: np.concatenate([getattr(one, name) for one in some]) for name in cls.__slots__})
+
+
+def copy_on_cpu(copies: Copies, sources: Sequence[Tensor], target: Tensor) -> None:
+    """Carry copies out between uint8 tensors on the CPU."""
+    for number, source in enumerate(sources):
+        chosen = copies.which == number
+        copy_ranges(source.numpy(), target.numpy(), copies.starts[chosen], copies.targets[chosen], copies.sizes[chosen])
 
 
 @compiled

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from evenrank.dataloader.balance.copying import Moves
+from evenrank.dataloader.balance.copying import Copies
 
 try:
     import triton
@@ -14,56 +15,53 @@ try:
 except ImportError:  # builds of PyTorch for the CPU come without
     triton = None
 
+HAS_TRITON = triton is not None
 _TILE = 8192  # bytes that one program copies
 _WARPS = 4
 
 
-def copy_on_gpu(moves: Sequence[Moves]) -> None:
-    """Carry out moves between tensors on one GPU, on the current stream."""
-    if triton is None:
-        copy_by_operators(moves)
-    else:
-        copy_by_kernel(moves)
-
-
-def copy_by_kernel(moves: Sequence[Moves]) -> None:
-    """Carry out moves in one launch: ranges are cut into tiles, and their addresses go to the GPU in one copy."""
-    tiles = np.concatenate([_tiles(one) for one in moves])
-    if len(tiles) == 0:
-        return
-    device = moves[0].target.device
-    there = torch.from_numpy(tiles).pin_memory().to(device, non_blocking=True)
-    _copy_tiles[(len(tiles),)](there, WORDS=_TILE // 8, num_warps=_WARPS)
-
-
-def _tiles(one: Moves) -> NDArray[np.int64]:
-    """Cut ranges into tiles: int64 [n, 3] of source address, target address, and bytes."""
-    counts = -(-one.sizes // _TILE)
+def tiles_of(copies: Copies) -> NDArray[np.int64]:
+    """Cut ranges into tiles: int64 [n, 4] of which memory, start there, start in the target, and bytes."""
+    counts = -(-copies.sizes // _TILE)
     which = np.repeat(np.arange(len(counts)), counts)
     begins = _TILE * (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts))
-    return np.stack(
-        [
-            one.source.data_ptr() + one.source_starts[which] + begins,
-            one.target.data_ptr() + one.target_starts[which] + begins,
-            np.minimum(one.sizes[which] - begins, _TILE),
-        ],
-        axis=1,
-    )
+    tiles = np.empty((len(which), 4), dtype=np.int64)
+    tiles[:, 0] = copies.which[which]
+    tiles[:, 1] = copies.starts[which] + begins
+    tiles[:, 2] = copies.targets[which] + begins
+    tiles[:, 3] = np.minimum(copies.sizes[which] - begins, _TILE)
+    return tiles
 
 
-def copy_by_operators(moves: Sequence[Moves]) -> None:
-    """Carry out moves with one gather for each; on any device."""
-    for one in moves:
-        total = int(one.sizes.sum())
-        if total == 0:
-            continue
-        device = one.target.device
-        before = np.cumsum(one.sizes) - one.sizes
-        shifts = torch.from_numpy(np.stack([one.source_starts - before, one.target_starts - before])).to(device)
-        sizes = torch.from_numpy(one.sizes).to(device)
+def copy_by_kernel(tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+    """Copy tiles in one launch.
+
+    Args:
+        tiles: int64 [n, 4] on the GPU, as `tiles_of` gives them.
+        sources: one or two memories: uint8, on the GPU.
+        target: uint8, on the GPU.
+
+    """
+    if len(tiles):
+        first, second = sources[0].data_ptr(), sources[-1].data_ptr()
+        _copy_tiles[(len(tiles),)](tiles, first, second, target.data_ptr(), WORDS=_TILE // 8, num_warps=_WARPS)
+
+
+def copy_by_operators(copies: Copies, sources: Sequence[Tensor], target: Tensor) -> None:
+    """Carry copies out with a gather for each source; on any device."""
+    device = target.device
+    for number, source in enumerate(sources):
+        chosen = copies.which == number
+        sizes = copies.sizes[chosen]
+        total = int(sizes.sum())
+        before = np.cumsum(sizes) - sizes
+        shifts = np.stack([copies.starts[chosen] - before, copies.targets[chosen] - before])
         # The size of the result is known here, so that it is not read back from the device.
-        places = torch.repeat_interleave(shifts, sizes, dim=1, output_size=total) + torch.arange(total, device=device)
-        one.target.index_copy_(0, places[1], one.source.index_select(0, places[0]))
+        repeated = torch.repeat_interleave(
+            torch.from_numpy(shifts).to(device), torch.from_numpy(sizes).to(device), dim=1, output_size=total
+        )
+        places = repeated + torch.arange(total, device=device)
+        target.index_copy_(0, places[1], source.index_select(0, places[0]))
 
 
 if triton is not None:
@@ -77,11 +75,13 @@ if triton is not None:
             inside = offsets < count
             tl.store(target + offsets, tl.load(source + offsets, mask=inside), mask=inside)
 
-    @triton.jit
-    def _copy_tiles(tiles, WORDS: tl.constexpr):  # noqa: N803
+    @triton.jit(do_not_specialize=["first", "second", "target"])
+    def _copy_tiles(tiles, first, second, target, WORDS: tl.constexpr):  # noqa: N803
         """Copy one tile, in the widest words that its addresses and its size are multiples of."""
-        tile = tiles + 3 * tl.program_id(0)
-        source, target, size = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        tile = tiles + 4 * tl.program_id(0)
+        source = tl.load(tile + 1) + tl.where(tl.load(tile) == 0, first, second)
+        target = tl.load(tile + 2) + target
+        size = tl.load(tile + 3)
         together = source | target | size
         if together % 16 == 0:
             # What is known of the numbers is told, so that two words are read and written at once.

@@ -77,21 +77,20 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[Planned]:
 
 
 class Staged:
-    """A carrier for batches that are on the device already."""
+    """A carrier whose memories are on the device already."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self.kept: dict[int, dict[Any, torch.Tensor]] = {}
+        self.kept: dict[int, torch.Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._carrier, name)
 
-    def bring(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    def bring(self, memory: torch.Tensor) -> torch.Tensor:
         """Bring what is not there yet."""
-        key = next(iter(tensors.values())).data_ptr()
-        if key not in self.kept:
-            self.kept[key] = self._carrier.bring(tensors)
-        return self.kept[key]
+        if memory.data_ptr() not in self.kept:
+            self.kept[memory.data_ptr()] = self._carrier.bring(memory)
+        return self.kept[memory.data_ptr()]
 
 
 def timed(run: Callable[[int], Any], steps: int, device: torch.device, group: dist.ProcessGroup) -> float:
@@ -178,7 +177,8 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     carrier = make_carrier(device)
     channel = Channel(TIMEOUT, backend=carrier.backend)
     control = dist.group.WORLD
-    assert control is not None and channel.group is not None
+    assert control is not None
+    assert channel.group is not None
     planned = plan_steps(batch_size, steps, strategy)
     pairs = [(one.batch.pin_memory() if device.type == "cuda" else one.batch, one.plan) for one in planned]
     row: dict[str, Any] = {"ranks": dist.get_world_size(), "batch_size": batch_size, "strategy": strategy}
@@ -186,21 +186,23 @@ def measure(batch_size: int, steps: int, strategy: str, device: torch.device) ->
     sent = [int(plan.send_bytes.sum()) for _, plan in pairs]
     row["sent_kb"] = round(statistics.median(sent) / 1e3, 1)
 
-    brought: dict[int, Any] = {}
-
-    def copy(step: int) -> None:
-        brought[step] = pairs[step][0].to(device, non_blocking=True)
-
-    row["copy"] = timed(copy, steps, device, control)
+    brought = [batch.to(device) for batch, _ in pairs]
     results: dict[str, Any] = {}
     for name, kind in EXCHANGES.items():
         staged = Staged(carrier)
         exchange = kind(channel, staged)  # type: ignore[arg-type]
-        for batch, plan in pairs:  # brings all batches there
-            exchange.finish(exchange.launch(batch, plan))
+        prepared = [exchange.prepare(batch, plan) for batch, plan in pairs]
+        for one in prepared:  # brings all there
+            exchange.finish(exchange.launch(one))
+        if name == "all-to-all":
+            row["copy"] = timed(lambda step, all=prepared: carrier.bring(all[step].memory), steps, device, control)
         label = "ours" if name == "all-to-all" else "ours-all-gather"
-        row[label] = timed(lambda step: exchange.finish(exchange.launch(*pairs[step])), steps, device, control)
-        results[label] = exchange.finish(exchange.launch(*pairs[0])).features
+
+        def run(step: int, exchange: Any = exchange, all: Any = prepared) -> None:
+            exchange.finish(exchange.launch(all[step]))
+
+        row[label] = timed(run, steps, device, control)
+        results[label] = exchange.finish(exchange.launch(prepared[0])).features
 
     numbers = [np.flatnonzero(plan.rank_of.reshape(-1) == plan.rank) for _, plan in pairs]
     mine = [torch.from_numpy(rows).to(device) for rows in numbers]

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader.balance import kernels
-from evenrank.dataloader.balance.copying import Moves, as_bytes, copy_on_cpu
-from evenrank.dataloader.balance.kernels import copy_by_kernel, copy_by_operators
+from evenrank.dataloader.balance.copying import Copies, as_bytes, copy_on_cpu
+from evenrank.dataloader.balance.kernels import copy_by_kernel, copy_by_operators, tiles_of
 
 
 @st.composite
@@ -17,44 +17,50 @@ def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return unit, draw(st.lists(st.tuples(st.integers(0, 3), length), max_size=8))
 
 
-def _moves(unit: int, ranges: list[tuple[int, int]], device: str) -> list[Moves]:
-    """Two moves over the same ranges: in their order, and in the reverse one."""
+def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[Copies, torch.Tensor, torch.Tensor]:
+    """Copies of every other range from either of two memories, to a third one in reverse order."""
     sizes = np.array([size for _, size in ranges], dtype=np.int64) * unit
     gaps = np.array([gap for gap, _ in ranges], dtype=np.int64) * unit
-    starts = np.cumsum(sizes + gaps) - sizes
     end = int((sizes + gaps).sum())
-    source = torch.from_numpy(np.random.default_rng(end).integers(0, 256, end, dtype=np.uint8)).to(device)
-    return [
-        Moves(
-            source=source,
-            target=torch.zeros(end, dtype=torch.uint8, device=device),
-            source_starts=starts,
-            target_starts=np.cumsum(sizes[order])[np.argsort(order)] - sizes,
-            sizes=sizes,
-        )
-        for order in (np.arange(len(sizes)), np.arange(len(sizes))[::-1])
-    ]
+    starts = np.cumsum(sizes + gaps) - sizes
+    targets = int(sizes.sum()) - np.cumsum(sizes)
+    parts = [Copies.of(number, starts[number::2], targets[number::2], sizes[number::2]) for number in range(2)]
+    rng = np.random.default_rng(end)
+    first, second = (torch.from_numpy(rng.integers(0, 256, end, dtype=np.uint8)) for _ in range(2))
+    return Copies.joined(parts), first, second
+
+
+def _by_hand(copies: Copies, sources: list[torch.Tensor], size: int) -> torch.Tensor:
+    target = torch.zeros(size, dtype=torch.uint8)
+    for which, start, to, count in zip(copies.which, copies.starts, copies.targets, copies.sizes, strict=True):
+        target[to : to + count] = sources[which][start : start + count]
+    return target
 
 
 @settings(max_examples=60)
 @given(layouts())
-def test_operators_copy_what_the_loop_copies(layout: tuple[int, list[tuple[int, int]]]) -> None:
-    expected, found = _moves(*layout, "cpu"), _moves(*layout, "cpu")
-    copy_on_cpu(expected)
-    copy_by_operators(found)
-    assert all(torch.equal(one.target, other.target) for one, other in zip(expected, found, strict=True))
+def test_the_loop_and_the_operators_copy_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
+    copies, *sources = _copies(*layout)
+    expected = _by_hand(copies, sources, len(sources[0]))
+    for copy in (copy_on_cpu, copy_by_operators):
+        target = torch.zeros_like(sources[0])
+        copy(copies, sources, target)
+        assert torch.equal(target, expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("copy", [copy_by_kernel, copy_by_operators], ids=["kernel", "operators"])
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(layouts())
-def test_on_a_gpu_the_same_bytes_are_copied(copy: object, layout: tuple[int, list[tuple[int, int]]]) -> None:
-    expected, found = _moves(*layout, "cpu"), _moves(*layout, "cuda")
-    copy_on_cpu(expected)
-    assert kernels.triton is not None
-    copy(found)  # type: ignore[operator]
-    assert all(torch.equal(one.target, other.target.cpu()) for one, other in zip(expected, found, strict=True))
+def test_on_a_gpu_the_kernel_and_the_operators_copy_the_same(layout: tuple[int, list[tuple[int, int]]]) -> None:
+    assert kernels.HAS_TRITON
+    copies, *sources = _copies(*layout)
+    expected = _by_hand(copies, sources, len(sources[0]))
+    there = [source.cuda() for source in sources]
+    by_kernel, by_operators = torch.zeros_like(there[0]), torch.zeros_like(there[0])
+    copy_by_kernel(torch.from_numpy(tiles_of(copies)).cuda(), there, by_kernel)
+    copy_by_operators(copies, there, by_operators)
+    assert torch.equal(by_kernel.cpu(), expected)
+    assert torch.equal(by_operators.cpu(), expected)
 
 
 @pytest.mark.gpu
@@ -64,18 +70,21 @@ def test_rows_of_every_dtype_and_of_a_hundred_thousand_elements_arrive(dtype: to
     values = torch.randint(0, 2, (int(lengths.sum()),)).to(dtype)
     size = values.element_size()
     there, copied = values.cuda(), torch.zeros_like(values, device="cuda")
-    starts = (np.cumsum(lengths) - lengths) * size
     reverse = (int(lengths.sum()) - np.cumsum(lengths)) * size
-    move = Moves(
-        source=as_bytes(there),
-        target=as_bytes(copied),
-        source_starts=starts,
-        target_starts=reverse,
-        sizes=lengths * size,
-    )
-    copy_by_kernel([move])
-    expected = torch.cat([part for part in reversed(values.split(lengths.tolist()))])
+    copies = Copies.of(0, (np.cumsum(lengths) - lengths) * size, reverse, lengths * size)
+    copy_by_kernel(torch.from_numpy(tiles_of(copies)).cuda(), [as_bytes(there)], as_bytes(copied))
+    expected = torch.cat(list(reversed(values.split(lengths.tolist()))))
     assert torch.equal(copied.cpu(), expected)
+
+
+def test_tiles_cover_each_range_once() -> None:
+    copies = Copies.of(1, np.array([0, 5, 100]), np.array([3, 0, 40_000]), np.array([3, 0, 8192 * 2 + 1]))
+    assert tiles_of(copies).tolist() == [
+        [1, 0, 3, 3],
+        [1, 100, 40_000, 8192],
+        [1, 8292, 48_192, 8192],
+        [1, 16_484, 56_384, 1],
+    ]
 
 
 def test_views_of_bytes_share_memory() -> None:

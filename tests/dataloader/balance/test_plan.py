@@ -1,14 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.copying import copy_on_cpu
-from evenrank.dataloader.balance.exchange import around_own_rows
+from evenrank.dataloader.balance.carrier import CpuCarrier
+from evenrank.dataloader.balance.exchange import AllToAll
 from evenrank.dataloader.balance.message import Header, StepSizes, decode, encode
-from evenrank.dataloader.balance.packing import pack, rows_of, tensors_of, unpack
 from evenrank.dataloader.balance.partition import Assignment
-from evenrank.dataloader.balance.plan import ALIGNMENT, Plan, make_plan, sample_bytes
+from evenrank.dataloader.balance.plan import ALIGNMENT, make_plan, sample_bytes
 from evenrank.dataloader.batch import lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
@@ -47,21 +48,6 @@ def _sizes(batches: list[RichBatch]) -> StepSizes:
     return decode(np.stack(messages), schema)
 
 
-def _pack(batch: RichBatch, plan: Plan) -> torch.Tensor:
-    buffer = torch.zeros(int(plan.send_bytes.sum()), dtype=torch.uint8)
-    moves = pack(
-        tensors_of(batch, plan.sections),
-        plan.sections,
-        rows_of(plan.sections, lengths_of(batch)),
-        chosen=plan.send_rows,
-        counts=plan.send_counts,
-        offsets=plan.send_offsets,
-        buffer=buffer,
-    )
-    copy_on_cpu(moves)
-    return buffer
-
-
 @settings(max_examples=200)
 @given(worlds())
 def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[list[RichBatch], Assignment]) -> None:
@@ -80,17 +66,15 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
     assert all(plan.send_bytes[rank] == 0 for rank, plan in enumerate(plans))  # what stays is never sent
 
     # An all-to-all in one process: cut the send buffers into chunks, and hand them over.
-    chunks = [
-        np.split(_pack(batch, plan).numpy(), np.cumsum(plan.send_bytes)[:-1])
-        for batch, plan in zip(batches, plans, strict=True)
-    ]
-
-    for rank, plan in enumerate(plans):
-        received = torch.from_numpy(np.concatenate([chunks[source][rank] for source in range(world_size)]))
-        batch = batches[rank]
-        arrived, stayed = around_own_rows(plan, rows_of(plan.sections, lengths_of(batch)))
-        tensors = tensors_of(batch, plan.sections)
-        after = unpack(batch, plan, tensors, received, arrived=arrived, stayed=stayed, copy=copy_on_cpu)
+    exchange = AllToAll(None, CpuCarrier())
+    prepared = [exchange.prepare(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
+    flights = [exchange.launch(one) for one in prepared]
+    chunks = [torch.split(flight.sent, plan.send_bytes.tolist()) for flight, plan in zip(flights, plans, strict=True)]
+    for rank in range(world_size):
+        received = torch.cat([chunks[source][rank] for source in range(world_size)])
+        # Without a process group, what was sent is what arrives.
+        after = exchange.finish(replace(flights[rank], sent=received))
+        assert isinstance(after, RichBatch)
         expected = [
             sample
             for source, batch in enumerate(batches)
