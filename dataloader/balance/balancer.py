@@ -126,6 +126,7 @@ class Balancer(Generic[Batch]):
             self.close()
             raise
         self._exchange = EXCHANGES[exchange](self._channel, carrier)
+        self._exchange.connect()
 
     def __len__(self) -> int:
         """Steps of an epoch, if the batches know."""

@@ -93,7 +93,8 @@ class CudaCarrier:
             raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device here")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.backend = "nccl"
-        self._stream = torch.cuda.Stream(self.device)
+        # Small kernels of the exchange are not to wait behind large ones of the training.
+        self._stream = torch.cuda.Stream(self.device, priority=-1)
 
     @contextlib.contextmanager
     def beside(self, what: str) -> Iterator[None]:

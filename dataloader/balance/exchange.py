@@ -28,7 +28,7 @@ from evenrank.dataloader.balance.channel import Channel
 from evenrank.dataloader.balance.copying import Copies
 from evenrank.dataloader.balance.packing import NewBatch, Rows, build_batch, lay_out_batch, rows_of, write_batch
 from evenrank.dataloader.balance.plan import Plan
-from evenrank.dataloader.balance.routes import Route, all_gather_route, all_to_all_route
+from evenrank.dataloader.balance.routes import Route, all_gather_route, all_to_all_route, trial_route
 from evenrank.dataloader.batch import JaggedBatch, schema_of
 
 
@@ -77,6 +77,22 @@ class Exchange:
     def __init__(self, channel: Channel | None, carrier: Carrier) -> None:
         self._channel = channel
         self._carrier = carrier
+
+    def connect(self) -> None:
+        """Compile and connect, so that the first step does not wait for that. All ranks call it alike."""
+        world_size = 1 if self._channel is None else dist.get_world_size(self._channel.group)
+        route = trial_route(world_size)
+        with self._carrier.beside("connect"):
+            code = torch.from_numpy(self._carrier.instructions(route.packing))
+            memory, sent, received = (self._empty(route.sent_bytes) for _ in range(3))
+            self._carrier.copy(route.packing, code.to(self._carrier.device), (memory,), sent)
+            if self._channel is not None:
+                received = self._empty(route.received_bytes)
+                with self._channel.watched():
+                    self._start(route, sent, received, self._channel).wait()
+        self._carrier.hand_over((memory, sent, received))
+        if self._carrier.device.type == "cuda":
+            torch.cuda.synchronize(self._carrier.device)
 
     def prepare(self, batch: JaggedBatch, plan: Plan) -> Prepared:
         """Do all that needs neither the device nor other ranks."""
@@ -159,7 +175,7 @@ class AllToAll(Exchange):
 
     def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer:
         transfer: Transfer = dist.all_to_all_single(
-            received,
+            received[: int(route.received_splits.sum())],
             sent,
             output_split_sizes=_as_list(route.received_splits),
             input_split_sizes=_as_list(route.sent_splits),

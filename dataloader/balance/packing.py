@@ -81,69 +81,99 @@ def _storage(value: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Te
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """A tensor that is a part of a memory."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, memory: Tensor) -> Tensor:
+        """Return the tensor."""
+        return memory[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JaggedViews:
+    """A KeyedJaggedTensor that is parts of memories, and what is known of it on the host."""
+
+    keys: list[str]
+    values: View  # of the tensors' memory, as are the weights
+    weights: View | None
+    lengths: View  # of the facts, as are the offsets
+    offsets: View
+    stride: int
+    length_per_key: list[int]
+    offset_per_key: list[int]
+
+    def of(self, memory: Tensor, facts: Tensor) -> KeyedJaggedTensor:
+        """Return it, with its host-side caches, so that nothing downstream synchronises to learn them."""
+        return KeyedJaggedTensor(
+            keys=self.keys,
+            values=self.values.of(memory),
+            weights=None if self.weights is None else self.weights.of(memory),
+            lengths=self.lengths.of(facts),
+            offsets=self.offsets.of(facts),
+            stride=self.stride,
+            length_per_key=self.length_per_key,
+            offset_per_key=self.offset_per_key,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NewBatch:
     """What a new batch looks like: where its tensors lie in one memory, and its lengths and padding in another."""
 
-    schema: BatchSchema
-    plan: Plan
     rows: Rows  # in the memory of the tensors
     size: int  # of that memory, with the padding of dense fields
-    begins: NDArray[np.int64]  # [T]: of each tensor there
     facts: NDArray[np.uint8]  # lengths, offsets and padding rows, as bytes
-    facts_at: dict[str, tuple[int, int]]  # of each jagged field: where in the facts its lengths and offsets begin
     padding: Copies  # from the facts to the memory of the tensors
+    dense: dict[str, View]
+    jagged: dict[str, JaggedViews]
+    host: dict[str, Any]  # what is known on the host
 
 
 def lay_out_batch(schema: BatchSchema, plan: Plan) -> NewBatch:
     """Work out what the batch after an exchange looks like."""
     rows = rows_of(plan.sections, plan.lengths, plan.num_real)
     specs = {spec.name: spec for spec in schema.fields}
-    begins, facts, padding = [], [], []
-    facts_at: dict[str, tuple[int, int]] = {}
     starts = np.empty_like(rows.starts)
-    at = used = 0
-
-    def add(data: NDArray[Any]) -> int:
-        nonlocal used
-        begin = used
-        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        facts.append(np.concatenate([flat, np.zeros(_aligned(len(flat)) - len(flat), dtype=np.uint8)]))
-        used += len(facts[-1])
-        return begin
-
-    for number, indices in enumerate(by_tensor(plan.sections)):
+    views: dict[tuple[str, bool], View] = {}
+    facts = _Facts()
+    padding = [Copies.of(1, *[np.empty(0, dtype=np.int64)] * 3)]
+    at = 0
+    for begin, indices in zip(rows.begins, by_tensor(plan.sections), strict=False):
         section = plan.sections[indices[0]]
         spec = specs[section.field]
-        starts[indices] = rows.starts[indices] - rows.begins[number] + at
-        begins.append(at)
+        starts[indices] = rows.starts[indices] - begin + at
         size = int(rows.sizes[indices].sum())
         if section.key is None and plan.num_real < schema.batch_size:
             fill = torch.full((schema.batch_size - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
             rest = as_bytes(fill).numpy()
-            begin = add(rest)
-            padding.append(Copies.of(1, np.array([begin]), np.array([at + size]), np.array([len(rest)])))
+            padding.append(Copies.of(1, *np.array([[facts.add(rest)], [at + size], [len(rest)]])))
             size += len(rest)
+        views[section.field, section.is_weights] = _view_of(spec, section, at, size, schema.batch_size)
         at += _aligned(size)
+    jagged: dict[str, JaggedViews] = {}
     key = 0
     for spec in schema.fields:
         if spec.keys is not None and spec.dtype is not None:
-            lengths = plan.lengths[key : key + len(spec.keys)].reshape(-1)
+            jagged[spec.name] = _jagged_views(spec, plan.lengths[key : key + len(spec.keys)], views, facts)
             key += len(spec.keys)
-            dtype = torch.empty(0, dtype=spec.lengths_dtype).numpy().dtype
-            facts_at[spec.name] = (
-                add(lengths.astype(dtype)),
-                add(np.concatenate([[0], np.cumsum(lengths)]).astype(dtype)),
-            )
-    nothing = np.empty(0, dtype=np.int64)
     return NewBatch(
-        schema=schema,
-        plan=plan,
         rows=Rows(starts=starts, sizes=rows.sizes, begins=rows.begins),
         size=at,
-        begins=np.array(begins, dtype=np.int64),
-        facts=np.concatenate(facts) if facts else np.empty(0, dtype=np.uint8),
-        facts_at=facts_at,
-        padding=Copies.joined([Copies.of(1, nothing, nothing, nothing), *padding]),
+        facts=facts.joined(),
+        padding=Copies.joined(padding),
+        dense={name: view for (name, _), view in views.items() if name not in jagged},
+        jagged=jagged,
+        host={
+            "num_real": plan.num_real,
+            "loss_tokens": plan.loss_tokens,
+            "world_loss_tokens": plan.world_loss_tokens,
+            "max_lengths": schema.max_lengths(plan.lengths),
+        },
     )
 
 
@@ -157,64 +187,63 @@ def build_batch(batch: Batch, new: NewBatch, memory: Tensor, facts: Tensor) -> B
         facts: uint8 [len(new.facts)].
 
     """
-    plan, schema = new.plan, new.schema
-    specs = {spec.name: spec for spec in schema.fields}
-    tensors: dict[tuple[str, bool], Tensor] = {}
-    for begin, indices in zip(new.begins.tolist(), by_tensor(plan.sections), strict=True):
-        section = plan.sections[indices[0]]
-        spec = specs[section.field]
-        count = schema.batch_size if section.key is None else int(plan.lengths[_keys(plan.sections, indices)].sum())
-        dtype = spec.weights_dtype if section.is_weights else spec.dtype
-        shape = () if section.is_weights else spec.shape
-        tensors[section.field, section.is_weights] = _view(memory, begin, dtype, (count, *shape))
-    fields: dict[str, Any] = {name: tensor for (name, is_weights), tensor in tensors.items() if not is_weights}
-    key = 0
-    for spec in schema.fields:
-        if spec.keys is not None and spec.dtype is not None:
-            lengths = plan.lengths[key : key + len(spec.keys)]
-            key += len(spec.keys)
-            fields[spec.name] = _keyed_jagged_tensor(spec, lengths, tensors, new.facts_at[spec.name], facts)
-    return dataclasses.replace(
-        batch,
-        num_real=plan.num_real,
-        loss_tokens=plan.loss_tokens,
-        world_loss_tokens=plan.world_loss_tokens,
-        max_lengths=schema.max_lengths(plan.lengths),
-        **fields,
-    )
+    fields: dict[str, Any] = {name: view.of(memory) for name, view in new.dense.items()}
+    fields |= {name: views.of(memory, facts) for name, views in new.jagged.items()}
+    return dataclasses.replace(batch, **new.host, **fields)
 
 
-def _keyed_jagged_tensor(
-    spec: FieldSpec,
-    lengths: NDArray[np.int64],
-    tensors: dict[tuple[str, bool], Tensor],
-    at: tuple[int, int],
-    facts: Tensor,
-) -> KeyedJaggedTensor:
-    """Build one with its host-side caches, so that nothing downstream synchronises to learn them."""
+class _Facts:
+    """Arrays as bytes, one behind the other, each aligned."""
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
+        self._size = 0
+
+    def add(self, data: NDArray[Any]) -> int:
+        """Add an array and return where it begins."""
+        begin = self._size
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        self._size += _aligned(len(flat))
+        self._parts += [flat, np.zeros(self._size - begin - len(flat), dtype=np.uint8)]
+        return begin
+
+    def joined(self) -> NDArray[np.uint8]:
+        """Return all of them: uint8."""
+        return np.concatenate(self._parts)
+
+
+def _view_of(spec: FieldSpec, section: Section, begin: int, size: int, batch_size: int) -> View:
+    dtype = spec.weights_dtype if section.is_weights else spec.dtype
+    shape = () if section.is_weights else spec.shape
+    assert dtype is not None
+    row = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    count = batch_size if section.key is None else size // max(row, 1)
+    return View(begin=begin, end=begin + size, dtype=dtype, shape=(count, *shape))
+
+
+def _jagged_views(
+    spec: FieldSpec, lengths: NDArray[np.int64], views: dict[tuple[str, bool], View], facts: _Facts
+) -> JaggedViews:
     assert spec.keys is not None
+    assert spec.lengths_dtype is not None
+    dtype = torch.empty(0, dtype=spec.lengths_dtype).numpy().dtype
+    flat = lengths.reshape(-1)
+    parts = []
+    for values in (flat, np.concatenate([[0], np.cumsum(flat)])):
+        begin = facts.add(values.astype(dtype))
+        end = begin + len(values) * dtype.itemsize
+        parts.append(View(begin=begin, end=end, dtype=spec.lengths_dtype, shape=(len(values),)))
     per_key = lengths.sum(axis=1).tolist()
-    return KeyedJaggedTensor(
+    return JaggedViews(
         keys=list(spec.keys),
-        values=tensors[spec.name, False],
-        weights=tensors.get((spec.name, True)),
-        lengths=_view(facts, at[0], spec.lengths_dtype, (lengths.size,)),
-        offsets=_view(facts, at[1], spec.lengths_dtype, (lengths.size + 1,)),
+        values=views[spec.name, False],
+        weights=views.get((spec.name, True)),
+        lengths=parts[0],
+        offsets=parts[1],
         stride=lengths.shape[1],
         length_per_key=per_key,
         offset_per_key=[0, *itertools.accumulate(per_key)],
     )
-
-
-def _keys(sections: tuple[Section, ...], indices: list[int]) -> list[int]:
-    return [key for index in indices if (key := sections[index].key) is not None]
-
-
-def _view(memory: Tensor, begin: int, dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tensor:
-    """View a part of a memory as a tensor."""
-    assert dtype is not None
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return memory[begin : begin + size].view(dtype).view(shape)
 
 
 def _aligned(size: int) -> int:

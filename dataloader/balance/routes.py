@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.copying import Copies
 from evenrank.dataloader.balance.packing import Rows
-from evenrank.dataloader.balance.plan import Plan, lay_out, row_bytes
+from evenrank.dataloader.balance.plan import ALIGNMENT, Plan, lay_out, row_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +93,23 @@ def all_gather_route(plan: Plan, rows: Rows) -> Route:
         received_splits=np.full(world_size, longest),
         arrived=Ranges(starts=starts[:, mine], sizes=arriving, before=np.cumsum(arriving, axis=1) - arriving),
         stayed=Ranges(starts=nothing, sizes=nothing, before=nothing),
+    )
+
+
+def trial_route(world_size: int) -> Route:
+    """Send every rank 16 bytes, which mean nothing: enough to connect them."""
+    sizes = np.full(world_size, ALIGNMENT)
+    whole = np.array([world_size * ALIGNMENT])
+    nothing = np.zeros((0, 0), dtype=np.int64)
+    none = Ranges(starts=nothing, sizes=nothing, before=nothing)
+    return Route(
+        packing=Copies.of(0, np.zeros_like(whole), np.zeros_like(whole), whole),
+        sent_bytes=int(whole[0]),
+        sent_splits=sizes,
+        received_bytes=int(whole[0]) * world_size,  # as much as an all-gather brings
+        received_splits=sizes,
+        arrived=none,
+        stayed=none,
     )
 
 
