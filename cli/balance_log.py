@@ -34,6 +34,7 @@ class LogRecord:
     moved_tokens: float  # part of them
     bytes: float  # of all ranks, mean a step
     moved_bytes: float  # bytes, mean a step
+    bytes_between_hosts: float  # of those, mean a step
     gather_seconds: float  # mean a step, as are the others
     plan_seconds: float
     exchange_seconds: float
@@ -58,6 +59,7 @@ class LogSummary:
     moved_tokens: float
     bytes: float
     moved_bytes: float
+    bytes_between_hosts: float
     gather_seconds: float
     plan_seconds: float
     exchange_seconds: float
@@ -125,6 +127,7 @@ def sum_up(records: Sequence[LogRecord]) -> LogSummary:
         moved_tokens=part("moved_tokens", "tokens"),
         bytes=mean("bytes"),
         moved_bytes=mean("moved_bytes"),
+        bytes_between_hosts=mean("bytes_between_hosts"),
         gather_seconds=mean("gather_seconds"),
         plan_seconds=mean("plan_seconds"),
         exchange_seconds=mean("exchange_seconds"),

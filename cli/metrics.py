@@ -21,6 +21,7 @@ _ROWS = (
     ("samples moved to another rank", "moved_samples", "{:.1%}", 1),
     ("tokens moved", "moved_tokens", "{:.1%}", 1),
     ("bytes moved a step", "moved_bytes", "{:,.0f}", 1),
+    ("of them from host to host", "bytes_between_hosts", "{:,.0f}", 1),
     ("in the background: gather (ms)", "gather_seconds", "{:,.2f}", 1e3),
     ("in the background: plan (ms)", "plan_seconds", "{:,.2f}", 1e3),
     ("training waited: exchange (ms)", "exchange_seconds", "{:,.2f}", 1e3),

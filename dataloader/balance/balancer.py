@@ -66,6 +66,8 @@ class Balancer(Generic[Batch]):
         max_tokens_per_rank: a limit to the tokens of a rank in a step, for the sake of memory. A sample's tokens are
             what `cost.tokens(lengths)` says, if the cost has that, else the sum of its lengths over all keys.
         on_overflow: where that limit cannot be kept: `raise` on all ranks, or `warn`.
+        topology: hosts and ranks per host, for ranks that are numbered host after host: samples then go from host to
+            host only where the hosts are uneven, and `strategy` is for the ranks of each. None: all ranks are alike.
         exchange: `all-to-all`, or `all-gather`, which moves more and gives the same.
         device: where batches are exchanged, and where those that it yields are: None and `cpu`, over Gloo, or a CUDA
             device, over NCCL. Batches that it gets are on the CPU all the same, best in page-locked memory.
@@ -89,6 +91,7 @@ class Balancer(Generic[Batch]):
         tolerance: float = 0.001,
         max_tokens_per_rank: int | None = None,
         on_overflow: str = "raise",
+        topology: tuple[int, int] | None = None,
         exchange: str = "all-to-all",
         device: torch.device | str | None = None,
         lookahead: int = 2,
@@ -114,6 +117,7 @@ class Balancer(Generic[Batch]):
             tolerance=tolerance,
             max_tokens_per_rank=max_tokens_per_rank,
             on_overflow=on_overflow,
+            topology=topology,
             exchange=exchange,
             lookahead=lookahead,
         )

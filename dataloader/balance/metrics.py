@@ -24,6 +24,7 @@ class StepMetrics:
     moved_tokens: int
     bytes: int  # of all ranks' samples, in every field, without padding and alignment
     moved_bytes: int
+    bytes_between_hosts: int = 0  # of those that move, the ones that go to another host, where the hosts are known
     gather_seconds: float = 0.0  # on this rank, in the background
     plan_seconds: float = 0.0  # likewise
     exchange_seconds: float = 0.0  # on this rank's consumer thread: to pack, to wait for the collective, to unpack
@@ -49,6 +50,7 @@ def measure_step(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
     sizes: NDArray[np.int64],
+    ranks_per_host: int | None = None,
     epoch: int = 0,
     step: int = 0,
 ) -> StepMetrics:
@@ -59,11 +61,16 @@ def measure_step(
         costs: int64 [W, B], as are the others; padding is 0 in all of them.
         tokens: of each sample.
         sizes: of each sample, in bytes.
+        ranks_per_host: if it is known.
         epoch: that the step is of.
         step: its number.
 
     """
     moved = assignment.moved
+    far = np.zeros_like(moved)
+    if ranks_per_host is not None:
+        home = np.arange(len(costs))[:, np.newaxis]
+        far = moved & (assignment.rank_of // ranks_per_host != home // ranks_per_host)
     return StepMetrics(
         epoch=epoch,
         step=step,
@@ -76,6 +83,7 @@ def measure_step(
         moved_tokens=int(tokens[moved].sum()),
         bytes=int(sizes.sum()),
         moved_bytes=int(sizes[moved].sum()),
+        bytes_between_hosts=int(sizes[far].sum()),
     )
 
 
@@ -91,6 +99,7 @@ class MetricsSummary:
     moved_samples: float  # part of the samples that are trained on another rank
     moved_tokens: float  # likewise of the tokens
     moved_bytes: float  # bytes a step that go to another rank, over all ranks, mean
+    bytes_between_hosts: float  # of those, the ones that go to another host; 0 where hosts are not known
     gather_seconds: float  # mean a step, as are the others
     plan_seconds: float
     exchange_seconds: float
@@ -110,6 +119,7 @@ def summarize(steps: Sequence[StepMetrics]) -> MetricsSummary:
         moved_samples=_part([step.moved_samples for step in steps], [step.samples for step in steps]),
         moved_tokens=_part([step.moved_tokens for step in steps], [step.tokens for step in steps]),
         moved_bytes=_mean([step.moved_bytes for step in steps], 0.0),
+        bytes_between_hosts=_mean([step.bytes_between_hosts for step in steps], 0.0),
         gather_seconds=_mean([step.gather_seconds for step in steps], 0.0),
         plan_seconds=_mean([step.plan_seconds for step in steps], 0.0),
         exchange_seconds=_mean([step.exchange_seconds for step in steps], 0.0),

@@ -20,7 +20,7 @@ from evenrank.dataloader.balance.heuristics.relabel import relabel
 from evenrank.dataloader.balance.heuristics.sorting import descending
 from evenrank.datasets.errors import ConfigError
 
-_PADDING = -1
+PADDING = -1
 _COST_LIMIT = 1 << 62
 ON_OVERFLOW = ("raise", "warn")
 
@@ -158,7 +158,7 @@ def partition(
     if max_tokens_per_rank is not None:
         rank_of = _within_limit(step, rank_of, max_tokens_per_rank, on_overflow, may_move=strategy != "identity")
     rank_of = rank_of.reshape(world_size, batch_size)
-    return Assignment(rank_of=np.where(is_real, rank_of, np.int32(_PADDING)))
+    return Assignment(rank_of=np.where(is_real, rank_of, np.int32(PADDING)))
 
 
 def check_limits(max_tokens_per_rank: int | None, on_overflow: str, tolerance: float) -> None:

@@ -23,6 +23,7 @@ from evenrank.dataloader.balance.agreement import (
 )
 from evenrank.dataloader.balance.cost import Cost, batch_costs, tokens_of
 from evenrank.dataloader.balance.gather import Gather, gather_objects
+from evenrank.dataloader.balance.hosts import check_topology, partition_by_host
 from evenrank.dataloader.balance.message import STATUS_FAILED, STATUS_OK, Header, StepSizes, decode, encode, hash63
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition import STRATEGIES, check_limits, partition
@@ -42,8 +43,9 @@ class Settings:
     on_overflow: str
     exchange: str
     lookahead: int
+    topology: tuple[int, int] | None = None
 
-    def check(self, exchanges: Any) -> None:
+    def check(self, exchanges: Any, world_size: int) -> None:
         """Check the values.
 
         Raises:
@@ -56,6 +58,8 @@ class Settings:
         if self.lookahead < 1:
             raise ConfigError(f"lookahead must be at least 1, got {self.lookahead}")
         check_limits(self.max_tokens_per_rank, self.on_overflow, self.tolerance)
+        if self.topology is not None:
+            check_topology(self.topology, world_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +105,7 @@ class Planner:
         """
         error: ConfigError | None = None
         try:
-            self._settings.check(exchanges)
+            self._settings.check(exchanges, self._world_size)
         except ConfigError as raised:
             error = raised
         settings = {**dataclasses.asdict(self._settings), "cost": describe_cost(self._cost)}
@@ -140,16 +144,19 @@ class Planner:
         is_real = np.arange(schema.batch_size) < sizes.num_real[:, np.newaxis]
         flat = sizes.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
         tokens = np.where(is_real, tokens_of(self._cost, schema.named(flat), is_real.size).reshape(is_real.shape), 0)
-        assignment = partition(
-            sizes.costs,
-            self._world_size,
-            strategy=self._settings.strategy,
-            sizes=tokens,
-            num_real=sizes.num_real,
-            max_tokens_per_rank=self._settings.max_tokens_per_rank,
-            on_overflow=self._settings.on_overflow,
-            tolerance=self._settings.tolerance,
-        )
+        topology = self._settings.topology
+        options: dict[str, Any] = {
+            "strategy": self._settings.strategy,
+            "sizes": tokens,
+            "num_real": sizes.num_real,
+            "max_tokens_per_rank": self._settings.max_tokens_per_rank,
+            "on_overflow": self._settings.on_overflow,
+            "tolerance": self._settings.tolerance,
+        }
+        if topology is None:
+            assignment = partition(sizes.costs, self._world_size, **options)
+        else:
+            assignment = partition_by_host(sizes.costs, topology, **options)
         plan = make_plan(schema, sizes, assignment, self._rank)
         planned = time.perf_counter()
         metrics = measure_step(
@@ -157,6 +164,7 @@ class Planner:
             costs=sizes.costs,
             tokens=tokens,
             sizes=np.where(is_real, sample_bytes(schema, flat).reshape(is_real.shape), 0),
+            ranks_per_host=None if topology is None else topology[1],
             epoch=epoch,
             step=step,
         )

@@ -17,6 +17,7 @@ slowest rank, from pack to finished batch; gathers and plans are made before.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -45,6 +46,7 @@ from evenrank.datasets.distributions import Lognormal, Uniform
 
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
 TIMEOUT = timedelta(minutes=3)
+FILLING = 10  # steps before the clock starts
 DATA = RandomData(
     lengths=Lognormal(mean=512, std=512),
     contextual={"user": Uniform(high=1_000_000), "user_age": Uniform(high=99)},
@@ -271,7 +273,7 @@ def measure_exposed(batch_size: int, steps: int, strategy: str, device: torch.de
     made = [batch.pin_memory() if device.type == "cuda" else batch for batch in batches_of(batch_size, 16)]
 
     def source() -> Any:
-        for number, batch in enumerate(itertools.islice(itertools.cycle(made), steps)):
+        for number, batch in enumerate(itertools.islice(itertools.cycle(made), steps + FILLING)):
             batch.step = number
             yield batch
 
@@ -286,18 +288,15 @@ def measure_exposed(batch_size: int, steps: int, strategy: str, device: torch.de
     seconds: dict[str, list[float]] = {"with": [], "without": []}
     for repeat in range(6):
         for name in ("with", "without") if repeat % 2 else ("without", "with"):
-            wait(device)
-            dist.barrier(control)
-            begun = time.perf_counter()
-            if name == "with":
-                with Balancer(source(), **options()) as balancer:
-                    begun = time.perf_counter()
-                    for batch in balancer:
-                        work(batch)
-                    wait(device)
-                    seconds[name].append((time.perf_counter() - begun) / steps)
-            else:
-                for batch in itertools.islice(itertools.cycle(ready), steps):
+            with contextlib.ExitStack() as stack:
+                batches = itertools.islice(itertools.cycle(ready), steps + FILLING)
+                if name == "with":
+                    batches = iter(stack.enter_context(Balancer(source(), **options())))
+                for number, batch in enumerate(batches):
+                    if number == FILLING:  # the first steps of an epoch wait for their plans
+                        wait(device)
+                        dist.barrier(control)
+                        begun = time.perf_counter()
                     work(batch)
                 wait(device)
                 seconds[name].append((time.perf_counter() - begun) / steps)

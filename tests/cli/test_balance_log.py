@@ -142,6 +142,7 @@ def test_records_are_summed_up_by_their_steps(tmp_path: Path) -> None:
     assert summary.ratio_after == pytest.approx(23 / 20)
     assert summary.speedup == pytest.approx(38 / 23)
     assert summary.worst_after == 1.5
+    assert summary.bytes_between_hosts == 20
     assert (summary.samples, summary.tokens, summary.bytes, summary.moved_bytes) == (4, 40, 320, 80)
 
 
