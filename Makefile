@@ -33,7 +33,7 @@ test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600
 
 test-gpu:
-	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs
+	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
