@@ -1,9 +1,8 @@
 """The main job from nothing: synthetic data -> Parquet -> balanced batches on several processes, a table, a picture."""
 
-import multiprocessing
+import pickle
 import tempfile
 from datetime import timedelta
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,19 +43,19 @@ def demo(out: Path) -> None:
 
 
 def _walk_on_ranks(data: Path) -> list[Walk]:
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "walks"
         spawn(_rank_main, args=(data, f"file://{folder}/store", results), nprocs=_RANKS)
-        walks: list[Walk] = results.get()
+        walks: list[Walk] = pickle.loads(results.read_bytes())
         return walks
 
 
-def _rank_main(rank: int, data: Path, store: str, results: "SimpleQueue[list[Walk]]") -> None:
+def _rank_main(rank: int, data: Path, store: str, results: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_RANKS, timeout=timedelta(seconds=100))
     walks = [
         walk_epoch(data, _LOADER, cost=_COST, strategy=strategy, show_progress=rank == 0) for strategy in STRATEGIES
     ]
     if rank == 0:
-        results.put(walks)
+        # A file, because a pipe holds 64 KiB, and nobody reads it before the ranks have ended.
+        results.write_bytes(pickle.dumps(walks))
     dist.destroy_process_group()

@@ -70,7 +70,7 @@ class Balancer(Generic[Batch]):
             host only where the hosts are uneven, and `strategy` is for the ranks of each. None: all ranks are alike.
         exchange: `all-to-all`, or `all-gather`, which moves more and gives the same.
         device: where batches are exchanged, and where those that it yields are: None and `cpu`, over Gloo, or a CUDA
-            device, over NCCL. Batches that it gets are on the CPU all the same, best in page-locked memory.
+            device, over NCCL. Batches that it gets are on the CPU all the same, in any memory.
         lookahead: for how many steps sizes are gathered ahead, at least 1.
         timeout: how long a rank waits for the others before it gives up.
         on_step: called on the consumer's thread with the metrics of each step before its batch is handed out; see
@@ -106,8 +106,8 @@ class Balancer(Generic[Batch]):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         # Made here, in this order, by all ranks: gathers and exchanges overlap, so each has a communicator of its own.
         self._gather = make_gather(timeout)
-        carrier = make_carrier(device)
-        self._channel = Channel(timeout, backend=carrier.backend) if distributed else None
+        self._carrier = make_carrier(device)
+        self._channel = Channel(timeout, backend=self._carrier.backend) if distributed else None
         # One thread: gathers of successive steps must not overtake each other.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer")
         self._exchange: Exchange | None = None
@@ -129,7 +129,7 @@ class Balancer(Generic[Batch]):
         except EvenrankError:
             self.close()
             raise
-        self._exchange = EXCHANGES[exchange](self._channel, carrier)
+        self._exchange = EXCHANGES[exchange](self._channel, self._carrier)
         self._exchange.connect()
 
     def __len__(self) -> int:
@@ -236,10 +236,11 @@ class Balancer(Generic[Batch]):
         return Handle(planned=self._background.submit(self._plan, batch, error))
 
     def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> tuple[Planned, Prepared | None]:
-        planned = self._planner.plan(batch, error)
-        if planned.plan is None or planned.batch is None or self._exchange is None:
-            return planned, None
-        return planned, self._exchange.prepare(planned.batch, planned.plan)
+        with self._carrier.marked("start"):
+            planned = self._planner.plan(batch, error)
+            if planned.plan is None or planned.batch is None or self._exchange is None:
+                return planned, None
+            return planned, self._exchange.prepare(planned.batch, planned.plan)
 
 
 def _drain(handles: Iterable[Handle]) -> None:

@@ -21,6 +21,10 @@ class Carrier(Protocol):
     device: torch.device
     backend: str  # of the process group that connects such devices
 
+    def marked(self, what: str) -> AbstractContextManager[Any]:
+        """Give what follows a name in a profile."""
+        ...
+
     def beside(self, what: str) -> AbstractContextManager[Any]:
         """Let what follows run beside the training; `what` is its name in a profile."""
         ...
@@ -52,6 +56,10 @@ class CpuCarrier:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.backend = "gloo"
+
+    def marked(self, what: str) -> AbstractContextManager[Any]:
+        """Do nothing."""
+        return contextlib.nullcontext()
 
     def beside(self, what: str) -> AbstractContextManager[Any]:
         """Run where the caller does."""
@@ -96,10 +104,14 @@ class CudaCarrier:
         # Small kernels of the exchange are not to wait behind large ones of the training.
         self._stream = torch.cuda.Stream(self.device, priority=-1)
 
+    def marked(self, what: str) -> AbstractContextManager[Any]:
+        """Open an NVTX range."""
+        return torch.cuda.nvtx.range(f"evenrank {what}")
+
     @contextlib.contextmanager
     def beside(self, what: str) -> Iterator[None]:
         """Enqueue on the side stream."""
-        with torch.cuda.stream(self._stream), torch.cuda.nvtx.range(f"evenrank {what}"):
+        with torch.cuda.stream(self._stream), self.marked(what):
             yield
 
     def instructions(self, copies: Copies) -> NDArray[np.int64]:

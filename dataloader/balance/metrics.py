@@ -27,7 +27,8 @@ class StepMetrics:
     bytes_between_hosts: int = 0  # of those that move, the ones that go to another host, where the hosts are known
     gather_seconds: float = 0.0  # on this rank, in the background
     plan_seconds: float = 0.0  # likewise
-    exchange_seconds: float = 0.0  # on this rank's consumer thread: to pack, to wait for the collective, to unpack
+    # On this rank's consumer thread: to pack, to wait for the collective, to unpack; on a GPU to enqueue all that.
+    exchange_seconds: float = 0.0
     waited_seconds: float = 0.0  # on this rank's consumer thread: for a plan that was not ready
 
     @property
