@@ -95,9 +95,10 @@ def _draw_ranks(axes: Axes, walk: Walk, step: int, highest: float) -> None:
     axes.bar(ranks, np.full(len(ranks), relative.max()), color=_IDLE, label="waiting")
     axes.bar(ranks, relative, color=_WORK, label="work")
     axes.axhline(relative.max(), color=_LIMIT, linewidth=1.2)
-    axes.set_title(f"{walk.strategy}: the step takes {relative.max():.2f}", fontsize=11)
+    axes.set_title(f"{walk.strategy}\nthe step takes {relative.max():.2f}", fontsize=11)
     axes.set_ylim(0, highest * 1.12)
-    axes.set_xticks(ranks, [f"rank {rank}" for rank in ranks] if len(ranks) <= 8 else ranks)
+    axes.set_xticks(ranks if len(ranks) <= 8 else ranks[:: len(ranks) // 4])
+    axes.set_xlabel("rank")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
 
