@@ -6,9 +6,9 @@ A step passes through three states:
     launch   the batch is packed and its exchange begins, on a communicator of its own
     finish   the exchange is waited for; the balanced batch is there
 
-Iterating starts steps up to `lookahead` ahead and launches step t+1 before it finishes step t. Every rank does the same
-at the same points: step t+lookahead is started exactly when step t is handed out, and a rank whose data have run out,
-or whose loader has failed, takes part in the gathers like any other, so that nobody waits for it in vain.
+Iterating starts steps up to `lookahead` ahead and launches step t+1 before it hands out step t. Every rank does so at
+the same points: step t+lookahead is started exactly when step t is handed out, and a rank whose data have run out, or
+whose loader has failed, takes part in the gathers like any other, so that nobody waits for it in vain.
 """
 
 import contextlib
@@ -147,8 +147,10 @@ class Balancer(Generic[Batch]):
             launched.append(self.launch(started.popleft()))
             while launched[0].flight is not None:
                 started.append(self._start_next(source))
-                launched.append(self.launch(started.popleft()))
+                # All ranks learn here that one has failed, before any of them waits for what another has sent.
+                self._await_plan(started[0])
                 batch = self.finish(launched.popleft())
+                launched.append(self.launch(started.popleft()))
                 assert batch is not None
                 yield batch
         except RankError as error:
@@ -177,13 +179,11 @@ class Balancer(Generic[Batch]):
             RankError: some rank failed or ranks disagree; on every rank, with that rank's own words.
 
         """
-        begun = time.perf_counter()
-        _, prepared = handle.planned.result()
-        ready = time.perf_counter()
-        handle.waited_seconds = ready - begun
+        prepared = self._await_plan(handle)
         if prepared is not None and self._exchange is not None:
+            begun = time.perf_counter()
             handle.flight = self._exchange.launch(prepared)
-            handle.exchange_seconds = time.perf_counter() - ready
+            handle.exchange_seconds = time.perf_counter() - begun
         return handle
 
     def finish(self, handle: Handle) -> Batch | None:
@@ -226,6 +226,12 @@ class Balancer(Generic[Batch]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _await_plan(self, handle: Handle) -> Prepared | None:
+        begun = time.perf_counter()
+        _, prepared = handle.planned.result()
+        handle.waited_seconds += time.perf_counter() - begun
+        return prepared
 
     def _start_next(self, source: Iterator[Batch]) -> Handle:
         batch, error = None, None

@@ -1,7 +1,7 @@
 """Where an exchange takes place: on the CPU, or on a GPU beside the training, on a stream of its own."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -49,6 +49,10 @@ class Carrier(Protocol):
         """Make memories that were written beside the training safe to use from here on."""
         ...
 
+    def await_training(self) -> None:
+        """Let what follows beside the training wait until that has come to the last memories handed over."""
+        ...
+
 
 class CpuCarrier:
     """Everything in the caller's thread."""
@@ -84,6 +88,9 @@ class CpuCarrier:
     def hand_over(self, memories: Sequence[Tensor]) -> None:
         """Do nothing."""
 
+    def await_training(self) -> None:
+        """Do nothing."""
+
 
 class CudaCarrier:
     """A side stream of one GPU. The host waits for nothing: sizes are known to it, and events order the streams.
@@ -103,16 +110,16 @@ class CudaCarrier:
         self.backend = "nccl"
         # Small kernels of the exchange are not to wait behind large ones of the training.
         self._stream = torch.cuda.Stream(self.device, priority=-1)
+        self._written = torch.cuda.Event()
+        self._handed_over = torch.cuda.Event()
 
     def marked(self, what: str) -> AbstractContextManager[Any]:
         """Open an NVTX range."""
-        return torch.cuda.nvtx.range(f"evenrank {what}")
+        return _Marked(what, contextlib.nullcontext())
 
-    @contextlib.contextmanager
-    def beside(self, what: str) -> Iterator[None]:
+    def beside(self, what: str) -> AbstractContextManager[Any]:
         """Enqueue on the side stream."""
-        with torch.cuda.stream(self._stream), self.marked(what):
-            yield
+        return _Marked(what, self._stream)
 
     def instructions(self, copies: Copies) -> NDArray[np.int64]:
         """Write tiles, for the kernel."""
@@ -136,9 +143,32 @@ class CudaCarrier:
     def hand_over(self, memories: Sequence[Tensor]) -> None:
         """Let the current stream wait for the side stream, and keep the memories until both are done with them."""
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(self._stream.record_event())
+        current.wait_event(self._stream.record_event(self._written))
         for memory in memories:
             memory.record_stream(current)
+        current.record_event(self._handed_over)
+
+    def await_training(self) -> None:
+        """Let the side stream wait; in no host's time."""
+        self._stream.wait_event(self._handed_over)
+
+
+class _Marked:
+    """An NVTX range around a context: what torch.cuda.nvtx.range and torch.cuda.stream do, in a quarter of the time."""
+
+    __slots__ = ("_context", "_what")
+
+    def __init__(self, what: str, context: AbstractContextManager[Any]) -> None:
+        self._what = what
+        self._context = context
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(f"evenrank {self._what}")
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+        torch.cuda.nvtx.range_pop()
 
 
 def make_carrier(device: torch.device | str | None) -> Carrier:

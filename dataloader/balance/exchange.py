@@ -9,8 +9,10 @@ On a GPU the last two are enqueued on a side stream, and the host never waits.
 Collectives are started on the consumer's thread, by `launch`, at one fixed point of each `next()` of a Balancer.
 Between two of those points a training loop starts its own (gradients, sharded embeddings), in an order that its program
 fixes. So all ranks start all collectives, on all communicators, in one order, as NCCL asks of communicators that are
-used at the same time. None of them can wait for another's: each communicator has a stream of its own, and an all-to-all
-here waits for nothing but the copies before it on the side stream, which wait for nobody.
+used at the same time. On a device, whatever waits for something waits for what was started before it on the same rank:
+an exchange for the copies before it on the side stream, and for what the training had been given when the last batch
+was handed out; the training for a finished exchange. The first collective in that one order which is not done yet waits
+for no other, on any rank, so it gets done, and so do all.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.dataloader.balance.carrier import Carrier
@@ -81,13 +82,13 @@ class Exchange:
     def connect(self) -> None:
         """Compile and connect, so that the first step does not wait for that. All ranks call it alike."""
         world_size = 1 if self._channel is None else dist.get_world_size(self._channel.group)
-        route = trial_route(world_size)
+        route = self._trial(world_size)
         with self._carrier.beside("connect"):
             code = torch.from_numpy(self._carrier.instructions(route.packing))
-            memory, sent, received = (self._empty(route.sent_bytes) for _ in range(3))
+            memory, sent = self._empty(route.sent_bytes), self._empty(route.sent_bytes)
+            received = self._empty(route.received_bytes)
             self._carrier.copy(route.packing, code.to(self._carrier.device), (memory,), sent)
             if self._channel is not None:
-                received = self._empty(route.received_bytes)
                 with self._channel.watched():
                     self._start(route, sent, received, self._channel).wait()
         self._carrier.hand_over((memory, sent, received))
@@ -132,6 +133,9 @@ class Exchange:
         route = prepared.route
         with self._carrier.beside("launch"):
             memory = self._carrier.bring(prepared.memory)
+            # A collective holds multiprocessors while it waits for other ranks. At the beginning of a training step,
+            # after the gradients' all-reduce, no rank is far ahead, so that is where it starts.
+            self._carrier.await_training()
             sent, received = self._empty(route.sent_bytes), self._empty(route.received_bytes)
             code = memory[prepared.packing_at : prepared.placing_at]
             self._carrier.copy(route.packing, code.view(torch.int64), (memory,), sent)
@@ -160,6 +164,9 @@ class Exchange:
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._carrier.device)
 
+    def _trial(self, world_size: int) -> Route:
+        raise NotImplementedError
+
     def _route(self, plan: Plan, rows: Rows) -> Route:
         raise NotImplementedError
 
@@ -170,17 +177,15 @@ class Exchange:
 class AllToAll(Exchange):
     """One all-to-all a step carries every key and every dense field, as bytes: to each rank what it trains."""
 
+    def _trial(self, world_size: int) -> Route:
+        return trial_route(world_size, world_size)
+
     def _route(self, plan: Plan, rows: Rows) -> Route:
         return all_to_all_route(plan, rows)
 
     def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer:
         transfer: Transfer = dist.all_to_all_single(
-            received[: int(route.received_splits.sum())],
-            sent,
-            output_split_sizes=_as_list(route.received_splits),
-            input_split_sizes=_as_list(route.sent_splits),
-            group=channel.group,
-            async_op=True,
+            received, sent, route.received_splits, route.sent_splits, group=channel.group, async_op=True
         )
         return transfer
 
@@ -191,18 +196,16 @@ class AllGather(Exchange):
     It moves W times as many bytes; on some networks with few ranks it is the quicker one all the same.
     """
 
+    def _trial(self, world_size: int) -> Route:
+        return trial_route(1, world_size)
+
     def _route(self, plan: Plan, rows: Rows) -> Route:
         return all_gather_route(plan, rows)
 
     def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer:
-        chunks = list(received.view(-1, route.sent_bytes)) if route.sent_bytes else [sent] * len(route.received_splits)
+        chunks = list(received.split(route.received_splits))
         transfer: Transfer = dist.all_gather(chunks, sent, group=channel.group, async_op=True)
         return transfer
-
-
-def _as_list(sizes: NDArray[np.int64]) -> list[int]:
-    values: list[int] = sizes.tolist()
-    return values
 
 
 EXCHANGES: dict[str, Callable[[Channel | None, Carrier], Exchange]] = {

@@ -1,6 +1,8 @@
 """Ranges of bytes, copied on a GPU: by one Triton kernel for all, or by PyTorch's operators where Triton is missing."""
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +46,7 @@ def copy_by_kernel(tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> 
     """
     if len(tiles):
         first, second = sources[0].data_ptr(), sources[-1].data_ptr()
-        _copy_tiles[(len(tiles),)](tiles, first, second, target.data_ptr(), WORDS=_TILE // 8, num_warps=_WARPS)
+        _compiled(target.device.index)[(len(tiles), 1, 1)](tiles, first, second, target.data_ptr())
 
 
 def copy_by_operators(copies: Copies, sources: Sequence[Tensor], target: Tensor) -> None:
@@ -65,18 +67,29 @@ def copy_by_operators(copies: Copies, sources: Sequence[Tensor], target: Tensor)
 
 
 if triton is not None:
+    _WORDS = tl.constexpr(_TILE // 8)
+
+    @functools.cache
+    def _compiled(device: int) -> Any:
+        """Compile for a CUDA device.
+
+        To launch the result takes half of the time that Triton needs to look it up for the arguments of each call.
+        """
+        with torch.cuda.device(device):
+            address = 1 << 40  # what an address looks like: it does not fit into 32 bits
+            return _copy_tiles.warmup(torch.int64, address, address, address, grid=(1,), num_warps=_WARPS)
 
     @triton.jit
-    def _copy_words(source, target, count, dtype: tl.constexpr, WORDS: tl.constexpr):  # noqa: N803
+    def _copy_words(source, target, count, dtype: tl.constexpr):
         source = source.to(tl.pointer_type(dtype))
         target = target.to(tl.pointer_type(dtype))
-        for begin in range(0, count, WORDS):
-            offsets = begin + tl.arange(0, WORDS)
+        for begin in range(0, count, _WORDS):
+            offsets = begin + tl.arange(0, _WORDS)
             inside = offsets < count
             tl.store(target + offsets, tl.load(source + offsets, mask=inside), mask=inside)
 
-    @triton.jit(do_not_specialize=["first", "second", "target"])
-    def _copy_tiles(tiles, first, second, target, WORDS: tl.constexpr):  # noqa: N803
+    @triton.jit(do_not_specialize=["first", "second", "target"], do_not_specialize_on_alignment=["tiles"])
+    def _copy_tiles(tiles, first, second, target):
         """Copy one tile, in the widest words that its addresses and its size are multiples of."""
         tile = tiles + 4 * tl.program_id(0)
         source = tl.load(tile + 1) + tl.where(tl.load(tile) == 0, first, second)
@@ -86,10 +99,10 @@ if triton is not None:
         if together % 16 == 0:
             # What is known of the numbers is told, so that two words are read and written at once.
             source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
-            _copy_words(source, target, tl.multiple_of(size // 8, 2), tl.int64, WORDS)
+            _copy_words(source, target, tl.multiple_of(size // 8, 2), tl.int64)
         elif together % 8 == 0:
-            _copy_words(source, target, size // 8, tl.int64, WORDS)
+            _copy_words(source, target, size // 8, tl.int64)
         elif together % 4 == 0:
-            _copy_words(source, target, size // 4, tl.int32, WORDS)
+            _copy_words(source, target, size // 4, tl.int32)
         else:
-            _copy_words(source, target, size, tl.uint8, WORDS)
+            _copy_words(source, target, size, tl.uint8)

@@ -6,7 +6,7 @@ What lies where follows from the plan alone, on the host; nothing is read from a
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -82,16 +82,41 @@ def _storage(value: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A tensor that is a part of a memory."""
+    """A contiguous tensor that is a part of a memory."""
 
-    begin: int
-    end: int
+    begin: int  # in bytes, a multiple of what an element takes
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
-    def of(self, memory: Tensor) -> Tensor:
-        """Return the tensor."""
-        return memory[self.begin : self.end].view(self.dtype).view(self.shape)
+    @classmethod
+    def at(cls, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
+        """Say where a tensor begins."""
+        strides = [1]
+        for count in reversed(shape[1:]):
+            strides.insert(0, strides[0] * count)
+        return cls(begin=begin, dtype=dtype, shape=shape, strides=tuple(strides))
+
+
+class Memory:
+    """A memory from which views are taken, each by one operator: a step has many.
+
+    Args:
+        memory: uint8, contiguous; its size and its place are multiples of what an element of any dtype takes.
+
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._as_dtype = {memory.dtype: memory}
+        self._bytes = memory
+
+    def tensor(self, view: View) -> Tensor:
+        """Return a view."""
+        elements = self._as_dtype.get(view.dtype)
+        if elements is None:
+            elements = self._as_dtype[view.dtype] = self._bytes.view(view.dtype)
+        begin = elements.storage_offset() + view.begin // view.dtype.itemsize
+        return elements.as_strided(view.shape, view.strides, begin)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,14 +132,14 @@ class JaggedViews:
     length_per_key: list[int]
     offset_per_key: list[int]
 
-    def of(self, memory: Tensor, facts: Tensor) -> KeyedJaggedTensor:
+    def of(self, memory: Memory, facts: Memory) -> KeyedJaggedTensor:
         """Return it, with its host-side caches, so that nothing downstream synchronises to learn them."""
         return KeyedJaggedTensor(
             keys=self.keys,
-            values=self.values.of(memory),
-            weights=None if self.weights is None else self.weights.of(memory),
-            lengths=self.lengths.of(facts),
-            offsets=self.offsets.of(facts),
+            values=memory.tensor(self.values),
+            weights=None if self.weights is None else memory.tensor(self.weights),
+            lengths=facts.tensor(self.lengths),
+            offsets=facts.tensor(self.offsets),
             stride=self.stride,
             length_per_key=self.length_per_key,
             offset_per_key=self.offset_per_key,
@@ -187,8 +212,9 @@ def build_batch(batch: Batch, new: NewBatch, memory: Tensor, facts: Tensor) -> B
         facts: uint8 [len(new.facts)].
 
     """
-    fields: dict[str, Any] = {name: view.of(memory) for name, view in new.dense.items()}
-    fields |= {name: views.of(memory, facts) for name, views in new.jagged.items()}
+    tensors, known = Memory(memory), Memory(facts)
+    fields: dict[str, Any] = {name: tensors.tensor(view) for name, view in new.dense.items()}
+    fields |= {name: views.of(tensors, known) for name, views in new.jagged.items()}
     return dataclasses.replace(batch, **new.host, **fields)
 
 
@@ -218,7 +244,7 @@ def _view_of(spec: FieldSpec, section: Section, begin: int, size: int, batch_siz
     assert dtype is not None
     row = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     count = batch_size if section.key is None else size // max(row, 1)
-    return View(begin=begin, end=begin + size, dtype=dtype, shape=(count, *shape))
+    return View.at(begin, dtype, (count, *shape))
 
 
 def _jagged_views(
@@ -230,9 +256,7 @@ def _jagged_views(
     flat = lengths.reshape(-1)
     parts = []
     for values in (flat, np.concatenate([[0], np.cumsum(flat)])):
-        begin = facts.add(values.astype(dtype))
-        end = begin + len(values) * dtype.itemsize
-        parts.append(View(begin=begin, end=end, dtype=spec.lengths_dtype, shape=(len(values),)))
+        parts.append(View.at(facts.add(values.astype(dtype)), spec.lengths_dtype, (len(values),)))
     per_key = lengths.sum(axis=1).tolist()
     return JaggedViews(
         keys=list(spec.keys),

@@ -24,10 +24,10 @@ class Route:
     """A way through one collective."""
 
     packing: Copies  # from the batch's memory (0) to the send buffer
+    sent_splits: list[int]  # bytes of the chunks of the send buffer: one for each rank, or one for all
     sent_bytes: int
-    sent_splits: NDArray[np.int64]  # [W]: bytes for each rank
+    received_splits: list[int]  # [W]: bytes from each rank
     received_bytes: int
-    received_splits: NDArray[np.int64]  # [W]
     arrived: Ranges  # of the receive buffer
     stayed: Ranges  # of the batch's memory
 
@@ -55,10 +55,10 @@ def all_to_all_route(plan: Plan, rows: Rows) -> Route:
     before = np.cumsum(by_source, axis=1) - by_source
     return Route(
         packing=_pack(rows, plan.send_rows, plan.send_counts, plan.send_offsets),
+        sent_splits=plan.send_bytes.tolist(),
         sent_bytes=int(plan.send_bytes.sum()),
-        sent_splits=plan.send_bytes,
+        received_splits=plan.receive_bytes.tolist(),
         received_bytes=int(plan.receive_bytes.sum()),
-        received_splits=plan.receive_bytes,
         arrived=Ranges(starts=plan.receive_offsets, sizes=plan.receive_sizes, before=before),
         stayed=Ranges(
             starts=rows.starts[:, plan.stay_rows],
@@ -87,27 +87,26 @@ def all_gather_route(plan: Plan, rows: Rows) -> Route:
     nothing = np.zeros((len(plan.sections), 0), dtype=np.int64)
     return Route(
         packing=_pack(rows, np.arange(num_real), np.array([num_real]), offsets[:, plan.rank : plan.rank + 1]),
+        sent_splits=[longest],
         sent_bytes=longest,
-        sent_splits=np.full(world_size, longest),
+        received_splits=[longest] * world_size,
         received_bytes=world_size * longest,
-        received_splits=np.full(world_size, longest),
         arrived=Ranges(starts=starts[:, mine], sizes=arriving, before=np.cumsum(arriving, axis=1) - arriving),
         stayed=Ranges(starts=nothing, sizes=nothing, before=nothing),
     )
 
 
-def trial_route(world_size: int) -> Route:
-    """Send every rank 16 bytes, which mean nothing: enough to connect them."""
-    sizes = np.full(world_size, ALIGNMENT)
-    whole = np.array([world_size * ALIGNMENT])
+def trial_route(chunks: int, world_size: int) -> Route:
+    """Send chunks of 16 bytes, which mean nothing: enough to connect all ranks."""
+    size = np.array([chunks * ALIGNMENT])
     nothing = np.zeros((0, 0), dtype=np.int64)
     none = Ranges(starts=nothing, sizes=nothing, before=nothing)
     return Route(
-        packing=Copies.of(0, np.zeros_like(whole), np.zeros_like(whole), whole),
-        sent_bytes=int(whole[0]),
-        sent_splits=sizes,
-        received_bytes=int(whole[0]) * world_size,  # as much as an all-gather brings
-        received_splits=sizes,
+        packing=Copies.of(0, np.zeros_like(size), np.zeros_like(size), size),
+        sent_splits=[ALIGNMENT] * chunks,
+        sent_bytes=chunks * ALIGNMENT,
+        received_splits=[ALIGNMENT] * world_size,
+        received_bytes=world_size * ALIGNMENT,
         arrived=none,
         stayed=none,
     )

@@ -1,14 +1,19 @@
 """Behind TorchRec's training pipeline, which pulls several batches ahead of the one that it trains."""
 
+import itertools
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
@@ -71,3 +76,124 @@ def test_a_state_is_that_of_the_batch_trained_last_not_of_those_pulled_ahead(
     assert len(trained) == 2 * 4 * 8
     left = [sample for one in everybody for sample in one["left"]]
     assert sorted(trained + left) == list(range(everybody[0]["samples"]))
+
+
+NUM_ITEMS = 300
+RATE = 2.0**-10  # so that every weight stays a number that float32 has
+CONFIG = LoaderConfig(batch_size=8, max_history_length=200, max_num_candidates=1)
+DATA = RandomData(
+    lengths=Lognormal(mean=30, std=40, high=200), items=Uniform(high=NUM_ITEMS - 1), num_real=Uniform(low=0, high=8)
+)
+
+
+class Counting(torch.nn.Module):
+    """A model whose weights count what it was trained with: each item once, and each real sample once."""
+
+    def __init__(self) -> None:
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        super().__init__()
+        table = EmbeddingBagConfig(
+            name="table",
+            num_embeddings=NUM_ITEMS,
+            embedding_dim=8,
+            feature_names=["item_id"],
+            init_fn=torch.nn.init.zeros_,
+        )
+        self.items = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+        self.samples = torch.nn.Parameter(torch.zeros(1))
+        self.register_buffer("busy", torch.zeros(512, 512))
+
+    def forward(self, batch: SequenceBatch) -> tuple[torch.Tensor, SequenceBatch]:
+        busy = self.busy
+        for _ in range(4):  # so that a GPU falls behind its host
+            busy = torch.tanh(busy @ busy)
+        return self.items(batch.features).values().sum() + busy.sum() + self.samples.sum() * batch.num_real, batch
+
+
+def _count(rank: int, world_size: int, device_type: str, num_steps: int, balanced: bool) -> dict[str, Any]:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.distributed.types import ShardingEnv
+
+    logging.disable(logging.WARNING)  # of torchrec's planner
+    device = torch.device(device_type)
+    group = dist.group.WORLD
+    if device_type == "cuda":
+        device = torch.device(device_type, rank)
+        torch.cuda.set_device(device)
+        group = dist.new_group(backend="nccl")
+    assert group is not None
+    sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE})
+    sharding = "row_wise" if device_type == "cuda" else "table_wise"  # TorchRec shards no rows on the CPU
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, compute_device=device_type),
+        constraints={"table": ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])},
+    )
+    model = Counting()
+    plan = planner.collective_plan(model, [sharder], group)
+    parallel = DistributedModelParallel(
+        model, env=ShardingEnv.from_process_group(group), device=device, plan=plan, sharders=[sharder]
+    )
+    optimizer = torch.optim.SGD([model.samples], lr=RATE)
+    pipeline = TrainPipelineSparseDist(parallel, optimizer, device)
+
+    batches = RandomBatches(CONFIG, DATA, num_batches=num_steps, rank=rank, world_size=world_size)
+    source = Balancer(batches, cost=COST, strategy="min-move", device=device) if balanced else batches
+    iterator = iter(source)
+    trained: list[int] = []
+    for step in itertools.count():
+        try:
+            batch = pipeline.progress(iterator)
+        except StopIteration:
+            break
+        if step % 10 == 0:
+            trained.append(batch.step)
+    if isinstance(source, Balancer):
+        source.close()
+    (table,) = [value for name, value in parallel.state_dict().items() if name.endswith("table.weight")]
+    shards = [(shard.metadata.shard_offsets[0], shard.tensor.cpu().numpy()) for shard in table.local_shards()]
+    return {
+        "shards": shards,
+        "samples": float(model.samples.detach().cpu()),
+        "trained": trained,
+    }
+
+
+def _check_counts(everybody: list[dict[str, Any]], num_steps: int) -> None:
+    """Both wrappers average gradients over ranks."""
+    world_size = len(everybody)
+    counts, samples = np.zeros(NUM_ITEMS), 0
+    for rank in range(world_size):
+        for batch in RandomBatches(CONFIG, DATA, num_batches=num_steps, rank=rank, world_size=world_size):
+            counts += np.bincount(batch.features["item_id"].values().numpy(), minlength=NUM_ITEMS)
+            samples += batch.num_real
+    shards = sorted((shard for one in everybody for shard in one["shards"]), key=lambda shard: shard[0])
+    rows = np.concatenate([values for _, values in shards])
+    assert counts.sum() > 50 * num_steps
+    assert np.array_equal(rows, np.repeat(counts[:, np.newaxis] * -RATE / world_size, 8, axis=1))
+    assert [one["samples"] for one in everybody] == [-RATE * samples / world_size] * world_size
+    assert all(one["trained"] == list(range(0, num_steps, 10)) for one in everybody)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_sharded_model_counts_every_item_and_every_sample_once(ranks: RankPool, balanced: bool) -> None:
+    _check_counts(ranks.run(2, _count, "cpu", 12, balanced), 12)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_on_gpus_a_sharded_model_counts_every_item_and_every_sample_once(balanced: bool) -> None:
+    if not any(hasattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_sgd_function{end}") for end in ("", "_pt2")):
+        pytest.skip("fbgemm_gpu is here without its embedding kernels")
+    pool = RankPool(timeout=240)
+    try:
+        count = 4 if torch.cuda.device_count() >= 4 else 2  # halves and quarters are exact
+        _check_counts(pool.run(count, _count, "cuda", 300, balanced), 300)
+    finally:
+        pool.stop()
