@@ -20,6 +20,7 @@ class Carrier(Protocol):
 
     device: torch.device
     backend: str  # of the process group that connects such devices
+    waits: bool  # whether the host has to wait for a collective; if not, the stream does on which it is started
 
     def marked(self, what: str) -> AbstractContextManager[Any]:
         """Give what follows a name in a profile."""
@@ -29,7 +30,7 @@ class Carrier(Protocol):
         """Let what follows run beside the training; `what` is its name in a profile."""
         ...
 
-    def instructions(self, copies: Copies) -> NDArray[np.int64]:
+    def instructions(self, copies: Copies) -> NDArray[np.uint8]:
         """Write copies down as the device reads them; they travel with the batch."""
         ...
 
@@ -60,6 +61,7 @@ class CpuCarrier:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.backend = "gloo"
+        self.waits = True
 
     def marked(self, what: str) -> AbstractContextManager[Any]:
         """Do nothing."""
@@ -69,9 +71,9 @@ class CpuCarrier:
         """Run where the caller does."""
         return contextlib.nullcontext()
 
-    def instructions(self, copies: Copies) -> NDArray[np.int64]:
+    def instructions(self, copies: Copies) -> NDArray[np.uint8]:
         """Write nothing: copies are read as they are."""
-        return np.empty(0, dtype=np.int64)
+        return np.empty(0, dtype=np.uint8)
 
     def host_memory(self, size: int) -> Tensor:
         """Make ordinary memory."""
@@ -108,6 +110,7 @@ class CudaCarrier:
             raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device here")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.backend = "nccl"
+        self.waits = False
         # Small kernels of the exchange are not to wait behind large ones of the training.
         self._stream = torch.cuda.Stream(self.device, priority=-1)
         self._written = torch.cuda.Event()
@@ -121,9 +124,11 @@ class CudaCarrier:
         """Enqueue on the side stream."""
         return _Marked(what, self._stream)
 
-    def instructions(self, copies: Copies) -> NDArray[np.int64]:
+    def instructions(self, copies: Copies) -> NDArray[np.uint8]:
         """Write tiles, for the kernel."""
-        return kernels.tiles_of(copies).reshape(-1) if kernels.HAS_TRITON else np.empty(0, dtype=np.int64)
+        if not kernels.HAS_TRITON:
+            return np.empty(0, dtype=np.uint8)
+        return kernels.tiles_of(copies).reshape(-1).view(np.uint8)
 
     def host_memory(self, size: int) -> Tensor:
         """Make page-locked memory; PyTorch keeps it as long as a copy reads it."""
@@ -136,7 +141,7 @@ class CudaCarrier:
     def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
         """Copy all ranges in one launch."""
         if kernels.HAS_TRITON:
-            kernels.copy_by_kernel(instructions.view(-1, 4), sources, target)
+            kernels.copy_by_kernel(instructions, sources, target)
         else:
             kernels.copy_by_operators(copies, sources, target)
 

@@ -25,11 +25,8 @@ class Channel:
     """
 
     def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None, backend: str = "gloo") -> None:
-        options = None
-        if backend == "nccl":  # on a stream that does not wait behind the training's kernels
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         self.group: dist.ProcessGroup | None = dist.new_group(
-            None if ranks is None else list(ranks), backend=backend, timeout=timeout, pg_options=options
+            None if ranks is None else list(ranks), backend=backend, timeout=timeout
         )
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ from evenrank.dataloader.balance.copying import Copies
 from evenrank.dataloader.balance.packing import NewBatch, Rows, build_batch, lay_out_batch, rows_of, write_batch
 from evenrank.dataloader.balance.plan import Plan
 from evenrank.dataloader.balance.routes import Route, all_gather_route, all_to_all_route, trial_route
-from evenrank.dataloader.batch import JaggedBatch, schema_of
+from evenrank.dataloader.batch import JaggedBatch
 
 
 class Transfer(Protocol):
@@ -49,10 +49,9 @@ class Prepared:
     route: Route
     new: NewBatch
     placing: Copies  # from what arrived (0) and from the memory (1) to the new batch
-    memory: Tensor  # uint8, of the host: the batch, then the facts of the new one, then instructions
+    memory: Tensor  # uint8, of the host: the batch and the facts of the new one, then instructions
     facts_at: int
-    packing_at: int
-    placing_at: int
+    splits: list[int]  # bytes of the memory: the batch and the facts, instructions to pack, instructions to place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +60,10 @@ class InFlight:
 
     prepared: Prepared
     memory: Tensor  # on the device
+    placing_code: Tensor  # a part of it
     sent: Tensor  # kept until the collective is done
     received: Tensor
-    transfer: Transfer | None  # None where nobody else takes part
+    transfer: Transfer | None  # None where the host need not wait
 
 
 class Exchange:
@@ -88,9 +88,8 @@ class Exchange:
             memory, sent = self._empty(route.sent_bytes), self._empty(route.sent_bytes)
             received = self._empty(route.received_bytes)
             self._carrier.copy(route.packing, code.to(self._carrier.device), (memory,), sent)
-            if self._channel is not None:
-                with self._channel.watched():
-                    self._start(route, sent, received, self._channel).wait()
+            transfer = self._begin(route, sent, received)
+            self._await(transfer)
         self._carrier.hand_over((memory, sent, received))
         if self._carrier.device.type == "cuda":
             torch.cuda.synchronize(self._carrier.device)
@@ -99,7 +98,7 @@ class Exchange:
         """Do all that needs neither the device nor other ranks."""
         rows = rows_of(plan.sections, plan.dealt_lengths[plan.rank], batch.num_real)
         route = self._route(plan, rows)
-        new = lay_out_batch(schema_of(batch), plan)
+        new = lay_out_batch(plan)
         facts_at = len(rows)
         padding = Copies(
             which=new.padding.which,
@@ -108,15 +107,12 @@ class Exchange:
             sizes=new.padding.sizes,
         )
         placing = Copies.joined([route.place(new.rows), padding])
-        packing_code, placing_code = (self._carrier.instructions(copies) for copies in (route.packing, placing))
-        packing_at = facts_at + len(new.facts)
-        placing_at = packing_at + packing_code.nbytes
-        memory = self._carrier.host_memory(placing_at + placing_code.nbytes)
+        codes = [self._carrier.instructions(copies) for copies in (route.packing, placing)]
+        splits = [facts_at + len(new.facts), *map(len, codes)]
+        memory = self._carrier.host_memory(sum(splits))
         write_batch(batch, plan.sections, rows, memory)
         data = memory.numpy()
-        data[facts_at:packing_at] = new.facts
-        data[packing_at:placing_at] = packing_code.view(np.uint8)
-        data[placing_at:] = placing_code.view(np.uint8)
+        data[facts_at:] = np.concatenate([new.facts, *codes])
         return Prepared(
             batch=batch,
             route=route,
@@ -124,8 +120,7 @@ class Exchange:
             placing=placing,
             memory=memory,
             facts_at=facts_at,
-            packing_at=packing_at,
-            placing_at=placing_at,
+            splits=splits,
         )
 
     def launch(self, prepared: Prepared) -> InFlight:
@@ -137,29 +132,40 @@ class Exchange:
             # after the gradients' all-reduce, no rank is far ahead, so that is where it starts.
             self._carrier.await_training()
             sent, received = self._empty(route.sent_bytes), self._empty(route.received_bytes)
-            code = memory[prepared.packing_at : prepared.placing_at]
-            self._carrier.copy(route.packing, code.view(torch.int64), (memory,), sent)
-            transfer = None
-            if self._channel is not None:
-                with self._channel.watched():
-                    transfer = self._start(route, sent, received, self._channel)
-        return InFlight(prepared=prepared, memory=memory, sent=sent, received=received, transfer=transfer)
+            _, packing_code, placing_code = memory.split_with_sizes(prepared.splits)
+            self._carrier.copy(route.packing, packing_code, (memory,), sent)
+            transfer = self._begin(route, sent, received)
+        return InFlight(
+            prepared=prepared,
+            memory=memory,
+            placing_code=placing_code,
+            sent=sent,
+            received=received,
+            transfer=transfer,
+        )
 
     def finish(self, flight: InFlight) -> JaggedBatch:
         """Wait for the collective, on a GPU without the host, and return the new batch."""
         prepared = flight.prepared
         new = prepared.new
         with self._carrier.beside("finish"):
-            if self._channel is not None and flight.transfer is not None:
-                with self._channel.watched():
-                    flight.transfer.wait()
+            self._await(flight.transfer)
             made = self._empty(new.size)
             received = flight.received if self._channel is not None else flight.sent
-            code = flight.memory[prepared.placing_at :]
-            self._carrier.copy(prepared.placing, code.view(torch.int64), (received, flight.memory), made)
+            self._carrier.copy(prepared.placing, flight.placing_code, (received, flight.memory), made)
         self._carrier.hand_over((made, flight.memory))
-        facts = flight.memory[prepared.facts_at : prepared.packing_at]
-        return build_batch(prepared.batch, new, made, facts)
+        return build_batch(prepared.batch, new, made, flight.memory, prepared.facts_at)
+
+    def _begin(self, route: Route, sent: Tensor, received: Tensor) -> Transfer | None:
+        if self._channel is None:
+            return None
+        with self._channel.watched():
+            return self._start(route, sent, received, self._channel)
+
+    def _await(self, transfer: Transfer | None) -> None:
+        if self._channel is not None and transfer is not None:
+            with self._channel.watched():
+                transfer.wait()
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._carrier.device)
@@ -170,7 +176,7 @@ class Exchange:
     def _route(self, plan: Plan, rows: Rows) -> Route:
         raise NotImplementedError
 
-    def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer:
+    def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer | None:
         raise NotImplementedError
 
 
@@ -183,9 +189,14 @@ class AllToAll(Exchange):
     def _route(self, plan: Plan, rows: Rows) -> Route:
         return all_to_all_route(plan, rows)
 
-    def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer:
-        transfer: Transfer = dist.all_to_all_single(
-            received, sent, route.received_splits, route.sent_splits, group=channel.group, async_op=True
+    def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer | None:
+        transfer: Transfer | None = dist.all_to_all_single(
+            received,
+            sent,
+            route.received_splits,
+            route.sent_splits,
+            group=channel.group,
+            async_op=self._carrier.waits,
         )
         return transfer
 
@@ -202,9 +213,9 @@ class AllGather(Exchange):
     def _route(self, plan: Plan, rows: Rows) -> Route:
         return all_gather_route(plan, rows)
 
-    def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer:
+    def _start(self, route: Route, sent: Tensor, received: Tensor, channel: Channel) -> Transfer | None:
         chunks = list(received.split(route.received_splits))
-        transfer: Transfer = dist.all_gather(chunks, sent, group=channel.group, async_op=True)
+        transfer: Transfer | None = dist.all_gather(chunks, sent, group=channel.group, async_op=self._carrier.waits)
         return transfer
 
 

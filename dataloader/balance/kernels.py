@@ -19,6 +19,7 @@ except ImportError:  # builds of PyTorch for the CPU come without
 
 HAS_TRITON = triton is not None
 _TILE = 8192  # bytes that one program copies
+_TILE_BYTES = 4 * 8  # what says which
 _WARPS = 4
 
 
@@ -39,14 +40,14 @@ def copy_by_kernel(tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> 
     """Copy tiles in one launch.
 
     Args:
-        tiles: int64 [n, 4] on the GPU, as `tiles_of` gives them.
+        tiles: as `tiles_of` gives them, as bytes: uint8 [32 n], on the GPU, aligned to 8 bytes.
         sources: one or two memories: uint8, on the GPU.
         target: uint8, on the GPU.
 
     """
-    if len(tiles):
-        first, second = sources[0].data_ptr(), sources[-1].data_ptr()
-        _compiled(target.device.index)[(len(tiles), 1, 1)](tiles, first, second, target.data_ptr())
+    if count := tiles.numel() // _TILE_BYTES:
+        memories = (tiles, sources[0], sources[-1], target)
+        _compiled(target.device.index)[(count, 1, 1)](*[memory.data_ptr() for memory in memories])
 
 
 def copy_by_operators(copies: Copies, sources: Sequence[Tensor], target: Tensor) -> None:
@@ -73,11 +74,11 @@ if triton is not None:
     def _compiled(device: int) -> Any:
         """Compile for a CUDA device.
 
-        To launch the result takes half of the time that Triton needs to look it up for the arguments of each call.
+        To launch the result, given addresses, takes half of the time that Triton needs to look it up for tensors.
         """
         with torch.cuda.device(device):
             address = 1 << 40  # what an address looks like: it does not fit into 32 bits
-            return _copy_tiles.warmup(torch.int64, address, address, address, grid=(1,), num_warps=_WARPS)
+            return _copy_tiles.warmup(address, address, address, address, grid=(1,), num_warps=_WARPS)
 
     @triton.jit
     def _copy_words(source, target, count, dtype: tl.constexpr):
@@ -88,10 +89,10 @@ if triton is not None:
             inside = offsets < count
             tl.store(target + offsets, tl.load(source + offsets, mask=inside), mask=inside)
 
-    @triton.jit(do_not_specialize=["first", "second", "target"], do_not_specialize_on_alignment=["tiles"])
+    @triton.jit(do_not_specialize=["tiles", "first", "second", "target"])
     def _copy_tiles(tiles, first, second, target):
         """Copy one tile, in the widest words that its addresses and its size are multiples of."""
-        tile = tiles + 4 * tl.program_id(0)
+        tile = tiles.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
         source = tl.load(tile + 1) + tl.where(tl.load(tile) == 0, first, second)
         target = tl.load(tile + 2) + target
         size = tl.load(tile + 3)

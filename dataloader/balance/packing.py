@@ -4,7 +4,9 @@ What lies where follows from the plan alone, on the host; nothing is read from a
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -16,45 +18,48 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.balance.copying import Copies, as_bytes
 from evenrank.dataloader.balance.plan import ALIGNMENT, Plan, Section, row_bytes
-from evenrank.dataloader.batch import BatchSchema, FieldSpec, JaggedBatch
+from evenrank.dataloader.batch import FieldSpec, JaggedBatch
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Where each row of a batch lies in its memory: int64 [S, B], in bytes."""
+    """Where each row of a batch lies in its memory: int64 [S, B], in bytes. T is the number of tensors."""
 
     starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    begins: NDArray[np.int64]  # [T + 1]: of each tensor, aligned; the last is the size of all
+    sizes: NDArray[np.int64]  # 0 for padding, for which dense tensors have room all the same
+    tensor_starts: NDArray[np.int64]  # [T]
+    tensor_sizes: NDArray[np.int64]  # [T]
 
     def __len__(self) -> int:
-        return int(self.begins[-1])
+        return int((self.tensor_starts + _aligned(self.tensor_sizes)).max(initial=0))
 
 
 def rows_of(sections: tuple[Section, ...], lengths: NDArray[np.int64], rows: int) -> Rows:
-    """Lay a batch's tensors out one behind the other.
+    """Lay a batch's tensors out one behind the other, each aligned.
 
     Args:
         sections: of the batch; S of them.
         lengths: int64 [K, B], padding 0.
-        rows: of dense fields that are there; their others are padding.
+        rows: that are real.
 
     """
-    sizes = np.zeros((len(sections), lengths.shape[1]), dtype=np.int64)
-    for index, section in enumerate(sections):
-        sizes[index] = row_bytes(section, lengths)
-        sizes[index, rows:] = 0
-    starts = np.zeros_like(sizes)
-    begins = [0]
-    for indices in by_tensor(sections):  # the keys of a field lie one behind the other
-        flat = sizes[indices].reshape(-1)
-        starts[indices] = (begins[-1] + np.cumsum(flat) - flat).reshape(len(indices), -1)
-        begins.append(begins[-1] + _aligned(int(flat.sum())))
-    return Rows(starts=starts, sizes=sizes, begins=np.array(begins))
+    sizes = row_bytes(sections, lengths)
+    # The keys of a field lie one behind the other.
+    firsts = [indices[0] for indices in by_tensor(sections)]
+    tensor_sizes = np.add.reduceat(sizes.sum(axis=1), firsts) if firsts else np.empty(0, dtype=np.int64)
+    aligned = _aligned(tensor_sizes)
+    tensor_starts = np.cumsum(aligned) - aligned
+    flat = sizes.reshape(-1)
+    starts = (np.cumsum(flat) - flat).reshape(sizes.shape)
+    shifts = tensor_starts - (np.cumsum(tensor_sizes) - tensor_sizes)
+    starts += np.repeat(shifts, np.diff([*firsts, len(sections)]))[:, np.newaxis]
+    sizes[:, rows:] = 0
+    return Rows(starts=starts, sizes=sizes, tensor_starts=tensor_starts, tensor_sizes=tensor_sizes)
 
 
+@functools.cache
 def by_tensor(sections: tuple[Section, ...]) -> list[list[int]]:
     """Group the numbers of sections by the tensor that they are of: a field's values, or its weights."""
     groups = itertools.groupby(range(len(sections)), lambda i: (sections[i].field, sections[i].is_weights))
@@ -62,13 +67,11 @@ def by_tensor(sections: tuple[Section, ...]) -> list[list[int]]:
 
 
 def write_batch(batch: JaggedBatch, sections: tuple[Section, ...], rows: Rows, memory: Tensor) -> None:
-    """Copy the real rows of a CPU batch to the front of a memory, as `rows` says."""
+    """Copy a CPU batch to the front of a memory, as `rows` says."""
     fields = dict(batch.tensors())
-    for begin, indices in zip(rows.begins, by_tensor(sections), strict=False):
+    for start, size, indices in zip(rows.tensor_starts, rows.tensor_sizes, by_tensor(sections), strict=True):
         section = sections[indices[0]]
-        source = as_bytes(_storage(fields[section.field], section.is_weights))
-        size = int(rows.sizes[indices].sum())
-        memory[begin : begin + size] = source[:size]
+        memory[start : start + size] = as_bytes(_storage(fields[section.field], section.is_weights))[:size]
 
 
 def _storage(value: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Tensor:
@@ -84,39 +87,40 @@ def _storage(value: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Te
 class View:
     """A contiguous tensor that is a part of a memory."""
 
-    begin: int  # in bytes, a multiple of what an element takes
+    begin: int  # in elements
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
     def at(cls, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
-        """Say where a tensor begins."""
+        """Say at which byte a tensor begins, which is a multiple of 16."""
         strides = [1]
         for count in reversed(shape[1:]):
             strides.insert(0, strides[0] * count)
-        return cls(begin=begin, dtype=dtype, shape=shape, strides=tuple(strides))
+        return cls(begin=begin // dtype.itemsize, dtype=dtype, shape=shape, strides=tuple(strides))
 
 
 class Memory:
     """A memory from which views are taken, each by one operator: a step has many.
 
     Args:
-        memory: uint8, contiguous; its size and its place are multiples of what an element of any dtype takes.
+        memory: uint8, contiguous, at the beginning of its storage; its size is a multiple of 16.
+        start: the byte from which views count, a multiple of 16.
 
     """
 
-    def __init__(self, memory: Tensor) -> None:
-        self._as_dtype = {memory.dtype: memory}
-        self._bytes = memory
+    def __init__(self, memory: Tensor, start: int = 0) -> None:
+        self._memory = memory
+        self._start = start
+        self._by_dtype: dict[torch.dtype, tuple[Tensor, int]] = {}
 
     def tensor(self, view: View) -> Tensor:
         """Return a view."""
-        elements = self._as_dtype.get(view.dtype)
-        if elements is None:
-            elements = self._as_dtype[view.dtype] = self._bytes.view(view.dtype)
-        begin = elements.storage_offset() + view.begin // view.dtype.itemsize
-        return elements.as_strided(view.shape, view.strides, begin)
+        if view.dtype not in self._by_dtype:
+            self._by_dtype[view.dtype] = self._memory.view(view.dtype), self._start // view.dtype.itemsize
+        elements, start = self._by_dtype[view.dtype]
+        return elements.as_strided(view.shape, view.strides, start + view.begin)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,27 +163,23 @@ class NewBatch:
     host: dict[str, Any]  # what is known on the host
 
 
-def lay_out_batch(schema: BatchSchema, plan: Plan) -> NewBatch:
+def lay_out_batch(plan: Plan) -> NewBatch:
     """Work out what the batch after an exchange looks like."""
+    schema = plan.schema
     rows = rows_of(plan.sections, plan.lengths, plan.num_real)
     specs = {spec.name: spec for spec in schema.fields}
-    starts = np.empty_like(rows.starts)
     views: dict[tuple[str, bool], View] = {}
     facts = _Facts()
     padding = [Copies.of(1, *[np.empty(0, dtype=np.int64)] * 3)]
-    at = 0
-    for begin, indices in zip(rows.begins, by_tensor(plan.sections), strict=False):
+    tensors = zip(by_tensor(plan.sections), rows.tensor_starts.tolist(), rows.tensor_sizes.tolist(), strict=True)
+    for indices, start, size in tensors:
         section = plan.sections[indices[0]]
         spec = specs[section.field]
-        starts[indices] = rows.starts[indices] - begin + at
-        size = int(rows.sizes[indices].sum())
         if section.key is None and plan.num_real < schema.batch_size:
             fill = torch.full((schema.batch_size - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
             rest = as_bytes(fill).numpy()
-            padding.append(Copies.of(1, *np.array([[facts.add(rest)], [at + size], [len(rest)]])))
-            size += len(rest)
-        views[section.field, section.is_weights] = _view_of(spec, section, at, size, schema.batch_size)
-        at += _aligned(size)
+            padding.append(Copies.of(1, *np.array([[facts.add(rest)], [start + size - len(rest)], [len(rest)]])))
+        views[section.field, section.is_weights] = _view_of(spec, section, start, size, schema.batch_size)
     jagged: dict[str, JaggedViews] = {}
     key = 0
     for spec in schema.fields:
@@ -187,8 +187,8 @@ def lay_out_batch(schema: BatchSchema, plan: Plan) -> NewBatch:
             jagged[spec.name] = _jagged_views(spec, plan.lengths[key : key + len(spec.keys)], views, facts)
             key += len(spec.keys)
     return NewBatch(
-        rows=Rows(starts=starts, sizes=rows.sizes, begins=rows.begins),
-        size=at,
+        rows=rows,
+        size=len(rows),
         facts=facts.joined(),
         padding=Copies.joined(padding),
         dense={name: view for (name, _), view in views.items() if name not in jagged},
@@ -202,17 +202,18 @@ def lay_out_batch(schema: BatchSchema, plan: Plan) -> NewBatch:
     )
 
 
-def build_batch(batch: Batch, new: NewBatch, memory: Tensor, facts: Tensor) -> Batch:
+def build_batch(batch: Batch, new: NewBatch, made: Tensor, memory: Tensor, facts_at: int) -> Batch:
     """Build the new batch from views of its memories; facts about the step stay those of the old one.
 
     Args:
         batch: as it was before.
         new: what it looks like now.
-        memory: uint8 [new.size], of the tensors.
-        facts: uint8 [len(new.facts)].
+        made: uint8 [new.size], of the tensors.
+        memory: uint8, in which the facts lie.
+        facts_at: where they begin.
 
     """
-    tensors, known = Memory(memory), Memory(facts)
+    tensors, known = Memory(made), Memory(memory, facts_at)
     fields: dict[str, Any] = {name: tensors.tensor(view) for name, view in new.dense.items()}
     fields |= {name: views.of(tensors, known) for name, views in new.jagged.items()}
     return dataclasses.replace(batch, **new.host, **fields)
@@ -229,8 +230,9 @@ class _Facts:
         """Add an array and return where it begins."""
         begin = self._size
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        self._size += _aligned(len(flat))
-        self._parts += [flat, np.zeros(self._size - begin - len(flat), dtype=np.uint8)]
+        gap = -len(flat) % ALIGNMENT
+        self._size += len(flat) + gap
+        self._parts += [flat, np.zeros(gap, dtype=np.uint8)]
         return begin
 
     def joined(self) -> NDArray[np.uint8]:
@@ -242,7 +244,7 @@ def _view_of(spec: FieldSpec, section: Section, begin: int, size: int, batch_siz
     dtype = spec.weights_dtype if section.is_weights else spec.dtype
     shape = () if section.is_weights else spec.shape
     assert dtype is not None
-    row = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    row = math.prod(shape) * dtype.itemsize
     count = batch_size if section.key is None else size // max(row, 1)
     return View.at(begin, dtype, (count, *shape))
 
@@ -270,5 +272,6 @@ def _jagged_views(
     )
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    aligned: NDArray[np.int64] = -(-sizes // ALIGNMENT) * ALIGNMENT
+    return aligned

@@ -10,6 +10,8 @@ aligned to 16 bytes.
 Lengths are not sent: every rank knows those of all samples.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +39,7 @@ class Plan:
     """What one rank does in one step. Offsets and sizes are in bytes; S is the number of sections."""
 
     rank: int  # whose plan it is
+    schema: BatchSchema  # of all batches
     rank_of: NDArray[np.int32]  # [W, B]: see Assignment
     dealt_lengths: NDArray[np.int64]  # [W, K, B]: before the exchange
     sections: tuple[Section, ...]
@@ -87,6 +90,7 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
         world_loss_tokens = int(lengths[:, key][rank_of >= 0].sum())
     return Plan(
         rank=rank,
+        schema=schema,
         rank_of=rank_of,
         dealt_lengths=lengths,
         sections=sections,
@@ -106,6 +110,7 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
     )
 
 
+@functools.cache
 def sections_of(schema: BatchSchema) -> tuple[Section, ...]:
     """List what a chunk consists of, in order."""
     sections: list[Section] = []
@@ -113,43 +118,42 @@ def sections_of(schema: BatchSchema) -> tuple[Section, ...]:
     for spec in schema.fields:
         if spec.dtype is None:
             continue
-        elements = int(np.prod(spec.shape, dtype=np.int64))
+        size = math.prod(spec.shape) * spec.dtype.itemsize
         if spec.keys is None:
-            sections.append(Section(field=spec.name, key=None, bytes=elements * spec.dtype.itemsize))
+            sections.append(Section(field=spec.name, key=None, bytes=size))
             continue
         keys = range(index, index + len(spec.keys))
         index += len(spec.keys)
-        sections += [Section(field=spec.name, key=key, bytes=elements * spec.dtype.itemsize) for key in keys]
+        sections += [Section(field=spec.name, key=key, bytes=size) for key in keys]
         if spec.weights_dtype is not None:
             size = spec.weights_dtype.itemsize
             sections += [Section(field=spec.name, key=key, is_weights=True, bytes=size) for key in keys]
     return tuple(sections)
 
 
-def row_bytes(section: Section, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the bytes of each row in a section: int64 [n], given lengths [K, n]."""
-    if section.key is None:
-        return np.full(lengths.shape[1], section.bytes, dtype=np.int64)
-    rows: NDArray[np.int64] = lengths[section.key] * section.bytes
-    return rows
+def row_bytes(sections: tuple[Section, ...], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the bytes of each row in each section: int64 [S, n], given lengths [K, n]."""
+    sizes = np.empty((len(sections), lengths.shape[1]), dtype=np.int64)
+    for section, row in zip(sections, sizes, strict=True):
+        row[:] = section.bytes
+        if section.key is not None:
+            row *= lengths[section.key]
+    return sizes
 
 
 def sample_bytes(schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the bytes of each sample in all fields: int64 [n], given lengths [K, n]."""
-    sizes = np.zeros(lengths.shape[1], dtype=np.int64)
-    for section in sections_of(schema):
-        sizes += row_bytes(section, lengths)
+    sizes: NDArray[np.int64] = row_bytes(sections_of(schema), lengths).sum(axis=0)
     return sizes
 
 
 def _section_sizes(
     sections: tuple[Section, ...], lengths: NDArray[np.int64], peers: NDArray[np.integer], world_size: int
 ) -> NDArray[np.int64]:
-    """Add up the bytes of rows per section and peer: [S, W], given lengths [K, n] and peers [n]."""
-    sizes = np.zeros((len(sections), world_size), dtype=np.int64)
-    for index, section in enumerate(sections):
-        np.add.at(sizes[index], peers, row_bytes(section, lengths))
-    return sizes
+    """Add up the bytes of rows per section and peer: [S, W], given lengths [K, n] and ascending peers [n]."""
+    until = np.zeros((len(sections), len(peers) + 1), dtype=np.int64)
+    np.cumsum(row_bytes(sections, lengths), axis=1, out=until[:, 1:])
+    return np.diff(until[:, np.searchsorted(peers, np.arange(world_size + 1))], axis=1)
 
 
 def lay_out(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -94,6 +94,7 @@ class Planner:
         self._rank = rank
         self._world_size = world_size
         self._schema: BatchSchema | None = None
+        self._schema_hash = 0
 
     def settle(self, exchanges: Any) -> None:
         """Check the settings and compare them between ranks, before anybody waits for a rank that has none.
@@ -132,6 +133,7 @@ class Planner:
             self._schema = self._agree(batch, error)
             if self._schema is None:
                 return Planned(plan=None, batch=None, metrics=None)
+            self._schema_hash = hash63(self._schema)
         schema = self._schema
         sizes = self._gather_sizes(schema, batch, error)
         gathered = time.perf_counter()
@@ -195,7 +197,7 @@ class Planner:
             except Exception as raised:  # all ranks are told of it below
                 error = raised
         header = Header(
-            schema_hash=hash63(schema),
+            schema_hash=self._schema_hash,
             status=STATUS_OK if error is None else STATUS_FAILED,
             ended=int(batch is None and error is None),
             num_real=0 if batch is None or error is not None else batch.num_real,

@@ -73,9 +73,8 @@ def all_gather_route(plan: Plan, rows: Rows) -> Route:
     rank_of, lengths = plan.rank_of, plan.dealt_lengths
     world_size, batch_size = rank_of.shape
     flat = lengths.transpose(1, 0, 2).reshape(lengths.shape[1], -1)
-    sizes = np.zeros((len(plan.sections), world_size, batch_size), dtype=np.int64)
-    for section, of_section in zip(plan.sections, sizes, strict=True):
-        of_section[:] = np.where(rank_of >= 0, row_bytes(section, flat).reshape(rank_of.shape), 0)
+    sizes = row_bytes(plan.sections, flat).reshape(-1, world_size, batch_size)
+    sizes[:, rank_of < 0] = 0
     chunks, offsets = lay_out(sizes.sum(axis=2))
     offsets -= np.cumsum(chunks) - chunks  # from the beginning of each chunk
     longest = int(chunks.max())

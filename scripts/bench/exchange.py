@@ -12,8 +12,10 @@ slowest rank, from pack to finished batch; gathers and plans are made before.
     gather-select     the usual way: all-gather lengths, read them back, all-gather values, select rows; for each field
     per-field         the other: reorder, exchange lengths, read sizes back, exchange values, reorder; for each field
     raw               one all-to-all of the bytes that `ours` sends
-    exposed           part by which a step of matrix products gets longer with `ours` beside it, alternating runs of
-                      --exposed-steps steps over the same batches, already balanced
+    exposed           part by which a training step gets longer with `ours` beside it: matrix products, and an
+                      all-reduce of 64 MB as of gradients; alternating runs of --exposed-steps steps over the same
+                      batches, already balanced
+    exposed-alone     the same without the all-reduce: then only the exchange makes ranks wait for each other
 """
 
 import argparse
@@ -262,15 +264,19 @@ def check(results: dict[str, Any], usual: Any, num_real: int) -> None:
         assert torch.equal(features.lengths().view(lengths.shape[0], -1)[:, :num_real], lengths)
 
 
-def measure_exposed(batch_size: int, steps: int, strategy: str, device: torch.device) -> dict[str, Any]:
+def measure_exposed(batch_size: int, steps: int, strategy: str, device: torch.device, reducing: bool) -> dict[str, Any]:
     """Alternate runs with the exchange and without, over the same balanced batches."""
     control = dist.group.WORLD
-    weight = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
+    gradients_group = dist.new_group(backend=make_carrier(device).backend)
+    is_cuda = device.type == "cuda"
+    side, dtype = (8192, torch.bfloat16) if is_cuda else (256, torch.float32)
+    weight = torch.randn(side, side, device=device, dtype=dtype)
+    gradients = torch.zeros(side * 4096, device=device, dtype=dtype)
 
     def options() -> dict[str, Any]:
         return {"cost": COST, "strategy": strategy, "tolerance": 0.01, "device": device, "timeout": TIMEOUT}
 
-    made = [batch.pin_memory() if device.type == "cuda" else batch for batch in batches_of(batch_size, 16)]
+    made = [batch.pin_memory() if is_cuda else batch for batch in batches_of(batch_size, 16)]
 
     def source() -> Any:
         for number, batch in enumerate(itertools.islice(itertools.cycle(made), steps + FILLING)):
@@ -282,6 +288,8 @@ def measure_exposed(batch_size: int, steps: int, strategy: str, device: torch.de
         batch.features.values().sum()
         for _ in range(8):
             torch.mm(weight, weight)
+        if reducing:
+            dist.all_reduce(gradients, group=gradients_group)
 
     with Balancer(itertools.chain(made), **options()) as balancer:
         ready = list(balancer)
@@ -302,14 +310,13 @@ def measure_exposed(batch_size: int, steps: int, strategy: str, device: torch.de
                 seconds[name].append((time.perf_counter() - begun) / steps)
     medians = torch.tensor([statistics.median(values[1:]) for values in seconds.values()])
     dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=control)
+    dist.destroy_process_group(gradients_group)
     with_it, without = (float(value) for value in medians)
+    name = "exposed" if reducing else "exposed-alone"
     return {
-        "ranks": dist.get_world_size(),
-        "batch_size": batch_size,
-        "strategy": strategy,
-        "step_ms": round(without * 1e3, 3),
-        "step_with_exchange_ms": round(with_it * 1e3, 3),
-        "exposed": round(with_it / without - 1, 5),
+        f"{name}-step-ms": round(without * 1e3, 3),
+        f"{name}-step-with-exchange-ms": round(with_it * 1e3, 3),
+        name: round(with_it / without - 1, 5),
     }
 
 
@@ -320,6 +327,7 @@ def main() -> None:
     parser.add_argument("--strategies", default="lpt-swap,min-move")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--exposed-steps", type=int, default=200, help="0 leaves that measurement out")
+    parser.add_argument("--alone", action="store_true", help="measure exposed-alone, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(540, exit=True)
@@ -332,8 +340,8 @@ def main() -> None:
     for strategy in arguments.strategies.split(","):
         for batch_size in map(int, arguments.batch_sizes.split(",")):
             row = measure(batch_size, arguments.steps, strategy, device)
-            if arguments.exposed_steps:
-                row |= measure_exposed(batch_size, arguments.exposed_steps, strategy, device)
+            for reducing in [True, False][: (1 + arguments.alone) * bool(arguments.exposed_steps)]:
+                row |= measure_exposed(batch_size, arguments.exposed_steps, strategy, device, reducing)
             if dist.get_rank() == 0:
                 print(json.dumps(row), flush=True)
     dist.destroy_process_group()

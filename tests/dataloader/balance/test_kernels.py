@@ -57,7 +57,7 @@ def test_on_a_gpu_the_kernel_and_the_operators_copy_the_same(layout: tuple[int, 
     expected = _by_hand(copies, sources, len(sources[0]))
     there = [source.cuda() for source in sources]
     by_kernel, by_operators = torch.zeros_like(there[0]), torch.zeros_like(there[0])
-    copy_by_kernel(torch.from_numpy(tiles_of(copies)).cuda(), there, by_kernel)
+    copy_by_kernel(as_bytes(torch.from_numpy(tiles_of(copies))).cuda(), there, by_kernel)
     copy_by_operators(copies, there, by_operators)
     assert torch.equal(by_kernel.cpu(), expected)
     assert torch.equal(by_operators.cpu(), expected)
@@ -72,7 +72,7 @@ def test_rows_of_every_dtype_and_of_a_hundred_thousand_elements_arrive(dtype: to
     there, copied = values.cuda(), torch.zeros_like(values, device="cuda")
     reverse = (int(lengths.sum()) - np.cumsum(lengths)) * size
     copies = Copies.of(0, (np.cumsum(lengths) - lengths) * size, reverse, lengths * size)
-    copy_by_kernel(torch.from_numpy(tiles_of(copies)).cuda(), [as_bytes(there)], as_bytes(copied))
+    copy_by_kernel(as_bytes(torch.from_numpy(tiles_of(copies))).cuda(), [as_bytes(there)], as_bytes(copied))
     expected = torch.cat(list(reversed(values.split(lengths.tolist()))))
     assert torch.equal(copied.cpu(), expected)
 
