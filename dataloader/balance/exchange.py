@@ -15,6 +15,7 @@ was handed out; the training for a finished exchange. The first collective in th
 for no other, on any rank, so it gets done, and so do all.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,7 +51,6 @@ class Prepared:
     new: NewBatch
     placing: Copies  # from what arrived (0) and from the memory (1) to the new batch
     memory: Tensor  # uint8, of the host: the batch and the facts of the new one, then instructions
-    facts_at: int
     splits: list[int]  # bytes of the memory: the batch and the facts, instructions to pack, instructions to place
 
 
@@ -100,13 +100,8 @@ class Exchange:
         route = self._route(plan, rows)
         new = lay_out_batch(plan)
         facts_at = len(rows)
-        padding = Copies(
-            which=new.padding.which,
-            starts=new.padding.starts + facts_at,
-            targets=new.padding.targets,
-            sizes=new.padding.sizes,
-        )
-        placing = Copies.joined([route.place(new.rows), padding])
+        from_facts = dataclasses.replace(new.copies, starts=new.copies.starts + facts_at)
+        placing = Copies.joined([route.place(new.rows), from_facts])
         codes = [self._carrier.instructions(copies) for copies in (route.packing, placing)]
         splits = [facts_at + len(new.facts), *map(len, codes)]
         memory = self._carrier.host_memory(sum(splits))
@@ -119,7 +114,6 @@ class Exchange:
             new=new,
             placing=placing,
             memory=memory,
-            facts_at=facts_at,
             splits=splits,
         )
 
@@ -153,8 +147,8 @@ class Exchange:
             made = self._empty(new.size)
             received = flight.received if self._channel is not None else flight.sent
             self._carrier.copy(prepared.placing, flight.placing_code, (received, flight.memory), made)
-        self._carrier.hand_over((made, flight.memory))
-        return build_batch(prepared.batch, new, made, flight.memory, prepared.facts_at)
+        self._carrier.hand_over((made,))
+        return build_batch(prepared.batch, new, made)
 
     def _begin(self, route: Route, sent: Tensor, received: Tensor) -> Transfer | None:
         if self._channel is None:

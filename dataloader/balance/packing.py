@@ -106,44 +106,41 @@ class Memory:
 
     Args:
         memory: uint8, contiguous, at the beginning of its storage; its size is a multiple of 16.
-        start: the byte from which views count, a multiple of 16.
 
     """
 
-    def __init__(self, memory: Tensor, start: int = 0) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._start = start
-        self._by_dtype: dict[torch.dtype, tuple[Tensor, int]] = {}
+        self._by_dtype: dict[torch.dtype, Tensor] = {}
 
     def tensor(self, view: View) -> Tensor:
         """Return a view."""
         if view.dtype not in self._by_dtype:
-            self._by_dtype[view.dtype] = self._memory.view(view.dtype), self._start // view.dtype.itemsize
-        elements, start = self._by_dtype[view.dtype]
-        return elements.as_strided(view.shape, view.strides, start + view.begin)
+            self._by_dtype[view.dtype] = self._memory.view(view.dtype)
+        return self._by_dtype[view.dtype].as_strided(view.shape, view.strides, view.begin)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JaggedViews:
-    """A KeyedJaggedTensor that is parts of memories, and what is known of it on the host."""
+    """A KeyedJaggedTensor that is parts of a memory, and what is known of it on the host."""
 
     keys: list[str]
-    values: View  # of the tensors' memory, as are the weights
+    values: View
     weights: View | None
-    lengths: View  # of the facts, as are the offsets
+    lengths: View
     offsets: View
     stride: int
     length_per_key: list[int]
     offset_per_key: list[int]
 
-    def of(self, memory: Memory, facts: Memory) -> KeyedJaggedTensor:
+    def of(self, memory: Memory) -> KeyedJaggedTensor:
         """Return it, with its host-side caches, so that nothing downstream synchronises to learn them."""
         return KeyedJaggedTensor(
             keys=self.keys,
             values=memory.tensor(self.values),
             weights=None if self.weights is None else memory.tensor(self.weights),
-            lengths=facts.tensor(self.lengths),
-            offsets=facts.tensor(self.offsets),
+            lengths=memory.tensor(self.lengths),
+            offsets=memory.tensor(self.offsets),
             stride=self.stride,
             length_per_key=self.length_per_key,
             offset_per_key=self.offset_per_key,
@@ -152,12 +149,12 @@ class JaggedViews:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewBatch:
-    """What a new batch looks like: where its tensors lie in one memory, and its lengths and padding in another."""
+    """What a new batch looks like: where its tensors, and then its lengths and offsets, lie in one memory."""
 
-    rows: Rows  # in the memory of the tensors
-    size: int  # of that memory, with the padding of dense fields
-    facts: NDArray[np.uint8]  # lengths, offsets and padding rows, as bytes
-    padding: Copies  # from the facts to the memory of the tensors
+    rows: Rows
+    size: int  # of the memory
+    facts: NDArray[np.uint8]  # lengths, offsets and padding rows, as bytes, which come from the host
+    copies: Copies  # from the facts to the memory
     dense: dict[str, View]
     jagged: dict[str, JaggedViews]
     host: dict[str, Any]  # what is known on the host
@@ -169,16 +166,14 @@ def lay_out_batch(plan: Plan) -> NewBatch:
     rows = rows_of(plan.sections, plan.lengths, plan.num_real)
     specs = {spec.name: spec for spec in schema.fields}
     views: dict[tuple[str, bool], View] = {}
-    facts = _Facts()
-    padding = [Copies.of(1, *[np.empty(0, dtype=np.int64)] * 3)]
+    facts = _Facts(at=len(rows))
     tensors = zip(by_tensor(plan.sections), rows.tensor_starts.tolist(), rows.tensor_sizes.tolist(), strict=True)
     for indices, start, size in tensors:
         section = plan.sections[indices[0]]
         spec = specs[section.field]
         if section.key is None and plan.num_real < schema.batch_size:
             fill = torch.full((schema.batch_size - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
-            rest = as_bytes(fill).numpy()
-            padding.append(Copies.of(1, *np.array([[facts.add(rest)], [start + size - len(rest)], [len(rest)]])))
+            facts.add(as_bytes(fill).numpy(), ending_at=start + size)
         views[section.field, section.is_weights] = _view_of(spec, section, start, size, schema.batch_size)
     jagged: dict[str, JaggedViews] = {}
     key = 0
@@ -188,9 +183,9 @@ def lay_out_batch(plan: Plan) -> NewBatch:
             key += len(spec.keys)
     return NewBatch(
         rows=rows,
-        size=len(rows),
+        size=facts.end,
         facts=facts.joined(),
-        padding=Copies.joined(padding),
+        copies=facts.copies(),
         dense={name: view for (name, _), view in views.items() if name not in jagged},
         jagged=jagged,
         host={
@@ -202,42 +197,47 @@ def lay_out_batch(plan: Plan) -> NewBatch:
     )
 
 
-def build_batch(batch: Batch, new: NewBatch, made: Tensor, memory: Tensor, facts_at: int) -> Batch:
-    """Build the new batch from views of its memories; facts about the step stay those of the old one.
-
-    Args:
-        batch: as it was before.
-        new: what it looks like now.
-        made: uint8 [new.size], of the tensors.
-        memory: uint8, in which the facts lie.
-        facts_at: where they begin.
-
-    """
-    tensors, known = Memory(made), Memory(memory, facts_at)
-    fields: dict[str, Any] = {name: tensors.tensor(view) for name, view in new.dense.items()}
-    fields |= {name: views.of(tensors, known) for name, views in new.jagged.items()}
+def build_batch(batch: Batch, new: NewBatch, memory: Tensor) -> Batch:
+    """Build the new batch, given its memory: uint8 [new.size]. Facts about the step stay those of the old one."""
+    made = Memory(memory)
+    fields: dict[str, Any] = {name: made.tensor(view) for name, view in new.dense.items()}
+    fields |= {name: views.of(made) for name, views in new.jagged.items()}
     return dataclasses.replace(batch, **new.host, **fields)
 
 
 class _Facts:
-    """Arrays as bytes, one behind the other, each aligned."""
+    """Arrays as bytes, one behind the other, each aligned, and where in a memory they belong.
 
-    def __init__(self) -> None:
+    Args:
+        at: the byte of the memory at which those begin that have no place of their own.
+
+    """
+
+    def __init__(self, at: int) -> None:
+        self.end = at
         self._parts: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
         self._size = 0
+        self._copies: list[tuple[int, int, int]] = []
 
-    def add(self, data: NDArray[Any]) -> int:
-        """Add an array and return where it begins."""
-        begin = self._size
+    def add(self, data: NDArray[Any], ending_at: int | None = None) -> int:
+        """Add an array and return the byte of the memory at which it begins."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         gap = -len(flat) % ALIGNMENT
-        self._size += len(flat) + gap
+        target = self.end if ending_at is None else ending_at - len(flat)
+        if ending_at is None:
+            self.end += len(flat) + gap
+        self._copies.append((self._size, target, len(flat)))
         self._parts += [flat, np.zeros(gap, dtype=np.uint8)]
-        return begin
+        self._size += len(flat) + gap
+        return target
 
     def joined(self) -> NDArray[np.uint8]:
         """Return all of them: uint8."""
         return np.concatenate(self._parts)
+
+    def copies(self) -> Copies:
+        """Say how they get there from a memory (1) that begins with them."""
+        return Copies.of(1, *np.array(self._copies, dtype=np.int64).reshape(-1, 3).T)
 
 
 def _view_of(spec: FieldSpec, section: Section, begin: int, size: int, batch_size: int) -> View:

@@ -98,7 +98,7 @@ class Staged:
 
 
 def timed(run: Callable[[int], Any], steps: int, device: torch.device, group: dist.ProcessGroup) -> float:
-    """Return the median of the slowest rank's milliseconds, over steps; the first ones warm up."""
+    """Return the median milliseconds of a step, of the slowest rank; the first steps warm up."""
     seconds = []
     for step in range(steps):
         wait(device)
@@ -107,9 +107,9 @@ def timed(run: Callable[[int], Any], steps: int, device: torch.device, group: di
         run(step)
         wait(device)
         seconds.append(time.perf_counter() - begun)
-    mine = torch.tensor(seconds)
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
-    return round(float(mine[steps // 4 :].median()) * 1e3, 4)
+    median = torch.tensor([statistics.median(seconds[steps // 4 :])])
+    dist.all_reduce(median, op=dist.ReduceOp.MAX, group=group)
+    return round(float(median) * 1e3, 4)
 
 
 def wait(device: torch.device) -> None:
