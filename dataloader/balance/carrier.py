@@ -27,7 +27,7 @@ class Carrier(Protocol):
         ...
 
     def beside(self, what: str) -> AbstractContextManager[Any]:
-        """Let what follows run beside the training; `what` is its name in a profile."""
+        """Let what follows run beside the training, on the consumer's thread; `what` is its name in a profile."""
         ...
 
     def instructions(self, copies: Copies) -> NDArray[np.uint8]:
@@ -38,8 +38,16 @@ class Carrier(Protocol):
         """Make memory of the host, uint8 [size], that `bring` can read quickly."""
         ...
 
-    def bring(self, memory: Tensor) -> Tensor:
-        """Bring memory of the host to the device."""
+    def empty(self, size: int) -> Tensor:
+        """Make memory of the device for what runs beside the training: uint8 [size]; on any thread."""
+        ...
+
+    def room_for(self, host: Tensor) -> Tensor:
+        """Make memory of the device that `bring` can fill with memory of the host; on any thread."""
+        ...
+
+    def bring(self, host: Tensor, memory: Tensor) -> None:
+        """Fill memory of the device."""
         ...
 
     def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
@@ -79,9 +87,16 @@ class CpuCarrier:
         """Make ordinary memory."""
         return torch.empty(size, dtype=torch.uint8)
 
-    def bring(self, memory: Tensor) -> Tensor:
-        """Return it as it is."""
-        return memory
+    def empty(self, size: int) -> Tensor:
+        """Make ordinary memory."""
+        return self.host_memory(size)
+
+    def room_for(self, host: Tensor) -> Tensor:
+        """Use the memory itself."""
+        return host
+
+    def bring(self, host: Tensor, memory: Tensor) -> None:
+        """Do nothing: it is there."""
 
     def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
         """Copy one range after the other."""
@@ -134,9 +149,19 @@ class CudaCarrier:
         """Make page-locked memory; PyTorch keeps it as long as a copy reads it."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def bring(self, memory: Tensor) -> Tensor:
+    def empty(self, size: int) -> Tensor:
+        """Make memory that is used again in the order of the side stream."""
+        # A stream as a context manager keeps in itself what was there before, so that threads may not share it.
+        with torch.cuda.stream(self._stream):
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def room_for(self, host: Tensor) -> Tensor:
+        """Make as much."""
+        return self.empty(len(host))
+
+    def bring(self, host: Tensor, memory: Tensor) -> None:
         """Copy without waiting."""
-        return memory.to(self.device, non_blocking=True)
+        memory.copy_(host, non_blocking=True)
 
     def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
         """Copy all ranges in one launch."""

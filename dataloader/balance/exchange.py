@@ -1,8 +1,9 @@
 """Carries a plan out: packs what leaves, moves it in one collective, and unpacks what arrives into a batch.
 
-    prepare    in the background: the batch is written to one memory, with all that the device has to know of the plan
-    launch     that memory is brought to the device, what leaves is packed, and the collective begins
-    finish     what arrived, and what stayed, is copied to where it belongs; the new batch is views of that
+    prepare    in the background: the batch is written to one memory, with all that the device has to know of the plan,
+               and the new batch's tensors are made: views of a memory that is still to be filled
+    launch     the first memory is brought to the device, what leaves is packed, and the collective begins
+    finish     what arrived, and what stayed, is copied to where it belongs
 
 On a GPU the last two are enqueued on a side stream, and the host never waits.
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from evenrank.dataloader.balance.carrier import Carrier
 from evenrank.dataloader.balance.channel import Channel
 from evenrank.dataloader.balance.copying import Copies
-from evenrank.dataloader.balance.packing import NewBatch, Rows, build_batch, lay_out_batch, rows_of, write_batch
+from evenrank.dataloader.balance.packing import Rows, fields_in, lay_out_batch, rows_of, write_batch
 from evenrank.dataloader.balance.plan import Plan
 from evenrank.dataloader.balance.routes import Route, all_gather_route, all_to_all_route, trial_route
 from evenrank.dataloader.batch import JaggedBatch
@@ -44,14 +45,19 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A step that can be launched."""
+    """A step that can be launched, once. Memories are uint8, and on the device but for one."""
 
-    batch: JaggedBatch  # as it was before, on the CPU
     route: Route
-    new: NewBatch
     placing: Copies  # from what arrived (0) and from the memory (1) to the new batch
-    memory: Tensor  # uint8, of the host: the batch and the facts of the new one, then instructions
-    splits: list[int]  # bytes of the memory: the batch and the facts, instructions to pack, instructions to place
+    host: Tensor  # memory of the host: the batch and the facts of the new one, then instructions
+    memory: Tensor  # room for it
+    packing_code: Tensor  # a part of that
+    placing_code: Tensor  # likewise
+    sent: Tensor
+    received: Tensor
+    made: Tensor
+    batch: JaggedBatch  # as it was before, on the CPU
+    fields: dict[str, Any]  # what the new one has instead: views of `made`, which is still to be filled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +65,6 @@ class InFlight:
     """A batch whose rows are on their way."""
 
     prepared: Prepared
-    memory: Tensor  # on the device
-    placing_code: Tensor  # a part of it
-    sent: Tensor  # kept until the collective is done
-    received: Tensor
     transfer: Transfer | None  # None where the host need not wait
 
 
@@ -85,8 +87,8 @@ class Exchange:
         route = self._trial(world_size)
         with self._carrier.beside("connect"):
             code = torch.from_numpy(self._carrier.instructions(route.packing))
-            memory, sent = self._empty(route.sent_bytes), self._empty(route.sent_bytes)
-            received = self._empty(route.received_bytes)
+            memory, sent = self._carrier.empty(route.sent_bytes), self._carrier.empty(route.sent_bytes)
+            received = self._carrier.empty(route.received_bytes)
             self._carrier.copy(route.packing, code.to(self._carrier.device), (memory,), sent)
             transfer = self._begin(route, sent, received)
             self._await(transfer)
@@ -104,51 +106,47 @@ class Exchange:
         placing = Copies.joined([route.place(new.rows), from_facts])
         codes = [self._carrier.instructions(copies) for copies in (route.packing, placing)]
         splits = [facts_at + len(new.facts), *map(len, codes)]
-        memory = self._carrier.host_memory(sum(splits))
-        write_batch(batch, plan.sections, rows, memory)
-        data = memory.numpy()
-        data[facts_at:] = np.concatenate([new.facts, *codes])
+        host = self._carrier.host_memory(sum(splits))
+        write_batch(batch, plan.sections, rows, host)
+        host.numpy()[facts_at:] = np.concatenate([new.facts, *codes])
+        memory = self._carrier.room_for(host)
+        sent, made = self._carrier.empty(route.sent_bytes), self._carrier.empty(new.size)
+        received = sent if self._channel is None else self._carrier.empty(route.received_bytes)
+        _, packing_code, placing_code = memory.split_with_sizes(splits)
         return Prepared(
-            batch=batch,
             route=route,
-            new=new,
             placing=placing,
+            host=host,
             memory=memory,
-            splits=splits,
+            packing_code=packing_code,
+            placing_code=placing_code,
+            sent=sent,
+            received=received,
+            made=made,
+            batch=batch,
+            fields=fields_in(made, new),
         )
 
     def launch(self, prepared: Prepared) -> InFlight:
         """Begin. All ranks call it in the same order."""
-        route = prepared.route
         with self._carrier.beside("launch"):
-            memory = self._carrier.bring(prepared.memory)
+            self._carrier.bring(prepared.host, prepared.memory)
             # A collective holds multiprocessors while it waits for other ranks. At the beginning of a training step,
             # after the gradients' all-reduce, no rank is far ahead, so that is where it starts.
             self._carrier.await_training()
-            sent, received = self._empty(route.sent_bytes), self._empty(route.received_bytes)
-            _, packing_code, placing_code = memory.split_with_sizes(prepared.splits)
-            self._carrier.copy(route.packing, packing_code, (memory,), sent)
-            transfer = self._begin(route, sent, received)
-        return InFlight(
-            prepared=prepared,
-            memory=memory,
-            placing_code=placing_code,
-            sent=sent,
-            received=received,
-            transfer=transfer,
-        )
+            self._carrier.copy(prepared.route.packing, prepared.packing_code, (prepared.memory,), prepared.sent)
+            transfer = self._begin(prepared.route, prepared.sent, prepared.received)
+        return InFlight(prepared=prepared, transfer=transfer)
 
     def finish(self, flight: InFlight) -> JaggedBatch:
         """Wait for the collective, on a GPU without the host, and return the new batch."""
         prepared = flight.prepared
-        new = prepared.new
         with self._carrier.beside("finish"):
             self._await(flight.transfer)
-            made = self._empty(new.size)
-            received = flight.received if self._channel is not None else flight.sent
-            self._carrier.copy(prepared.placing, flight.placing_code, (received, flight.memory), made)
-        self._carrier.hand_over((made,))
-        return build_batch(prepared.batch, new, made)
+            sources = prepared.received, prepared.memory
+            self._carrier.copy(prepared.placing, prepared.placing_code, sources, prepared.made)
+        self._carrier.hand_over((prepared.made,))
+        return dataclasses.replace(prepared.batch, **prepared.fields)
 
     def _begin(self, route: Route, sent: Tensor, received: Tensor) -> Transfer | None:
         if self._channel is None:
@@ -160,9 +158,6 @@ class Exchange:
         if self._channel is not None and transfer is not None:
             with self._channel.watched():
                 transfer.wait()
-
-    def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._carrier.device)
 
     def _trial(self, world_size: int) -> Route:
         raise NotImplementedError

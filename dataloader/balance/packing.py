@@ -3,12 +3,11 @@
 What lies where follows from the plan alone, on the host; nothing is read from a device.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,8 +18,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.dataloader.balance.copying import Copies, as_bytes
 from evenrank.dataloader.balance.plan import ALIGNMENT, Plan, Section, row_bytes
 from evenrank.dataloader.batch import FieldSpec, JaggedBatch
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,12 +194,11 @@ def lay_out_batch(plan: Plan) -> NewBatch:
     )
 
 
-def build_batch(batch: Batch, new: NewBatch, memory: Tensor) -> Batch:
-    """Build the new batch, given its memory: uint8 [new.size]. Facts about the step stay those of the old one."""
+def fields_in(memory: Tensor, new: NewBatch) -> dict[str, Any]:
+    """Make the fields of a new batch that differ from the old one's, as views of its memory: uint8 [new.size]."""
     made = Memory(memory)
-    fields: dict[str, Any] = {name: made.tensor(view) for name, view in new.dense.items()}
-    fields |= {name: views.of(made) for name, views in new.jagged.items()}
-    return dataclasses.replace(batch, **new.host, **fields)
+    dense = {name: made.tensor(view) for name, view in new.dense.items()}
+    return new.host | dense | {name: views.of(made) for name, views in new.jagged.items()}
 
 
 class _Facts:

@@ -90,6 +90,32 @@ def test_gpus_give_what_the_cpu_gives() -> None:
         pool.stop()
 
 
+def _on_a_stream_of_its_own(rank: int, world_size: int) -> list[list[int]]:
+    stream = torch.cuda.Stream(rank)
+    batches = RandomBatches(_config(), DATA, num_batches=50, rank=rank, world_size=world_size)
+    expected = [int(batch.features.values().sum()) for batch in batches]
+    found = []
+    with (
+        torch.cuda.stream(stream),
+        Balancer(batches, cost=COST, strategy="identity", device=f"cuda:{rank}") as balancer,
+    ):
+        for batch in balancer:
+            assert torch.cuda.current_stream() == stream
+            found.append(batch.features.values().sum())
+    return [expected, [int(one) for one in found]]
+
+
+@pytest.mark.gpu
+def test_the_stream_on_which_one_trains_stays_the_current_one() -> None:
+    pool = RankPool()
+    try:
+        ((expected, found),) = pool.run(1, _on_a_stream_of_its_own)
+        assert found == expected
+        assert len(set(found)) > 40
+    finally:
+        pool.stop()
+
+
 DATA = RandomData(lengths=Lognormal(mean=64, std=64, high=512))
 
 

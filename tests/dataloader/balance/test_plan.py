@@ -69,11 +69,11 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
     exchange = AllToAll(None, CpuCarrier())
     prepared = [exchange.prepare(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
     flights = [exchange.launch(one) for one in prepared]
-    chunks = [torch.split(flight.sent, plan.send_bytes.tolist()) for flight, plan in zip(flights, plans, strict=True)]
+    chunks = [torch.split(one.sent, plan.send_bytes.tolist()) for one, plan in zip(prepared, plans, strict=True)]
     for rank in range(world_size):
         received = torch.cat([chunks[source][rank] for source in range(world_size)])
         # Without a process group, what was sent is what arrives.
-        after = exchange.finish(replace(flights[rank], sent=received))
+        after = exchange.finish(replace(flights[rank], prepared=replace(prepared[rank], received=received)))
         assert isinstance(after, RichBatch)
         expected = [
             sample
