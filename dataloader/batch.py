@@ -201,7 +201,8 @@ class BatchSchema:
                 found.append(f"{what}: {mine} and {theirs}")
         own, others = ({spec.name: spec for spec in schema.fields} for schema in (self, other))
         for name in dict.fromkeys([*own, *others]):
-            if own.get(name) != others.get(name):
+            # A fill that is not a number is not equal to itself once it comes from another rank.
+            if own.get(name) != others.get(name) and repr(own.get(name)) != repr(others.get(name)):
                 found.append(f"{name}: {_describe(own.get(name))} and {_describe(others.get(name))}")
         return found
 
@@ -227,6 +228,8 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
         if value is None:
             specs.append(FieldSpec(name=name, keys=None, dtype=None))
         elif isinstance(value, KeyedJaggedTensor):
+            if not value.keys():
+                raise ValueError(f"{name} must have a key; where a batch lacks it, it is None")
             if value.variable_stride_per_key() or value.stride() != batch.batch_size:
                 raise ValueError(f"{name} must have batch_size = {batch.batch_size} rows in every key")
             _check_on_cpu(name, value.values())

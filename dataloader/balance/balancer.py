@@ -13,6 +13,7 @@ whose loader has failed, takes part in the gathers like any other, so that nobod
 
 import contextlib
 import dataclasses
+import enum
 import time
 import traceback
 from collections import deque
@@ -40,10 +41,19 @@ from evenrank.datasets.errors import ConfigError, EvenrankError, RankError
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
+class State(enum.StrEnum):
+    """What was done to a step last."""
+
+    STARTED = "started"
+    LAUNCHED = "launched"
+    FINISHED = "finished"
+
+
 @dataclass(kw_only=True, slots=True)
 class Handle:
     """A step on its way through `start`, `launch` and `finish`."""
 
+    state: State = State.STARTED
     planned: "Future[tuple[Planned, Prepared | None]]"
     flight: InFlight | None = None
     waited_seconds: float = 0.0  # for a plan that was not ready
@@ -70,8 +80,11 @@ class Balancer(Generic[Batch]):
             host only where the hosts are uneven, and `strategy` is for the ranks of each. None: all ranks are alike.
         exchange: `all-to-all`, or `all-gather`, which moves more and gives the same.
         device: where batches are exchanged, and where those that it yields are: None and `cpu`, over Gloo, or a CUDA
-            device, over NCCL. Batches that it gets are on the CPU all the same, in any memory.
-        lookahead: for how many steps sizes are gathered ahead, at least 1.
+            device, over NCCL. Batches that it gets are on the CPU all the same, in any memory. The exchange of the next
+            step begins when the current stream, and the device's default one, have done what they were given before.
+            Memory is made on a thread of its own, so CUDA graphs are to be captured with `thread_local` errors.
+        lookahead: for how many steps sizes are gathered ahead, at least 1. On a GPU each of them takes memory of four
+            times its batch; with `all-gather`, of three batches and those of all ranks.
         timeout: how long a rank waits for the others before it gives up.
         on_step: called on the consumer's thread with the metrics of each step before its batch is handed out; see
             `evenrank.dataloader.balance.writers`.
@@ -109,7 +122,9 @@ class Balancer(Generic[Batch]):
         self._carrier = make_carrier(device)
         self._channel = Channel(timeout, backend=self._carrier.backend) if distributed else None
         # One thread: gathers of successive steps must not overtake each other.
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer")
+        self._background = ThreadPoolExecutor(
+            1, thread_name_prefix="evenrank-balancer", initializer=self._carrier.adopt_thread
+        )
         self._exchange: Exchange | None = None
         self._closed = False
         settings = Settings(
@@ -149,10 +164,10 @@ class Balancer(Generic[Batch]):
                 started.append(self._start_next(source))
                 # All ranks learn here that one has failed, before any of them waits for what another has sent.
                 self._await_plan(started[0])
-                batch = self.finish(launched.popleft())
+                self._unpack(launched[0])
                 launched.append(self.launch(started.popleft()))
-                assert batch is not None
-                yield batch
+                # What is the user's may raise on one rank alone, so it comes after the collective.
+                yield self._hand_out(launched.popleft())
         except RankError as error:
             # Ranks may not have launched the same steps: what is under way ends with the groups, and those end with
             # the last reference to them, some of which are in frames that the traceback keeps.
@@ -175,11 +190,16 @@ class Balancer(Generic[Batch]):
     def launch(self, handle: Handle) -> Handle:
         """Wait for the plan and begin the exchange.
 
+        Finish step t before step t+1 is launched: on a GPU, step t is unpacked after what was launched before that.
+
         Raises:
             RankError: some rank failed or ranks disagree; on every rank, with that rank's own words.
+            ConfigError: it has been launched already.
 
         """
+        _expect(handle, State.STARTED, "launched once, after it is started")
         prepared = self._await_plan(handle)
+        handle.state = State.LAUNCHED
         if prepared is not None and self._exchange is not None:
             begun = time.perf_counter()
             handle.flight = self._exchange.launch(prepared)
@@ -187,20 +207,15 @@ class Balancer(Generic[Batch]):
         return handle
 
     def finish(self, handle: Handle) -> Batch | None:
-        """Wait for the exchange and return the balanced batch; None if no rank had data left."""
-        if handle.flight is None or self._exchange is None:
-            return None
-        begun = time.perf_counter()
-        batch = self._exchange.finish(handle.flight)
-        handle.exchange_seconds += time.perf_counter() - begun
-        metrics = handle.planned.result()[0].metrics
-        if self._on_step is not None and metrics is not None:
-            self._on_step(
-                dataclasses.replace(
-                    metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
-                )
-            )
-        return cast(Batch, batch)
+        """Wait for the exchange and return the balanced batch; None if no rank had data left.
+
+        Raises:
+            ConfigError: it has not been launched, or has been finished already.
+
+        """
+        _expect(handle, State.LAUNCHED, "finished once, after it is launched")
+        self._unpack(handle)
+        return None if handle.flight is None else self._hand_out(handle)
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the loader's position after a given batch; pass it, because batches are pulled ahead of training."""
@@ -233,6 +248,25 @@ class Balancer(Generic[Batch]):
         handle.waited_seconds += time.perf_counter() - begun
         return prepared
 
+    def _unpack(self, handle: Handle) -> None:
+        handle.state = State.FINISHED
+        if handle.flight is not None and self._exchange is not None:
+            begun = time.perf_counter()
+            self._exchange.finish(handle.flight)
+            handle.exchange_seconds += time.perf_counter() - begun
+
+    def _hand_out(self, handle: Handle) -> Batch:
+        assert handle.flight is not None
+        batch = handle.flight.prepared.balanced()
+        metrics = handle.planned.result()[0].metrics
+        if self._on_step is not None and metrics is not None:
+            self._on_step(
+                dataclasses.replace(
+                    metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
+                )
+            )
+        return cast(Batch, batch)
+
     def _start_next(self, source: Iterator[Batch]) -> Handle:
         batch, error = None, None
         try:
@@ -249,8 +283,16 @@ class Balancer(Generic[Batch]):
             return planned, self._exchange.prepare(planned.batch, planned.plan)
 
 
+def _expect(handle: Handle, state: State, rule: str) -> None:
+    if handle.state != state:
+        raise ConfigError(f"a step is {rule}; this one is {handle.state}")
+
+
 def _drain(handles: Iterable[Handle]) -> None:
-    """Wait for all that is under way, so that the ranks' collectives stay in step; what it says no longer matters."""
+    """Wait for plans, and for transfers on the CPU, so that the ranks' collectives stay in step.
+
+    What they say no longer matters. On a GPU collectives follow each other on their stream, without the host.
+    """
     for handle in handles:
         with contextlib.suppress(Exception):
             handle.planned.result()

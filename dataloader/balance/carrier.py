@@ -22,6 +22,10 @@ class Carrier(Protocol):
     backend: str  # of the process group that connects such devices
     waits: bool  # whether the host has to wait for a collective; if not, the stream does on which it is started
 
+    def adopt_thread(self) -> None:
+        """Prepare a thread of ours, once, to make memory of the device."""
+        ...
+
     def marked(self, what: str) -> AbstractContextManager[Any]:
         """Give what follows a name in a profile."""
         ...
@@ -71,6 +75,9 @@ class CpuCarrier:
         self.backend = "gloo"
         self.waits = True
 
+    def adopt_thread(self) -> None:
+        """Do nothing."""
+
     def marked(self, what: str) -> AbstractContextManager[Any]:
         """Do nothing."""
         return contextlib.nullcontext()
@@ -85,7 +92,7 @@ class CpuCarrier:
 
     def host_memory(self, size: int) -> Tensor:
         """Make ordinary memory."""
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def empty(self, size: int) -> Tensor:
         """Make ordinary memory."""
@@ -130,6 +137,11 @@ class CudaCarrier:
         self._stream = torch.cuda.Stream(self.device, priority=-1)
         self._written = torch.cuda.Event()
         self._handed_over = torch.cuda.Event()
+        self._trained = torch.cuda.Event()
+
+    def adopt_thread(self) -> None:
+        """Make the device the thread's current one: it is the first of the host, where a context would cost memory."""
+        torch.cuda.set_device(self.device)
 
     def marked(self, what: str) -> AbstractContextManager[Any]:
         """Open an NVTX range."""
@@ -147,7 +159,7 @@ class CudaCarrier:
 
     def host_memory(self, size: int) -> Tensor:
         """Make page-locked memory; PyTorch keeps it as long as a copy reads it."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, size: int) -> Tensor:
         """Make memory that is used again in the order of the side stream."""
@@ -177,10 +189,13 @@ class CudaCarrier:
         for memory in memories:
             memory.record_stream(current)
         current.record_event(self._handed_over)
+        # Pipelines fetch batches on a stream of their own, and train on the default one.
+        torch.cuda.default_stream(self.device).record_event(self._trained)
 
     def await_training(self) -> None:
         """Let the side stream wait; in no host's time."""
         self._stream.wait_event(self._handed_over)
+        self._stream.wait_event(self._trained)
 
 
 class _Marked:

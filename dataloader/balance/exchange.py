@@ -36,10 +36,10 @@ from evenrank.dataloader.batch import JaggedBatch
 
 
 class Transfer(Protocol):
-    """A collective that is under way."""
+    """A collective that is under way, for which the host has to wait."""
 
     def wait(self) -> Any:
-        """Return once it is done; on a GPU, let the current stream wait for it."""
+        """Return once it is done."""
         ...
 
 
@@ -58,6 +58,10 @@ class Prepared:
     made: Tensor
     batch: JaggedBatch  # as it was before, on the CPU
     fields: dict[str, Any]  # what the new one has instead: views of `made`, which is still to be filled
+
+    def balanced(self) -> JaggedBatch:
+        """Return the new batch, once it is finished."""
+        return dataclasses.replace(self.batch, **self.fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +101,7 @@ class Exchange:
             torch.cuda.synchronize(self._carrier.device)
 
     def prepare(self, batch: JaggedBatch, plan: Plan) -> Prepared:
-        """Do all that needs neither the device nor other ranks."""
+        """Do all that needs no other ranks, and moves nothing on the device; on any thread."""
         rows = rows_of(plan.sections, plan.dealt_lengths[plan.rank], batch.num_real)
         route = self._route(plan, rows)
         new = lay_out_batch(plan)
@@ -138,15 +142,14 @@ class Exchange:
             transfer = self._begin(prepared.route, prepared.sent, prepared.received)
         return InFlight(prepared=prepared, transfer=transfer)
 
-    def finish(self, flight: InFlight) -> JaggedBatch:
-        """Wait for the collective, on a GPU without the host, and return the new batch."""
+    def finish(self, flight: InFlight) -> None:
+        """Wait for the collective, and fill the new batch; on a GPU without the host."""
         prepared = flight.prepared
         with self._carrier.beside("finish"):
             self._await(flight.transfer)
             sources = prepared.received, prepared.memory
             self._carrier.copy(prepared.placing, prepared.placing_code, sources, prepared.made)
         self._carrier.hand_over((prepared.made,))
-        return dataclasses.replace(prepared.batch, **prepared.fields)
 
     def _begin(self, route: Route, sent: Tensor, received: Tensor) -> Transfer | None:
         if self._channel is None:

@@ -57,10 +57,10 @@ def rows_of(sections: tuple[Section, ...], lengths: NDArray[np.int64], rows: int
 
 
 @functools.cache
-def by_tensor(sections: tuple[Section, ...]) -> list[list[int]]:
+def by_tensor(sections: tuple[Section, ...]) -> tuple[tuple[int, ...], ...]:
     """Group the numbers of sections by the tensor that they are of: a field's values, or its weights."""
     groups = itertools.groupby(range(len(sections)), lambda i: (sections[i].field, sections[i].is_weights))
-    return [list(indices) for _, indices in groups]
+    return tuple(tuple(indices) for _, indices in groups)
 
 
 def write_batch(batch: JaggedBatch, sections: tuple[Section, ...], rows: Rows, memory: Tensor) -> None:
@@ -68,7 +68,7 @@ def write_batch(batch: JaggedBatch, sections: tuple[Section, ...], rows: Rows, m
     fields = dict(batch.tensors())
     for start, size, indices in zip(rows.tensor_starts, rows.tensor_sizes, by_tensor(sections), strict=True):
         section = sections[indices[0]]
-        memory[start : start + size] = as_bytes(_storage(fields[section.field], section.is_weights))[:size]
+        memory[start : start + size] = as_bytes(_storage(fields[section.field], section.is_weights))
 
 
 def _storage(value: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Tensor:

@@ -48,7 +48,6 @@ class Plan:
     send_counts: NDArray[np.int64]  # [W]: how many of them go where
     send_bytes: NDArray[np.int64]  # [W]: sizes of the chunks
     send_offsets: NDArray[np.int64]  # [S, W]: where each section of each chunk begins in the send buffer
-    receive_counts: NDArray[np.int64]  # [W]: samples from each rank
     receive_bytes: NDArray[np.int64]  # [W]
     receive_offsets: NDArray[np.int64]  # [S, W]
     receive_sizes: NDArray[np.int64]  # [S, W]: bytes of each section without its alignment
@@ -99,7 +98,6 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
         send_counts=np.bincount(destinations, minlength=world_size),
         send_bytes=send_bytes,
         send_offsets=send_offsets,
-        receive_counts=np.bincount(sources[elsewhere], minlength=world_size),
         receive_bytes=receive_bytes,
         receive_offsets=receive_offsets,
         receive_sizes=receive_sizes,

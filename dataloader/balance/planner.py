@@ -144,7 +144,7 @@ class Planner:
         if batch is None:
             batch = dataclasses.replace(empty_batch(schema), epoch=epoch, step=step, position=position)
         is_real = np.arange(schema.batch_size) < sizes.num_real[:, np.newaxis]
-        flat = sizes.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1)  # [K, W * B]
+        flat = sizes.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
         tokens = np.where(is_real, tokens_of(self._cost, schema.named(flat), is_real.size).reshape(is_real.shape), 0)
         topology = self._settings.topology
         options: dict[str, Any] = {

@@ -72,7 +72,7 @@ def all_gather_route(plan: Plan, rows: Rows) -> Route:
     """Send everybody all; each rank's samples are a chunk, and all chunks are as long as the longest."""
     rank_of, lengths = plan.rank_of, plan.dealt_lengths
     world_size, batch_size = rank_of.shape
-    flat = lengths.transpose(1, 0, 2).reshape(lengths.shape[1], -1)
+    flat = lengths.transpose(1, 0, 2).reshape(lengths.shape[1], rank_of.size)
     sizes = row_bytes(plan.sections, flat).reshape(-1, world_size, batch_size)
     sizes[:, rank_of < 0] = 0
     chunks, offsets = lay_out(sizes.sum(axis=2))

@@ -1,9 +1,10 @@
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
-from evenrank.dataloader.batch import JaggedBatch, schema_of
+from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor, schema_of
 from tests.dataloader.rich_batch import rich_batch, samples_of
 
 BATCH = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
@@ -52,6 +53,12 @@ def test_fields_with_another_number_of_rows_are_refused() -> None:
         schema_of(replace(BATCH, ids=torch.arange(3)))
     with pytest.raises(ValueError, match="first must have batch_size = 3 rows in every key"):
         schema_of(replace(BATCH, batch_size=3))
+
+
+def test_a_jagged_field_without_keys_is_refused() -> None:
+    empty = keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))
+    with pytest.raises(ValueError, match="first must have a key; where a batch lacks it, it is None"):
+        schema_of(replace(BATCH, first=empty))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

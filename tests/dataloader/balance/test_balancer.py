@@ -2,12 +2,13 @@
 
 import itertools
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -16,8 +17,9 @@ from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loade
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
 from evenrank.dataloader.balance.copying import as_bytes
 from evenrank.dataloader.balance.exchange import EXCHANGES
-from evenrank.dataloader.batch import lengths_of, schema_of
+from evenrank.dataloader.batch import JaggedBatch, dense, lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
+from evenrank.datasets.errors import ConfigError
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
 
@@ -226,6 +228,55 @@ def test_the_three_states_can_be_walked_by_hand(ranks: RankPool) -> None:
     by_rank = ranks.run(2, _by_hand)
     steps = [sorted(itertools.chain.from_iterable(of_step)) for of_step in zip(*by_rank, strict=True)]
     assert steps == [[0, 1000], [10, 1010], []]
+
+
+def test_a_step_is_launched_and_finished_once() -> None:
+    with Balancer(_batches(0, [[[(1, 1), (1, 1)]]], 2), cost=_tokens) as balancer:
+        handle = balancer.start(rich_batch([[(1, 1), (1, 1)]]))
+        with pytest.raises(ConfigError, match="finished once, after it is launched; this one is started"):
+            balancer.finish(handle)
+        balancer.launch(handle)
+        with pytest.raises(ConfigError, match="launched once, after it is started; this one is launched"):
+            balancer.launch(handle)
+        assert balancer.finish(handle) is not None
+        with pytest.raises(ConfigError, match="finished once, after it is launched; this one is finished"):
+            balancer.finish(handle)
+
+
+def test_a_default_device_of_torch_does_not_matter() -> None:
+    batches = _batches(0, [[[(3, 1), (2, 1)]]], 1)
+    with torch.device("meta"), Balancer(batches, cost=_tokens) as balancer:
+        (batch,) = balancer
+    assert samples_of(batch) == samples_of(batches[0])
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DenseBatch(JaggedBatch):
+    """Without any jagged key, and with a fill that is not equal to itself."""
+
+    ids: torch.Tensor = dense(fill=float("nan"))
+
+
+def _one_a_sample(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
+    return np.ones(len(num_candidates), dtype=np.int64)
+
+
+def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
+    num_real = 4 * (1 - rank)  # all samples lie on rank 0
+    ids = torch.full((4,), float("nan"), dtype=torch.float64)
+    ids[:num_real] = torch.arange(num_real)
+    batches = [DenseBatch(batch_size=4, num_real=num_real, ids=ids)]
+    with Balancer(batches, cost=_one_a_sample, exchange=exchange) as balancer:
+        (batch,) = balancer
+    assert batch.ids[batch.num_real :].isnan().all()
+    return batch.ids[: batch.num_real].tolist()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
+    shares = ranks.run(2, _balance_dense, exchange)
+    assert [len(share) for share in shares] == [2, 2]
+    assert sorted(itertools.chain.from_iterable(shares)) == [0, 1, 2, 3]
 
 
 def test_without_a_process_group_there_is_one_rank(small_dataset: Path) -> None:

@@ -116,6 +116,23 @@ def test_the_stream_on_which_one_trains_stays_the_current_one() -> None:
         pool.stop()
 
 
+def _on_the_second_gpu(rank: int, world_size: int) -> tuple[int, bool]:
+    torch.cuda.set_device(1)
+    batches = RandomBatches(_config(), DATA, num_batches=5, rank=rank, world_size=world_size)
+    with Balancer(batches, cost=COST, device="cuda:1") as balancer:
+        count = sum(1 for _ in balancer)
+    return count, torch._C._cuda_hasPrimaryContext(0)
+
+
+@pytest.mark.multi_gpu
+def test_a_rank_takes_no_memory_of_another_ranks_gpu() -> None:
+    pool = RankPool()
+    try:
+        assert pool.run(1, _on_the_second_gpu) == [(5, False)]
+    finally:
+        pool.stop()
+
+
 DATA = RandomData(lengths=Lognormal(mean=64, std=64, high=512))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.exchange import EXCHANGES
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.pad import pad_batch
@@ -60,6 +60,30 @@ def test_an_error_of_one_loader_ends_all_ranks_with_its_words(ranks: RankPool, c
         assert isinstance(failure, RankFailure)
         assert failure.type_name == "RankError"
         assert failure.message == f"rank {culprit} failed: OSError: cannot read row 17"
+
+
+def _writer_fails_once(rank: int, world_size: int) -> str:
+    def write(metrics: StepMetrics) -> None:
+        if rank == 0 and metrics.step == 2 and not failed:
+            failed.append(metrics.step)
+            raise OSError("no space left on device")
+
+    failed: list[int] = []
+    batches = [replace(rich_batch([[(1, 1), (1, 1)]]), step=step) for step in range(6)]
+    with Balancer(batches, cost=_tokens, on_step=write) as balancer:
+        for _ in range(2):
+            try:
+                for _ in balancer:
+                    pass
+            except OSError:
+                continue
+    return "ended"
+
+
+def test_a_rank_that_goes_on_after_its_metrics_could_not_be_written_is_found(ranks: RankPool) -> None:
+    for failure in ranks.try_run(2, _writer_fails_once):
+        assert isinstance(failure, RankFailure)
+        assert failure.message.startswith("ranks have left the common path: step is ")
 
 
 def _disagree(rank: int, world_size: int, what: str) -> None:

@@ -59,9 +59,6 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
     # What each plan sends is what the others' plans expect, to the byte.
     sent = np.stack([plan.send_bytes for plan in plans])
     assert np.array_equal(sent, np.stack([plan.receive_bytes for plan in plans]).T)
-    assert np.array_equal(
-        np.stack([plan.send_counts for plan in plans]), np.stack([plan.receive_counts for plan in plans]).T
-    )
     assert all((plan.send_offsets % ALIGNMENT == 0).all() for plan in plans)
     assert all(plan.send_bytes[rank] == 0 for rank, plan in enumerate(plans))  # what stays is never sent
 
@@ -73,7 +70,9 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
     for rank in range(world_size):
         received = torch.cat([chunks[source][rank] for source in range(world_size)])
         # Without a process group, what was sent is what arrives.
-        after = exchange.finish(replace(flights[rank], prepared=replace(prepared[rank], received=received)))
+        flight = replace(flights[rank], prepared=replace(prepared[rank], received=received))
+        exchange.finish(flight)
+        after = flight.prepared.balanced()
         assert isinstance(after, RichBatch)
         expected = [
             sample
