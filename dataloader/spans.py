@@ -156,7 +156,7 @@ def _copy_events(
     for slot in slots:
         begin, place, length = begins[slot], places[slot], lengths[slot]
         events, copied = column[begin : begin + length], out[place : place + length]
-        for event in range(length):  # 2.5 times as fast as to assign the slice
+        for event in range(length):  # compiled to a faster loop than an assignment of the slice
             copied[event] = events[event]
     return touched  # so that the compiler keeps the loads
 

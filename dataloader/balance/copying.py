@@ -63,7 +63,7 @@ def copy_ranges(
     """
     for i in range(len(sizes)):
         size = sizes[i]
-        # Indices that cannot be negative let the compiler copy many bytes at once, 50 times as fast.
+        # Indices that cannot be negative let the compiler copy many bytes at once.
         chunk = source[source_starts[i] : source_starts[i] + size]
         place = target[target_starts[i] : target_starts[i] + size]
         for offset in range(size):
