@@ -1,5 +1,6 @@
 """The walk that proves that nothing is lost has to notice when something is."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ class _Faulty(Balancer[Any]):
 
     fault = ""
 
-    def finish(self, handle: Any) -> Any:
-        batch = super().finish(handle)
-        if batch is None or batch.step != 2 or dist.get_rank() != 1:
-            return batch
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield self._spoilt(batch) if batch.step == 2 and dist.get_rank() == 1 else batch
+
+    def _spoilt(self, batch: Any) -> Any:
         match self.fault:
             case "lost":
                 return replace(batch, num_real=batch.num_real - 1)
