@@ -19,7 +19,7 @@ except ImportError:  # builds of PyTorch for the CPU come without
 
 HAS_TRITON = triton is not None
 _TILE = 8192  # bytes that one program copies
-_TILE_BYTES = 4 * 8  # what says which
+_DESCRIPTION = 4 * 8  # bytes that describe a tile
 _WARPS = 4
 
 
@@ -45,7 +45,7 @@ def copy_by_kernel(tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> 
         target: uint8, on the GPU.
 
     """
-    if count := tiles.numel() // _TILE_BYTES:
+    if count := tiles.numel() // _DESCRIPTION:
         memories = (tiles, sources[0], sources[-1], target)
         _compiled(target.device.index)[(count, 1, 1)](*[memory.data_ptr() for memory in memories])
 
