@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
 from evenrank.dataloader.balance.carrier import Carrier, make_carrier
 from evenrank.dataloader.balance.channel import Channel
 from evenrank.dataloader.balance.compiling import compile_ahead
@@ -322,6 +322,13 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="measure exposed-alone, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
+    strategies = arguments.strategies.split(",")
+    if unknown := [name for name in strategies if name not in STRATEGIES]:
+        parser.error(f"no strategy is called {unknown[0]!r}; there are {', '.join(STRATEGIES)}")
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device is {arguments.device}, but PyTorch finds no CUDA device here; --device cpu works")
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("one process a rank is needed: run it under torchrun, as --help shows")
     faulthandler.dump_traceback_later(540, exit=True)
     device = torch.device(arguments.device)
     if device.type == "cuda":
@@ -329,7 +336,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     compile_ahead()
-    for strategy in arguments.strategies.split(","):
+    for strategy in strategies:
         for batch_size in map(int, arguments.batch_sizes.split(",")):
             row = measure(batch_size, arguments.steps, strategy, device)
             for reducing in [True, False][: (1 + arguments.alone) * bool(arguments.exposed_steps)]:
