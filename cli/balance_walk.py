@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from evenrank.cli import console
+from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader, pad_batch
 from evenrank.dataloader.balance import Balancer, Cost, StepMetrics
 from evenrank.dataloader.loader import Loader
-from evenrank.datasets.errors import RankError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

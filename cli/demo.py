@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from evenrank.cli import console
-from evenrank.cli.balance_report import EXPLANATION, draw_loads, load_table
 from evenrank.cli.balance_walk import Walk, walk_epoch
+from evenrank.cli.reports.epoch_report import EXPLANATION, draw_loads, load_table
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import STRATEGIES, HSTUCost
 from evenrank.preprocess import PreprocessConfig, preprocess

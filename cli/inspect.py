@@ -32,7 +32,7 @@ def inspect_command(
         evenrank inspect out/ml-20m --html ml-20m.html
     """
     # Not above: matplotlib takes a second to import, which the other commands need not wait for.
-    from evenrank.cli.report_page import build_page, page_path, write_page
+    from evenrank.cli.reports.dataset_page import build_page, page_path, write_page
 
     manifest = read_manifest(path)
     page = page_path(path, html)

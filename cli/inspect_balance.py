@@ -9,11 +9,11 @@ import torch.distributed as dist
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.balance_report import EXPLANATION, load_table
 from evenrank.cli.balance_walk import walk_epoch
+from evenrank.cli.reports.epoch_report import EXPLANATION, load_table
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import STRATEGIES, HSTUCost
-from evenrank.datasets.errors import ConfigError
 
 
 def inspect_balance_command(

@@ -12,7 +12,7 @@ from evenrank.cli.inspect import inspect_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
-from evenrank.datasets.errors import EvenrankError
+from evenrank.core.errors import EvenrankError
 
 Command = Callable[..., None]
 

@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 
 from evenrank.cli import console
-from evenrank.cli.balance_log import LogRecord, read_json_lines, sum_up
-from evenrank.datasets.errors import DataError
+from evenrank.cli.reports.balance_log import LogRecord, read_json_lines, sum_up
+from evenrank.core.errors import DataError
 
 # What is in the table, and how it is written.
 _ROWS = (
@@ -58,8 +58,8 @@ def metrics_command(
         evenrank metrics out/balance.jsonl --html balance.html
     """
     # Not above: matplotlib takes a second to import, which the other commands need not wait for.
-    from evenrank.cli.balance_page import log_in_words, page_path, render_page
-    from evenrank.cli.report_page import write_page
+    from evenrank.cli.reports.balance_page import log_in_words, page_path, render_page
+    from evenrank.cli.reports.dataset_page import write_page
 
     page = page_path(log, html)
     records = read_json_lines(log)

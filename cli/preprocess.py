@@ -6,12 +6,12 @@ from typing import Annotated, cast
 import typer
 
 from evenrank.cli import console
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Zipf, parse_distribution
-from evenrank.datasets.errors import ConfigError
 from evenrank.preprocess import DATASETS, Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
-from evenrank.preprocess.catalog import CATALOG
-from evenrank.preprocess.sources import CUSTOM
-from evenrank.preprocess.tabular_config import TabularConfig, TimestampUnit, read_toml
+from evenrank.preprocess.sources.catalog import CATALOG
+from evenrank.preprocess.sources.registry import CUSTOM
+from evenrank.preprocess.sources.tabular_config import TabularConfig, TimestampUnit, read_toml
 
 _ALL = "all"
 

@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 
 from evenrank.cli import console
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import DISTRIBUTIONS, parse_distribution
-from evenrank.datasets.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds to import, which the other commands need not wait for
     from evenrank.cli.simulation import Source

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance import Cost, MetricsSummary, partition, summarize
-from evenrank.dataloader.balance.compiling import compile_ahead
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.warmup import compile_ahead
 from evenrank.datasets.distributions import Distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
-from evenrank.dataloader.collate import Collate, SequenceCollate
-from evenrank.dataloader.semantic_ids import CodeTable, SemanticIdCollate, read_codes
-from evenrank.datasets.errors import ConfigError
+from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
+from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 

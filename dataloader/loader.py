@@ -10,13 +10,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.collate import Collate
+from evenrank.dataloader.collate.sequences import Collate
+from evenrank.dataloader.collate.spans import pick_rows
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
-from evenrank.dataloader.spans import pick_rows
 from evenrank.dataloader.workers import Workers
-from evenrank.datasets.errors import ConfigError, StateError
 from evenrank.datasets.order import Dealing
 from evenrank.datasets.store import SequenceStore, open_store
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import BatchSchema, FieldSpec, JaggedBatch, keyed_jagged_tensor
-from evenrank.datasets.errors import ConfigError
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch", bound=JaggedBatch)

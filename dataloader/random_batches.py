@@ -7,12 +7,12 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.collate.spans import Pick
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.semantic_ids import CodeTable
-from evenrank.dataloader.spans import Pick
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf
-from evenrank.datasets.errors import ConfigError
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, SCHEMA_VERSION, TIMESTAMP_MS, USER_ID, Manifest
 from evenrank.datasets.store import SequenceStore
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.collate import Collate
-from evenrank.datasets.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.collate.sequences import Collate
 from evenrank.datasets.mixture import Mixed
 from evenrank.datasets.order import AsStored, ByTime, Order, Samples, Shuffled
 from evenrank.datasets.store import SequenceStore

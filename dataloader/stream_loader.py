@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.loader import Transform
 from evenrank.dataloader.windows import Place, Reader, Window, reading_ahead, take_groups
-from evenrank.datasets.errors import ConfigError, StateError
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.spans import Pick
+from evenrank.dataloader.collate.spans import Pick
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import Shard
 

@@ -1,6 +1,6 @@
 """Sequence Parquet -> samples: the format, the mapped store, the order in which samples come."""
 
-from evenrank.datasets.errors import ConfigError, DataError, EvenrankError, RankError, StateError
+from evenrank.core.errors import ConfigError, DataError, EvenrankError, RankError, StateError
 from evenrank.datasets.schema import Manifest, read_manifest
 from evenrank.datasets.store import SequenceStore, open_store
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.errors import ConfigError
+from evenrank.core.errors import ConfigError
 
 
 class Distribution(Protocol):

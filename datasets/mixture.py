@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.errors import ConfigError
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.order import Samples, permute
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: sets seeds of neighbouring datasets far apart

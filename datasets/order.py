@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.compiled import compiled
-from evenrank.datasets.errors import ConfigError
-from evenrank.datasets.mix import mix64, mix_word
+from evenrank.core.compiled import compiled
+from evenrank.core.errors import ConfigError
+from evenrank.core.hashing import mix64, mix_word
 
 # Rounds of the Feistel network. Four give a pseudo-random permutation in theory (Luby and Rackoff, 1988); six leave a
 # margin for the weaker round function and for the few bits of small domains.

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.errors import DataError
-from evenrank.datasets.mix import mix64
+from evenrank.core.errors import DataError
+from evenrank.core.hashing import mix64
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"

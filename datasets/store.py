@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.errors import DataError
+from evenrank.core.errors import DataError
 from evenrank.datasets.schema import EVENT_DTYPES, NUM_TARGETS, USER_ID, Manifest, read_manifest
 from evenrank.datasets.unpack import OFFSETS, TIME_ORDER, unpacked
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from evenrank.datasets.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.order import permute
 from evenrank.datasets.schema import EVENT_DTYPES, MANIFEST_NAME, NUM_TARGETS, USER_ID, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from evenrank.datasets.errors import DataError
+from evenrank.core.errors import DataError
 from evenrank.datasets.schema import (
     CACHE_NAME,
     EVENT_DTYPES,

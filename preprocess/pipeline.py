@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.datasets.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
@@ -22,21 +22,21 @@ from evenrank.datasets.schema import (
     Split,
     content_hash,
 )
-from evenrank.preprocess.audit import Audit
-from evenrank.preprocess.buckets import Buckets
-from evenrank.preprocess.context import ContextLookup
-from evenrank.preprocess.filters import Filters, cut_windows, k_core, keep_lengths
-from evenrank.preprocess.interactions import Interactions
-from evenrank.preprocess.output import REQUESTS_NAME, os_errors, replacing_folder
-from evenrank.preprocess.reading import FAIL, SKIP, fill_buckets
-from evenrank.preprocess.requests import RequestRule, RequestWriter
-from evenrank.preprocess.sequences import Sequences, build_sequences
-from evenrank.preprocess.sources import DATASETS, read_source
-from evenrank.preprocess.splits import EVAL, parse_split
-from evenrank.preprocess.synthetic import SyntheticConfig
-from evenrank.preprocess.tabular_config import TabularConfig
-from evenrank.preprocess.vocabulary import write_vocabularies
-from evenrank.preprocess.writer import WINDOW, SplitWriter
+from evenrank.preprocess.build.audit import Audit
+from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
+from evenrank.preprocess.build.reading import FAIL, SKIP, fill_buckets
+from evenrank.preprocess.build.requests import RequestRule, RequestWriter
+from evenrank.preprocess.build.sequences import Sequences, build_sequences
+from evenrank.preprocess.build.splits import EVAL, parse_split
+from evenrank.preprocess.output.atomic_folder import REQUESTS_NAME, os_errors, replacing_folder
+from evenrank.preprocess.output.writer import WINDOW, SplitWriter
+from evenrank.preprocess.sources.context import ContextLookup
+from evenrank.preprocess.sources.interactions import Interactions
+from evenrank.preprocess.sources.registry import DATASETS, read_source
+from evenrank.preprocess.sources.synthetic import SyntheticConfig
+from evenrank.preprocess.sources.tabular_config import TabularConfig
+from evenrank.preprocess.sources.vocabulary import write_vocabularies
 
 # A row of the densest log that we know of, MovieLens, has 27 bytes; a few buckets too many cost little.
 _BYTES_PER_EVENT = 20
@@ -49,7 +49,7 @@ class PreprocessConfig:
     dataset: str  # one of DATASETS
     out: Path  # becomes the dataset's folder; an older dataset there is replaced
     raw_dir: Path = Path("raw")  # holds a folder or an archive per public dataset; downloads go there
-    split: str = "user:0.3"  # see `evenrank.preprocess.splits`
+    split: str = "user:0.3"  # see `evenrank.preprocess.build.splits`
     seed: int = 0  # of the split, and of synthetic data
     filters: Filters = field(default_factory=Filters)
     on_error: str = FAIL  # or `skip`: rows that cannot be read are left out, and counted

@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 settings.register_profile("evenrank", deadline=None, print_blob=True)
 settings.load_profile("evenrank")
 
-_COMPILED = ("datasets", "dataloader", "preprocess")
+_COMPILED = ("core", "preprocess", "datasets", "dataloader")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

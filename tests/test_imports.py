@@ -3,33 +3,32 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("preprocess", "datasets", "dataloader", "training", "cli")
+FOLDERS = ("core", "preprocess", "datasets", "dataloader", "training", "cli")
 
 # What a folder may import of evenrank, besides itself.
 ALLOWED = {
-    "datasets": (),
-    "preprocess": tuple(f"evenrank.datasets.{name}" for name in ("schema", "distributions", "errors", "compiled")),
-    "dataloader": ("evenrank.datasets",),
-    "training": ("evenrank.dataloader", "evenrank.datasets"),
+    "core": (),
+    "datasets": ("evenrank.core",),
+    "preprocess": ("evenrank.core", "evenrank.datasets.schema", "evenrank.datasets.distributions"),
+    "dataloader": ("evenrank.core", "evenrank.datasets"),
+    "training": ("evenrank.core", "evenrank.datasets", "evenrank.dataloader"),
     "cli": ("evenrank",),
 }
 FORBIDDEN = {
+    "core": ("torch", "torchrec", "polars"),
     "datasets": ("torch", "torchrec", "polars"),
     "preprocess": ("torch", "torchrec"),
     "dataloader": ("polars",),
     "training": ("polars",),
 }
 # Only these may start collectives.
-COLLECTIVES = (
-    *(f"dataloader/balance/{name}.py" for name in ("channel", "gather", "exchange", "balancer")),
-    "training/",
-    "cli/",
-)
+COLLECTIVES = ("dataloader/balance/control/", "dataloader/balance/exchange/", "training/", "cli/")
 
 
 def _imports(path: Path) -> set[str]:
@@ -61,6 +60,22 @@ def test_collectives_appear_only_where_the_design_says() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             if "torch.distributed" in _imports(path):
                 assert str(path.relative_to(ROOT)).startswith(COLLECTIVES), path
+
+
+FOLDERS_WITH_CODE = sorted({path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")})
+
+
+@pytest.mark.parametrize("folder", FOLDERS_WITH_CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_import_circles_within_a_folder(folder: Path) -> None:
+    """Files and subfolders are the nodes; what any file of a subfolder imports counts as the subfolder's import."""
+    package = ".".join(("evenrank", *folder.relative_to(ROOT).parts))
+    graph: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        if path.name != "__init__.py" or path.parent != folder:  # a package hands on what its modules define
+            node = path.relative_to(folder).parts[0].removesuffix(".py")
+            targets = {name.removeprefix(f"{package}.").split(".")[0] for name in _imports(path) if package in name}
+            graph[node] = graph.get(node, set()) | (targets - {node, package})
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError with the circle
 
 
 @pytest.mark.parametrize(

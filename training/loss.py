@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.datasets.errors import ConfigError
 
 
 def scale_loss(local_sum: Tensor, batch: JaggedBatch, *, dp_size: int) -> Tensor:

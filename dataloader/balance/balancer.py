@@ -25,18 +25,17 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
-from evenrank.dataloader.balance.carrier import make_carrier
-from evenrank.dataloader.balance.channel import Channel
-from evenrank.dataloader.balance.compiling import compile_ahead
+from evenrank.core.errors import ConfigError, EvenrankError, RankError
+from evenrank.dataloader.balance.control.all_gather import make_gather
+from evenrank.dataloader.balance.control.process_group import Channel, is_distributed, rank_and_world_size
 from evenrank.dataloader.balance.cost import Cost
-from evenrank.dataloader.balance.exchange import EXCHANGES, Exchange, InFlight, Prepared
-from evenrank.dataloader.balance.gather import make_gather
+from evenrank.dataloader.balance.exchange.device import make_carrier
+from evenrank.dataloader.balance.exchange.exchange import EXCHANGES, Exchange, InFlight, Prepared
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.planner import Planned, Planner, Settings
+from evenrank.dataloader.balance.step_planner import Planned, Planner, Settings
+from evenrank.dataloader.balance.warmup import compile_ahead
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.datasets.errors import ConfigError, EvenrankError, RankError
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -115,12 +114,11 @@ class Balancer(Generic[Batch]):
         self._lookahead = lookahead
         self._on_step = on_step
         compile_ahead()
-        distributed = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        rank, world_size = rank_and_world_size()
         # Made here, in this order, by all ranks: gathers and exchanges overlap, so each has a communicator of its own.
         self._gather = make_gather(timeout)
         self._carrier = make_carrier(device)
-        self._channel = Channel(timeout, backend=self._carrier.backend) if distributed else None
+        self._channel = Channel(timeout, backend=self._carrier.backend) if is_distributed() else None
         # One thread: gathers of successive steps must not overtake each other.
         self._background = ThreadPoolExecutor(
             1, thread_name_prefix="evenrank-balancer", initializer=self._carrier.adopt_thread

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.datasets.errors import ConfigError
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
 # All costs of a step are added up in int64; one bit is the sign's, one is left for sums of two sums.

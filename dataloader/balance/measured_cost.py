@@ -12,8 +12,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.cost import TokenCost
-from evenrank.datasets.errors import ConfigError, DataError
 from evenrank.datasets.schema import ITEM_ID
 
 _FORMAT, _VERSION = "evenrank measured cost", 1

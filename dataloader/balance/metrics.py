@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.partition import Assignment, lower_bound
+from evenrank.dataloader.balance.partition.strategies import Assignment, lower_bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

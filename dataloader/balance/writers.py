@@ -26,8 +26,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.metrics import StepMetrics, summarize
-from evenrank.datasets.errors import ConfigError, DataError
 
 _LINE_BEGINS = b'{"epoch": '
 _BLOCK = 1 << 16  # bytes

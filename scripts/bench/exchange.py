@@ -38,12 +38,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
-from evenrank.dataloader.balance.carrier import Carrier, make_carrier
-from evenrank.dataloader.balance.channel import Channel
-from evenrank.dataloader.balance.compiling import compile_ahead
-from evenrank.dataloader.balance.exchange import EXCHANGES
-from evenrank.dataloader.balance.gather import make_gather
-from evenrank.dataloader.balance.planner import Planned, Planner, Settings
+from evenrank.dataloader.balance.control.all_gather import make_gather
+from evenrank.dataloader.balance.control.process_group import Channel
+from evenrank.dataloader.balance.exchange.device import Carrier, make_carrier
+from evenrank.dataloader.balance.exchange.exchange import EXCHANGES
+from evenrank.dataloader.balance.step_planner import Planned, Planner, Settings
+from evenrank.dataloader.balance.warmup import compile_ahead
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 

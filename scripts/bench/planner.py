@@ -23,8 +23,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from evenrank.dataloader.balance.compiling import compile_ahead
-from evenrank.dataloader.balance.partition import STRATEGIES, Assignment, lower_bound, partition
+from evenrank.dataloader.balance.partition.strategies import STRATEGIES, Assignment, lower_bound, partition
+from evenrank.dataloader.balance.warmup import compile_ahead
 from evenrank.datasets.distributions import Lognormal, Zipf
 
 HIDDEN = 1024

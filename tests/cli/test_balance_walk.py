@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from evenrank.cli import balance_walk
+from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.datasets.errors import RankError
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)

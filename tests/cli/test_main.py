@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evenrank.datasets import open_store
-from tests.preprocess.test_kuairand import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
+from tests.preprocess.sources.test_kuairand import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -99,11 +99,11 @@ def test_a_mistake_is_one_line_and_exits_with_2(tmp_path: Path, arguments: list[
 # Runs the command up to where the new folder would be put in place, says so, and waits there.
 STOPPED_COMMAND = """
 import signal
-from evenrank.preprocess import output
+from evenrank.preprocess.output import atomic_folder
 def stop_here(partial, out):
     print("written", flush=True)
     signal.pause()
-output._put_in_place = stop_here
+atomic_folder._put_in_place = stop_here
 from evenrank.cli.main import main
 main()
 """

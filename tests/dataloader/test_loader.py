@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.errors import ConfigError, DataError, StateError
 from evenrank.datasets.schema import read_manifest
-from tests.dataloader.test_collate import STORE
+from tests.dataloader.collate.test_sequences import STORE
 from tests.ranks import RankPool
 
 

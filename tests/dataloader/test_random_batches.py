@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SemanticIdConfig, SequenceBatch, random_codes
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.batch import check_contents
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.errors import ConfigError
 from tests.ranks import RankPool
 
 DATA = RandomData(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from pyarrow import fs
 
+from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.dataloader import (
     LoaderConfig,
     SequenceBatch,
@@ -26,7 +27,6 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.datasets import SequenceStore, open_store
-from evenrank.datasets.errors import ConfigError, DataError, StateError
 from evenrank.datasets.stream import StreamSource
 from tests.datasets.in_parts import write_in_parts
 from tests.ranks import RankPool

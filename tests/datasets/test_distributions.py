@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Normal, Uniform, Zipf, parse_distribution
-from evenrank.datasets.errors import ConfigError
 
 
 def _draw(distribution: Distribution, size: int = 200_000) -> np.ndarray:

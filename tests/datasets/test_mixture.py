@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from evenrank.datasets.errors import ConfigError
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.mixture import Mixed
 from evenrank.datasets.order import Samples
 

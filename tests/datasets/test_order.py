@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.datasets.errors import ConfigError
+from evenrank.core.errors import ConfigError
 from evenrank.datasets.order import ByTime, Dealing, Samples, permute
 
 

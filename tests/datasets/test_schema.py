@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenrank.datasets.errors import DataError
+from evenrank.core.errors import DataError
 from evenrank.datasets.schema import read_manifest, user_hash
 
 

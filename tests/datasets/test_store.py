@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evenrank.datasets.errors import DataError
+from evenrank.core.errors import DataError
 from evenrank.datasets.schema import read_manifest, sha256_of
 from evenrank.datasets.store import SequenceStore, open_store
 

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
-from evenrank.datasets.errors import ConfigError, DataError
 from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream
 from tests.datasets.in_parts import write_in_parts
 

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from evenrank.datasets.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest, read_manifest, user_hash
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
-from evenrank.preprocess import buckets as buckets_module
-from evenrank.preprocess import output as output_module
-from evenrank.preprocess import reading as reading_module
-from evenrank.preprocess import writer as writer_module
+from evenrank.preprocess.build import buckets as buckets_module
+from evenrank.preprocess.build import reading as reading_module
+from evenrank.preprocess.output import atomic_folder
+from evenrank.preprocess.output import writer as writer_module
 
 ML_20M = """userId,movieId,rating,timestamp
 7,30,0.5,300
@@ -265,7 +265,7 @@ def _run_until_written_then_stop(out: Path, reached: "multiprocessing.Event") ->
         reached.set()
         signal.pause()
 
-    output_module._put_in_place = stop_here
+    atomic_folder._put_in_place = stop_here
     preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=20)))
 
 
@@ -345,7 +345,7 @@ def test_what_a_run_left_behind_under_any_kind_is_removed(tmp_path: Path) -> Non
 def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_module, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic_folder, "_exchange", lambda one, other: False)
     for num_users in (10, 20):
         preprocess(
             PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=num_users))

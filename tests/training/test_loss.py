@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
-from evenrank.datasets.errors import ConfigError
 from evenrank.training import scale_loss
 from tests.ranks import RankPool
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
-from evenrank.dataloader.balance.copying import as_bytes
-from evenrank.dataloader.balance.exchange import EXCHANGES
+from evenrank.dataloader.balance.exchange.byte_copy import as_bytes
+from evenrank.dataloader.balance.exchange.exchange import EXCHANGES
 from evenrank.dataloader.batch import JaggedBatch, dense, lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
-from evenrank.datasets.errors import ConfigError
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
 

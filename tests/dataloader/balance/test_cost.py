@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.cost import HSTUCost, SelfAttentionCost, batch_costs, cost_shift, tokens_of
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.datasets.errors import ConfigError
 
 
 class _HSTULayer(torch.nn.Module):

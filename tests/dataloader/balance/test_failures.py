@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
-from evenrank.dataloader.balance.exchange import EXCHANGES
+from evenrank.dataloader.balance.exchange.exchange import EXCHANGES
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.pad import pad_batch
-from evenrank.datasets.errors import ConfigError
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankFailure, RankPool
 

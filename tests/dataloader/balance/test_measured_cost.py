@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import MeasuredCost
-from evenrank.dataloader.balance.agreement import describe_cost
+from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.datasets.distributions import Lognormal
-from evenrank.datasets.errors import ConfigError, DataError
 
 A, B, C = 0.004, 3e-7, 2e-10  # seconds of a step, of a token, of a pair of tokens
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import writers
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics
 from evenrank.dataloader.balance.writers import JsonLines, TensorBoard
-from evenrank.datasets.errors import ConfigError, DataError
 
 
 def step(

@@ -1,0 +1,216 @@
+"""Sequences -> the Parquet files of a split, row group by row group."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    LENGTH,
+    LENGTH_PERCENTILES,
+    NUM_TARGETS,
+    USER_ID,
+    DataFile,
+    Split,
+    sha256_of,
+)
+from evenrank.preprocess.build.sequences import Sequences
+
+# Fixed, so that the files do not depend on the machine. 16,384 rows of MovieLens size are some 20 MB.
+ROWS_PER_FILE = 16_384
+# A row group ends at whichever comes first: what is written, read and kept in memory at a time.
+ROWS_PER_GROUP = 512
+EVENTS_PER_GROUP = 500_000
+
+WINDOW = "window"
+
+# Row groups that may wait for being encoded.
+_MAX_WAITING = 4
+
+_Columns = dict[str, NDArray[np.integer]]  # the lengths, and per column: [rows] or [events]
+
+
+class SplitWriter:
+    """Writes one split; the files depend on the rows alone, not on how many are appended at a time.
+
+    Args:
+        folder: of the dataset.
+        name: of the split.
+        contextual: names of the contextual features, in column order.
+        extra_events: further list columns and their element types.
+        row_columns: which of `window` and `num_targets` (int32) rows have.
+
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        contextual: Sequence[str],
+        extra_events: Mapping[str, str],
+        row_columns: Sequence[str],
+    ) -> None:
+        self._folder, self._name = folder, name
+        element_types = {**EVENT_DTYPES, **extra_events}
+        self._events = tuple(element_types)
+        self._rows = (USER_ID, *row_columns, *contextual)
+        self._schema = pa.schema(
+            [
+                *(pa.field(column, _row_type(column), nullable=False) for column in self._rows),
+                *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()),
+                pa.field(LENGTH, pa.int32(), nullable=False),
+            ]
+        )
+        (folder / name).mkdir()
+        self._pending: list[_Columns] = []
+        self._pending_rows = self._pending_events = 0
+        self._file_rows = 0  # of the current file, those that are pending included
+        self._files: list[DataFile] = []
+        self._file: pq.ParquetWriter | None = None
+        self._rows_in_file = 0
+        self._lengths: list[NDArray[np.int64]] = []
+        self._largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)
+        # One thread encodes while the next rows are built.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="evenrank-writer")
+        self._waiting: deque[Future[None]] = deque()
+
+    def append(self, sequences: Sequences, context: Mapping[str, NDArray[np.int64]]) -> None:
+        """Append rows.
+
+        Args:
+            sequences: the rows.
+            context: per contextual feature, int64 [rows].
+
+        """
+        lengths = sequences.lengths
+        self._lengths.append(lengths)
+        events = np.cumsum(lengths)
+        begin = 0
+        while begin < len(sequences):
+            before = 0 if begin == 0 else int(events[begin - 1])
+            full = int(np.searchsorted(events, before + EVENTS_PER_GROUP - self._pending_events)) + 1
+            room = min(ROWS_PER_GROUP - self._pending_rows, ROWS_PER_FILE - self._file_rows)
+            end = min(len(sequences), begin + room, max(full, begin + 1))
+            self._add_pending(sequences.take(np.arange(begin, end)), context, slice(begin, end))
+            if (
+                self._pending_rows == ROWS_PER_GROUP
+                or self._pending_events >= EVENTS_PER_GROUP
+                or self._file_rows == ROWS_PER_FILE
+            ):
+                self._write_group()
+            begin = end
+
+    def _add_pending(self, rows: Sequences, context: Mapping[str, NDArray[np.int64]], place: slice) -> None:
+        available: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
+        available.update({name: values[place] for name, values in context.items()})
+        columns: _Columns = {name: available[name] for name in self._rows}
+        columns.update({name: rows.values(name) for name in self._events})
+        columns[LENGTH] = rows.lengths.astype(np.int32)
+        for name in self._largest:
+            self._largest[name] = max(self._largest[name], int(columns[name].max(initial=-1)))
+        self._pending.append(columns)
+        self._pending_rows += len(rows)
+        self._pending_events += len(columns[ITEM_ID])
+        self._file_rows += len(rows)
+
+    def close(self) -> Split:
+        """Complete the files and describe them; an empty split has one file without rows, so that it can be read."""
+        if self._pending_rows or not self._lengths or not sum(map(len, self._lengths)):
+            self._write_group()
+        while self._waiting:
+            self._waiting.popleft().result()
+        self._encoder.shutdown()
+        if self._file is not None:
+            self._end_file()
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
+        return Split(
+            files=tuple(self._files),
+            rows=len(lengths),
+            interactions=int(lengths.sum()),
+            lengths=summarize_lengths(lengths),
+        )
+
+    def abandon(self) -> None:
+        """End the thread and close the file after an error."""
+        self._encoder.shutdown(cancel_futures=True)
+        if self._file is not None:
+            self._file.close()
+
+    def largest(self, name: str) -> int:
+        """Return the largest user id, item id or action that was written; -1 if there is none."""
+        return self._largest[name]
+
+    def _write_group(self) -> None:
+        pending, self._pending = self._pending, []
+        self._pending_rows = self._pending_events = 0
+        ends_file = self._file_rows == ROWS_PER_FILE
+        if ends_file:
+            self._file_rows = 0
+        if len(self._waiting) >= _MAX_WAITING:
+            self._waiting.popleft().result()
+        self._waiting.append(self._encoder.submit(self._encode, pending, ends_file))
+
+    def _encode(self, parts: list[_Columns], ends_file: bool) -> None:
+        table = self._to_table(parts) if parts else self._schema.empty_table()
+        if self._file is None:
+            path = self._folder / self._name / f"part-{len(self._files):05d}.parquet"
+            # Deltas are quicker to encode than dictionaries are to build, and smaller, even where they are random: ids
+            # and time stamps use few of their 64 bits.
+            self._file = pq.ParquetWriter(
+                path,
+                self._schema,
+                compression="zstd",
+                use_dictionary=False,
+                column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in self._events},
+            )
+            self._rows_in_file = 0
+        if parts:
+            self._file.write_table(table, row_group_size=ROWS_PER_GROUP)
+        self._rows_in_file += table.num_rows
+        if ends_file:
+            self._end_file()
+
+    def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in self._schema.names}
+        offsets = pa.array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
+        arrays = [
+            pa.ListArray.from_arrays(offsets, pa.array(columns[name]))
+            if name in self._events
+            else pa.array(columns[name])
+            for name in self._schema.names
+        ]
+        return pa.table(arrays, schema=self._schema)
+
+    def _end_file(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._file = None
+        path = self._folder / self._name / f"part-{len(self._files):05d}.parquet"
+        self._files.append(DataFile(path=f"{self._name}/{path.name}", rows=self._rows_in_file, sha256=sha256_of(path)))
+
+
+def _row_type(column: str) -> pa.DataType:
+    return pa.int32() if column in (WINDOW, NUM_TARGETS) else pa.int64()
+
+
+def summarize_lengths(lengths: np.ndarray) -> dict[str, float]:
+    """Return the smallest, the percentiles by nearest rank, the largest and the mean of history lengths."""
+    if len(lengths) == 0:
+        return {}
+    ordered = np.sort(lengths)
+    ranks = {f"p{p}": int(np.ceil(p / 100 * len(ordered))) - 1 for p in LENGTH_PERCENTILES}
+    return {
+        "min": int(ordered[0]),
+        **{name: int(ordered[rank]) for name, rank in ranks.items()},
+        "max": int(ordered[-1]),
+        "mean": round(float(ordered.mean()), 3),
+    }

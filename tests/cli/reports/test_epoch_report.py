@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from evenrank.cli.balance_walk import Walk
+from evenrank.cli.reports.epoch_report import draw_loads, load_table
+from evenrank.dataloader.balance import StepMetrics
+
+
+def _walk(strategy: str, after: list[list[int]]) -> Walk:
+    before = [[30, 10], [10, 20]]
+    return Walk(
+        strategy=strategy,
+        samples=8,
+        metrics=[
+            StepMetrics(
+                epoch=0,
+                step=step,
+                before=np.array(before[step]),
+                after=np.array(loads),
+                lower_bound=sum(loads) // 2,
+                samples=4,
+                moved_samples=step,
+                tokens=40,
+                moved_tokens=step * 10,
+                bytes=400,
+                moved_bytes=step * 100,
+                gather_seconds=0.001,
+                plan_seconds=0.002,
+            )
+            for step, loads in enumerate(after)
+        ],
+    )
+
+
+WALKS = [_walk("identity", [[30, 10], [10, 20]]), _walk("lpt-swap", [[20, 20], [15, 15]])]
+
+
+def test_the_table_fits_into_80_columns_and_says_what_was_won() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(load_table(WALKS))
+    rows = {words[0]: words[1:] for line in capture.get().splitlines() if (words := line.split())}
+    # Ratios 30/20 and 20/15; idle 1 - 70/100; speed-up (30 + 20) / (20 + 15); one of eight samples moved.
+    assert rows["identity"] == ["1.417", "1.417", "1.500", "30.0%", "30.0%", "1.00x", "12%", "2.00"]
+    assert rows["lpt-swap"] == ["1.417", "1.000", "1.000", "30.0%", "0.0%", "1.43x", "12%", "2.00"]
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "balance.png"
+    draw_loads(WALKS, path, title="two ranks")
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,33 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.dataloader.balance.partition.tournament_tree import ABSENT, enter, load_shift, play_all, rank_bits
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=20),
+    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 20)), max_size=30),
+)
+def test_the_lightest_rank_wins_and_the_lower_one_among_equals(
+    loads: list[int], changes: list[tuple[int, int]]
+) -> None:
+    world_size, bits = len(loads), rank_bits(len(loads))
+    tree = np.full(2 << bits, ABSENT)
+    for rank, load in enumerate(loads):
+        tree[(1 << bits) + rank] = load << bits | rank
+    play_all(tree)
+    assert tree[1] & ((1 << bits) - 1) == min(range(world_size), key=lambda rank: (loads[rank], rank))
+    for place, load in changes:
+        loads[place % world_size] = load
+        enter(tree, place % world_size, load << bits | place % world_size)
+        assert tree[1] & ((1 << bits) - 1) == min(range(world_size), key=lambda rank: (loads[rank], rank))
+
+
+def test_loads_of_any_size_fit_beside_a_rank() -> None:
+    assert load_shift(2**40, 10) == 0
+    assert load_shift(2**52 - 1, 10) == 0
+    assert load_shift(2**52, 10) == 1
+    assert load_shift(2**62, 14) == 15
+    assert [rank_bits(world_size) for world_size in (1, 2, 3, 4, 5, 16_384)] == [0, 1, 2, 2, 3, 14]

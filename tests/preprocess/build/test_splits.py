@@ -1,0 +1,21 @@
+import pytest
+
+from evenrank.core.errors import ConfigError
+from evenrank.preprocess.build.splits import parse_split
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["user:0", "user:1", "user:0.25", "leave-last:1", "time:0", "time:2015-01-01", "time:2015-01-01T00:00Z", "none"],
+)
+def test_splits_are_known_by_their_text(text: str) -> None:
+    assert parse_split(text).text == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "user", "user:-0.1", "user:x", "user:nan", "leave-last:0", "leave-last:x", "time:", "time:tomorrow", "nobody"],
+)
+def test_what_is_not_a_split_is_refused_with_what_is(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a split; there are user:FRACTION .*leave-last:N .*time:.* and none"):
+        parse_split(text)

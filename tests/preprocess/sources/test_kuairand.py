@@ -1,0 +1,252 @@
+"""KuaiRand from hand-made raw files of each layout; every value is checked by hand."""
+
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from evenrank.core.errors import DataError
+from evenrank.preprocess.sources.catalog import CATALOG, KuaiRandDataset
+from evenrank.preprocess.sources.interactions import BadRow, Interactions
+from evenrank.preprocess.sources.kuairand import read_kuairand
+
+LOG_HEADER = (
+    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
+    "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab"
+)
+USERS_HEADER = (
+    "user_id,user_active_degree,is_lowactive_period,is_live_streamer,is_video_author,follow_user_num,"
+    "follow_user_num_range,fans_user_num,fans_user_num_range,friend_user_num,friend_user_num_range,register_days,"
+    "register_days_range," + ",".join(f"onehot_feat{number}" for number in range(18))
+)
+ONE_HOT = "," * 17
+USERS = (
+    f'1,high_active,0,0,0,5,"(0,10]",0,0,0,0,107,61-90,{ONE_HOT}',
+    f'2,full_active,0,0,1,386,"(250,500]",4,"[1,10)",2,"[1,5)",327,181-365,{ONE_HOT}',
+    f"3,,0,0,1,0,0,,,,,327,181-365,{ONE_HOT}",
+)
+
+
+def log_line(
+    *,
+    user: object = 1,
+    video: object = 10,
+    time: object = 1_650_000_000_000,
+    flags: str = "0,0,0,0,0,0,0",
+    play: object = 0,
+    duration: object = 1000,
+    profile: object = 0,
+    tab: object = 1,
+) -> str:
+    """Return a line of a log; `flags` are is_click to long_view."""
+    return f"{user},{video},20220415,1320,{time},{flags},{play},{duration},0,0,{profile},0,{tab}"
+
+
+def write(folder: Path, files: dict[str, tuple[str, ...]]) -> Path:
+    for name, lines in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def kuairand(name: str) -> KuaiRandDataset:
+    dataset = CATALOG[name]
+    assert isinstance(dataset, KuaiRandDataset)
+    return dataset
+
+
+PURE = kuairand("kuairand-pure")
+
+
+def read_pure(
+    tmp_path: Path, *lines: str, header: str = LOG_HEADER, users: tuple[str, ...] = (USERS_HEADER, *USERS)
+) -> Interactions:
+    """Read a dataset whose first log holds these lines."""
+    first, second = PURE.logs
+    files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.users: users}
+    return read_kuairand(PURE, write(tmp_path / "KuaiRand-Pure", files))
+
+
+LAYOUTS = {
+    "kuairand-pure": (
+        "KuaiRand-Pure",
+        ["log_standard_4_08_to_4_21_pure.csv", "log_standard_4_22_to_5_08_pure.csv"],
+        "user_features_pure.csv",
+    ),
+    "kuairand-1k": (
+        "KuaiRand-1K",
+        ["log_standard_4_08_to_4_21_1k.csv", "log_standard_4_22_to_5_08_1k.csv"],
+        "user_features_1k.csv",
+    ),
+    "kuairand-27k": (
+        "KuaiRand-27K",
+        [
+            "log_standard_4_08_to_4_21_27k_part1.csv",
+            "log_standard_4_08_to_4_21_27k_part2.csv",
+            "log_standard_4_22_to_5_08_27k_part1.csv",
+            "log_standard_4_22_to_5_08_27k_part2.csv",
+        ],
+        "user_features_27k.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
+    folder_name, logs, users = LAYOUTS[name]
+    # User 1 is in every log, user 2 only in the second, user 4 only in the first and without features; user 3 has
+    # features and no event.
+    contents: dict[str, tuple[str, ...]] = {
+        f"data/{log}": (LOG_HEADER, log_line(user=1, video=100 + number, time=1_650_000_000_000 + number))
+        for number, log in enumerate(logs)
+    }
+    contents[f"data/{logs[0]}"] += (
+        log_line(user=4, video=7, time=0, flags="1,0,1,0,1,0,1", play=9_007_199_254_740_993, duration=0, profile=1),
+    )
+    contents[f"data/{logs[1]}"] += (
+        log_line(user=2, video=0, time=253_402_300_799_999, flags="0,1,0,1,0,1,0", play=17, duration=34, tab=14),
+        log_line(user=2, video=9_223_372_036_854_775_807, flags="1,1,1,1,1,1,1", play=-1, profile=1),
+    )
+    folder = write(tmp_path / folder_name, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
+    interactions = read_kuairand(kuairand(name), folder)
+
+    columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "is_good"]
+    types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64, pl.Boolean]
+    expected = [[(1, 100 + number, 0, 1_650_000_000_000 + number, 0, 1000, True)] for number in range(len(logs))]
+    expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 0, 9_007_199_254_740_993, 0, True)]
+    expected[1] += [
+        (2, 0, 2 + 8 + 32, 253_402_300_799_999, 17, 34, True),
+        (2, 9_223_372_036_854_775_807, 255, 1_650_000_000_000, -1, 1000, True),
+    ]
+    assert [part.name for part in interactions.parts] == [str(folder / "data" / log) for log in logs]
+    assert [part.size for part in interactions.parts] == [(folder / "data" / log).stat().st_size for log in logs]
+    for part, rows in zip(interactions.parts, expected, strict=True):
+        events = part.events.collect()
+        assert events.columns == columns
+        assert events.dtypes == types
+        assert events.rows() == rows
+        assert part.find_bad(10) == []
+
+    assert interactions.num_actions == 256
+    assert interactions.extra_events == {"play_time_ms": "int64", "duration_ms": "int64"}
+    assert [source.path for source in interactions.sources()] == [f"{folder_name}/data/{x}" for x in (*logs, users)]
+
+
+def test_features_are_coded_by_sorted_value_and_0_where_they_are_empty(tmp_path: Path) -> None:
+    context = read_pure(tmp_path, log_line()).context
+    assert context is not None
+    assert context.labels == {
+        "user_active_degree": (None, "full_active", "high_active"),
+        "follow_user_num_range": (None, "(0,10]", "(250,500]", "0"),
+        "fans_user_num_range": (None, "0", "[1,10)"),
+        "friend_user_num_range": (None, "0", "[1,5)"),
+        "register_days_range": (None, "181-365", "61-90"),
+    }
+    assert context.features.columns == ["user_id", *context.labels]
+    assert set(context.features.dtypes) == {pl.Int64}
+    assert context.features.rows() == [(1, 2, 1, 1, 1, 2), (2, 1, 2, 2, 2, 1), (3, 0, 3, 0, 0, 1)]
+
+
+def test_columns_of_the_features_are_found_by_name(tmp_path: Path) -> None:
+    header = (
+        "register_days_range,friend_user_num_range,other,fans_user_num_range,follow_user_num_range,user_id,"
+        "user_active_degree"
+    )
+    context = read_pure(tmp_path, log_line(), users=(header, "a,b,x,c,d,-5,e")).context
+    assert context is not None
+    assert context.features.rows() == [(-5, 1, 1, 1, 1, 1)]
+    assert [labels[1] for labels in context.labels.values()] == ["e", "d", "c", "b", "a"]
+
+
+GOOD = log_line()
+BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        *(
+            (
+                log_line(flags=",".join("2" if place == at else "0" for place in range(7))),
+                f"{name} must be 0 or 1",
+            )
+            for at, name in enumerate(BIT_NAMES)
+        ),
+        (log_line(flags="-1,0,0,0,0,0,0"), "is_click must be 0 or 1"),
+        (log_line(flags="256,0,0,0,0,0,0"), "is_click must be 0 or 1"),
+        (log_line(flags=",0,0,0,0,0,0"), "is_click must be 0 or 1"),
+        (log_line(profile=2), "is_profile_enter must be 0 or 1"),
+        (log_line(time=-1), "time_ms is not in the years 1970 to 9999"),
+        (log_line(time=253_402_300_800_000), "time_ms is not in the years 1970 to 9999"),
+        (log_line(time="soon"), "time_ms is not a 64-bit number"),
+        (log_line(user="x1"), "user_id is not a 64-bit number"),
+        (log_line(user=""), "user_id is not a 64-bit number"),
+        (log_line(video=9_223_372_036_854_775_808), "video_id is not a 64-bit number"),
+        (log_line(video=-1), "video_id must not be negative"),
+        (log_line(play="1.5"), "play_time_ms is not a 64-bit number"),
+        (log_line(duration=""), "duration_ms is not a 64-bit number"),
+        (log_line(tab=""), "tab is not a 64-bit number"),
+        (GOOD.rsplit(",", 1)[0], "18 fields where 19 are expected"),
+        ("1", "1 fields where 19 are expected"),
+        (GOOD + ",1", "20 fields where 19 are expected"),
+    ],
+)
+def test_bad_rows_are_found(tmp_path: Path, line: str, reason: str) -> None:
+    first, second = read_pure(tmp_path, GOOD, line, GOOD).parts
+    assert first.events.select("is_good").collect().to_series().to_list() == [True, False, True]
+    assert first.events.collect().get_column("is_good").to_list() == [True, False, True]
+    assert first.find_bad(10) == [BadRow(line=3, text=line, reason=reason)]
+    assert second.find_bad(10) == []
+
+
+def test_columns_that_nobody_asks_for_are_not_read(tmp_path: Path) -> None:
+    plan = read_pure(tmp_path, GOOD).parts[0].events.explain()
+    assert "PROJECT 15/20 COLUMNS" in plan, plan  # all but date, hourmin, two stay times and is_rand
+
+
+@pytest.mark.parametrize(
+    "header", [LOG_HEADER.replace("video_id", "item_id"), LOG_HEADER.removesuffix(",tab"), LOG_HEADER + ",x", GOOD]
+)
+def test_a_wrong_header_is_one_line(tmp_path: Path, header: str) -> None:
+    begins = re.escape(f"begins with {header[:80]!r} where '{LOG_HEADER}' is expected")
+    with pytest.raises(DataError, match=rf"log_standard_4_08_to_4_21_pure\.csv {begins}; is it another file\?"):
+        read_pure(tmp_path, GOOD, header=header)
+
+
+def test_a_log_without_events_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"4_21_pure\.csv holds no event; unpack or download it again"):
+        read_pure(tmp_path)
+
+
+@pytest.mark.parametrize("name", PURE.files)
+def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
+    read_pure(tmp_path, GOOD)
+    (tmp_path / "KuaiRand-Pure" / name).unlink()
+    with pytest.raises(DataError, match=f"{name} cannot be read: No such file or directory"):
+        read_kuairand(PURE, tmp_path / "KuaiRand-Pure")
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        (
+            (USERS_HEADER.replace(",fans_user_num_range", "").replace("user_id", "id"), *USERS),
+            r"user_features_pure.csv has no column user_id, fans_user_num_range; unpack or download it again",
+        ),
+        ((), "has no column user_id, user_active_degree, "),
+        ((USERS_HEADER,), "holds no user; unpack or download it again"),
+        (
+            (USERS_HEADER, USERS[0], USERS[1] + ",x"),
+            r"line 3 \('2,full_active,.*\): 31 fields with a whole number as us",
+        ),
+        ((USERS_HEADER, USERS[0], "2,full_active"), r"line 3 \('2,full_active'\): 31 fields with a whole number as us"),
+        ((USERS_HEADER, "x" + USERS[0]), r"line 2 \('x1,high_active,.*\): 31 fields with a whole number as user_id"),
+        ((USERS_HEADER, ""), r"line 2 \(''\): 31 fields"),
+        ((USERS_HEADER, USERS[0], USERS[0]), "user 1 appears twice among the users' features"),
+    ],
+)
+def test_wrong_features_are_one_line(tmp_path: Path, users: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_pure(tmp_path, GOOD, users=users)
+    assert "\n" not in str(caught.value)
