@@ -41,15 +41,10 @@ def test_the_training_loop_of_the_readme_trains_every_sample(tmp_path: Path) -> 
     (tmp_path / "train.py").write_text(PRELUDE + snippet + EPILOGUE)
     torchrun = Path(sys.executable).parent / "torchrun"
     run = subprocess.run(
-        [torchrun, "--nproc_per_node", "2", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [torchrun, "--nproc_per_node", "2", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert run.returncode == 0, run.stderr
     said = {path.name: path.read_text().split(" of ") for path in tmp_path.glob("rank-*")}
     assert sorted(said) == ["rank-0", "rank-1"]
     for seen, total in said.values():
         assert seen == total
-
-
-def test_every_file_that_the_readme_points_to_exists() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / target).exists(), target
