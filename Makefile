@@ -1,17 +1,21 @@
-# make demo       install, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a picture
+# make demo       install, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a plot
 # make test       install what is missing, run the tests
-# make check      formatting, lint, types
-# make fix        format, and mend what lint can mend
+# make test-fast  the tests that start no processes, in under a minute
+# make check      formatting, lint, types, and that editors find every import
+# make fix        format, and fix what lint can fix
+# make package    build the sdist and the wheel, and try the wheel in an empty environment
 # make test-long  slow proofs: long random rounds, soak
 # make test-gpu   the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
-# make bench      our code beside the usual ways, one JSON line a row
+# make bench      our code next to the baselines, one JSON line per row
 PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+# One process per core; the tests of a file stay together, because they share fixtures.
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-gpu check fix bench
+.PHONY: help install demo test test-fast test-long test-gpu check fix package bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
 
@@ -27,7 +31,10 @@ demo: $(INSTALLED)
 	@$(BIN)/python scripts/demo.py
 
 test: $(INSTALLED)
-	@$(BIN)/pytest
+	@$(PYTEST)
+
+test-fast: $(INSTALLED)
+	@$(PYTEST) -m 'not processes and not long'
 
 test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600
@@ -39,10 +46,15 @@ check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy tests scripts
+	@$(BIN)/pyright
 
 fix: $(INSTALLED)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+package: $(INSTALLED)
+	@$(BIN)/python scripts/check_package.py
 
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py

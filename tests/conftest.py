@@ -1,29 +1,65 @@
-"""Fixtures that many tests share."""
+"""Fixtures and hooks that many tests share."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
-import evenrank.datasets
-from evenrank.datasets.distributions import Lognormal, Zipf
+import evenrank
+from tests.process_marks import MARK, ProcessGuard, starts_processes
 from tests.ranks import RankPool
 
-# Examples that start collectives or compile take as long as they take; nothing is timed here.
+# No deadline: examples that start collectives or compile can take long, and nothing here is timed.
 settings.register_profile("evenrank", deadline=None, print_blob=True)
 settings.load_profile("evenrank")
 
 _COMPILED = ("core", "preprocess", "datasets", "dataloader")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessGuard())
+    _delete_stale_numba_caches()
+
+
+def _delete_stale_numba_caches() -> None:
+    """Delete cached machine code that is older than any file with compiled functions.
+
+    Numba recompiles a function when its own file changes, but not when the file of a function that it calls does.
+    """
+    package = Path(evenrank.__file__).parent
+    files = [path for folder in _COMPILED for path in (package / folder).rglob("*.py")]
+    newest = max(path.stat().st_mtime for path in files if "@compiled" in path.read_text())
+    for folder in _COMPILED:
+        for cached in (package / folder).rglob("*.nb[ic]"):
+            if cached.stat().st_mtime < newest:
+                cached.unlink(missing_ok=True)  # another process of a parallel run can be first
+
+
+# Before the marks are evaluated by `-m`.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_devices = torch.cuda.device_count()
     for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker(MARK)
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
-            if item.get_closest_marker(marker) and num_devices < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, there are {num_devices}"))
+            if item.get_closest_marker(marker):
+                item.add_marker(MARK)  # Triton starts a compiler
+                if _num_cuda_devices() < needed:
+                    reason = f"needs {needed} CUDA devices, there are {_num_cuda_devices()}"
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _num_cuda_devices() -> int:
+    # Imported here, because the controller of a parallel run, which only reads this file, does not need torch.
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    # Archives have the time in their bytes, and the processes of a parallel run must agree on the names of tests.
+    return argname if isinstance(val, bytes) else None
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +71,9 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 synthetic users with lognormal histories of 0 to 60 events; 210 or so in train."""
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
+    """Return a dataset of 300 synthetic users with lognormal histories of 0 to 60 events; about 210 are in train."""
+    pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")
+    from evenrank.datasets.distributions import Lognormal, Zipf
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
     out = tmp_path_factory.mktemp("small") / "data"
@@ -45,17 +82,3 @@ def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=7, synthetic=synthetic))
     return out
-
-
-def pytest_configure() -> None:
-    """Forget compiled functions that are older than a file of compiled functions.
-
-    Numba compiles a function anew when its own file changes, but not when that of a function which it calls does.
-    """
-    package = Path(evenrank.datasets.__file__).parents[1]
-    files = [path for folder in _COMPILED for path in (package / folder).rglob("*.py")]
-    newest = max(path.stat().st_mtime for path in files if "@compiled" in path.read_text())
-    for folder in _COMPILED:
-        for cached in (package / folder).rglob("*.nb[ic]"):
-            if cached.stat().st_mtime < newest:
-                cached.unlink()

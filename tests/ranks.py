@@ -1,4 +1,4 @@
-"""Runs functions on several ranks: real processes, real Gloo groups, started once for the whole run of tests."""
+"""Runs functions on several ranks: real processes and Gloo groups, started once for the whole test run."""
 
 import faulthandler
 import multiprocessing
@@ -6,24 +6,33 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 MAX_RANKS = 4
-_TIMEOUT = 60.0  # seconds for one task; a rank that takes longer prints where it is, and the test fails
+_PRELOADED = ["evenrank.dataloader.loader", "evenrank.dataloader.balance.balancer", "tests.dataloader.rich_batch"]
+_TIMEOUT = 240.0  # seconds for one task, on a busy machine; a rank that takes longer prints its traceback and fails
 
 
 class RankPool:
-    """Processes that become the ranks of a new default process group for each task."""
+    """Processes that become the ranks of a new default process group for each task.
+
+    Args:
+        timeout: seconds after which a task fails.
+
+    """
 
     def __init__(self, timeout: float = _TIMEOUT) -> None:
         self._timeout = timeout
-        self._processes: list[multiprocessing.Process] = []
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call function(rank, world_size, *arguments) on each rank and return the results; it must be importable."""
+        """Return function(rank, world_size, *arguments) of each rank; the function must be importable."""
         results = self.try_run(world_size, function, *arguments)
         for rank, result in enumerate(results):
             if isinstance(result, RankFailure):
@@ -31,7 +40,7 @@ class RankPool:
         return results
 
     def try_run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Like `run`, but give a RankFailure in the place of the result of a rank that raised."""
+        """Like `run`, but return a RankFailure for each rank that raised or died."""
         if not self._processes:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
@@ -49,14 +58,23 @@ class RankPool:
         return results
 
     def stop(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         for process in self._processes:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        import torch
+
+        # Forked from a process that has imported torch and TorchRec once, which takes seconds. With GPUs that import
+        # touches CUDA, which cannot be used after a fork.
+        forkserver.set_forkserver_preload(_PRELOADED)
+        context: SpawnContext | ForkServerContext = (
+            multiprocessing.get_context("spawn")
+            if torch.cuda.is_available()
+            else multiprocessing.get_context("forkserver")
+        )
         for _ in range(MAX_RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self._timeout), daemon=True)
@@ -66,7 +84,7 @@ class RankPool:
 
 
 class RankFailure:
-    """What a rank raised."""
+    """What a rank raised, in a form that can be pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.type_name = type(error).__name__

@@ -71,7 +71,7 @@ def test_no_import_circles_within_a_folder(folder: Path) -> None:
     package = ".".join(("evenrank", *folder.relative_to(ROOT).parts))
     graph: dict[str, set[str]] = {}
     for path in folder.rglob("*.py"):
-        if path.name != "__init__.py" or path.parent != folder:  # a package hands on what its modules define
+        if path.name != "__init__.py" or path.parent != folder:  # a package re-exports what its modules define
             node = path.relative_to(folder).parts[0].removesuffix(".py")
             targets = {name.removeprefix(f"{package}.").split(".")[0] for name in _imports(path) if package in name}
             graph[node] = graph.get(node, set()) | (targets - {node, package})

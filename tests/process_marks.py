@@ -1,0 +1,106 @@
+"""Marks the tests that start processes, so that `make test-fast` can leave them out.
+
+A test is marked if its function, a fixture that it uses, or a helper that either of them calls refers to something that
+starts processes. The guard makes sure that no test is missed: a test without the mark cannot start a process.
+"""
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+MARK = "processes"
+_STARTERS: tuple[object, ...] = (subprocess, multiprocessing)
+_AUDITED = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+
+
+def starts_processes(item: pytest.Function) -> bool:
+    """Return whether a test refers to something that starts processes."""
+    fixtures = (definition.func for found in item._fixtureinfo.name2fixturedefs.values() for definition in found)
+    seen: set[object] = set()
+    return any(_reaches_starter(function, seen) for function in (item.function, *fixtures))
+
+
+def _reaches_starter(function: Callable[..., object], seen: set[object]) -> bool:
+    for plain in _unwrapped(function):
+        if plain in seen:
+            continue
+        seen.add(plain)
+        if any(_is_starter(value, seen) for value in _referenced(plain.__code__, plain.__globals__)):
+            return True
+    return False
+
+
+def _is_starter(value: object, seen: set[object]) -> bool:
+    if isinstance(value, type):
+        # Of a class, all methods count.
+        methods = [method for method in vars(value).values() if isinstance(method, FunctionType)]
+        return _is_ours(value) and any(_reaches_starter(method, seen) for method in methods)
+    if isinstance(value, ModuleType):
+        return value in _STARTERS
+    return callable(value) and _is_ours(value) and _reaches_starter(value, seen)
+
+
+def _is_ours(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).split(".")[0] in ("tests", "evenrank")
+
+
+def _unwrapped(function: Any) -> Iterator[FunctionType]:
+    """Yield the plain function under the wrappers of fixtures, hypothesis and functools."""
+    while function is not None:
+        if isinstance(function, FunctionType):
+            yield function
+        hypothesis = getattr(function, "hypothesis", None)
+        function = getattr(hypothesis, "inner_test", None) or getattr(function, "__wrapped__", None)
+
+
+def _referenced(code: CodeType, scope: dict[str, Any]) -> Iterator[object]:
+    """Yield the values of the global names that a function uses, nested functions and imports included."""
+    for name in code.co_names:
+        if name in scope:
+            yield scope[name]
+        elif name in sys.modules and sys.modules[name] in _STARTERS:  # imported inside the function
+            yield sys.modules[name]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _referenced(constant, scope)
+
+
+class ProcessGuard:
+    """A pytest plugin under which only marked tests can start processes."""
+
+    def __init__(self) -> None:
+        self._unmarked_test: str | None = None
+        sys.addaudithook(self._audit)
+        start = BaseProcess.start
+
+        def guarded_start(process: BaseProcess) -> None:
+            self._check(f"multiprocessing: {process.name}")
+            start(process)
+
+        BaseProcess.start = guarded_start  # type: ignore[assignment,method-assign]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Remember the running test, if it may not start processes."""
+        self._unmarked_test = None if item.get_closest_marker(MARK) else item.nodeid
+        try:
+            return (yield)
+        finally:
+            self._unmarked_test = None
+
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in _AUDITED:
+            self._check(f"{event} {arguments[0] if arguments else ''}")
+
+    def _check(self, what: str) -> None:
+        if self._unmarked_test is not None:
+            raise RuntimeError(
+                f"{self._unmarked_test} starts a process ({what}) without the mark `{MARK}`; refer to subprocess, "
+                f"multiprocessing or RankPool directly, or add @pytest.mark.{MARK}"
+            )
