@@ -1,0 +1,1 @@
+"""The command `evenrank`, and the programs of `scripts/`."""

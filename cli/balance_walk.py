@@ -1,90 +1,121 @@
-"""Walks one epoch through a Balancer and looks at every sample that comes out."""
+"""Iteration over one epoch through a Balancer, with a check of every sample.
 
-import itertools
+Modules that need torch are imported inside functions: the process that starts the ranks reads a Walk without them.
+"""
+
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from evenrank.cli import console
 from evenrank.core.errors import RankError
-from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader, pad_batch
-from evenrank.dataloader.balance import Balancer, Cost, StepMetrics
-from evenrank.dataloader.loader import Loader
+
+if TYPE_CHECKING:
+    from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
+    from evenrank.dataloader.balance.cost import Cost
+    from evenrank.dataloader.balance.metrics import StepMetrics
+    from evenrank.dataloader.balance.settings import StrategyName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
-    """What an epoch looked like."""
+    """One epoch in which each sample was seen exactly once and unaltered."""
 
-    strategy: str
-    metrics: list[StepMetrics]
-    samples: int  # of all ranks: each was seen exactly once, and unaltered
+    strategy: "StrategyName"
+    """How the steps were balanced."""
+
+    metrics: "list[StepMetrics]"
+    """Metrics of each step, in order."""
+
+    num_samples: int
+    """Samples of all ranks."""
 
 
 def walk_epoch(
     path: Path,
-    config: LoaderConfig,
+    config: "LoaderConfig",
     *,
-    cost: Cost,
-    strategy: str,
+    cost: "Cost",
+    strategy: "StrategyName",
     show_progress: bool = False,
 ) -> Walk:
-    """Iterate over an epoch on all ranks of the default process group, and check what comes out.
+    """Iterate over an epoch on the ranks of the default process group, and check every sample.
+
+    Collective: every rank must call this.
 
     Raises:
-        RankError: a sample was lost, seen twice, or differs from the dataset; on every rank.
+        RankError: a sample was lost, seen twice, or differs from the dataset; raised on every rank.
 
     """
-    # Since 2.13 PyTorch warns of what torchrec calls whenever it builds a KeyedJaggedTensor.
+    import torch.distributed as dist
+
+    from evenrank.dataloader import build_loader
+    from evenrank.dataloader.balance import Balancer
+
+    # Since 2.13 PyTorch warns about a function that torchrec calls whenever it builds a KeyedJaggedTensor.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     loader = build_loader(path, config, rank=rank, world_size=world_size)
     metrics: list[StepMetrics] = []
-    seen: list[int] = []
-    altered: list[int] = []
+    seen_ids: list[int] = []
+    altered_steps: list[int] = []
     with (
         Balancer(loader, cost=cost, strategy=strategy, on_step=metrics.append) as balancer,
         console.steps(f"{strategy:>16}", len(loader), shown=show_progress) as on_step,
     ):
         for batch in balancer:
-            seen += batch.sample_ids[: batch.num_real].tolist()
-            if not _is_as_in_dataset(loader, batch):
-                altered.append(batch.step)
+            seen_ids += batch.sample_ids[: batch.num_real].tolist()
+            if not _matches_dataset(loader, batch):
+                altered_steps.append(batch.step)
             on_step()
-    everybody: list[tuple[list[int], list[int]]] = [([], [])] * world_size
-    dist.all_gather_object(everybody, (seen, altered))
-    if any(steps for _, steps in everybody):
-        raise RankError(f"samples were altered, in steps {[steps for _, steps in everybody]} of each rank")
-    check_seen([ids for ids, _ in everybody], loader.num_samples)
-    return Walk(strategy=strategy, metrics=metrics, samples=loader.num_samples)
+    of_ranks: list[tuple[list[int], list[int]]] = [([], [])] * world_size
+    dist.all_gather_object(of_ranks, (seen_ids, altered_steps))
+    altered_by_rank = [steps for _, steps in of_ranks]
+    if any(altered_by_rank):
+        raise RankError(f"samples differ from the dataset after balancing; steps of each rank: {altered_by_rank}")
+    check_seen([ids for ids, _ in of_ranks], loader.num_samples)
+    return Walk(strategy=strategy, metrics=metrics, num_samples=loader.num_samples)
 
 
-def check_seen(seen: Sequence[Sequence[int]], num_samples: int) -> None:
+def check_seen(seen_by_rank: Sequence[Sequence[int]], num_samples: int) -> None:
     """Check that the ranks together have seen each sample exactly once.
 
+    Args:
+        seen_by_rank: the sample ids that each rank has seen.
+        num_samples: the number of samples of the epoch.
+
     Raises:
-        RankError: they have not; with the numbers.
+        RankError: a sample was lost or seen twice.
 
     """
-    times = len(list(itertools.chain.from_iterable(seen)))
-    different = len(set(itertools.chain.from_iterable(seen)))
-    if not times == different == num_samples:
-        raise RankError(f"of {num_samples:,} samples {different:,} were seen, {times:,} times in all")
+    num_seen = sum(map(len, seen_by_rank))
+    num_distinct = len(set(chain.from_iterable(seen_by_rank)))
+    if not num_seen == num_distinct == num_samples:
+        raise RankError(
+            f"each of {num_samples:,} samples should be seen exactly once, but {num_distinct:,} different samples were "
+            f"seen {num_seen:,} times in total"
+        )
 
 
-def _is_as_in_dataset(loader: Loader[SequenceBatch], batch: SequenceBatch) -> bool:
-    """Compare a batch with one that is collated anew from the samples it claims to hold."""
+def _matches_dataset(loader: "Loader[SequenceBatch]", batch: "SequenceBatch") -> bool:
+    """Return whether a batch equals one collated from the dataset for the same sample ids."""
+    import torch
+
+    from evenrank.dataloader import pad_batch
+
     expected = pad_batch(loader.collate(batch.sample_ids[: batch.num_real].numpy()), batch.batch_size)
     equal = [
         torch.equal(batch.sample_ids, expected.sample_ids),
         torch.equal(batch.num_candidates, expected.num_candidates),
         batch.loss_tokens == expected.loss_tokens,
     ]
-    for ours, theirs in ((batch.features, expected.features), (batch.labels, expected.labels)):
-        if ours is not None and theirs is not None:
-            equal += [torch.equal(ours.values(), theirs.values()), torch.equal(ours.lengths(), theirs.lengths())]
+    for received, collated in ((batch.features, expected.features), (batch.labels, expected.labels)):
+        if received is None or collated is None:
+            equal.append(received is collated)
+        else:
+            equal.append(torch.equal(received.values(), collated.values()))
+            equal.append(torch.equal(received.lengths(), collated.lengths()))
     return all(equal)

@@ -1,39 +1,90 @@
-"""How commands speak: results on standard output, progress on standard error and only where a person is looking."""
+"""Output of the commands: results on standard output, progress on standard error and only on a terminal.
+
+Rich takes a tenth of a second to import, which `evenrank --help` does not need: it is imported where it is used.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+import typer
 
-stdout = Console(highlight=False, soft_wrap=True, markup=False)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+
+
+def print_result(result: "RenderableType") -> None:
+    """Print a text or a table to standard output."""
+    _console().print(result)
+
+
+def print_error(message: str) -> None:
+    """Print one line to standard error."""
+    typer.echo(f"error: {message}", err=True)
+
+
+def new_table(*headers: str, left: Collection[str], narrow: bool = False) -> "Table":
+    """Return a table without rows.
+
+    Args:
+        headers: of the columns.
+        left: the headers of the columns that are aligned to the left; the others are aligned to the right.
+        narrow: leave less space between columns and wrap none, so that many columns fit in 80 characters.
+
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0) if narrow else (0, 1))
+    for header in headers:
+        table.add_column(header, justify="left" if header in left else "right", no_wrap=narrow)
+    return table
+
+
+def shows_progress() -> bool:
+    """Return whether standard error is a terminal, where progress is shown."""
+    return _console(stderr=True).is_terminal
 
 
 @contextlib.contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
-    """Give a function that shows what is being done; it shows nothing where standard error is not a terminal."""
+    """Show a spinner while the context is open; yields a function that sets the description of the current stage."""
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
     with _progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         task = progress.add_task("starting")
         yield lambda stage: progress.update(task, description=stage)
 
 
 @contextlib.contextmanager
-def steps(description: str, total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Give a function to call after each of `total` steps; `shown` on one of several ranks."""
+def steps(description: str, total: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Show a progress bar while the context is open; yields a function to call after each of `total` steps.
+
+    Args:
+        description: shown in front of the bar.
+        total: the number of steps.
+        shown: False on all ranks but one, so that bars do not overwrite each other.
+
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with _progress(*columns, shown=shown) as progress:
         task = progress.add_task(description, total=total)
         yield lambda: progress.advance(task)
 
 
-def _progress(*columns: ProgressColumn, shown: bool = True) -> Progress:
-    return Progress(*columns, console=stderr, transient=True, disable=not (shown and stderr.is_terminal))
+def _progress(*columns: "ProgressColumn", shown: bool = True) -> "Progress":
+    from rich.progress import Progress
+
+    console = _console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
+
+
+def _console(*, stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    # Names of files are printed as they are: without markup, emoji codes and line breaks.
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)

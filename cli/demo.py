@@ -1,61 +1,77 @@
-"""The main job from nothing: synthetic data -> Parquet -> balanced batches on several processes, a table, a picture."""
+"""The whole pipeline offline: synthetic data -> Parquet -> balanced batches on several processes, a table, a plot."""
 
-import pickle
+import multiprocessing
 import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
-
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from evenrank.cli import console
 from evenrank.cli.balance_walk import Walk, walk_epoch
-from evenrank.cli.reports.epoch_report import EXPLANATION, draw_loads, load_table
-from evenrank.dataloader import LoaderConfig
-from evenrank.dataloader.balance import STRATEGIES, HSTUCost
-from evenrank.preprocess import PreprocessConfig, preprocess
+from evenrank.cli.options import STRATEGIES
 
-_RANKS = 4
-_LOADER = LoaderConfig(batch_size=32, max_history_length=2048, max_num_candidates=1)
-# The model of the published balancing results: 8 layers, width 1024, 4 heads of 256.
-_COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, contextual=("segment",))
+_NUM_RANKS = 4
+_BATCH_SIZE = 32  # per rank
+# What the ranks need of torch, which takes seconds to import: imported once, in the process that they are forked from.
+_RANK_MODULES = ["evenrank.dataloader.loader", "evenrank.dataloader.pad", "evenrank.dataloader.balance.balancer"]
 
 
 def demo(out: Path) -> None:
-    """Run the whole job below the folder `out` and print what it shows."""
+    """Run the whole pipeline below the folder `out` and print the results."""
+    # Started here, so that it imports torch while this process preprocesses.
+    forkserver.set_forkserver_preload(_RANK_MODULES)
+    forkserver.ensure_running()
+
+    from evenrank.cli.reports.epoch_report import EXPLANATION, draw_loads, load_table
+    from evenrank.preprocess import PreprocessConfig, preprocess
+
     data = out / "data"
     with console.stages() as on_stage:
         manifest = preprocess(PreprocessConfig(dataset="synthetic", out=data), on_stage=on_stage)
     train = manifest.splits["train"]
-    console.stdout.print(
-        f"{data}: {train.rows:,} users, {train.interactions:,} interactions; histories of median "
+    console.print_result(
+        f"{data}: {train.rows:,} users, {train.interactions:,} interactions; median history length "
         f"{train.lengths['p50']:,}, longest {train.lengths['max']:,}"
     )
-    console.stdout.print(f"one epoch on {_RANKS} processes (Gloo, CPU), batches of {_LOADER.batch_size}:")
+    console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), batches of {_BATCH_SIZE}:")
     walks = _walk_on_ranks(data)
-    console.stdout.print(load_table(walks))
-    console.stdout.print(EXPLANATION)
-    console.stdout.print(f"every strategy: {walks[0].samples:,} samples, each seen exactly once and unaltered")
-    picture = out / "balance.png"
-    title = f"{_RANKS} ranks, {_LOADER.batch_size} samples each, lognormal histories, cost of an HSTU model"
-    draw_loads(walks, picture, title=title)
-    console.stdout.print(f"picture: {picture}")
+    console.print_result(load_table(walks))
+    console.print_result(EXPLANATION)
+    console.print_result(f"every strategy: {walks[0].num_samples:,} samples, each seen exactly once and unaltered")
+    plot = out / "balance.png"
+    title = f"{_NUM_RANKS} ranks, {_BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
+    draw_loads(walks, plot, title=title)
+    console.print_result(f"plot: {plot}")
 
 
 def _walk_on_ranks(data: Path) -> list[Walk]:
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "walks"
-        spawn(_rank_main, args=(data, f"file://{folder}/store", results), nprocs=_RANKS)
-        walks: list[Walk] = pickle.loads(results.read_bytes())
-        return walks
+    """Return the walk of each strategy."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_NUM_RANKS, mp_context=context) as pool:
+        ranks = [pool.submit(_rank_main, rank, data, f"file://{folder}/store") for rank in range(_NUM_RANKS)]
+        for rank in as_completed(ranks):
+            rank.result()  # raises the first error, not one that follows from it on another rank
+        return ranks[0].result()
 
 
-def _rank_main(rank: int, data: Path, store: str, results: Path) -> None:
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_RANKS, timeout=timedelta(seconds=100))
-    walks = [
-        walk_epoch(data, _LOADER, cost=_COST, strategy=strategy, show_progress=rank == 0) for strategy in STRATEGIES
-    ]
-    if rank == 0:
-        # A file, because a pipe holds 64 KiB, and nobody reads it before the ranks have ended.
-        results.write_bytes(pickle.dumps(walks))
-    dist.destroy_process_group()
+def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
+    """Walk one epoch per strategy; return the walks on rank 0, as the metrics are the same on all."""
+    import torch
+    import torch.distributed as dist
+
+    from evenrank.dataloader import LoaderConfig
+    from evenrank.dataloader.balance import HSTUCost
+
+    torch.set_num_threads(1)  # the ranks share the machine
+    config = LoaderConfig(batch_size=_BATCH_SIZE, max_history_length=2048, max_num_candidates=1)
+    # The model of the published balancing results: 8 layers, width 1024, 4 heads of 256.
+    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, contextual=("segment",))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
+    try:
+        walks = [
+            walk_epoch(data, config, cost=cost, strategy=strategy, show_progress=rank == 0) for strategy in STRATEGIES
+        ]
+    finally:
+        dist.destroy_process_group()
+    return walks if rank == 0 else []

@@ -1,52 +1,56 @@
-"""`evenrank inspect`: what is in a dataset, as tables on the terminal and as a page with pictures."""
+"""`evenrank inspect`: show the content of a dataset, as tables and as a page with plots."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from evenrank.cli import console
-from evenrank.datasets.schema import Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from evenrank.datasets.schema import Manifest
+
+_MAX_LABELS = 8  # shown of a contextual feature
 
 
 def inspect_command(
-    path: Annotated[Path, typer.Argument(help="Folder that `evenrank preprocess` wrote.", show_default=False)],
+    path: Annotated[
+        Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
+    ],
     html: Annotated[
         Path | None,
         typer.Option(
-            help="The page to write. Default: PATH-report.html, beside the dataset.",
-            metavar="FILE",
-            show_default=False,
+            help="Page to write. Default: PATH-report.html, next to the dataset.", metavar="FILE", show_default=False
         ),
     ] = None,
 ) -> None:
-    """Show what is in a dataset: rows, interactions, history lengths, vocabulary sizes.
+    """Show the content of a dataset: rows, events, history lengths, vocabulary sizes.
 
-    Also writes one self-contained HTML page, with pictures and what balancing would gain, and prints its path last.
-    For example:
+    Also writes one self-contained HTML page with plots and the expected gain from balancing. The last line of output is
+    the path of the page. Example:
 
     \b
         evenrank inspect out/ml-20m --html ml-20m.html
     """
-    # Not above: matplotlib takes a second to import, which the other commands need not wait for.
-    from evenrank.cli.reports.dataset_page import build_page, page_path, write_page
+    from evenrank.cli.reports.dataset_page import build_page
+    from evenrank.cli.reports.html import page_path, write_page
+    from evenrank.datasets.schema import read_manifest
 
     manifest = read_manifest(path)
     page = page_path(path, html)
-    console.stdout.print(f"{path}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
+    console.print_result(f"{path}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
     for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
-        console.stdout.print(table)
+        console.print_result(table)
     with console.stages() as on_stage:
         write_page(page, build_page(path, manifest, on_stage=on_stage))
-    console.stdout.print(f"report: {page}")
+    console.print_result(f"report: {page}")
 
 
-def splits_table(manifest: Manifest) -> Table:
-    """Rows, interactions and files of each split, and of all together."""
-    table = _table("split", "users", "interactions", "files")
+def splits_table(manifest: "Manifest") -> "Table":
+    """Return a table of the rows, events and files of each split and their sums."""
+    table = console.new_table("split", "rows", "events", "files", left=["split"])
     for name, split in manifest.splits.items():
         table.add_row(name, f"{split.rows:,}", f"{split.interactions:,}", str(len(split.files)))
     splits = manifest.splits.values()
@@ -60,29 +64,21 @@ def splits_table(manifest: Manifest) -> Table:
     return table
 
 
-def lengths_table(manifest: Manifest) -> Table:
-    """Percentiles of the history lengths of each split."""
-    table = _table("events of a user", *manifest.splits)
-    names = dict.fromkeys(name for split in manifest.splits.values() for name in split.lengths)
-    for name in names:
+def lengths_table(manifest: "Manifest") -> "Table":
+    """Return a table of the percentiles of history lengths in each split."""
+    table = console.new_table("events per row", *manifest.splits, left=["events per row"])
+    statistics = dict.fromkeys(name for split in manifest.splits.values() for name in split.lengths)
+    for name in statistics:
         lengths = [split.lengths.get(name) for split in manifest.splits.values()]
         table.add_row(name, *("-" if length is None else f"{length:,}" for length in lengths))
     return table
 
 
-def vocabulary_table(manifest: Manifest) -> Table:
-    """Each feature's number of ids, which is the size that its embedding table needs."""
-    table = _table("feature", "largest id + 1", "labels")
+def vocabulary_table(manifest: "Manifest") -> "Table":
+    """Return a table of each feature's vocabulary size, which is the number of rows its embedding table needs."""
+    table = console.new_table("feature", "largest id + 1", "labels", left=["feature", "labels"])
     for name, size in manifest.vocabulary_sizes.items():
         labels = [label for label in manifest.context_labels.get(name, ()) if label is not None]
-        shown = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
-        table.add_row(name, f"{size:,}", Text(shown))
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="left" if name == "labels" else "right")
+        shown = ", ".join(labels[:_MAX_LABELS]) + (", ..." if len(labels) > _MAX_LABELS else "")
+        table.add_row(name, f"{size:,}", shown)
     return table

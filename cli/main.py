@@ -1,12 +1,16 @@
-"""The installed command `evenrank`, and what its subcommands share with the scripts: errors and exit codes."""
+"""The installed command `evenrank`, and how it and the scripts handle errors, signals and exit codes.
+
+Modules of commands import at the top only typer and what is light: `evenrank --help` imports all of them.
+"""
 
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import evenrank
 from evenrank.cli import console
 from evenrank.cli.inspect import inspect_command
 from evenrank.cli.metrics import metrics_command
@@ -16,17 +20,14 @@ from evenrank.core.errors import EvenrankError
 
 Command = Callable[..., None]
 
-# Errors are one line, without a box around them or a traceback.
+# Errors are one line, without a box around it or a traceback.
 _PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
 def main() -> None:
     """Run `evenrank`."""
-    app = typer.Typer(
-        help="The data side of multi-GPU training for generative recommenders.",
-        no_args_is_help=True,
-        **_PLAIN,
-    )
+    app = typer.Typer(no_args_is_help=True, **_PLAIN)
+    app.callback()(_global_options)
     app.command("preprocess")(preprocess_command)
     app.command("inspect")(inspect_command)
     app.command("simulate")(simulate_command)
@@ -35,14 +36,28 @@ def main() -> None:
 
 
 def run_command(command: Command) -> None:
-    """Run one command as a program of its own, as the scripts do."""
+    """Run a single command as a program, as the scripts do."""
     app = typer.Typer(**_PLAIN)
     app.command()(command)
     _run(app)
 
 
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        typer.echo(f"evenrank {evenrank.__version__}")
+        raise typer.Exit
+
+
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The data side of multi-GPU training for generative recommenders."""
+
+
 class _Stopped(BaseException):
-    """A signal to stop; it unwinds like Ctrl-C, so that nothing half-written stays behind."""
+    """A signal asked the program to stop; raised like KeyboardInterrupt, so that partial output is removed."""
 
 
 def _stop(number: int, frame: object) -> None:
@@ -50,14 +65,14 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _run(app: typer.Typer) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a person's, a scheduler's
+    for number in (signal.SIGINT, signal.SIGTERM):  # of Ctrl-C, and of a job scheduler
         signal.signal(number, _stop)
     try:
         app()
     except EvenrankError as error:
-        console.stderr.print(f"error: {error}")
+        console.print_error(str(error))
         sys.exit(2)
     except _Stopped as stopped:
         (number,) = stopped.args
-        console.stderr.print(f"error: stopped by {signal.Signals(number).name}; nothing half-written is left")
+        console.print_error(f"stopped by {signal.Signals(number).name}; no partial output is left")
         sys.exit(128 + number)

@@ -1,38 +1,42 @@
-"""`evenrank preprocess`: raw logs -> sequence Parquet."""
+"""`evenrank preprocess`: convert raw interaction logs to sequence Parquet."""
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from evenrank.cli import console
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.distributions import Zipf, parse_distribution
-from evenrank.preprocess import DATASETS, Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
-from evenrank.preprocess.sources.catalog import CATALOG
-from evenrank.preprocess.sources.registry import CUSTOM
-from evenrank.preprocess.sources.tabular_config import TabularConfig, TimestampUnit, read_toml
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS
+
+if TYPE_CHECKING:
+    from evenrank.preprocess import PreprocessConfig
+    from evenrank.preprocess.build.reading import OnError
+    from evenrank.preprocess.sources.tabular_config import TimestampUnit
 
 _ALL = "all"
+_DEFAULT_SPLIT = "user:0.3"
 
 
 def preprocess_command(
     dataset: Annotated[
         str,
-        typer.Option(help=f"Which dataset: {', '.join((*DATASETS, _ALL))} (every public one).", show_default=False),
+        typer.Option(
+            help=f"Dataset to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public one).", show_default=False
+        ),
     ],
     raw_dir: Annotated[
         Path,
         typer.Option(
-            help="Folder of the raw files, as their archives unpack (DIR/ml-20m/ratings.csv), or of the official "
-            "archives. What is missing is downloaded into it.",
+            help="Folder of the raw files, laid out as their archives unpack (DIR/ml-20m/ratings.csv), or of the "
+            "official archives. Missing files are downloaded into it.",
             metavar="DIR",
         ),
     ] = Path("raw"),
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write; a dataset that is there is replaced once the new one is complete. "
+            help="Folder to write. A dataset that is already there is replaced once the new one is complete. "
             "Default: out/DATASET.",
             metavar="DIR",
             show_default=False,
@@ -41,78 +45,98 @@ def preprocess_command(
     split: Annotated[
         str,
         typer.Option(
-            help="user:FRACTION of the users to eval; leave-last:N events of each user; time:TIMESTAMP (milliseconds "
-            "or ISO 8601), events from then on; none."
+            help="What goes to eval: user:FRACTION, that fraction of the users; leave-last:N, the last N events of "
+            "each user; time:TIMESTAMP (milliseconds or ISO 8601), the events from that time on; or none."
         ),
-    ] = "user:0.3",
+    ] = _DEFAULT_SPLIT,
     eval_fraction: Annotated[
         float | None, typer.Option(help="The same as --split user:FRACTION.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the split by user, and of synthetic data.")] = 0,
-    k_core: Annotated[int, typer.Option(help="Leave out users and items with fewer events, until none has.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the split by user and of synthetic data.")] = 0,
+    k_core: Annotated[
+        int, typer.Option(help="Leave out users and items with fewer events, repeatedly, until all have this many.")
+    ] = 1,
     min_length: Annotated[int, typer.Option(help="Leave out users with fewer events.")] = 1,
     max_length: Annotated[
         int | None, typer.Option(help="Leave out users with more events.", show_default=False)
     ] = None,
     window: Annotated[
-        int | None, typer.Option(help="Cut users with more events into rows of so many.", show_default=False)
+        int | None,
+        typer.Option(help="Cut longer histories into windows of this many events, one row each.", show_default=False),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Events from one window to the next. Default: as many as a window has.", show_default=False),
+        typer.Option(
+            help="Events from the start of one window to the start of the next. Default: the window's length.",
+            show_default=False,
+        ),
     ] = None,
-    on_error: Annotated[
-        str, typer.Option(help="What to do about rows that cannot be read: fail, or skip and count them.")
-    ] = "fail",
+    on_error: Annotated[str, typer.Option(help="What to do with malformed rows: fail, or skip and count them.")] = (
+        "fail"
+    ),
     requests: Annotated[
         float | None,
         typer.Option(
-            help="Also write requests.parquet, for replaying inference traffic: a user asks at the first event, and "
-            "at each event so many seconds after the last request.",
+            help="Also write requests.parquet, for replaying inference traffic: a user makes a request at the first "
+            "event, and then at each event that is at least this long after the last request.",
             metavar="SECONDS",
             show_default=False,
         ),
     ] = None,
     by_date: Annotated[
-        bool, typer.Option("--by-date", help="Requests and their histories begin anew each day.")
+        bool, typer.Option("--by-date", help="Restart requests and their histories at midnight (UTC).")
     ] = False,
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
-            help="Custom data: a TOML file with events (one file or several), user_column, item_column, "
-            "timestamp_column, and, if need be, timestamp_unit, action_columns, context, context_columns.",
+            help="Custom data: a TOML file with the keys events (one file or a list), user_column, item_column, "
+            "timestamp_column and, optionally, timestamp_unit, action_columns, context, context_columns.",
             metavar="FILE",
             show_default=False,
         ),
     ] = None,
     events: Annotated[
         list[Path] | None,
-        typer.Option(help="Custom data: a CSV, TSV or Parquet file; give it again for more.", show_default=False),
+        typer.Option(
+            help="Custom data: CSV, TSV or Parquet file of events; repeat the option for several files.",
+            metavar="FILE",
+            show_default=False,
+        ),
     ] = None,
-    user_column: Annotated[str, typer.Option(help="Custom data: the column of users.")] = "user_id",
-    item_column: Annotated[str, typer.Option(help="Custom data: the column of items.")] = "item_id",
-    timestamp_column: Annotated[str, typer.Option(help="Custom data: the column of times.")] = "timestamp",
-    timestamp_unit: Annotated[str, typer.Option(help="Custom data: s, ms, us or iso.")] = "s",
+    user_column: Annotated[str, typer.Option(help="Custom data: column of user ids.")] = "user_id",
+    item_column: Annotated[str, typer.Option(help="Custom data: column of item ids.")] = "item_id",
+    timestamp_column: Annotated[str, typer.Option(help="Custom data: column of timestamps.")] = "timestamp",
+    timestamp_unit: Annotated[str, typer.Option(help="Custom data: unit of timestamps: s, ms, us or iso.")] = "s",
     action_columns: Annotated[
         str,
-        typer.Option(help="Custom data: one column of whole numbers, or several of 0 and 1, with commas between."),
+        typer.Option(
+            help="Custom data: one column of integer actions, or several columns of 0 and 1, comma-separated."
+        ),
     ] = "",
     context: Annotated[
         Path | None,
-        typer.Option(help="Custom data: a CSV, TSV or Parquet file of users' features.", show_default=False),
+        typer.Option(
+            help="Custom data: CSV, TSV or Parquet file of contextual features, one row per user.",
+            metavar="FILE",
+            show_default=False,
+        ),
     ] = None,
-    context_columns: Annotated[str, typer.Option(help="Custom data: its columns, with commas between.")] = "",
-    users: Annotated[int, typer.Option(help="Synthetic data: how many users.")] = 20_000,
-    items: Annotated[int, typer.Option(help="Synthetic data: how many items, of Zipf popularity.")] = 50_000,
+    context_columns: Annotated[
+        str, typer.Option(help="Custom data: columns of contextual features, comma-separated.")
+    ] = "",
+    users: Annotated[int, typer.Option(help="Synthetic data: number of users.")] = 20_000,
+    items: Annotated[int, typer.Option(help="Synthetic data: number of items; their popularity is Zipf.")] = 50_000,
     lengths: Annotated[
         str,
-        typer.Option(help="Synthetic data: events of a user, as uniform, normal, zipf or lognormal with parameters."),
+        typer.Option(
+            help="Synthetic data: distribution of events per user: uniform, normal, zipf or lognormal, with parameters."
+        ),
     ] = "lognormal:mean=128,std=256,high=4096",
 ) -> None:
-    """Turn raw interaction logs into sequence Parquet: one row per user, events in time order.
+    """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.
 
-    Writes OUT/train/*.parquet, OUT/eval/*.parquet and OUT/manifest.json. For example:
+    Writes OUT/train/*.parquet, OUT/eval/*.parquet and OUT/manifest.json. Examples:
 
     \b
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
@@ -120,8 +144,21 @@ def preprocess_command(
         evenrank preprocess --dataset custom --events log.csv --user-column uid --action-columns click,buy
         evenrank preprocess --dataset synthetic --users 1000000 --lengths zipf:exponent=1.2,high=4096
     """
-    if eval_fraction is not None and split != "user:0.3":
-        raise ConfigError("--eval-fraction and --split say the same; give one of them")
+    if eval_fraction is not None and split != _DEFAULT_SPLIT:
+        raise ConfigError(
+            f"--eval-fraction {eval_fraction} and --split {split} both define the split; pass one of them"
+        )
+    if dataset != CUSTOM and (config_file is not None or events or context is not None):
+        raise ConfigError(
+            f"--config, --events and --context describe custom data, got --dataset {dataset}; pass --dataset {CUSTOM}"
+        )
+    if by_date and requests is None:
+        raise ConfigError("--by-date has no effect without requests; add --requests SECONDS")
+
+    from evenrank.datasets.distributions import Zipf, parse_distribution
+    from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig
+    from evenrank.preprocess.sources.tabular_config import read_toml
+
     custom = None
     if dataset == CUSTOM and config_file is not None:
         custom = read_toml(config_file)
@@ -131,15 +168,11 @@ def preprocess_command(
             user_column=user_column,
             item_column=item_column,
             timestamp_column=timestamp_column,
-            timestamp_unit=cast(TimestampUnit, timestamp_unit),
-            action_columns=_names(action_columns),
+            timestamp_unit=cast("TimestampUnit", timestamp_unit),
+            action_columns=_split_names(action_columns),
             context=context,
-            context_columns=_names(context_columns),
+            context_columns=_split_names(context_columns),
         )
-    elif config_file is not None or events or context is not None:
-        raise ConfigError("--config, --events and --context describe custom data; give --dataset custom with them")
-    if by_date and requests is None:
-        raise ConfigError("--by-date goes with --requests SECONDS")
     for name in CATALOG if dataset == _ALL else (dataset,):
         folder = Path("out", name) if out is None else out / name if dataset == _ALL else out
         config = PreprocessConfig(
@@ -156,24 +189,27 @@ def preprocess_command(
                 window=window,
                 stride=stride,
             ),
-            on_error=on_error,
+            on_error=cast("OnError", on_error),
             requests=None if requests is None else RequestRule(seconds=requests, by_date=by_date),
             synthetic=SyntheticConfig(
                 num_users=users, lengths=parse_distribution(lengths), items=Zipf(exponent=1.05, high=items)
             ),
             custom=custom,
         )
-        _run(config)
+        _preprocess_and_report(config)
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _split_names(text: str) -> tuple[str, ...]:
+    """Split comma-separated names."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _run(config: PreprocessConfig) -> None:
+def _preprocess_and_report(config: "PreprocessConfig") -> None:
+    from evenrank.preprocess import preprocess
+
     with console.stages() as on_stage:
-        manifest = preprocess(config, on_stage=on_stage, show_progress=console.stderr.is_terminal)
+        manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
     for name, info in manifest.splits.items():
-        console.stdout.print(f"{config.out}/{name}: {info.rows:,} rows, {info.interactions:,} interactions")
-    for words, count in manifest.options["audit"].items():
-        console.stdout.print(f"{words}: {count:,}")
+        console.print_result(f"{config.out}/{name}: {info.rows:,} rows, {info.interactions:,} interactions")
+    for description, count in manifest.options["audit"].items():
+        console.print_result(f"{description}: {count:,}")

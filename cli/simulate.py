@@ -1,25 +1,27 @@
-"""`evenrank simulate`: what balancing would win on any number of ranks, without them."""
+"""`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from rich import box
-from rich.table import Table
 
 from evenrank.cli import console
+from evenrank.cli.options import STRATEGIES, hstu_cost
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.distributions import DISTRIBUTIONS, parse_distribution
 
-if TYPE_CHECKING:  # torch takes seconds to import, which the other commands need not wait for
-    from evenrank.cli.simulation import Source
-    from evenrank.dataloader.balance import Cost, MetricsSummary
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from evenrank.cli.simulation import LengthSource
+    from evenrank.dataloader.balance.cost import Cost
+    from evenrank.dataloader.balance.metrics import MetricsSummary
+    from evenrank.dataloader.balance.settings import StrategyName
 
 _EXPLANATION = """\
-load      the heaviest rank's cost over the lower bound, mean over steps
-speed-up  expected by the cost: heaviest loads before to heaviest loads after
-moved     tokens that are trained on another rank than the one that loaded them
-MB        sent by a rank in a step, at 16 bytes an event and 24 a sample
+load      cost of the heaviest rank divided by the lower bound, mean over steps
+speed-up  expected from the cost: heaviest loads before balancing / after
+moved     share of tokens trained on another rank than the one that loaded them
+MB/rank   sent by each rank in a step, at 16 bytes per event and 24 per sample
 plan      median time to plan a step, on one thread of this machine
 """
 
@@ -29,56 +31,61 @@ def simulate_command(
         str,
         typer.Argument(
             metavar="PATH",
-            help="Folder that `evenrank preprocess` wrote, or a distribution of lengths such as "
+            help="Folder written by `evenrank preprocess`, or a distribution of history lengths such as "
             "lognormal:mean=512,std=512 or zipf:exponent=1.2.",
             show_default=False,
         ),
     ],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas between.")] = "8,64,1024,16384",
-    batch_size: Annotated[int, typer.Option(help="Samples of a rank in a step.", min=1)] = 32,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "8,64,1024,16384",
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1)] = 32,
     strategy: Annotated[
-        str, typer.Option(help="Strategies, with commas between: karmarkar-karp, lpt-swap, min-move, identity.")
+        str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")
     ] = "karmarkar-karp,lpt-swap,min-move",
     tolerance: Annotated[
-        float, typer.Option(help="How far above the lower bound is good enough; min-move moves less with more.")
+        float,
+        typer.Option(
+            help="Relative tolerance above the lower bound at which balancing stops; the larger, the less min-move "
+            "moves."
+        ),
     ] = 0.01,
     steps: Annotated[int, typer.Option(help="Steps to draw for each row of the table.", min=1)] = 10,
-    split: Annotated[str, typer.Option(help="Which split of the dataset.")] = "train",
-    max_history_length: Annotated[int, typer.Option(help="Events; longer histories keep their newest.", min=1)] = 4096,
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    max_history_length: Annotated[
+        int, typer.Option(help="Events per sample; longer histories are cut to their newest events.", min=1)
+    ] = 4096,
     cost: Annotated[
         Path | None,
         typer.Option(
-            help="A measured cost, written by MeasuredCost.save. Default: FLOPs of an HSTU model of the next options.",
+            help="File of a measured cost, written by MeasuredCost.save. Default: FLOPs of an HSTU model with the "
+            "shape given by the next three options.",
+            metavar="FILE",
             show_default=False,
         ),
     ] = None,
-    hidden: Annotated[int, typer.Option(help="Its width.", min=1)] = 1024,
-    heads: Annotated[int, typer.Option(help="Its heads, of width hidden / heads each.", min=1)] = 4,
-    layers: Annotated[int, typer.Option(help="Its layers.", min=1)] = 8,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    hidden: Annotated[int, typer.Option(help="Width of the HSTU layers.", min=1)] = 1024,
+    heads: Annotated[int, typer.Option(help="Attention heads per layer, each hidden / heads wide.", min=1)] = 4,
+    layers: Annotated[int, typer.Option(help="Number of HSTU layers.", min=1)] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn steps.")] = 0,
 ) -> None:
-    """Show what balancing would win on so many ranks: no GPUs, no processes.
+    """Show what balancing would gain on any number of ranks, without GPUs or processes.
 
-    Draws steps from a dataset's real history lengths, or from a distribution, deals them to ranks, and plans each:
+    Draws steps from the history lengths of a dataset or from a distribution, and balances each with the planner that
+    training uses. Examples:
 
     \b
         evenrank simulate out/ml-20m --ranks 8,64 --batch-size 32
         evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
     """
-    world_sizes = _world_sizes(ranks)
-    strategies = [name for name in strategy.split(",") if name]
-    # Not above: they import torch, which takes seconds, and which the other commands need not wait for.
-    from evenrank.cli.simulation import simulate
-    from evenrank.dataloader.balance import STRATEGIES
+    world_sizes = _parse_world_sizes(ranks)
+    strategies = _parse_strategies(strategy)
 
-    for name in strategies:
-        if name not in STRATEGIES:
-            raise ConfigError(f"no strategy is called {name!r}; there are {', '.join(STRATEGIES)}")
+    from evenrank.cli.simulation import simulate
+
     lengths = _open_source(source, split, max_history_length)
     model = _make_cost(cost, hidden, heads, layers)
-    table = _table()
+    table = _new_table()
     rows = [(world_size, name) for world_size in world_sizes for name in strategies]
-    with console.steps("planning", len(rows) * steps, shown=True) as on_step:
+    with console.steps("planning", len(rows) * steps) as on_step:
         for world_size, name in rows:
             summary = simulate(
                 lengths,
@@ -92,34 +99,42 @@ def simulate_command(
                 on_step=on_step,
             )
             _add_row(table, world_size, name, summary)
-    console.stdout.print(table)
-    console.stdout.print(_EXPLANATION)
-    if repeated := [size for size in world_sizes if lengths.is_repeated(size * batch_size)]:
-        console.stdout.print(
-            f"With {', '.join(f'{size:,}' for size in repeated)} ranks a step has more samples than the dataset has "
-            "rows; rows were drawn more than once."
+    console.print_result(table)
+    console.print_result(_EXPLANATION)
+    if repeated := [world_size for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
+        console.print_result(
+            f"With {', '.join(f'{world_size:,}' for world_size in repeated)} ranks a step has more samples than the "
+            "dataset has rows, so rows were drawn with replacement."
         )
 
 
-def _world_sizes(text: str) -> list[int]:
+def _parse_world_sizes(text: str) -> list[int]:
     try:
         world_sizes = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"--ranks takes whole numbers with commas between, got {text!r}") from error
+        raise ConfigError(f"--ranks must be comma-separated integers such as 8,64, got {text!r}") from error
     if min(world_sizes) < 1:
         raise ConfigError(f"--ranks must be at least 1, got {min(world_sizes)}")
     return world_sizes
 
 
-def _open_source(text: str, split: str, max_history_length: int) -> "Source":
-    from evenrank.cli.simulation import Source
+def _parse_strategies(text: str) -> "list[StrategyName]":
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in STRATEGIES]:
+        raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(STRATEGIES)}")
+    return cast("list[StrategyName]", names)
+
+
+def _open_source(text: str, split: str, max_history_length: int) -> "LengthSource":
+    from evenrank.cli.simulation import LengthSource
+    from evenrank.datasets.distributions import DISTRIBUTIONS, parse_distribution
     from evenrank.datasets.store import open_store
 
     if text.partition(":")[0] in DISTRIBUTIONS and not Path(text).exists():
-        return Source(distribution=parse_distribution(text), most_events=max_history_length)
+        return LengthSource(distribution=parse_distribution(text), max_length=max_history_length)
     if not Path(text).is_dir():
         raise ConfigError(
-            f"{text!r} is neither a folder nor a distribution; write a dataset with `evenrank preprocess`, or name one "
+            f"{text!r} is neither a folder nor a distribution; pass a folder written by `evenrank preprocess`, or one "
             f"of {', '.join(DISTRIBUTIONS)}"
         )
     with console.stages() as on_stage:
@@ -127,37 +142,32 @@ def _open_source(text: str, split: str, max_history_length: int) -> "Source":
         lengths = open_store(Path(text), split).lengths
     if len(lengths) == 0:
         raise ConfigError(f"the split {split!r} of {text} has no rows; choose another with --split")
-    return Source(lengths=lengths, most_events=max_history_length)
+    return LengthSource(lengths=lengths, max_length=max_history_length)
 
 
 def _make_cost(path: Path | None, hidden: int, heads: int, layers: int) -> "Cost":
-    from evenrank.dataloader.balance import HSTUCost, MeasuredCost
+    from evenrank.dataloader.balance.measured_cost import MeasuredCost
 
-    if path is not None:
-        return MeasuredCost.load(path)
-    if hidden % heads:
-        raise ConfigError(f"hidden must be a multiple of heads, got {hidden} and {heads}")
-    return HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=layers)
+    return hstu_cost(hidden=hidden, heads=heads, layers=layers) if path is None else MeasuredCost.load(path)
 
 
-def _table() -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits into 80 columns
-    table.add_column("ranks", justify="right", no_wrap=True)
-    table.add_column("strategy", no_wrap=True)
-    for name in (
+def _new_table() -> "Table":
+    return console.new_table(
+        "ranks",
+        "strategy",
         "load\nbefore",
         "load\nafter",
         "worst\nafter",
         "expected\nspeed-up",
         "moved",
-        "MB a\nrank",
+        "MB/\nrank",
         "plan\n(ms)",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+        left=["strategy"],
+        narrow=True,
+    )
 
 
-def _add_row(table: Table, world_size: int, strategy: str, summary: "MetricsSummary") -> None:
+def _add_row(table: "Table", world_size: int, strategy: str, summary: "MetricsSummary") -> None:
     table.add_row(
         f"{world_size:,}",
         strategy,

@@ -1,4 +1,4 @@
-"""Steps of many ranks, dealt and balanced on this machine alone: no GPUs, no processes, only the planner."""
+"""Simulation of steps on many ranks: draw the samples' lengths and run the planner, without GPUs or processes."""
 
 import dataclasses
 import time
@@ -8,60 +8,71 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance import Cost, MetricsSummary, partition, summarize
-from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.warmup import compile_ahead
+from evenrank.dataloader.balance.cost import Cost
+from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, measure_step, summarize
+from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balance.settings import StrategyName
+from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import Distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
-# Of a SequenceBatch: an event is an item and an action, a sample has a label, its number of candidates and its number.
-_BYTES_OF_AN_EVENT = 16
-_BYTES_OF_A_SAMPLE = 24
+# In a SequenceBatch an event is an item and an action; a sample has a label, its number of candidates and its id.
+_BYTES_PER_EVENT = 16
+_BYTES_PER_SAMPLE = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where the lengths of histories come from: those of a dataset, or a distribution."""
+class LengthSource:
+    """A source of history lengths: either those of a dataset or a distribution."""
 
-    lengths: NDArray[np.int64] | None = None  # of all rows
+    lengths: NDArray[np.int64] | None = None
+    """Length of each row of the dataset."""
+
     distribution: Distribution | None = None
-    most_events: int | None = None  # longer histories are cut to their newest
+    """Distribution to draw from, if there is no dataset."""
 
-    def draw(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
-        """Draw the lengths of a step's samples: int64 [size]. No row comes twice in it unless there are too few."""
+    max_length: int | None = None
+    """Longer histories are cut to this number of events."""
+
+    def draw(self, rng: np.random.Generator, num_samples: int) -> NDArray[np.int64]:
+        """Draw the lengths of a step's samples: int64 [num_samples].
+
+        Rows of a dataset are drawn without replacement, unless it has too few.
+        """
         if self.lengths is not None:
-            drawn = self.lengths[rng.choice(len(self.lengths), size, replace=self.is_repeated(size))]
+            rows = rng.choice(len(self.lengths), num_samples, replace=self.repeats_rows(num_samples))
+            drawn = self.lengths[rows]
         else:
             assert self.distribution is not None
-            drawn = self.distribution.sample(rng, size)
-        return drawn if self.most_events is None else np.minimum(drawn, self.most_events)
+            drawn = self.distribution.sample(rng, num_samples)
+        return drawn if self.max_length is None else np.minimum(drawn, self.max_length)
 
-    def is_repeated(self, size: int) -> bool:
-        """Whether there are fewer rows than a step of `size` samples needs."""
-        return self.lengths is not None and size > len(self.lengths)
+    def repeats_rows(self, num_samples: int) -> bool:
+        """Return whether a step of `num_samples` samples needs more rows than the dataset has."""
+        return self.lengths is not None and num_samples > len(self.lengths)
 
 
 def simulate(
-    source: Source,
+    source: LengthSource,
     cost: Cost,
     world_size: int,
     *,
     batch_size: int,
-    strategy: str,
+    strategy: StrategyName,
     steps: int,
     tolerance: float = 0.001,
     seed: int = 0,
     on_step: Callable[[], None] = lambda: None,
 ) -> MetricsSummary:
-    """Deal steps to ranks as a loader would, balance them, and sum up.
+    """Draw steps, balance them, and summarize their metrics.
 
     Args:
-        source: of the lengths; the same steps are drawn for every strategy.
-        cost: what a sample costs, given the lengths of `item_id` and `action`.
+        source: where the lengths come from; the same steps are drawn for every strategy.
+        cost: the cost of a sample, given the lengths of `item_id` and `action`.
         world_size: the number of ranks.
-        batch_size: samples of a rank in a step.
+        batch_size: samples per rank and step.
         strategy: see `partition`.
-        steps: how many steps are drawn.
+        steps: the number of steps to draw.
         tolerance: see `partition`.
         seed: of the draws.
         on_step: called after each step.
@@ -70,25 +81,25 @@ def simulate(
         The summary; `plan_seconds` is the median over steps, the other times are 0.
 
     """
-    compile_ahead()
+    warm_up()
     rng = np.random.default_rng((seed, world_size))
     metrics: list[StepMetrics] = []
-    seconds = []
+    plan_seconds = []
     for step in range(steps):
         lengths = source.draw(rng, world_size * batch_size)
         costs = cost({ITEM_ID: lengths, ACTION: lengths}, np.zeros_like(lengths))
-        begun = time.perf_counter()
-        assignment = partition(costs, world_size, strategy=strategy, sizes=lengths, tolerance=tolerance)
-        seconds.append(time.perf_counter() - begun)
+        start = time.perf_counter()
+        assignment = partition(costs, world_size, strategy=strategy, tokens=lengths, tolerance=tolerance)
+        plan_seconds.append(time.perf_counter() - start)
         shape = (world_size, batch_size)
         metrics.append(
             measure_step(
                 assignment,
                 costs=costs.reshape(shape),
                 tokens=lengths.reshape(shape),
-                sizes=lengths.reshape(shape) * _BYTES_OF_AN_EVENT + _BYTES_OF_A_SAMPLE,
+                sample_bytes=lengths.reshape(shape) * _BYTES_PER_EVENT + _BYTES_PER_SAMPLE,
                 step=step,
             )
         )
         on_step()
-    return dataclasses.replace(summarize(metrics), plan_seconds=float(np.median(seconds)))
+    return dataclasses.replace(summarize(metrics), plan_seconds=float(np.median(plan_seconds)))

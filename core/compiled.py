@@ -9,5 +9,5 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function at its first call, to run without the interpreter's lock; its type stays known."""
+    """Compile a function with Numba at its first call, cached on disk; it runs without the GIL and keeps its type."""
     return cast(Function, njit(nogil=True, cache=True)(function))

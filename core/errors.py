@@ -1,21 +1,34 @@
-"""The exceptions that users meet. Each message is one line: what is wrong, where, and what to do about it."""
+"""The exceptions that users see. Each message is one line: what is wrong, where, and how to fix it."""
 
 
 class EvenrankError(Exception):
-    """Whatever evenrank raises on purpose; command lines print its message and exit with 2."""
+    """Base of every error that evenrank raises on purpose; command lines print its message and exit with 2."""
 
 
 class ConfigError(EvenrankError, ValueError):
-    """A setting or an argument is out of its range, or does not go with another."""
+    """A setting or an argument is out of range or conflicts with another one."""
 
 
 class DataError(EvenrankError, ValueError):
-    """A file is missing, malformed, or not what its place promises."""
+    """A file is missing, malformed, or not what its manifest says."""
 
 
 class StateError(EvenrankError, ValueError):
-    """A saved position does not belong to this dataset, or not to this version."""
+    """A saved state does not match this dataset, these settings or this version."""
 
 
 class RankError(EvenrankError, RuntimeError):
-    """Some rank failed, or ranks disagree; raised on every rank with the failing rank's own words."""
+    """A rank failed or ranks disagree; raised on every rank with the message of the rank that failed."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or the name of its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception as one line: its message, preceded by its type unless the message is evenrank's own."""
+    message = " ".join(str(error).split())
+    if isinstance(error, EvenrankError):
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

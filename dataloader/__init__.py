@@ -1,32 +1,7 @@
 """Samples -> balanced batches."""
 
-from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch, dense, host
-from evenrank.dataloader.config import LoaderConfig, SemanticIdConfig
-from evenrank.dataloader.loader import Loader, build_loader
-from evenrank.dataloader.pad import PaddedBatches, pad_batch
-from evenrank.dataloader.random_batches import RandomBatches, RandomData, random_codes
-from evenrank.dataloader.samples import Mixture
-from evenrank.dataloader.stream_loader import StreamLoader, build_stream_loader, merge_stream_states
-from evenrank.datasets.stream import StreamConfig
+import lazy_loader
 
-__all__ = [
-    "JaggedBatch",
-    "Loader",
-    "LoaderConfig",
-    "Mixture",
-    "PaddedBatches",
-    "RandomBatches",
-    "RandomData",
-    "SemanticIdBatch",
-    "SemanticIdConfig",
-    "SequenceBatch",
-    "StreamConfig",
-    "StreamLoader",
-    "build_loader",
-    "build_stream_loader",
-    "dense",
-    "host",
-    "merge_stream_states",
-    "pad_batch",
-    "random_codes",
-]
+# The names of `__init__.pyi` are imported at their first use: what only computes costs or plans
+# (`evenrank.dataloader.balance.partition`) does not wait for torch and TorchRec, and runs without them.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

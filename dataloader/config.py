@@ -1,9 +1,9 @@
-"""How a split becomes batches: what the user decides."""
+"""The settings of loaders, with their defaults and checks."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
@@ -12,60 +12,75 @@ from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
-ORDERS = ("shuffle", "rows", "time")
-# Actions are int32 codes, so there are no more bits than these.
-_MAX_TASKS = 31
+Order = Literal["shuffle", "rows", "time"]
+_MAX_TASKS = 31  # actions are int32 and not negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadConfig(Generic[Batch]):
-    """What configurations of all kinds of batches have in common."""
+class ReadConfig(ABC, Generic[Batch]):
+    """The settings that all kinds of batches have in common."""
 
-    batch_size: int  # rows of every batch, per rank
+    batch_size: int
+    """Rows of every batch, per rank."""
     split: str = "train"
-    max_history_length: int = 512  # events; longer histories keep their newest
-    # "shuffle": another permutation each epoch. "rows": the order of the rows. "time": that of the rows' last events,
-    # for training in one pass over time. Streams and mixtures are always shuffled.
-    order: str = "shuffle"
+    """Name of the split to read."""
+    max_history_length: int = 512
+    """Events of a history; longer histories keep their newest ones."""
+    order: Order = "shuffle"
+    """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows. `time`: by
+    the time of each row's last event, for training in one pass over time. Streams and mixtures are always shuffled.
+    """
     seed: int = 0
-    drop_last: bool = False  # leave out the last step of an epoch if it does not fill every rank
-    num_workers: int = 0  # threads that collate ahead; 0: the caller's thread collates
-    # Batches that are made at once, in one array, which spreads the cost of calls. Workers are up to twice that ahead.
+    """Of the permutations and of the random generators passed to a transform; the same on all ranks."""
+    drop_last: bool = False
+    """Leave out the last step of an epoch if it does not fill every rank."""
+    num_workers: int = 0
+    """Threads per rank that collate in the background; 0: the calling thread collates."""
     prefetch: int = 16
-    persistent_workers: bool = False  # keep the threads from one epoch to the next
-    pin_memory: bool = False  # page-locked batches, for copies to a GPU that overlap with work
+    """Batches that are collated together in one array, which amortizes the cost of calls. Workers run up to
+    `num_workers` such groups ahead.
+    """
+    persistent_workers: bool = False
+    """Keep the threads between epochs."""
+    pin_memory: bool = False
+    """Return batches in pinned memory, for asynchronous copies to a GPU."""
 
-    _LEAST: ClassVar[dict[str, int]] = {"batch_size": 1, "max_history_length": 0, "num_workers": 0, "prefetch": 1}
+    _MINIMUMS: ClassVar[dict[str, int]] = {"batch_size": 1, "max_history_length": 0, "num_workers": 0, "prefetch": 1}
 
     def __post_init__(self) -> None:
-        for name, least in self._LEAST.items():
+        for name, minimum in self._MINIMUMS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if self.order not in ORDERS:
-            raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+            if not isinstance(value, int) or value < minimum:
+                raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+        if self.order not in get_args(Order):
+            raise ConfigError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
 
     @abstractmethod
     def make_collate(self) -> Collate[Batch]:
-        """Return what makes batches of samples."""
+        """Return the callable that makes batches of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig(ReadConfig[SequenceBatch]):
-    """Batches of histories and candidates: SequenceBatch."""
+    """Settings for batches of histories and candidates: SequenceBatch."""
 
-    # The last events of each user; users with fewer events are left out. Rows that say how many events are to be
-    # predicted (of the eval splits leave-last and time) have no more candidates than those.
     max_num_candidates: int = 0
-    # With candidates, labels are their actions; without, and with num_tasks above 0, those of the history. 0 or 1: an
-    # action is one class of several. Above 1: each of its low bits is a task (`training.label_bits`); others are cut.
+    """The last events of each user become candidates; users with fewer events are left out. Rows with a number of
+    targets (in eval splits `leave-last` and `time`) have at most that many candidates.
+    """
     num_tasks: int = 0
-    candidate_actions: bool = False  # the candidates' actions are part of the `action` feature too
-    # Further event columns that become features: `timestamp_ms` (of history and candidates) or those that the dataset
-    # brings (where `action` is).
+    """With candidates, labels are their actions; without candidates and above 0, labels are the history's actions. 0 or
+    1: an action is one class of many. Above 1: each of its `num_tasks` low bits is a binary task (see
+    `training.label_bits`), and higher bits are cleared.
+    """
+    candidate_actions: bool = False
+    """Include the candidates' actions in the `action` feature."""
     extra_events: tuple[str, ...] = ()
+    """Further list columns that become features: `timestamp_ms`, for history and candidates, or columns that the
+    dataset adds, for the same events as `action`.
+    """
 
-    _LEAST: ClassVar[dict[str, int]] = {**ReadConfig._LEAST, "max_num_candidates": 0, "num_tasks": 0}
+    _MINIMUMS: ClassVar[dict[str, int]] = {**ReadConfig._MINIMUMS, "max_num_candidates": 0, "num_tasks": 0}
 
     def __post_init__(self) -> None:
         ReadConfig.__post_init__(self)
@@ -73,7 +88,7 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
             raise ConfigError(f"num_tasks must be at most {_MAX_TASKS}, the bits of an action, got {self.num_tasks}")
 
     def make_collate(self) -> SequenceCollate:
-        """Return what makes batches of samples."""
+        """Return the callable that makes batches of samples."""
         return SequenceCollate(
             max_history_length=self.max_history_length,
             max_num_candidates=self.max_num_candidates,
@@ -85,17 +100,27 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
-    """Batches of semantic ids: SemanticIdBatch. The last event of each user is the target."""
+    """Settings for batches of semantic ids: SemanticIdBatch. The last event of each user is the target."""
 
-    # The items' codes: a .pt or .npy file of whole numbers [levels, items], -1 for no code; or a table.
     codes: Path | str | CodeTable
-    codebook_sizes: tuple[int, ...] | None = None  # per level, of a file; None: the largest code + 1
-    label_offsets: bool = False  # labels are tokens, with the offsets of their levels, instead of codes
+    """The codes of the items: a `.pt` or `.npy` file of integers [levels, items], -1 for no code; or a table."""
+    codebook_sizes: tuple[int, ...] | None = None
+    """Per level of a file; None: the level's largest code + 1."""
+    label_offsets: bool = False
+    """Make labels tokens, with the offsets of their levels, instead of codes."""
 
     def make_collate(self) -> SemanticIdCollate:
-        """Read the codes and return what makes batches of samples."""
+        """Read the codes and return the callable that makes batches of samples."""
         return SemanticIdCollate(
             table=self.codes if isinstance(self.codes, CodeTable) else read_codes(self.codes, self.codebook_sizes),
             max_history_length=self.max_history_length,
             label_offsets=self.label_offsets,
+        )
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise a ConfigError unless `rank` is in 0..world_size-1."""
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
         )

@@ -1,4 +1,4 @@
-"""Batches straight from distributions, for benchmarks and tests: collated as those of datasets are."""
+"""Batches drawn from distributions, for benchmarks and tests; they are collated like those of datasets."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.collate.spans import Pick
-from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.collate.spans import StoreRows
+from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.protocols import HasIdentity
+from evenrank.dataloader.transform import make_rng
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, SCHEMA_VERSION, TIMESTAMP_MS, USER_ID, Manifest
 from evenrank.datasets.store import SequenceStore
@@ -23,35 +25,42 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomData:
-    """What the samples of random batches are drawn from."""
+    """The distributions of the samples of random batches."""
 
-    lengths: Distribution = Lognormal()  # events of a sample; its candidates, or its target, are among them
+    lengths: Distribution = Lognormal()
+    """Events of a sample, including its candidates or its target."""
     items: Distribution = Zipf(exponent=1.05, high=100_000)
+    """Item ids."""
     actions: Distribution = Uniform(low=0, high=9)
-    contextual: Mapping[str, Distribution] = field(default_factory=dict)  # per feature
-    num_real: Distribution | None = None  # samples of a batch, at most batch_size; None: all rows are samples
+    """Actions, 0..2^31-1."""
+    contextual: Mapping[str, Distribution] = field(default_factory=dict)
+    """Values of each contextual feature, by name."""
+    num_real: Distribution | None = None
+    """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
     def __post_init__(self) -> None:
-        if taken := [name for name in self.contextual if name in EVENT_DTYPES or name == USER_ID]:
-            raise ConfigError(f"a contextual feature cannot be called {taken[0]!r}; that is a column of every dataset")
+        if reserved := [name for name in self.contextual if name in EVENT_DTYPES or name == USER_ID]:
+            raise ConfigError(
+                f"a contextual feature cannot be called {reserved[0]!r}, a column of every dataset; rename it"
+            )
 
 
-class RandomBatches(Generic[Batch]):
-    """Iterates over random batches of one rank; each iteration yields the same ones.
+class RandomBatches(HasIdentity, Generic[Batch]):
+    """Random batches of one rank, the same ones in each iteration.
 
-    Rank r's batch of step s depends on seed, r and s alone. Samples that would not be one of a dataset, such as those
-    with fewer events than candidates, get as many events as they need.
+    Rank r's batch of step s depends only on seed, r and s. Lengths are raised to the number of candidates, or to 1 for
+    semantic ids, because shorter histories are not samples.
 
     Args:
-        config: what batches are: LoaderConfig or SemanticIdConfig, whose items must lie in its table of codes. Its
-            order, workers and split do not matter. A table of codes for items 0..n-1 comes from `random_codes`.
-        data: what they are drawn from.
-        num_batches: of an iteration.
-        rank: of this process; ranks draw independently.
-        world_size: how many ranks there are.
+        config: LoaderConfig, or SemanticIdConfig with codes for all items that `data` may draw (see `random_codes`).
+            Order, workers and split are ignored.
+        data: distributions of the samples; None: the defaults of RandomData.
+        num_batches: batches of an iteration.
+        rank: of this process; ranks draw independently of each other.
+        world_size: number of data-parallel ranks.
 
     Raises:
-        ConfigError: there are no batches, or no such rank.
+        ConfigError: an argument is out of range, or the settings need a column that random batches lack.
 
     """
 
@@ -66,8 +75,7 @@ class RandomBatches(Generic[Batch]):
     ) -> None:
         if num_batches < 1:
             raise ConfigError(f"num_batches must be at least 1, got {num_batches}")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank must lie in 0..world_size-1, got rank {rank} of {world_size}")
+        check_rank(rank, world_size)
         self._config = config
         self._data = RandomData() if data is None else data
         self._collate = config.make_collate()
@@ -84,7 +92,7 @@ class RandomBatches(Generic[Batch]):
             yield self.batch(step)
 
     def identity(self) -> dict[str, int]:
-        """Say what must be the same on all ranks, and `rank`, which must be the rank's own."""
+        """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return {
             "rank": self._rank,
             "world_size": self._world_size,
@@ -93,34 +101,38 @@ class RandomBatches(Generic[Batch]):
         }
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of one step."""
-        size = self._config.batch_size
-        rng = np.random.default_rng([self._config.seed & 0xFFFFFFFFFFFFFFFF, self._rank, step])
-        count = size
+        """Return the batch of a step."""
+        batch_size = self._config.batch_size
+        rng = make_rng(self._config.seed, self._rank, step)
+        num_samples = batch_size
         if self._data.num_real is not None:
-            count = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, size))
-        rows = np.arange(count)
-        sample_ids = (step * self._world_size + self._rank) * size + rows
-        store = self._draw(rng, count)
-        (batch,) = self._collate([Pick(store, rows, rows)], sample_ids, batch_size=size)
-        batch.step, batch.position = step, (step + 1) * self._world_size * size
+            num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, batch_size))
+        rows = np.arange(num_samples)
+        sample_ids = (step * self._world_size + self._rank) * batch_size + rows
+        store = self._draw(rng, num_samples)
+        (batch,) = self._collate([StoreRows(store, rows, rows)], sample_ids, batch_size=batch_size)
+        batch.step, batch.position = step, (step + 1) * self._world_size * batch_size
         if self._config.pin_memory:
             return batch.pin_memory()
         return batch
 
-    def _draw(self, rng: np.random.Generator, count: int) -> SequenceStore:
-        least = max(getattr(self._config, "max_num_candidates", 1), 0)
-        lengths = np.maximum(self._data.lengths.sample(rng, count), least)
+    def _draw(self, rng: np.random.Generator, num_samples: int) -> SequenceStore:
+        """Draw samples, as the rows of a store."""
+        min_length = getattr(self._config, "max_num_candidates", 1)
+        lengths = np.maximum(self._data.lengths.sample(rng, num_samples), min_length)
         offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
-        total = int(offsets[-1])
-        actions = self._data.actions.sample(rng, total)
-        if total and not 0 <= int(actions.min()) <= int(actions.max()) <= _MAX_ACTION:
-            raise ConfigError(f"actions must lie in 0..{_MAX_ACTION}, got {int(actions.min())} to {int(actions.max())}")
-        contextual = {name: drawn.sample(rng, count) for name, drawn in self._data.contextual.items()}
-        drawn_events = {
-            ITEM_ID: self._data.items.sample(rng, total),
+        num_events = int(offsets[-1])
+        actions = self._data.actions.sample(rng, num_events)
+        if num_events and not 0 <= int(actions.min()) <= int(actions.max()) <= _MAX_ACTION:
+            raise ConfigError(
+                f"actions must be between 0 and {_MAX_ACTION}, got {int(actions.min())} to {int(actions.max())}; "
+                "choose another distribution of actions"
+            )
+        contextual = {name: values.sample(rng, num_samples) for name, values in self._data.contextual.items()}
+        events = {
+            ITEM_ID: self._data.items.sample(rng, num_events),
             ACTION: actions,
-            TIMESTAMP_MS: np.arange(total),
+            TIMESTAMP_MS: np.arange(num_events),
         }
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -138,13 +150,24 @@ class RandomBatches(Generic[Batch]):
             manifest=manifest,
             split=self._config.split,
             offsets=offsets,
-            events={name: values.astype(EVENT_DTYPES[name]) for name, values in drawn_events.items()},
-            rows={USER_ID: np.arange(count), **contextual},
+            events={name: values.astype(EVENT_DTYPES[name]) for name, values in events.items()},
+            rows={USER_ID: np.arange(num_samples), **contextual},
         )
 
 
 def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:
-    """Draw a code for each of the items 0..num_items-1, for a SemanticIdConfig."""
+    """Draw a random code for each of the items 0..num_items-1, for a SemanticIdConfig.
+
+    Args:
+        num_items: rows of the table.
+        levels: codes per item.
+        codebook_size: codes of each level are in 0..codebook_size-1.
+        seed: of the draw.
+
+    Raises:
+        ConfigError: an argument is below 1.
+
+    """
     for name, value in (("num_items", num_items), ("levels", levels), ("codebook_size", codebook_size)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -1,4 +1,4 @@
-"""Which rows of opened datasets are samples, and in which order they come."""
+"""The rows of opened datasets that are samples, and the order in which they come."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.collate.sequences import Collate
-from evenrank.datasets.mixture import Mixed
-from evenrank.datasets.order import AsStored, ByTime, Order, Samples, Shuffled
+from evenrank.dataloader.config import Order
+from evenrank.datasets.mixture import MixtureOrder
+from evenrank.datasets.order import RowOrder, SampleOrder, Samples, ShuffledOrder, TimeOrder
 from evenrank.datasets.store import SequenceStore
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -19,17 +20,20 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Several datasets, each with a share of an epoch in proportion to its weight.
+    """Several datasets, each with a share of an epoch that is proportional to its weight.
 
-    They must have the same contextual features. Rows, in `sample_ids`, are counted through all of them, in this order.
+    They must have the same contextual features. In `sample_ids` their rows are numbered consecutively, in the order of
+    `weights`.
     """
 
-    weights: Mapping[Path | str, float]  # per dataset's folder
-    num_samples: int | None = None  # of an epoch; None: as many as the datasets have together
+    weights: Mapping[Path | str, float]
+    """Per folder of a dataset; positive."""
+    num_samples: int | None = None
+    """Samples of an epoch, over all ranks; None: the number of samples of all datasets."""
 
     def __post_init__(self) -> None:
         if not self.weights:
-            raise ConfigError("a mixture needs at least one dataset; give weights as {folder: weight}")
+            raise ConfigError("a mixture needs at least one dataset, got no weights; pass weights as {folder: weight}")
         if self.num_samples is not None and self.num_samples < 1:
             raise ConfigError(f"num_samples of a mixture must be at least 1, got {self.num_samples}")
 
@@ -37,18 +41,20 @@ class Mixture:
 def find_samples(
     stores: Sequence[SequenceStore], collate: Collate[Any]
 ) -> tuple[list[Samples], dict[str, NDArray[np.int64]]]:
-    """Find the rows that make samples.
+    """Find the rows that are samples.
 
     Returns:
-        The samples of each store; and per reason the rows that make none, counted through all stores: int64, ascending.
+        The samples of each store, and, per reason, the rows that are not samples, numbered over all stores: int64,
+        ascending.
 
     Raises:
-        ConfigError, DataError: a store lacks what batches need, or has other contextual features than the first.
+        ConfigError, DataError: a store lacks a column that batches need, or has other contextual features than the
+            first one.
 
     """
     samples: list[Samples] = []
     left_out: dict[str, NDArray[np.int64]] = {}
-    first_row = 0
+    first_row = 0  # of the store, over all stores
     for store in stores:
         collate.check(store)
         if store.manifest.contextual != stores[0].manifest.contextual:
@@ -65,15 +71,20 @@ def find_samples(
 
 
 def make_order(
-    name: str, stores: Sequence[SequenceStore], samples: Sequence[Samples], mixture: Mixture | None
-) -> Order:
-    """Return the order that is called `name`: one of `ORDERS`."""
+    order: Order, stores: Sequence[SequenceStore], samples: Sequence[Samples], mixture: Mixture | None
+) -> SampleOrder:
+    """Return the order of a mixture's samples or, without a mixture, of those of the only store.
+
+    Raises:
+        ConfigError: the order of a mixture is not `shuffle`, or a dataset of it would get no samples.
+
+    """
     if mixture is not None:
-        if name != "shuffle":
-            raise ConfigError(f"mixtures are always shuffled; order must be 'shuffle', got {name!r}")
-        return Mixed(samples, list(mixture.weights.values()), mixture.num_samples)
-    if name == "time":
+        if order != "shuffle":
+            raise ConfigError(f"mixtures are always shuffled; order must be 'shuffle', got {order!r}")
+        return MixtureOrder(samples, list(mixture.weights.values()), mixture.num_samples)
+    if order == "time":
         time_order = stores[0].time_order
-        assert time_order is not None  # every store of a folder has one
-        return ByTime(samples[0], time_order)
-    return Shuffled(samples=samples[0]) if name == "shuffle" else AsStored(samples=samples[0])
+        assert time_order is not None  # stores opened from a folder have one
+        return TimeOrder(samples[0], time_order)
+    return ShuffledOrder(samples=samples[0]) if order == "shuffle" else RowOrder(samples=samples[0])

@@ -1,7 +1,7 @@
-"""`build_stream_loader`: a dataset read in sequence -> this rank's batches, resumed on any number of ranks.
+"""`build_stream_loader`: a dataset read sequentially -> this rank's batches, resumable on any number of ranks.
 
-Shards are dealt to ranks; a rank reads `open_shards` of its own at a time, and takes the samples of a batch from all
-that are open. Nothing but the place in each shard decides what comes next.
+Shards are distributed over ranks. A rank reads `open_shards` of its shards at a time, and takes the samples of a batch
+from all open ones. What comes next depends only on the position in each shard.
 """
 
 import hashlib
@@ -9,24 +9,35 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.loader import Transform
-from evenrank.dataloader.windows import Place, Reader, Window, reading_ahead, take_groups
+from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.protocols import HasIdentity, Stateful
+from evenrank.dataloader.transform import Transform, make_rng
+from evenrank.dataloader.windows import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
 
+__all__ = ["StreamConfig", "StreamLoader", "build_stream_loader", "merge_stream_states"]
+
 _STATE_VERSION = 1
-_WORD = 0xFFFFFFFFFFFFFFFF
-# Steps whose places are remembered: more than any pipeline and balancer together pull ahead.
-_REMEMBERED_STEPS = 256
+_POSITIONS_KEY = "places"  # part of the format of saved states
+# Steps whose positions are kept for `state_dict`: more than pipelines and a Balancer together pull ahead.
+_KEPT_STEPS = 256
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+class _Snapshot(NamedTuple):
+    """Where a rank was after a step."""
+
+    epoch: int
+    position: int  # steps of the epoch
+    shard_positions: dict[int, ShardPosition]  # of this rank's shards, by index
 
 
 def build_stream_loader(
@@ -38,23 +49,24 @@ def build_stream_loader(
     world_size: int,
     transform: Transform[Batch] | None = None,
 ) -> "StreamLoader[Batch]":
-    """Open a dataset for reading in sequence and return the loader of one rank.
+    """Open a dataset for sequential reading and return the loader of one rank.
 
     Args:
-        url: of the dataset: a folder, or what `open_stream` knows.
-        config: the same on all ranks. Its order must be "shuffle"; `drop_last` leaves out a rank's last batch if it is
-            not full; with workers, windows are read ahead by that many threads.
+        url: of the dataset: a folder, or a URL that `open_stream` supports.
+        config: the same on all ranks. Its order must be `shuffle`; `drop_last` leaves out a rank's last batch if it is
+            not full; `num_workers` threads read windows ahead.
         stream: shards and buffers; the same on all ranks.
-        rank: of this process among those that train on different data, 0..world_size-1.
-        world_size: how many there are.
-        transform: as in `build_loader`.
+        rank: data-parallel rank of this process, 0..world_size-1.
+        world_size: number of data-parallel ranks.
+        transform: as in `build_loader`, but called by the consumer's thread; its generator is seeded with the loader's
+            seed, the epoch, the batch's position and the rank.
 
     Raises:
-        ConfigError, DataError: with one line that says what is wrong and what to do.
+        ConfigError: the rank or the order is not supported, or the settings do not fit the dataset.
+        DataError: the dataset, or the file of codes, is missing or malformed.
 
     """
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank must lie in 0..world_size-1, got rank {rank} of {world_size}")
+    check_rank(rank, world_size)
     if config.order != "shuffle":
         raise ConfigError(f"streams are always shuffled; order must be 'shuffle', got {config.order!r}")
     source = open_stream(url, config.split)
@@ -62,13 +74,13 @@ def build_stream_loader(
     return StreamLoader(source, config, stream, rank=rank, world_size=world_size, transform=transform)
 
 
-class StreamLoader(Generic[Batch]):
-    """Iterates over one rank's batches of an epoch; each iteration after the first is the next epoch.
+class StreamLoader(Stateful, HasIdentity, Generic[Batch]):
+    """The batches of one rank; each iteration is one epoch.
 
-    Ranks may yield different numbers of batches, which a Balancer evens out.
+    Ranks may yield different numbers of batches; a Balancer handles that.
 
     Attributes:
-        left_out: per reason, how many rows that this rank has read make no samples.
+        left_out: per reason, how many of the rows that this rank has read are not samples.
 
     """
 
@@ -94,10 +106,9 @@ class StreamLoader(Generic[Batch]):
         self.left_out: Counter[str] = Counter()
         self._seed = config.seed
         self._epoch = 0  # of the next iteration
-        self._position = 0  # batches that ranks had taken of it before
-        self._places: dict[int, Place] = {}  # where the next iteration begins in each shard; (0, 0) if not said
-        # After each of the last steps: epoch, position, and the place in each of this rank's shards.
-        self._remembered: deque[tuple[int, int, dict[int, Place]]] = deque(maxlen=_REMEMBERED_STEPS)
+        self._position = 0  # steps of that epoch before the next iteration
+        self._shard_positions: dict[int, ShardPosition] = {}  # at which the next iteration begins; absent: at (0, 0)
+        self._snapshots: deque[_Snapshot] = deque(maxlen=_KEPT_STEPS)
 
     @property
     def epoch(self) -> int:
@@ -105,104 +116,112 @@ class StreamLoader(Generic[Batch]):
         return self._epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, before, places, seed = self._epoch, self._position, self._places, self._seed
-        self._epoch, self._position, self._places = epoch + 1, 0, {}
-        own = {shard.number: places.get(shard.number, (0, 0)) for shard in self._dealt(epoch)}
-        self._remembered.append((epoch, before, dict(own)))
-        size = self._config.batch_size
-        with reading_ahead(self._config.num_workers) as submit:
+        epoch, position, seed = self._epoch, self._position, self._seed
+        shards, shard_positions = self._own_shards(), self._own_shard_positions()
+        self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
+        self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
+        batch_size = self._config.batch_size
+        with read_ahead(self._config.num_workers) as submit:
             load = partial(self._load, seed=seed, epoch=epoch)
             readers = (
-                Reader(shard, own[shard.number], load, submit)
-                for shard in self._dealt(epoch)
-                if own[shard.number][0] < shard.num_windows
+                ShardReader(shard, shard_positions[shard.index], load, submit)
+                for shard in shards
+                if shard_positions[shard.index].windows_done < shard.num_windows
             )
-            groups = take_groups(readers, self._stream.open_shards, size, own)
-            for step, (picks, sample_ids) in enumerate(groups):
-                if self._config.drop_last and len(sample_ids) < size:
+            samples = take_batches(readers, self._stream.open_shards, batch_size, shard_positions)
+            for step, (groups, sample_ids) in enumerate(samples):
+                if self._config.drop_last and len(sample_ids) < batch_size:
                     return
-                (batch,) = self._collate(picks, sample_ids, batch_size=size)
-                batch.epoch, batch.step, batch.position = epoch, step, before + step + 1
+                position += 1
+                (batch,) = self._collate(groups, sample_ids, batch_size=batch_size)
+                batch.epoch, batch.step, batch.position = epoch, step, position
                 if self._transform is not None:
-                    words = [seed & _WORD, epoch, batch.position, self._rank]
-                    batch = self._transform(batch, np.random.default_rng(words))
-                self._remembered.append((epoch, before + step + 1, dict(own)))
+                    batch = self._transform(batch, make_rng(seed, epoch, position, self._rank))
+                self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
                 yield batch.pin_memory() if self._config.pin_memory else batch
 
-    def _dealt(self, epoch: int) -> list[Shard]:
-        """Return this rank's shards in the order in which it opens them."""
-        order = permute(np.arange(len(self._shards)), len(self._shards), seed=self._seed, epoch=epoch)
-        return [self._shards[number] for number in order[self._rank :: self._world_size].tolist()]
+    def _own_shards(self) -> list[Shard]:
+        """Return this rank's shards of the next iteration, in the order in which it opens them."""
+        order = permute(np.arange(len(self._shards)), len(self._shards), seed=self._seed, epoch=self._epoch)
+        return [self._shards[index] for index in order[self._rank :: self._world_size].tolist()]
 
-    def _load(self, shard: Shard, turn: int, *, seed: int, epoch: int) -> "Window":
-        """Read a window, and leave out what makes no sample."""
-        first, order = shard.window(turn, seed=seed, epoch=epoch)
+    def _own_shard_positions(self) -> dict[int, ShardPosition]:
+        """Return where the next iteration begins in each of this rank's shards."""
+        return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in self._own_shards()}
+
+    def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
+        """Read a window and leave out the rows that are not samples."""
+        first, order = shard.window(window_position, seed=seed, epoch=epoch)
         store = self._source.read(first, first + len(order))
-        usable = np.ones(len(store), dtype=bool)
+        is_sample = np.ones(len(store), dtype=bool)
         for reason, rows in self._collate.unusable(store).items():
             self.left_out[reason] += len(rows)
-            usable[rows] = False
-        return Window(store, first, order[usable[order]])
+            is_sample[rows] = False
+        return Window(store, first, order[is_sample[order]])
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the place in this rank's shards after a given batch, or after the one yielded last.
+        """Return the positions in this rank's shards after a batch, or after the one yielded last.
 
-        The states of all ranks together, see `merge_stream_states`, can be loaded with any other world size, batch size
-        and number of workers.
+        Merged with the states of all other ranks (see `merge_stream_states`), it can be loaded with any world size,
+        batch size and number of workers.
 
         Raises:
             StateError: the batch was yielded too long ago.
 
         """
-        if not self._remembered:
-            own = {shard.number: self._places.get(shard.number, (0, 0)) for shard in self._dealt(self._epoch)}
-            return self._state(self._epoch, self._position, own)
-        epoch, position = self._remembered[-1][:2] if after is None else (after.epoch, after.position)
-        # A rank whose data have run out was in its last place already.
-        known = [one for one in self._remembered if one[0] == epoch and one[1] <= position]
+        if not self._snapshots:
+            return self._state(_Snapshot(self._epoch, self._position, self._own_shard_positions()))
+        last = self._snapshots[-1]
+        epoch, position = (last.epoch, last.position) if after is None else (after.epoch, after.position)
+        # A rank that ran out of data before the others has stayed at its last snapshot.
+        known = [snapshot for snapshot in self._snapshots if snapshot.epoch == epoch and snapshot.position <= position]
         if not known:
             raise StateError(
-                f"position {position} of epoch {epoch} is no longer known; ask within {_REMEMBERED_STEPS} steps"
+                f"the positions at step {position} of epoch {epoch} are no longer known; call state_dict within "
+                f"{_KEPT_STEPS} steps of a batch"
             )
-        return self._state(epoch, position, known[-1][2])
+        return self._state(known[-1]._replace(position=position))
 
-    def _state(self, epoch: int, position: int, places: Mapping[int, Place]) -> dict[str, Any]:
+    def _state(self, snapshot: _Snapshot) -> dict[str, Any]:
         return {
             "version": _STATE_VERSION,
-            "epoch": epoch,
-            "position": position,
+            "epoch": snapshot.epoch,
+            "position": snapshot.position,
             "seed": self._seed,
             "num_shards": len(self._shards),
             "fingerprint": self._fingerprint(),
-            "places": {str(number): list(place) for number, place in sorted(places.items())},
+            _POSITIONS_KEY: _encode_positions(snapshot.shard_positions),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, with the next iteration, where the merged states of all ranks say.
+        """Continue, from the next iteration on, at the positions of the merged states of all ranks.
 
         Raises:
-            StateError: the state is of some shards only, or belongs to other data, filters or shards.
+            StateError: the state lacks shards, is of another version, or of other data, filters or shards.
 
         """
         if state.get("version") != _STATE_VERSION:
-            raise StateError(f"the stream's state has version {state.get('version')!r}, {_STATE_VERSION} is expected")
+            raise StateError(
+                f"the stream's state has version {state.get('version')!r}, expected {_STATE_VERSION}; load it with the "
+                "version of evenrank that saved it"
+            )
         if state.get("fingerprint") != self._fingerprint():
             raise StateError(
-                "the stream's state belongs to other data, filters or shards: it has fingerprint "
-                f"{str(state.get('fingerprint'))[:12]}, this stream {self._fingerprint()[:12]}; load the state with "
-                "what it was saved with"
+                "the stream's state is of other data, filters or shards: it has fingerprint "
+                f"{str(state.get('fingerprint'))[:12]}, this stream {self._fingerprint()[:12]}; load it with the "
+                "dataset and the settings that it was saved with"
             )
-        places = {int(number): (int(place[0]), int(place[1])) for number, place in state["places"].items()}
-        _check_complete(places, len(self._shards))
+        shard_positions = _decode_positions(state[_POSITIONS_KEY])
+        _check_complete(shard_positions, len(self._shards))
         self._seed = state["seed"]
-        self._remembered.clear()
-        if all(places[shard.number][0] >= shard.num_windows for shard in self._shards):
-            self._epoch, self._position, self._places = state["epoch"] + 1, 0, {}
+        self._snapshots.clear()
+        if all(shard_positions[shard.index].windows_done >= shard.num_windows for shard in self._shards):
+            self._epoch, self._position, self._shard_positions = state["epoch"] + 1, 0, {}
         else:
-            self._epoch, self._position, self._places = state["epoch"], state["position"], places
+            self._epoch, self._position, self._shard_positions = state["epoch"], state["position"], shard_positions
 
     def identity(self) -> dict[str, int | str]:
-        """Say what must be the same on all ranks, and `rank`, which must be the rank's own."""
+        """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return {
             "rank": self._rank,
             "world_size": self._world_size,
@@ -212,42 +231,51 @@ class StreamLoader(Generic[Batch]):
         }
 
     def _fingerprint(self) -> str:
-        deciding = (
+        """Return a hash of everything that decides on the samples and their order, besides the seed."""
+        decisive = (
             self._source.manifest.content_hash,
             self._source.split,
             len(self._shards),
             self._stream.buffer_rows,
             self._collate.filters(),
         )
-        return hashlib.sha256(repr(deciding).encode()).hexdigest()
+        return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
 
 def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states of all ranks after one step into the state of all shards, to be loaded on any number of ranks.
+    """Merge the states of all ranks after one step into the state of all shards, loadable on any number of ranks.
 
     Raises:
-        StateError: the states are of different steps or streams, or some rank's is missing.
+        StateError: the states are of different steps or streams, or the state of a rank is missing.
 
     """
     if not states:
         raise StateError("there are no states to merge; pass those of all ranks")
     merged = dict(states[0])
-    places: dict[int, Place] = {}
-    for number, state in enumerate(states):
+    shard_positions: dict[int, ShardPosition] = {}
+    for index, state in enumerate(states):
         for name in ("version", "epoch", "position", "seed", "num_shards", "fingerprint"):
             if state.get(name) != merged.get(name):
                 raise StateError(
-                    f"states 0 and {number} cannot be merged: {name} is {merged.get(name)} and {state.get(name)}; save "
-                    "all ranks' states after the same step"
+                    f"states 0 and {index} cannot be merged: {name} is {merged.get(name)} and {state.get(name)}; save "
+                    "the states of all ranks after the same step"
                 )
-        places |= {int(shard): (int(place[0]), int(place[1])) for shard, place in state["places"].items()}
-    _check_complete(places, merged["num_shards"])
-    return {**merged, "places": {str(shard): list(place) for shard, place in sorted(places.items())}}
+        shard_positions |= _decode_positions(state[_POSITIONS_KEY])
+    _check_complete(shard_positions, merged["num_shards"])
+    return {**merged, _POSITIONS_KEY: _encode_positions(shard_positions)}
 
 
-def _check_complete(places: Mapping[int, Place], num_shards: int) -> None:
-    if missing := sorted(set(range(num_shards)) - set(places)):
+def _encode_positions(shard_positions: Mapping[int, ShardPosition]) -> dict[str, list[int]]:
+    return {str(index): list(position) for index, position in sorted(shard_positions.items())}
+
+
+def _decode_positions(encoded: Mapping[str, Sequence[int]]) -> dict[int, ShardPosition]:
+    return {int(index): ShardPosition(int(done), int(taken)) for index, (done, taken) in encoded.items()}
+
+
+def _check_complete(shard_positions: Mapping[int, ShardPosition], num_shards: int) -> None:
+    if missing := sorted(set(range(num_shards)) - set(shard_positions)):
         raise StateError(
-            f"the state lacks {len(missing)} of {num_shards} shards, shard {missing[0]} among them; merge the states "
+            f"the state lacks {len(missing)} of {num_shards} shards, among them shard {missing[0]}; merge the states "
             "of all ranks with merge_stream_states"
         )

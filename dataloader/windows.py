@@ -1,4 +1,4 @@
-"""Windows of shards -> groups of samples, read ahead by threads."""
+"""Windows of shards -> the samples of batches, read ahead by threads."""
 
 import contextlib
 import itertools
@@ -10,27 +10,38 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.collate.spans import Pick
+from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.stream import Shard
 
-Place = tuple[int, int]  # in a shard: windows that are done, samples taken of the next one
+
+class ShardPosition(NamedTuple):
+    """How far an epoch has consumed a shard."""
+
+    windows_done: int = 0
+    """Windows that are consumed completely."""
+    samples_taken: int = 0
+    """Samples that are consumed of the next window."""
 
 
 class Window(NamedTuple):
-    """The buffer of a shuffle."""
+    """A shuffle buffer, or the part of it that goes into a batch."""
 
     store: SequenceStore
-    first: int  # row of the split that the store's first is
-    rows: NDArray[np.int64]  # of the store, those that make samples, in the order in which they come
+    """The rows of the window, in memory."""
+    first: int
+    """Row of the split that is the store's row 0."""
+    rows: NDArray[np.int64]
+    """The store's rows that are samples, in the epoch's order."""
 
 
 Submit = Callable[[Callable[[], Window]], Callable[[], Window]]
+"""Starts to read a window, and returns a function that waits for it."""
 
 
 @contextlib.contextmanager
-def reading_ahead(num_workers: int) -> Iterator[Submit]:
-    """Give a function that begins to read a window, and returns one that waits for it."""
+def read_ahead(num_workers: int) -> Iterator[Submit]:
+    """Provide threads that read windows; without workers, windows are read by the thread that waits for them."""
     if not num_workers:
         yield lambda read: read
         return
@@ -41,68 +52,89 @@ def reading_ahead(num_workers: int) -> Iterator[Submit]:
         executor.shutdown(cancel_futures=True)
 
 
-class Reader:
-    """Reads a shard from a place on; holds one window, and with workers the next."""
+class ShardReader:
+    """Reads a shard from a position on; keeps one window in memory, and with workers also the next one.
 
-    def __init__(self, shard: Shard, place: Place, load: Callable[[Shard, int], Window], submit: Submit) -> None:
+    Args:
+        shard: the shard to read.
+        position: where to start.
+        load: reads the window at a position of the epoch's order of windows.
+        submit: of `read_ahead`.
+
+    """
+
+    def __init__(
+        self, shard: Shard, position: ShardPosition, load: Callable[[Shard, int], Window], submit: Submit
+    ) -> None:
         self.shard = shard
-        self.place = place
+        self.position = position
         self._load = load
         self._submit = submit
         self._window: Window | None = None
-        self._next = submit(partial(load, shard, place[0]))
+        self._next_window = submit(partial(load, shard, position.windows_done))
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left of the shard."""
-        return self.place[0] >= self.shard.num_windows
+        """Whether all samples of the shard are taken."""
+        return self.position.windows_done >= self.shard.num_windows
 
-    def take(self, most: int) -> Window | None:
-        """Take up to `most` samples, all of one window; None if there are no more."""
+    def take(self, max_samples: int) -> Window | None:
+        """Take up to `max_samples` samples, all from one window; None if no samples are left."""
         while not self.is_done:
-            turn, taken = self.place
+            done, taken = self.position
             if self._window is None:
-                self._window = self._next()
-                if turn + 1 < self.shard.num_windows:
-                    self._next = self._submit(partial(self._load, self.shard, turn + 1))
+                self._window = self._next_window()
+                if done + 1 < self.shard.num_windows:
+                    self._next_window = self._submit(partial(self._load, self.shard, done + 1))
             window = self._window
-            rows = window.rows[taken : taken + most]
-            self.place = (turn, taken + len(rows))
-            if self.place[1] >= len(window.rows):
-                self.place, self._window = (turn + 1, 0), None
+            rows = window.rows[taken : taken + max_samples]
+            self.position = ShardPosition(done, taken + len(rows))
+            if self.position.samples_taken >= len(window.rows):
+                self.position, self._window = ShardPosition(done + 1, 0), None
             if len(rows):
                 return window._replace(rows=rows)
         return None
 
 
-def take_groups(
-    readers: Iterator[Reader], open_shards: int, size: int, places: dict[int, Place]
-) -> Iterator[tuple[list[Pick], NDArray[np.int64]]]:
-    """Take groups of `size` samples, the last perhaps smaller, from all open shards alike; keep `places` up to date.
+def take_batches(
+    readers: Iterator[ShardReader], open_shards: int, batch_size: int, positions: dict[int, ShardPosition]
+) -> Iterator[tuple[list[StoreRows], NDArray[np.int64]]]:
+    """Take the samples of batches from all open shards in equal shares.
 
-    What is open follows from the places: the first shards that are not done. So a stream that goes on from saved places
-    yields the same groups.
+    The open shards are the first ones that are not done, so they follow from the positions alone, and a stream that is
+    resumed from saved positions yields the same batches.
+
+    Args:
+        readers: of this rank's shards, in the order in which they are opened.
+        open_shards: how many are read at the same time.
+        batch_size: samples of a batch; the last batch may have fewer.
+        positions: per shard index; updated in place before a batch is yielded.
+
+    Yields:
+        The samples of a batch by window, and their rows in the split: int64 [samples].
+
     """
-    opened: list[Reader] = []
+    opened: list[ShardReader] = []
     while True:
-        picks: list[Pick] = []
-        ids: list[NDArray[np.int64]] = []
-        count = 0
-        while count < size:
+        groups: list[StoreRows] = []
+        sample_ids: list[NDArray[np.int64]] = []
+        num_samples = 0
+        while num_samples < batch_size:
             opened += itertools.islice(readers, open_shards - len(opened))
             if not opened:
                 break
-            share = -(-(size - count) // len(opened))
+            share = -(-(batch_size - num_samples) // len(opened))
             for reader in list(opened):
-                taken = reader.take(min(share, size - count)) if count < size else None
-                if taken is not None:
-                    slots = np.arange(count, count + len(taken.rows))
-                    picks.append(Pick(taken.store, taken.rows, slots))
-                    ids.append(taken.first + taken.rows)
-                    count += len(taken.rows)
-                places[reader.shard.number] = reader.place
+                max_samples = min(share, batch_size - num_samples)
+                window = reader.take(max_samples) if max_samples else None
+                if window is not None:
+                    sample_indices = np.arange(num_samples, num_samples + len(window.rows))
+                    groups.append(StoreRows(window.store, window.rows, sample_indices))
+                    sample_ids.append(window.first + window.rows)
+                    num_samples += len(window.rows)
+                positions[reader.shard.index] = reader.position
                 if reader.is_done:
                     opened.remove(reader)
-        if not count:
+        if not num_samples:
             return
-        yield picks, np.concatenate(ids)
+        yield groups, np.concatenate(sample_ids)

@@ -1,7 +1,7 @@
-"""Threads that compute ahead, in order.
+"""Threads that compute results ahead of their consumer, in order.
 
-Threads are enough because collating runs in compiled loops that release the interpreter's lock; and batches need no
-handing over, which is what limits worker processes.
+Threads suffice because collating runs in compiled loops that release the GIL. Unlike worker processes, they do not have
+to serialize batches.
 """
 
 import os
@@ -15,12 +15,12 @@ Out = TypeVar("Out")
 
 
 class Workers:
-    """Applies functions ahead of the consumer.
+    """A pool of threads that maps functions over items ahead of the consumer.
 
     Args:
-        num_workers: threads; 0: the consumer's thread computes, when it asks.
-        ahead: results that may wait for the consumer, at most.
-        persistent: keep the threads from one use to the next.
+        num_workers: threads; 0: the consumer's thread computes each result when it is requested.
+        ahead: limit to the results that wait for the consumer.
+        persistent: keep the threads between calls of `map`.
 
     """
 
@@ -29,10 +29,10 @@ class Workers:
         self._ahead = ahead
         self._persistent = persistent
         self._executor: ThreadPoolExecutor | None = None
-        self._process = 0  # that the threads belong to
+        self._process = 0  # id of the process that started the threads
 
     def map(self, function: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-        """Yield function(item) for each item, in order; an exception comes where its result would have come."""
+        """Yield function(item) for each item, in order; an exception is raised in place of its result."""
         if not self._num_workers:
             yield from map(function, items)
             return
@@ -52,14 +52,14 @@ class Workers:
                 executor.shutdown()
 
     def _threads(self) -> ThreadPoolExecutor:
-        # Threads do not follow their process into a fork: a child that inherited them would wait for ever.
+        # A forked child inherits the executor but not its threads, and would wait for them forever.
         if self._executor is None or self._process != os.getpid() or not self._persistent:
             self._executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="evenrank-loader")
             self._process = os.getpid()
         return self._executor
 
     def close(self) -> None:
-        """End the threads; they start anew when they are needed."""
+        """Stop the threads; the next call of `map` starts new ones."""
         executor, self._executor = self._executor, None
         if executor is not None and self._process == os.getpid():
             executor.shutdown()

@@ -1,17 +1,7 @@
-"""Sequence Parquet -> samples: the format, the mapped store, the order in which samples come."""
+"""Sequence Parquet -> samples: the format, the memory-mapped store, and the order in which samples come."""
 
-from evenrank.core.errors import ConfigError, DataError, EvenrankError, RankError, StateError
-from evenrank.datasets.schema import Manifest, read_manifest
-from evenrank.datasets.store import SequenceStore, open_store
+import lazy_loader
 
-__all__ = [
-    "ConfigError",
-    "DataError",
-    "EvenrankError",
-    "Manifest",
-    "RankError",
-    "SequenceStore",
-    "StateError",
-    "open_store",
-    "read_manifest",
-]
+# The names of `__init__.pyi` are imported at their first use: what only reads a manifest or draws from a distribution
+# does not wait for pyarrow and Numba.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,7 +1,7 @@
-"""Which sample comes when: a stateless permutation, dealing to ranks, and how far an epoch has got.
+"""The order of samples: a stateless permutation, and the schedule that assigns positions to steps and ranks.
 
-The permutation depends on the seed, the epoch and the number of samples alone. Position p of it is computed without the
-others, so no rank ever holds an array of all samples, and an epoch can be entered anywhere.
+The permutation depends only on the seed, the epoch and the number of samples. Each position of it is computed
+independently, so no rank ever holds an array of all samples, and an epoch can be entered at any position.
 """
 
 from dataclasses import dataclass
@@ -17,43 +17,53 @@ from evenrank.core.hashing import mix64, mix_word
 # Rounds of the Feistel network. Four give a pseudo-random permutation in theory (Luby and Rackoff, 1988); six leave a
 # margin for the weaker round function and for the few bits of small domains.
 _ROUNDS = 6
-_WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
+_WORD_MASK = 0xFFFFFFFFFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread evenly over 64-bit words
 
 
 def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the samples at these positions of the epoch's permutation of 0..num_samples-1.
+    """Return the samples at these positions of an epoch's permutation of 0..num_samples-1.
 
-    A Feistel network permutes the smallest power of two that holds all samples; a result outside 0..num_samples-1 is
-    put through it again until it falls inside (cycle walking; Black and Rogaway, 2002), which takes fewer than two
-    passes on average.
+    A Feistel network permutes the smallest power of two that is at least `num_samples`. A result outside
+    0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002), which takes fewer
+    than two passes on average.
 
     Args:
         positions: int64, any shape, each in 0..num_samples-1.
-        num_samples: how many samples there are, from 1 to 2^62.
+        num_samples: from 1 to 2^62.
         seed: any 64-bit number.
-        epoch: from 0; each has a permutation of its own.
+        epoch: from 0; each has its own permutation.
+
+    Returns:
+        int64, the same shape as `positions`.
 
     """
-    permuted = np.array(positions, dtype=np.uint64)
+    words = np.array(positions, dtype=np.uint64)
     bits = max(2, (num_samples - 1).bit_length())
-    _permute(permuted.reshape(-1), np.uint64(num_samples), np.uint64(bits), _round_keys(seed, epoch))
-    return permuted.astype(np.int64)
+    _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(bits), _round_keys(seed, epoch))
+    return words.astype(np.int64)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return the seed of the index-th dataset of a mixture or shard of a stream, far from those of its neighbours."""
+    return seed + (index + 1) * _GOLDEN
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    start = mix64(np.array([seed & int(_WORD)], dtype=np.uint64))
-    start = mix64(start ^ np.uint64((epoch * 0x9E3779B97F4A7C15) & int(_WORD)))
-    return mix64(start + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    key = mix64(np.array([seed & _WORD_MASK], dtype=np.uint64))
+    key = mix64(key ^ np.uint64((epoch * _GOLDEN) & _WORD_MASK))
+    return mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 @compiled
-def _permute(words: NDArray[np.uint64], num_samples: np.uint64, bits: np.uint64, keys: NDArray[np.uint64]) -> None:
-    """Replace each word by its image."""
+def _permute_in_place(
+    words: NDArray[np.uint64], num_samples: np.uint64, bits: np.uint64, keys: NDArray[np.uint64]
+) -> None:
     one = np.uint64(1)
     for index in range(len(words)):
         word = words[index]
         while True:
-            # The halves may differ by a bit: each round rewrites one from the other, and then swaps their widths.
+            # The halves may differ by one bit: each round rewrites one half from the other, then swaps their widths.
             right_bits = bits // np.uint64(2)
             left_bits = bits - right_bits
             left, right = word >> right_bits, word & ((one << right_bits) - one)
@@ -68,25 +78,27 @@ def _permute(words: NDArray[np.uint64], num_samples: np.uint64, bits: np.uint64,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """The rows of a split that are samples: all but those left out. Memory is that of the rows left out."""
+    """The rows of a split that are samples: all but those left out. Only the latter take memory."""
 
     num_rows: int
-    left_out: NDArray[np.int64]  # ascending
+    """Rows of the split."""
+    left_out: NDArray[np.int64]
+    """Rows that are not samples, ascending: int64."""
 
     def __len__(self) -> int:
         return self.num_rows - len(self.left_out)
 
-    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of the samples with these numbers, each in 0..len-1: int64 of the same shape."""
-        # left_out 2 3 7: before row 2 there are 2 samples, before row 3 also 2, before row 7 there are 5. Sample 4 has
-        # two rows left out before it, so it is row 6; sample 5 has three, so it is row 8.
-        before = self.left_out - np.arange(len(self.left_out))
-        rows: NDArray[np.int64] = numbers + np.searchsorted(before, numbers, side="right")
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of the samples with these indices, each in 0..len-1: int64 of the same shape."""
+        # left_out 2 3 7: 2 samples precede row 2, also 2 precede row 3, and 5 precede row 7. Sample 4 comes after two
+        # rows that are left out, so it is row 6; sample 5 comes after three, so it is row 8.
+        samples_before = self.left_out - np.arange(len(self.left_out))
+        rows: NDArray[np.int64] = indices + np.searchsorted(samples_before, indices, side="right")
         return rows
 
 
-class Order(Protocol):
-    """Which sample comes at which position of an epoch."""
+class SampleOrder(Protocol):
+    """The row at each position of each epoch."""
 
     @property
     def num_samples(self) -> int:
@@ -98,13 +110,13 @@ class Order(Protocol):
         ...
 
     def identity(self) -> tuple[object, ...]:
-        """Say what the order depends on besides seed and epoch."""
+        """Return everything besides seed and epoch that the order depends on; part of the loader's fingerprint."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shuffled:
-    """Another permutation each epoch."""
+class ShuffledOrder:
+    """A different permutation of the samples in each epoch."""
 
     samples: Samples
 
@@ -118,13 +130,13 @@ class Shuffled:
         return self.samples.rows(permute(positions, len(self.samples), seed=seed, epoch=epoch))
 
     def identity(self) -> tuple[object, ...]:
-        """Say what the order depends on besides seed and epoch."""
+        """Return everything besides seed and epoch that the order depends on."""
         return ("shuffle", len(self.samples))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AsStored:
-    """The order of the rows, in every epoch."""
+class RowOrder:
+    """Ascending rows, in every epoch."""
 
     samples: Samples
 
@@ -138,41 +150,41 @@ class AsStored:
         return self.samples.rows(positions)
 
     def identity(self) -> tuple[object, ...]:
-        """Say what the order depends on besides seed and epoch."""
+        """Return everything besides seed and epoch that the order depends on."""
         return ("rows", len(self.samples))
 
 
-class ByTime:
-    """The order of the rows' last events, in every epoch, for training in one pass over time.
+class TimeOrder:
+    """Rows by the time of their last event, in every epoch, for training in one pass over time.
 
     Args:
         samples: the rows that are samples.
-        time_order: int64 [rows]: the rows, by the time of their last event.
+        time_order: int64 [rows]: all rows, sorted by the time of their last event.
 
     """
 
     def __init__(self, samples: Samples, time_order: NDArray[np.int64]) -> None:
         self._time_order = time_order
-        places = np.flatnonzero(np.isin(time_order, samples.left_out))
-        self._places = Samples(num_rows=samples.num_rows, left_out=places)
+        left_out = np.flatnonzero(np.isin(time_order, samples.left_out))
+        self._sorted_samples = Samples(num_rows=samples.num_rows, left_out=left_out)  # indices into `time_order`
 
     @property
     def num_samples(self) -> int:
         """Positions of an epoch."""
-        return len(self._places)
+        return len(self._sorted_samples)
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at these positions."""
-        return self._time_order[self._places.rows(positions)]
+        return self._time_order[self._sorted_samples.rows(positions)]
 
     def identity(self) -> tuple[object, ...]:
-        """Say what the order depends on besides seed and epoch."""
-        return ("time", len(self._places))
+        """Return everything besides seed and epoch that the order depends on."""
+        return ("time", len(self._sorted_samples))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dealing:
-    """How the positions of an epoch are dealt: step s takes `world_size * batch_size` of them, rank by rank.
+class EpochSchedule:
+    """The positions of each step and rank: step s takes the next `world_size * batch_size` positions, rank by rank.
 
     start = 0, world_size = 2, batch_size = 3, num_samples = 10
 
@@ -181,10 +193,15 @@ class Dealing:
     """
 
     num_samples: int
+    """Positions of the epoch."""
     world_size: int
-    batch_size: int  # per rank
-    start: int = 0  # positions that were consumed before the first step
-    drop_last: bool = False  # leave out a last step that does not fill every rank
+    """Number of data-parallel ranks."""
+    batch_size: int
+    """Positions per rank and step."""
+    start: int = 0
+    """Positions that were consumed before the first step."""
+    drop_last: bool = False
+    """Leave out a last step that does not fill every rank."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < 1:
@@ -192,28 +209,28 @@ class Dealing:
                 f"world_size and batch_size must be at least 1, got {self.world_size} and {self.batch_size}"
             )
         if not 0 <= self.start <= self.num_samples:
-            raise ConfigError(f"start must lie in 0..{self.num_samples}, got {self.start}")
+            raise ConfigError(f"start must be between 0 and num_samples = {self.num_samples}, got {self.start}")
 
     @property
     def samples_per_step(self) -> int:
-        """Positions that a full step takes over all ranks."""
+        """Positions of a full step over all ranks."""
         return self.world_size * self.batch_size
 
     @property
     def num_steps(self) -> int:
-        """Steps that are left, the same on every rank."""
-        left = self.num_samples - self.start
-        return left // self.samples_per_step if self.drop_last else -(-left // self.samples_per_step)
+        """Remaining steps, the same on every rank."""
+        remaining = self.num_samples - self.start
+        return remaining // self.samples_per_step if self.drop_last else -(-remaining // self.samples_per_step)
 
     def position_after(self, step: int) -> int:
-        """Return how many positions are consumed once this step (counted from `start`) is done."""
+        """Return how many positions are consumed after this step (counted from `start`)."""
         return min(self.num_samples, self.start + (step + 1) * self.samples_per_step)
 
     def first_position(self, step: int, rank: int) -> int:
-        """Return where the positions of one rank in one step begin, or would, if there were as many samples."""
+        """Return the first position of a rank in a step; may be past the end of the epoch."""
         return self.start + step * self.samples_per_step + rank * self.batch_size
 
     def positions(self, step: int, rank: int) -> NDArray[np.int64]:
-        """Return the positions of one rank in one step: int64 [0..batch_size], ascending; late ranks may get none."""
+        """Return the positions of a rank in a step: int64 [0..batch_size], ascending; empty past the epoch's end."""
         first = self.first_position(step, rank)
         return np.arange(min(first, self.num_samples), min(first + self.batch_size, self.num_samples), dtype=np.int64)

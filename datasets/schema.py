@@ -1,12 +1,12 @@
-"""What sequence Parquet looks like on disk: columns, dtypes, the manifest, and the checks on all three.
+"""The sequence Parquet format: columns, dtypes and the manifest, with the checks on the manifest.
 
     OUT/manifest.json
     OUT/train/part-00000.parquet ...      one row per user
     OUT/eval/part-00000.parquet ...
 
 Columns of a row: `user_id` int64; each contextual feature int64 (0 = missing, then 1..n by sorted value); `item_id`
-list<int64>, `action` list<int32> and `timestamp_ms` list<int64>, all of one length and in time order; extra lists that
-a dataset brings; `length` int32, the number of events. Rows are ordered by (`user_hash` of user_id, user_id).
+list<int64>, `action` list<int32> and `timestamp_ms` list<int64>, all of the same length and in time order; further
+lists that a dataset adds; `length` int32, the number of events. Rows are sorted by (`user_hash` of user_id, user_id).
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from evenrank.core.hashing import mix64
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-CACHE_NAME = ".cache"  # what a loader keeps beside the Parquet files
+CACHE_NAME = ".cache"  # the subfolder in which `open_store` keeps the unpacked columns
 
 USER_ID = "user_id"
 ITEM_ID = "item_id"
 ACTION = "action"
 TIMESTAMP_MS = "timestamp_ms"
 LENGTH = "length"
-NUM_TARGETS = "num_targets"  # optional, int32: how many of a row's last events are to be predicted
+NUM_TARGETS = "num_targets"  # optional, int32: how many of a row's last events are prediction targets
 
 # The element types of the list columns that every dataset has.
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}
 
-# Percentiles of history lengths that a manifest holds, by nearest rank, so that each is a length that occurs.
+# Percentiles of history lengths in a manifest, by nearest rank, so that each is a length that occurs.
 LENGTH_PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
 
 
@@ -45,47 +45,92 @@ LENGTH_PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
 class SourceFile:
     """A raw file that a dataset was made from."""
 
-    path: str  # relative to the raw folder, so that a manifest does not depend on the machine
+    path: str
+    """Relative to the raw folder, so that manifests are the same on every machine."""
     bytes: int
-    sha256: str  # quicker than MD5 on processors that compute it themselves
+    """Size of the file."""
+    sha256: str
+    """In hexadecimal; faster than MD5 on processors with SHA instructions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFile:
     """One Parquet file of a split."""
 
-    path: str  # relative to the dataset's folder, with forward slashes
+    path: str
+    """Relative to the dataset's folder, with forward slashes."""
     rows: int
+    """Rows of the file."""
     sha256: str
+    """In hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The files of a split and what is in them."""
+    """The files of a split and their contents."""
 
     files: tuple[DataFile, ...]
+    """In row order."""
     rows: int
+    """Rows of all files."""
     interactions: int
-    lengths: Mapping[str, float]  # min, p1, ..., p99, max: events per row; mean; empty if there are no rows
+    """Events of all rows."""
+    lengths: Mapping[str, float]
+    """Events per row: min, p1, ..., p99, max, mean; empty if the split has no rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """`manifest.json`: all that is known of a dataset without opening its Parquet files."""
+    """`manifest.json`: everything about a dataset that can be known without opening its Parquet files."""
 
     schema_version: int
+    """`SCHEMA_VERSION` at the time of writing."""
     dataset: str
+    """Name of the dataset."""
     sources: tuple[SourceFile, ...]
+    """The raw files."""
     options: Mapping[str, Any]
+    """The options of preprocessing; `audit` among them counts the rows and users that were left out."""
     splits: Mapping[str, Split]
-    contextual: tuple[str, ...]  # names of the contextual features, in column order
-    extra_events: Mapping[str, str]  # further list columns and their element types
-    vocabulary_sizes: Mapping[str, int]  # per feature: largest id + 1
-    context_labels: Mapping[str, tuple[str | None, ...]]  # per contextual feature: label of id 0 (None), 1, 2, ...
-    content_hash: str  # of the Parquet files, their layout and the vocabulary; what checkpoints carry
+    """Per split name."""
+    contextual: tuple[str, ...]
+    """Names of the contextual features, in column order."""
+    extra_events: Mapping[str, str]
+    """Further list columns and their element types, `int64` or `int32`."""
+    vocabulary_sizes: Mapping[str, int]
+    """Per feature: largest id + 1."""
+    context_labels: Mapping[str, tuple[str | None, ...]]
+    """Per contextual feature: the labels of ids 0 (None), 1, 2, ..."""
+    content_hash: str
+    """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
+
+    @property
+    def event_dtypes(self) -> dict[str, str]:
+        """Element type of every list column."""
+        return {**EVENT_DTYPES, **self.extra_events}
+
+    @property
+    def row_columns(self) -> tuple[str, ...]:
+        """Names of the int64 columns with one value per row."""
+        return (USER_ID, *self.contextual)
+
+    def split(self, name: str, dataset: object) -> Split:
+        """Return a split by its name.
+
+        Args:
+            name: of the split.
+            dataset: folder or URL of the dataset, for the message.
+
+        Raises:
+            DataError: the dataset has no such split.
+
+        """
+        if name not in self.splits:
+            raise DataError(f"{dataset} has no split {name!r}; known: {', '.join(sorted(self.splits))}")
+        return self.splits[name]
 
     def write(self, folder: Path) -> None:
-        """Write `folder/manifest.json`, the same bytes for the same content."""
+        """Write `folder/manifest.json`; equal manifests give equal bytes."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
         (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 
@@ -109,33 +154,36 @@ def content_hash(
     extra_events: Mapping[str, str],
     vocabulary_sizes: Mapping[str, int],
 ) -> str:
-    """Return the SHA-256, in hexadecimal, of what a loader can see of a dataset; raw files and options are not."""
-    seen = {
+    """Return the SHA-256, in hexadecimal, of everything in a dataset that a loader can see.
+
+    Raw files and options do not count: two datasets with the same rows have the same hash.
+    """
+    visible = {
         "schema_version": SCHEMA_VERSION,
         "splits": {name: [asdict(file) for file in split.files] for name, split in splits.items()},
         "contextual": contextual,
         "extra_events": dict(extra_events),
         "vocabulary_sizes": dict(vocabulary_sizes),
     }
-    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(visible, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read and check `folder/manifest.json`.
 
     Raises:
-        DataError: there is none, it is not readable, or it was written by another schema version.
+        DataError: the file is missing, malformed, or of another schema version.
 
     """
     path = folder / MANIFEST_NAME
     if not path.is_file():
-        where = f"no {MANIFEST_NAME} in it" if folder.is_dir() else "no such folder"
-        raise DataError(f"{folder} is not a dataset: {where}; make one with `evenrank preprocess --out {folder}`")
+        reason = f"it contains no {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
+        raise DataError(f"{folder} is not a dataset: {reason}; make one with `evenrank preprocess --out {folder}`")
     return parse_manifest(path.read_bytes(), str(path))
 
 
 def parse_manifest(content: bytes, path: str) -> Manifest:
-    """Read and check what a `manifest.json` holds, as `read_manifest`; `path` is what messages call it."""
+    """Parse and check the content of a `manifest.json`, like `read_manifest`; messages name `path`."""
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -143,28 +191,33 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise DataError(
-            f"{path} has schema version {version!r}, this evenrank reads {SCHEMA_VERSION}; preprocess the dataset again"
+            f"{path} has schema version {version!r}, this version of evenrank reads {SCHEMA_VERSION}; preprocess the "
+            "dataset again"
         )
     try:
         return _manifest_from_json(raw)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{path} lacks or misplaces a field ({error}); preprocess the dataset again") from error
+        raise DataError(f"{path} has a missing or malformed field ({error}); preprocess the dataset again") from error
 
 
 def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
     splits = {
-        _name(name): Split(
+        _checked_name(name): Split(
             files=tuple(
-                DataFile(path=_relative(file["path"]), rows=_count(file["rows"]), sha256=_digest(file["sha256"]))
+                DataFile(
+                    path=_checked_path(file["path"]),
+                    rows=_checked_count(file["rows"]),
+                    sha256=_checked_sha256(file["sha256"]),
+                )
                 for file in split["files"]
             ),
-            rows=_count(split["rows"]),
-            interactions=_count(split["interactions"]),
+            rows=_checked_count(split["rows"]),
+            interactions=_checked_count(split["interactions"]),
             lengths=dict(split["lengths"]),
         )
         for name, split in raw["splits"].items()
     }
-    extra_events = {_name(name): str(dtype) for name, dtype in raw["extra_events"].items()}
+    extra_events = {_checked_name(name): str(dtype) for name, dtype in raw["extra_events"].items()}
     if unknown := [dtype for dtype in extra_events.values() if dtype not in ("int64", "int32")]:
         raise ValueError(f"extra_events has {unknown[0]!r}")
     return Manifest(
@@ -173,34 +226,34 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         sources=tuple(SourceFile(**source) for source in raw["sources"]),
         options=dict(raw["options"]),
         splits=splits,
-        contextual=tuple(map(_name, raw["contextual"])),
+        contextual=tuple(map(_checked_name, raw["contextual"])),
         extra_events=extra_events,
-        vocabulary_sizes={str(name): _count(size) for name, size in raw["vocabulary_sizes"].items()},
+        vocabulary_sizes={str(name): _checked_count(size) for name, size in raw["vocabulary_sizes"].items()},
         context_labels={name: tuple(labels) for name, labels in raw["context_labels"].items()},
-        content_hash=_digest(raw["content_hash"]),
+        content_hash=_checked_sha256(raw["content_hash"]),
     )
 
 
-def _count(value: object) -> int:
+def _checked_count(value: object) -> int:
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def _digest(value: object) -> str:
+def _checked_sha256(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
         raise ValueError(f"{value!r} is not a SHA-256")
     return value
 
 
-def _name(value: object) -> str:
-    # Names of splits and columns become names of files.
+def _checked_name(value: object) -> str:
+    # Names of splits and columns become file names.
     if not isinstance(value, str) or not re.fullmatch(r"\w[\w.-]*", value):
         raise ValueError(f"{value!r} is not a name")
     return value
 
 
-def _relative(value: object) -> str:
+def _checked_path(value: object) -> str:
     if not isinstance(value, str) or Path(value).is_absolute() or ".." in Path(value).parts:
         raise ValueError(f"{value!r} is not a path inside the dataset")
     return value

@@ -1,4 +1,4 @@
-"""A split read in sequence, from a folder or an object store, for what no disk holds.
+"""A split read sequentially, from a folder or an object store, for datasets that do not fit on a local disk.
 
 The rows of a split are cut into S logical shards, each of which is read in windows of `buffer_rows` rows:
 
@@ -6,8 +6,8 @@ The rows of a split are cut into S logical shards, each of which is read in wind
     shards    [ 0       | 1       ]
     windows   [0 1|2 3|4][5 6|7 8|9]
 
-A window is the buffer of a shuffle: windows come in an order of their own in each epoch, and so do the rows of each.
-Both are permutations without state, so the place in a shard is two numbers, and says what the buffer holds.
+A window is a shuffle buffer. In each epoch a shard's windows, and the rows within each window, come in another order.
+Both orders are stateless permutations, so two numbers give the position in a shard and the contents of the buffer.
 """
 
 from collections.abc import Iterator
@@ -20,23 +20,25 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import fs
 
-from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.order import permute
-from evenrank.datasets.schema import EVENT_DTYPES, MANIFEST_NAME, NUM_TARGETS, USER_ID, Manifest, parse_manifest
+from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.datasets.order import derive_seed, permute
+from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore
-from evenrank.datasets.unpack import Rows, read_row_group, unreadable
+from evenrank.datasets.unpack import RowBlock, read_row_group, unreadable
 
 _EMPTY = np.empty(0, dtype=np.int64)
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: sets seeds of neighbouring shards far apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig:
-    """How a split is read in sequence. It must stay the same for a saved place to stay valid."""
+    """How a split is read sequentially. A saved state is only valid with the same shards and buffers."""
 
-    num_shards: int = 64  # of the dataset, whatever the number of ranks; ranks beyond it get nothing
-    buffer_rows: int = 8192  # rows of a shard that are shuffled among themselves, and held in memory
-    open_shards: int = 4  # that a rank reads at the same time; a batch has samples of each
+    num_shards: int = 64
+    """Logical shards of the split, independent of the number of ranks; ranks in excess of it get no samples."""
+    buffer_rows: int = 8192
+    """Rows of a window: they are kept in memory and shuffled among themselves."""
+    open_shards: int = 4
+    """Shards that a rank reads at the same time; each batch takes samples from all of them."""
 
     def __post_init__(self) -> None:
         for name in ("num_shards", "buffer_rows", "open_shards"):
@@ -46,12 +48,16 @@ class StreamConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
-    """A split in a file system of any kind."""
+    """A split on any file system that pyarrow supports."""
 
     manifest: Manifest
+    """Of the dataset."""
     split: str
+    """Name of the split."""
     files: fs.FileSystem
-    root: str  # of the dataset, in the file system
+    """Where the dataset is."""
+    root: str
+    """Path of the dataset in the file system."""
 
     @property
     def num_rows(self) -> int:
@@ -62,63 +68,64 @@ class StreamSource:
         """Read rows first..end-1 of the split into memory.
 
         Raises:
-            DataError: a file cannot be read, or is not what the manifest says.
+            DataError: a file cannot be read, or does not match the manifest.
 
         """
-        pieces = list(self._pieces(first, end))
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *(piece[0] for piece in pieces)])
+        blocks = list(self._read_blocks(first, end))
+        lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
         if len(lengths) != end - first:
             raise DataError(f"{self.root} has fewer rows than its manifest says; preprocess the dataset again")
-        event_types = {**EVENT_DTYPES, **self.manifest.extra_events}
-        names = [USER_ID, *self.manifest.contextual, *([NUM_TARGETS] if pieces and NUM_TARGETS in pieces[0][1] else [])]
-        rows = {name: np.concatenate([_EMPTY, *(piece[1][name] for piece in pieces)]) for name in names}
-        targets = rows.pop(NUM_TARGETS, None)
+        row_names = list(self.manifest.row_columns)
+        if blocks and NUM_TARGETS in blocks[0].row_columns:
+            row_names.append(NUM_TARGETS)
+        rows = {name: np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)]) for name in row_names}
+        num_targets = rows.pop(NUM_TARGETS, None)
         return SequenceStore(
             manifest=self.manifest,
             split=self.split,
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             events={
-                name: np.concatenate([np.empty(0, dtype), *(piece[2][name] for piece in pieces)])
-                for name, dtype in event_types.items()
+                name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
+                for name, dtype in self.manifest.event_dtypes.items()
             },
             rows=rows,
-            num_targets=None if targets is None else targets.astype(np.int32),
+            num_targets=None if num_targets is None else num_targets.astype(np.int32),
         )
 
-    def _pieces(self, first: int, end: int) -> Iterator[Rows]:
-        """Yield the rows of each row group that lie within first..end-1."""
-        begin = 0  # of the file
+    def _read_blocks(self, first: int, end: int) -> Iterator[RowBlock]:
+        """Yield the part of each row group that is within rows first..end-1 of the split."""
+        file_begin = 0
         for file in self.manifest.splits[self.split].files:
-            if begin < end and begin + file.rows > first:
-                yield from self._pieces_of(f"{self.root}/{file.path}", first - begin, end - begin)
-            begin += file.rows
+            if file_begin < end and file_begin + file.rows > first:
+                yield from self._read_blocks_of(f"{self.root}/{file.path}", first - file_begin, end - file_begin)
+            file_begin += file.rows
 
-    def _pieces_of(self, name: str, first: int, end: int) -> Iterator[Rows]:
+    def _read_blocks_of(self, path: str, first: int, end: int) -> Iterator[RowBlock]:
+        """Yield the part of each row group that is within rows first..end-1 of a file."""
         try:
-            with self.files.open_input_file(name) as opened, pq.ParquetFile(opened) as file:
-                begin = 0  # of the row group
+            with self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
+                group_begin = 0
                 for group in range(file.num_row_groups):
                     count = file.metadata.row_group(group).num_rows
-                    if begin < end and begin + count > first:
-                        rows = read_row_group(file, group, self.manifest, name)
-                        yield _cut(rows, max(first - begin, 0), min(end - begin, count))
-                    begin += count
+                    if group_begin < end and group_begin + count > first:
+                        block = read_row_group(file, group, self.manifest, path)
+                        yield _slice_block(block, max(first - group_begin, 0), min(end - group_begin, count))
+                    group_begin += count
         except (OSError, pa.ArrowException) as error:
-            raise unreadable(name, error) from error
+            raise unreadable(path, error) from error
 
 
-def _cut(rows: Rows, first: int, end: int) -> Rows:
-    lengths, of_row, of_event = rows
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return (
-        lengths[first:end],
-        {name: values[first:end] for name, values in of_row.items()},
-        {name: values[offsets[first] : offsets[end]] for name, values in of_event.items()},
+def _slice_block(block: RowBlock, first: int, end: int) -> RowBlock:
+    offsets = np.concatenate([[0], np.cumsum(block.lengths)])
+    return RowBlock(
+        block.lengths[first:end],
+        {name: values[first:end] for name, values in block.row_columns.items()},
+        {name: values[offsets[first] : offsets[end]] for name, values in block.event_columns.items()},
     )
 
 
 def open_stream(url: Path | str, split: str) -> StreamSource:
-    """Open a dataset in a folder, or at a URL that pyarrow knows: `s3://bucket/path`, `gs://...`, `file:///...`.
+    """Open a dataset in a folder, or at a URL that pyarrow supports: `s3://bucket/path`, `gs://...`, `file:///...`.
 
     Raises:
         DataError: there is no dataset, it cannot be reached, or it has no such split.
@@ -133,47 +140,54 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
         with files.open_input_file(f"{root}/{MANIFEST_NAME}") as file:
             text = file.read()
     except (OSError, pa.ArrowException) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{url} is not a dataset that can be read: {reason}") from error
+        raise DataError(f"{url} is not a readable dataset: {first_line(error)}; check the path or URL") from error
     manifest = parse_manifest(text, f"{url}/{MANIFEST_NAME}")
-    if split not in manifest.splits:
-        raise DataError(f"{url} has no split {split!r}; it has {', '.join(sorted(manifest.splits))}")
+    manifest.split(split, url)
     return StreamSource(manifest=manifest, split=split, files=files, root=root)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One of the logical shards of a split: consecutive rows, read in windows."""
+    """A logical shard of a split: consecutive rows, read in windows."""
 
-    number: int
-    first: int  # row of the split
+    index: int
+    """Among the shards of the split, from 0."""
+    first: int
+    """First row, in the split."""
     end: int
+    """Row after the last one, in the split."""
     buffer_rows: int
+    """Rows of a window; the last one may have fewer."""
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch."""
+        """Windows of the shard."""
         return -(-(self.end - self.first) // self.buffer_rows)
 
-    def window(self, turn: int, *, seed: int, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the window that comes at this turn of an epoch: its first row, and the order of its rows.
+    def window(self, position: int, *, seed: int, epoch: int) -> tuple[int, NDArray[np.int64]]:
+        """Return the window at a position of an epoch's order of windows.
+
+        Args:
+            position: 0..num_windows-1.
+            seed: of the stream.
+            epoch: from 0.
 
         Returns:
-            The first row, and int64 [rows of the window]: a permutation of 0..rows-1.
+            Its first row in the split, and the order of its n rows, a permutation of 0..n-1: int64 [n].
 
         """
-        own_seed = seed + (self.number + 1) * _GOLDEN
-        place = int(permute(np.array([turn]), self.num_windows, seed=own_seed, epoch=epoch)[0])
-        first = self.first + place * self.buffer_rows
-        count = min(self.buffer_rows, self.end - first)
-        return first, permute(np.arange(count), count, seed=own_seed + first + 1, epoch=epoch)
+        shard_seed = derive_seed(seed, self.index)
+        window_index = int(permute(np.array([position]), self.num_windows, seed=shard_seed, epoch=epoch)[0])
+        first = self.first + window_index * self.buffer_rows
+        num_rows = min(self.buffer_rows, self.end - first)
+        return first, permute(np.arange(num_rows), num_rows, seed=shard_seed + first + 1, epoch=epoch)
 
 
 def cut_shards(num_rows: int, config: StreamConfig) -> list[Shard]:
-    """Cut a split into its shards; there are no more of them than rows."""
+    """Cut a split into `config.num_shards` shards of nearly equal size, or into one per row if it has fewer rows."""
     count = max(1, min(config.num_shards, num_rows))
-    ends = [num_rows * (number + 1) // count for number in range(count)]
+    ends = [num_rows * (index + 1) // count for index in range(count)]
     return [
-        Shard(number=number, first=first, end=end, buffer_rows=config.buffer_rows)
-        for number, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+        Shard(index=index, first=first, end=end, buffer_rows=config.buffer_rows)
+        for index, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
     ]

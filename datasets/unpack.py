@@ -1,7 +1,9 @@
-"""Unpacks a split's Parquet files, once a machine, into flat `.npy` files that can be mapped.
+"""Unpack the Parquet files of a split into flat `.npy` files that can be memory-mapped, once per machine.
 
-They lie in a cache folder whose name carries the manifest's content hash, so it never belongs to other data. It is
-built under a lock, and appears by a rename: nobody ever maps a file that is still being written.
+    OUT/.cache/CONTENT-HASH-train-v2/offsets.npy, item_id.npy, user_id.npy, time_order.npy, ...
+
+The name of the cache folder contains the manifest's content hash, so a cache is never used for other data. It is built
+under a lock and renamed into place, so no process maps a file that is still being written.
 """
 
 import contextlib
@@ -10,36 +12,37 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError
-from evenrank.datasets.schema import (
-    CACHE_NAME,
-    EVENT_DTYPES,
-    LENGTH,
-    NUM_TARGETS,
-    TIMESTAMP_MS,
-    USER_ID,
-    Manifest,
-    Split,
-    sha256_of,
-)
+from evenrank.core.errors import DataError, first_line
+from evenrank.datasets.schema import CACHE_NAME, LENGTH, NUM_TARGETS, TIMESTAMP_MS, Manifest, Split, sha256_of
 
 OFFSETS = "offsets"
 TIME_ORDER = "time_order"
-_LAYOUT = "v2"  # of the cache; another layout has another folder
+_LAYOUT = "v2"  # version of the cache's contents, part of the folder's name
 
 
-def unpacked(folder: Path, manifest: Manifest, split: str) -> Path:
-    """Return the folder with a split's columns as `.npy` files, making it where no process has.
+class RowBlock(NamedTuple):
+    """Consecutive rows of a split."""
+
+    lengths: NDArray[np.int64]
+    """[n]: events of each row."""
+    row_columns: dict[str, NDArray[np.integer]]
+    """Per column with one value per row: [n]. Contains `num_targets` if the file does."""
+    event_columns: dict[str, NDArray[np.integer]]
+    """Per list column: [sum(lengths)]."""
+
+
+def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
+    """Return the cache folder with a split's columns as `.npy` files; build it if it does not exist.
 
     Raises:
-        DataError: the Parquet files are not what the manifest says, or the cache cannot be written.
+        DataError: the Parquet files do not match the manifest, or the cache cannot be written.
 
     """
     candidates = [folder / CACHE_NAME, Path.home() / ".cache" / "evenrank"]
@@ -50,10 +53,10 @@ def unpacked(folder: Path, manifest: Manifest, split: str) -> Path:
     root = candidates[0] if os.access(folder, os.W_OK) else candidates[1]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{name}.lock"):
-            if not (root / name).is_dir():  # else another process was first
+        with _lock(root / f"{name}.lock"):
+            if not (root / name).is_dir():  # else another process has built it in the meantime
                 partial = root / f"{name}.partial"
-                shutil.rmtree(partial, ignore_errors=True)  # what a builder that was killed left behind
+                shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
                 partial.mkdir()
                 try:
                     _build(folder, manifest, manifest.splits[split], partial)
@@ -62,90 +65,87 @@ def unpacked(folder: Path, manifest: Manifest, split: str) -> Path:
                     shutil.rmtree(partial, ignore_errors=True)
                     raise
     except OSError as error:
-        raise DataError(f"the cache {root} could not be written: {error.strerror or error}; free the place") from error
+        raise DataError(
+            f"the cache {root} could not be written: {error.strerror or error}; free space, or clear that path"
+        ) from error
     return root / name
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between the processes of this machine; it ends with its holder, however that ends."""
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock among the processes of this machine; the kernel releases it if the holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _build(folder: Path, manifest: Manifest, split: Split, into: Path) -> None:
-    offsets = _create(into, OFFSETS, "int64", split.rows + 1)
+def _build(folder: Path, manifest: Manifest, split: Split, cache: Path) -> None:
+    offsets = _create(cache, OFFSETS, "int64", split.rows + 1)
     offsets[0] = 0
     columns: dict[str, NDArray[Any]] = {}
     row = event = 0
     for file in split.files:
         path = folder / file.path
         if path.is_file() and sha256_of(path) != file.sha256:
-            raise DataError(f"{path} has another SHA-256 than its manifest says; preprocess the dataset again")
-        for lengths, rows, events in read_rows(path, manifest):
+            raise DataError(f"{path} does not have the SHA-256 in its manifest; preprocess the dataset again")
+        for lengths, row_columns, event_columns in _read_blocks(path, manifest):
             end_row, end_event = row + len(lengths), event + int(lengths.sum())
             if end_row > split.rows or end_event > split.interactions:
                 raise DataError(
-                    f"{path} holds more rows or events than the manifest says; preprocess the dataset again"
+                    f"{path} contains more rows or events than its manifest says; preprocess the dataset again"
                 )
             np.cumsum(lengths, out=offsets[row + 1 : end_row + 1])
             offsets[row + 1 : end_row + 1] += event
-            for name, values in rows.items():
-                _column(columns, into, name, values, split.rows)[row:end_row] = values
-            for name, values in events.items():
-                _column(columns, into, name, values, split.interactions)[event:end_event] = values
+            for name, values in row_columns.items():
+                _column(columns, cache, name, values, split.rows)[row:end_row] = values
+            for name, values in event_columns.items():
+                _column(columns, cache, name, values, split.interactions)[event:end_event] = values
             row, event = end_row, end_event
     if (row, event) != (split.rows, split.interactions):
         raise DataError(
-            f"{folder} holds {row:,} rows and {event:,} events, its manifest says {split.rows:,} and "
+            f"{folder} contains {row:,} rows and {event:,} events, its manifest says {split.rows:,} and "
             f"{split.interactions:,}; preprocess the dataset again"
         )
-    for name, dtype in {**EVENT_DTYPES, **manifest.extra_events}.items():  # nothing was read of a split without rows
-        _column(columns, into, name, np.empty(0, dtype), split.interactions)
-    for name in (USER_ID, *manifest.contextual):
-        _column(columns, into, name, np.empty(0, np.int64), split.rows)
-    order = _create(into, TIME_ORDER, "int64", split.rows)
-    order[:] = _by_time(offsets, columns[TIMESTAMP_MS])
+    # A split without rows has not created any column yet.
+    for name, dtype in manifest.event_dtypes.items():
+        _column(columns, cache, name, np.empty(0, dtype), split.interactions)
+    for name in manifest.row_columns:
+        _column(columns, cache, name, np.empty(0, np.int64), split.rows)
+    time_order = _create(cache, TIME_ORDER, "int64", split.rows)
+    time_order[:] = _rows_by_time(offsets, columns[TIMESTAMP_MS])
 
 
-def _by_time(offsets: NDArray[np.int64], timestamps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Order rows by the time of their last event; those without events come first, ties in the order of the rows."""
+def _rows_by_time(offsets: NDArray[np.int64], timestamps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sort rows by the time of their last event, stably; rows without events come first."""
     ends, lengths = offsets[1:], np.diff(offsets)
-    last = np.full(len(ends), np.iinfo(np.int64).min)
-    last[lengths > 0] = timestamps[ends[lengths > 0] - 1]
-    return np.argsort(last, kind="stable")
+    last_times = np.full(len(ends), np.iinfo(np.int64).min)
+    last_times[lengths > 0] = timestamps[ends[lengths > 0] - 1]
+    return np.argsort(last_times, kind="stable")
 
 
 def _column(
-    columns: dict[str, NDArray[Any]], into: Path, name: str, values: NDArray[np.integer], size: int
+    columns: dict[str, NDArray[Any]], cache: Path, name: str, values: NDArray[np.integer], length: int
 ) -> NDArray[Any]:
+    """Return a column to write to; create it with the dtype of `values` if it does not exist."""
     if name not in columns:
-        columns[name] = _create(into, name, str(values.dtype), size)
+        columns[name] = _create(cache, name, str(values.dtype), length)
     return columns[name]
 
 
-def _create(into: Path, name: str, dtype: str, size: int) -> NDArray[Any]:
-    path = into / f"{name}.npy"
-    if size == 0:  # an empty range cannot be mapped for writing
+def _create(cache: Path, name: str, dtype: str, length: int) -> NDArray[Any]:
+    path = cache / f"{name}.npy"
+    if length == 0:  # an empty file cannot be mapped
         np.save(path, np.empty(0, dtype=dtype))
         empty: NDArray[Any] = np.load(path)
         return empty
-    return np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=(size,))
+    return np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=(length,))
 
 
-Rows = tuple[NDArray[np.int64], dict[str, NDArray[np.integer]], dict[str, NDArray[np.integer]]]
-
-
-def read_rows(path: Path, manifest: Manifest) -> Iterator[Rows]:
-    """Read a Parquet file by row groups, and check it.
-
-    Yields:
-        The rows' lengths, int64 [n]; the columns with a value a row (`num_targets` where the file has it), [n]; and
-        those with a value an event, [sum of lengths].
+def _read_blocks(path: Path, manifest: Manifest) -> Iterator[RowBlock]:
+    """Read and check a Parquet file, one row group at a time.
 
     Raises:
-        DataError: the file cannot be read, or a column is missing, of another type, has nulls or other lengths.
+        DataError: the file cannot be read, or a column is missing, has another type, nulls or other lengths.
 
     """
     try:
@@ -156,47 +156,65 @@ def read_rows(path: Path, manifest: Manifest) -> Iterator[Rows]:
         raise unreadable(str(path), error) from error
 
 
-def unreadable(name: str, error: Exception) -> DataError:
-    """Say in one line that a file is no Parquet file."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"{name} cannot be read as Parquet ({reason}); preprocess the dataset again")
+def unreadable(path: str, error: Exception) -> DataError:
+    """Return the error for a file that cannot be read as Parquet, in one line."""
+    return DataError(f"{path} cannot be read as Parquet ({first_line(error)}); preprocess the dataset again")
 
 
-def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, name: str) -> Rows:
-    """Read and check one row group; as `read_rows`. `name` is what messages call the file."""
-    event_types = {**EVENT_DTYPES, **manifest.extra_events}
-    row_types = dict.fromkeys((USER_ID, *manifest.contextual), "int64")
+def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
+    """Read and check a row group.
+
+    Args:
+        file: the open file.
+        group: index of the row group.
+        manifest: of the dataset.
+        path: of the file, for messages.
+
+    Raises:
+        DataError: a column is missing, has another type, nulls or other lengths.
+
+    """
+    event_dtypes = manifest.event_dtypes
+    row_dtypes = dict.fromkeys(manifest.row_columns, "int64")
     if NUM_TARGETS in file.schema_arrow.names:
-        row_types[NUM_TARGETS] = "int32"
-    wanted = [*row_types, *event_types, LENGTH]
-    missing = [column for column in wanted if column not in file.schema_arrow.names]
+        row_dtypes[NUM_TARGETS] = "int32"
+    names = [*row_dtypes, *event_dtypes, LENGTH]
+    missing = [name for name in names if name not in file.schema_arrow.names]
     if missing:
-        raise DataError(f"{name} lacks the column {missing[0]!r}; preprocess the dataset again")
-    table = file.read_row_group(group, columns=wanted).combine_chunks()
-    columns = {column: table.column(column).combine_chunks() for column in wanted}
-    lengths = _flat(columns[LENGTH], "int32", LENGTH, name).astype(np.int64)
+        raise DataError(f"{path} lacks the column {missing[0]!r}; preprocess the dataset again")
+    table = file.read_row_group(group, columns=names).combine_chunks()
+    columns = {name: table.column(name).combine_chunks() for name in names}
+    lengths = _flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
     if (lengths < 0).any():
-        raise DataError(f"{name}: a row has {LENGTH!r} {int(lengths.min())}; preprocess the dataset again")
-    return (
+        raise DataError(f"{path}: a row has {LENGTH!r} {int(lengths.min())}; preprocess the dataset again")
+    return RowBlock(
         lengths,
-        {column: _flat(columns[column], dtype, column, name) for column, dtype in row_types.items()},
-        {column: _list_values(columns[column], dtype, column, name, lengths) for column, dtype in event_types.items()},
+        {name: _flat_values(columns[name], dtype, name, path) for name, dtype in row_dtypes.items()},
+        {name: _list_values(columns[name], dtype, name, path, lengths) for name, dtype in event_dtypes.items()},
     )
 
 
-def _flat(column: pa.Array, dtype: str, name: str, file: str) -> NDArray[np.integer]:
+def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[np.integer]:
     if str(column.type) != dtype or column.null_count:
-        found = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
-        raise DataError(f"{file}: column {name!r} must be {dtype} without nulls, it has {found}")
+        actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
+        raise DataError(
+            f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; preprocess the dataset again"
+        )
     values: NDArray[np.integer] = column.to_numpy()
     return values
 
 
-def _list_values(column: pa.Array, dtype: str, name: str, file: str, lengths: NDArray[np.int64]) -> NDArray[np.integer]:
+def _list_values(column: pa.Array, dtype: str, name: str, path: str, lengths: NDArray[np.int64]) -> NDArray[np.integer]:
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
-        found = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
-        raise DataError(f"{file}: column {name!r} must be list<{dtype}> without nulls, it has {found}")
-    values = _flat(column.flatten(), dtype, name, file)
+        actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
+        raise DataError(
+            f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; preprocess the dataset "
+            "again"
+        )
+    values = _flat_values(column.flatten(), dtype, name, path)
     if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
-        raise DataError(f"{file}: in column {name!r} some row's list differs from its {LENGTH!r}")
+        raise DataError(
+            f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; preprocess the dataset "
+            "again"
+        )
     return values

@@ -1,10 +1,7 @@
-"""Raw interaction logs -> one row per user, in Parquet."""
+"""Convert raw interaction logs to Parquet files with one row per user."""
 
-from evenrank.preprocess.build.filters import Filters
-from evenrank.preprocess.build.requests import RequestRule
-from evenrank.preprocess.pipeline import PreprocessConfig, preprocess
-from evenrank.preprocess.sources.registry import DATASETS
-from evenrank.preprocess.sources.synthetic import SyntheticConfig
-from evenrank.preprocess.sources.tabular_config import TabularConfig
+import lazy_loader
 
-__all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "TabularConfig", "preprocess"]
+# The names of `__init__.pyi` are imported at their first use: showing the help of the command line, or reading
+# DATASETS, does not wait for Polars, pyarrow and Numba.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Run the main job offline on synthetic data; `make demo`."""
+"""Run the whole pipeline offline on synthetic data; the same as `make demo`."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Walk one epoch of a dataset through the Balancer: load before and after, and every sample seen exactly once.
+"""Iterate over one epoch of a dataset through the Balancer; show the loads and check every sample.
 
-torchrun --nproc_per_node 4 scripts/inspect_balance.py out/ml
+torchrun --nproc_per_node 4 scripts/inspect_balance.py out/ml-20m
 """
 
 from evenrank.cli.inspect_balance import inspect_balance_command

@@ -1,4 +1,4 @@
-"""Show what is in a dataset; the same as `evenrank inspect`."""
+"""Show the content of a dataset; the same as `evenrank inspect`."""
 
 from evenrank.cli.inspect import inspect_command
 from evenrank.cli.main import run_command

@@ -1,4 +1,4 @@
-"""Turn raw logs into sequence Parquet; the same as `evenrank preprocess`."""
+"""Convert raw logs to sequence Parquet; the same as `evenrank preprocess`."""
 
 from evenrank.cli.main import run_command
 from evenrank.cli.preprocess import preprocess_command

@@ -1,6 +1,6 @@
-"""What a training loop needs around the batches."""
+"""What a training loop needs besides the batches: scaling of the loss, and labels of several tasks."""
 
-from evenrank.training.labels import label_bits
-from evenrank.training.loss import scale_loss
+import lazy_loader
 
-__all__ = ["label_bits", "scale_loss"]
+# The names of `__init__.pyi` are imported at their first use: importing the package does not wait for torch.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

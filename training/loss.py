@@ -1,4 +1,4 @@
-"""Weighting the loss so that balanced training has the gradient of unbalanced training."""
+"""Scaling of the loss that gives balanced training the gradient of unbalanced training."""
 
 from torch import Tensor
 
@@ -7,27 +7,28 @@ from evenrank.dataloader.batch import JaggedBatch
 
 
 def scale_loss(local_sum: Tensor, batch: JaggedBatch, *, dp_size: int) -> Tensor:
-    """Turn a rank's sum of losses into its share of the step's mean loss.
+    """Scale a rank's sum of losses to its share of the step's mean loss.
 
-    The loss of a step is the sum over all ranks' loss tokens divided by their global number. DDP, FSDP and TorchRec
-    average gradients over `dp_size` ranks, so a rank's share is local_sum * dp_size / global number. A rank may have no
-    sample in an epoch's last step: its loss has to depend on all parameters all the same, as a sum over no rows does
-    where the model runs on the padded batch, or DDP waits for their gradients.
+    The loss of a step is the sum over the loss tokens of all ranks, divided by their number. DDP, FSDP and TorchRec
+    average gradients over `dp_size` ranks, so a rank's share is local_sum * dp_size / (loss tokens of all ranks).
+
+    A rank may have no sample in the last step of an epoch. Its loss must still depend on all parameters, or DDP waits
+    for their gradients. A sum over zero rows of the model's output does so if the model runs on the padded batch.
 
     Args:
         local_sum: scalar, the sum (not the mean) of the loss over this rank's loss tokens.
-        batch: what it was computed on, from a Balancer.
+        batch: the batch that it was computed on, from a Balancer.
         dp_size: the number of data-parallel ranks whose gradients are averaged.
 
     Returns:
-        A scalar to call `backward` on; zero where no rank has loss tokens.
+        A scalar to call `backward` on; zero if no rank has loss tokens.
 
     Raises:
-        ConfigError: the batch does not know the global number, because it has not been through a Balancer.
+        ConfigError: the batch does not know the number of loss tokens of all ranks, as it is not from a Balancer.
 
     """
     if batch.world_loss_tokens is None:
-        raise ConfigError("the batch does not know the world's loss tokens; put a Balancer in front of the loop")
+        raise ConfigError("the batch has no world_loss_tokens; iterate over a Balancer instead of the loader")
     if batch.world_loss_tokens == 0:
         return local_sum * 0.0
     return local_sum * (dp_size / batch.world_loss_tokens)

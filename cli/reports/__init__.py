@@ -1,0 +1,1 @@
+"""Reports on datasets and on balancing: tables, plots, HTML pages."""

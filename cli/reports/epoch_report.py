@@ -1,28 +1,36 @@
-"""What balancing did, as a table and as a picture."""
+"""The effect of balancing on one epoch, as a table and as a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from rich import box
-from rich.table import Table
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
+from evenrank.cli import console
 from evenrank.cli.balance_walk import Walk
-from evenrank.dataloader.balance import StepMetrics, summarize
+from evenrank.dataloader.balance.metrics import StepMetrics, summarize
 
-mpl.use("agg")  # files only; no window, no display needed
-import matplotlib.pyplot as plt
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _WORK, _IDLE, _LIMIT = "#3b6ea8", "#e8e3d9", "#c0392b"
 
+EXPLANATION = """\
+load      load of the heaviest rank over the lower bound, mean over steps; 1 is perfect
+idle      share of the ranks' time spent waiting for the heaviest rank of each step
+speed-up  expected by the cost model: heaviest loads before balancing / after
+moved     share of samples trained on another rank than the one that loaded them
+plan      median time to plan a step, in the background
+"""
 
-def load_table(walks: Sequence[Walk]) -> Table:
-    """One row per strategy: the heaviest rank's load before and after, and what it costs to move there."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits into 80 columns
-    table.add_column("strategy", no_wrap=True)
-    for name in (
+
+def load_table(walks: Sequence[Walk]) -> "Table":
+    """Return a table with one row per strategy: loads before and after balancing, and how many samples move."""
+    table = console.new_table(
+        "strategy",
         "load\nbefore",
         "load\nafter",
         "worst\nafter",
@@ -31,8 +39,9 @@ def load_table(walks: Sequence[Walk]) -> Table:
         "expected\nspeed-up",
         "moved",
         "plan\n(ms)",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+        left=["strategy"],
+        narrow=True,
+    )
     for walk in walks:
         summary = summarize(walk.metrics)
         table.add_row(
@@ -40,8 +49,8 @@ def load_table(walks: Sequence[Walk]) -> Table:
             f"{summary.ratio_before:.3f}",
             f"{summary.ratio_after:.3f}",
             f"{summary.worst_after:.3f}",
-            f"{_idle([step.before for step in walk.metrics]):.1%}",
-            f"{_idle([step.after for step in walk.metrics]):.1%}",
+            f"{_idle_share([step.before for step in walk.metrics]):.1%}",
+            f"{_idle_share([step.after for step in walk.metrics]):.1%}",
             f"{summary.speedup:.2f}x",
             f"{summary.moved_samples:.0%}",
             f"{np.median([step.plan_seconds for step in walk.metrics] or [0.0]) * 1e3:.2f}",
@@ -49,53 +58,41 @@ def load_table(walks: Sequence[Walk]) -> Table:
     return table
 
 
-EXPLANATION = """\
-load      the heaviest rank's cost over the lower bound, mean over steps; 1 is perfect
-idle      part of the ranks' time that is spent waiting for each step's heaviest rank
-speed-up  what the cost model expects: heaviest loads before to heaviest loads after
-moved     samples that are trained on another rank than the one that loaded them
-plan      median time to plan a step, in the background
-"""
-
-
-def _idle(loads: Sequence[np.ndarray]) -> float:
-    """Return the part of all ranks' time that is spent waiting for each step's heaviest rank."""
-    needed = sum(int(load.max()) * len(load) for load in loads)
-    return 1 - sum(int(load.sum()) for load in loads) / needed if needed else 0.0
+def _idle_share(loads: Sequence[NDArray[np.int64]]) -> float:
+    """Return the share of all ranks' time that is spent waiting for the heaviest rank of each step."""
+    elapsed = sum(int(step_loads.max()) * len(step_loads) for step_loads in loads)
+    return 1 - sum(int(step_loads.sum()) for step_loads in loads) / elapsed if elapsed else 0.0
 
 
 def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
-    """Draw each rank's load in one typical step per strategy, and every step's heaviest rank; write a PNG."""
-    figure = plt.figure(figsize=(10, 6.2), layout="constrained")
+    """Draw the load of each rank in a typical step per strategy, and the heaviest rank of every step; write a PNG."""
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
     grid = figure.add_gridspec(2, len(walks), height_ratios=(1.25, 1))
     figure.suptitle(title, fontsize=13)
-    shown = _typical_step(walks[0].metrics)
-    highest = max(walk.metrics[shown].after.max() / walk.metrics[shown].after.mean() for walk in walks)
+    typical_step = _typical_step(walks[0].metrics)
+    highest = max(_relative_loads(walk, typical_step).max() for walk in walks)
     for column, walk in enumerate(walks):
         axes = figure.add_subplot(grid[0, column])
-        _draw_ranks(axes, walk, shown, highest)
+        _draw_ranks(axes, walk.strategy, _relative_loads(walk, typical_step), highest)
         if column == 0:
-            axes.set_ylabel(f"load of each rank in step {shown}\n(mean of the ranks = 1)")
+            axes.set_ylabel(f"load of each rank in step {typical_step}\n(mean of the ranks = 1)")
     axes = figure.add_subplot(grid[1, :])
     for walk in walks:
         axes.plot([step.ratio_after for step in walk.metrics], label=walk.strategy, linewidth=1.3)
     axes.set_xlabel("step")
-    axes.set_ylabel("heaviest rank\n(lower bound = 1)")
+    axes.set_ylabel("heaviest rank / lower bound")
     axes.legend(frameon=False, ncols=len(walks), loc="lower left", bbox_to_anchor=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def _draw_ranks(axes: Axes, walk: Walk, step: int, highest: float) -> None:
-    load = walk.metrics[step].after
-    relative = load / max(float(load.mean()), 1.0)
-    ranks = np.arange(len(relative))
-    axes.bar(ranks, np.full(len(ranks), relative.max()), color=_IDLE, label="waiting")
-    axes.bar(ranks, relative, color=_WORK, label="work")
-    axes.axhline(relative.max(), color=_LIMIT, linewidth=1.2)
-    axes.set_title(f"{walk.strategy}\nthe step takes {relative.max():.2f}", fontsize=11)
+def _draw_ranks(axes: Axes, strategy: str, loads: NDArray[np.float64], highest: float) -> None:
+    ranks = np.arange(len(loads))
+    axes.bar(ranks, np.full(len(ranks), loads.max()), color=_IDLE, label="waiting")
+    axes.bar(ranks, loads, color=_WORK, label="work")
+    axes.axhline(loads.max(), color=_LIMIT, linewidth=1.2)
+    axes.set_title(f"{strategy}\nthe step takes {loads.max():.2f}", fontsize=11)
     axes.set_ylim(0, highest * 1.12)
     axes.set_xticks(ranks if len(ranks) <= 8 else ranks[:: len(ranks) // 4])
     axes.set_xlabel("rank")
@@ -103,6 +100,12 @@ def _draw_ranks(axes: Axes, walk: Walk, step: int, highest: float) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
 
 
+def _relative_loads(walk: Walk, step: int) -> NDArray[np.float64]:
+    """Return the load of each rank after balancing, over their mean: float64 [W]."""
+    loads = walk.metrics[step].after
+    return loads / max(float(loads.mean()), 1.0)
+
+
 def _typical_step(metrics: Sequence[StepMetrics]) -> int:
-    """Return the step whose imbalance before is the median, so that the picture neither flatters nor frightens."""
+    """Return the step with the median imbalance before balancing."""
     return int(np.argsort([step.ratio_before for step in metrics], kind="stable")[len(metrics) // 2])

@@ -1,24 +1,24 @@
-"""Pictures as SVG that stand inside an HTML page: how they look, and what they share.
+"""SVG plots inside HTML pages: their style, and functions that they share.
 
-Text stays text, and whatever is drawn in `INK` takes the colour of the page's text, so that one picture suits light
-and dark pages. Pictures are small, because they are scaled to the page's width: on a phone their text stays readable.
+Text stays text, and whatever is drawn in `INK` takes the text colour of the page, so that one plot suits light and dark
+pages. Plots are small, because they are scaled to the width of the page: on a phone their text stays readable.
 Functions that draw are decorated with `@mpl.rc_context(STYLE)`.
 """
 
 import io
 import re
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 INK = "#1f2328"
-# Each is readable on white and on near-black.
+# Each is readable on white and on near-black pages.
 BLUE, ORANGE, GREEN, RED, GREY = "#3d7cc9", "#d9822b", "#3f9b63", "#cf4c45", "#8c939c"
 STYLE: Any = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "evenrank",  # the same bytes for the same data
+    "svg.hashsalt": "evenrank",  # ids that are the same in every run
     "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -36,27 +36,27 @@ STYLE: Any = {
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
-def start(*, height: float = 3.0) -> tuple[Figure, Axes]:
-    """Begin a picture; `height` is in inches, for a width of 4.6."""
+def new_figure(*, height: float = 3.0) -> tuple[Figure, Axes]:
+    """Return an empty figure and its axes; `height` is in inches, for a width of 4.6."""
     figure = Figure(figsize=(4.6, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def finish(figure: Figure) -> str:
-    """Return the picture as an `<svg>` element that takes its ink from the page."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the XML declaration and document type, which HTML does not know
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # names that would be the same in every picture of the page
-    return svg.replace(INK, "currentColor")
+def to_svg(figure: Figure) -> str:
+    """Return the figure as an `<svg>` element that takes its ink from the page."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata=_NO_METADATA)
+    text = file.getvalue()
+    text = text[text.index("<svg") :]  # HTML allows no XML declaration or document type inside
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # ids that every plot of the page would repeat
+    return text.replace(INK, "currentColor")
 
 
-def log_ticks(axes: Axes, which: str) -> None:
+def log_ticks(axes: Axes, which: Literal["x", "y"]) -> None:
     """Put readable ticks on the logarithmic axis `x` or `y`."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
-    # Powers of ten alone are too few ticks for less than three of them.
+    # Within three decades, powers of ten alone are too few ticks.
     axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 1000 else (1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(compact))
     axis.set_minor_locator(NullLocator())
@@ -64,7 +64,7 @@ def log_ticks(axes: Axes, which: str) -> None:
 
 
 def compact(value: float, _position: int | None = None) -> str:
-    """Return 1500 as 1.5k; also a formatter of ticks."""
+    """Return 1500 as 1.5k; usable as a tick formatter."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:g}{letter}"
@@ -72,5 +72,5 @@ def compact(value: float, _position: int | None = None) -> str:
 
 
 def legend_above(axes: Axes) -> None:
-    """Put the legend where it hides nothing."""
+    """Put the legend above the plot, where it hides no data."""
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, borderaxespad=0.2, columnspacing=1.2)

@@ -1,6 +1,11 @@
-"""Who trains what in each step, and getting it there."""
+"""Balanced batches: who trains which sample of a step, and moving it there.
 
-from evenrank.dataloader.balance.balancer import Balancer, Handle
+Start at `balancer.py`. A step's lengths become costs (`cost.py`), ranks all-gather them (`control/`), every rank
+computes the same assignment (`partition/`), and one collective moves the samples (`exchange/`).
+"""
+
+from typing import TYPE_CHECKING, Any
+
 from evenrank.dataloader.balance.cost import Cost, HSTUCost, SelfAttentionCost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
@@ -11,6 +16,9 @@ from evenrank.dataloader.balance.partition.strategies import (
     lower_bound,
     partition,
 )
+
+if TYPE_CHECKING:
+    from evenrank.dataloader.balance.balancer import Balancer, Handle
 
 __all__ = [
     "STRATEGIES",
@@ -28,3 +36,12 @@ __all__ = [
     "partition",
     "summarize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is used: it needs torch, which takes seconds to import, and planning and costs do without.
+    if name in ("Balancer", "Handle"):
+        from evenrank.dataloader.balance import balancer
+
+        return getattr(balancer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,14 @@
-"""What balancing did in a step, or in many: loads before and after, what moved, and what it took."""
+"""What balancing did, in one step or in many: loads before and after, what moved, and how long it took.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+The fields of `MetricsSummary` are declared once, with how steps combine, a label and a unit. The log, TensorBoard and
+the table of `evenrank metrics` derive from that declaration.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,34 +18,65 @@ from evenrank.dataloader.balance.partition.strategies import Assignment, lower_b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """One step, the same on every rank but for the times."""
+    """One step, the same on every rank except for the times. W is the number of ranks."""
 
     epoch: int
+    """Epoch of the step."""
+
     step: int
-    before: NDArray[np.int64]  # [W]: cost of each rank's samples as they were dealt
-    after: NDArray[np.int64]  # [W]: of those that it trains
-    lower_bound: int  # a load that the heaviest rank cannot be below
-    samples: int  # of all ranks
-    moved_samples: int  # those that are trained on another rank
-    tokens: int  # of all ranks' samples; see `cost.tokens_of`
+    """Number of the step within the iteration."""
+
+    before: NDArray[np.int64]
+    """[W]: load of each rank before balancing: the cost of the samples that it loaded."""
+
+    after: NDArray[np.int64]
+    """[W]: load of each rank after balancing: the cost of the samples that it trains."""
+
+    lower_bound: int
+    """A load that the heaviest rank has at least, whatever the assignment."""
+
+    samples: int
+    """Samples of all ranks."""
+
+    moved_samples: int
+    """Samples that are trained on another rank than the one that loaded them."""
+
+    tokens: int
+    """Tokens of all ranks' samples; see `cost.count_tokens`."""
+
     moved_tokens: int
-    bytes: int  # of all ranks' samples, in every field, without padding and alignment
+    """Tokens of the samples that moved."""
+
+    sample_bytes: int
+    """Bytes of all ranks' samples, in every field, without padding and alignment."""
+
     moved_bytes: int
-    bytes_between_hosts: int = 0  # of those that move, the ones that go to another host, where the hosts are known
-    gather_seconds: float = 0.0  # on this rank, in the background
-    plan_seconds: float = 0.0  # likewise
-    # On this rank's consumer thread: to pack, to wait for the collective, to unpack; on a GPU to enqueue all that.
+    """Bytes of the samples that moved."""
+
+    bytes_between_hosts: int = 0
+    """Bytes of the samples that moved to another host; 0 where the topology is not known."""
+
+    gather_seconds: float = 0.0
+    """Time of the metadata all-gather, on this rank, in the background."""
+
+    plan_seconds: float = 0.0
+    """Time to plan the step, on this rank, in the background."""
+
     exchange_seconds: float = 0.0
-    waited_seconds: float = 0.0  # on this rank's consumer thread: for a plan that was not ready
+    """Time to pack, to wait for the collective and to unpack, on this rank's training thread; on a GPU, to enqueue
+    these."""
+
+    waited_seconds: float = 0.0
+    """Time that this rank's training thread waited for a plan that was not ready."""
 
     @property
     def ratio_before(self) -> float:
-        """The heaviest rank's load to the lower bound, without balancing; 1 if nothing costs anything."""
+        """Heaviest load over the lower bound, before balancing; 1 if no sample costs anything."""
         return self._ratio(self.before)
 
     @property
     def ratio_after(self) -> float:
-        """The heaviest rank's load to the lower bound, balanced."""
+        """Heaviest load over the lower bound, after balancing; 1 if no sample costs anything."""
         return self._ratio(self.after)
 
     def _ratio(self, loads: NDArray[np.int64]) -> float:
@@ -50,28 +88,28 @@ def measure_step(
     *,
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    sample_bytes: NDArray[np.int64],
     ranks_per_host: int | None = None,
     epoch: int = 0,
     step: int = 0,
 ) -> StepMetrics:
-    """Compare a step as it was dealt with what was assigned; times are left at 0.
+    """Compare a step before and after balancing; the times remain 0.
 
     Args:
-        assignment: who trains what.
-        costs: int64 [W, B], as are the others; padding is 0 in all of them.
-        tokens: of each sample.
-        sizes: of each sample, in bytes.
+        assignment: who trains which sample.
+        costs: int64 [W, B], of each sample, 0 for padding.
+        tokens: int64 [W, B], of each sample, 0 for padding.
+        sample_bytes: int64 [W, B], of each sample, 0 for padding.
         ranks_per_host: if it is known.
-        epoch: that the step is of.
+        epoch: of the step.
         step: its number.
 
     """
     moved = assignment.moved
-    far = np.zeros_like(moved)
+    leaves_host = np.zeros_like(moved)
     if ranks_per_host is not None:
         home = np.arange(len(costs))[:, np.newaxis]
-        far = moved & (assignment.rank_of // ranks_per_host != home // ranks_per_host)
+        leaves_host = moved & (assignment.rank_of // ranks_per_host != home // ranks_per_host)
     return StepMetrics(
         epoch=epoch,
         step=step,
@@ -82,55 +120,224 @@ def measure_step(
         moved_samples=int(np.count_nonzero(moved)),
         tokens=int(tokens.sum()),
         moved_tokens=int(tokens[moved].sum()),
-        bytes=int(sizes.sum()),
-        moved_bytes=int(sizes[moved].sum()),
-        bytes_between_hosts=int(sizes[far].sum()),
+        sample_bytes=int(sample_bytes.sum()),
+        moved_bytes=int(sample_bytes[moved].sum()),
+        bytes_between_hosts=int(sample_bytes[leaves_host].sum()),
     )
+
+
+class Unit(enum.Enum):
+    """The unit of a field of `MetricsSummary`, which decides how it is shown."""
+
+    RATIO = enum.auto()
+    SPEEDUP = enum.auto()
+    FRACTION = enum.auto()
+    BYTES = enum.auto()
+    SECONDS = enum.auto()
+
+
+_Combine = Callable[[str, Sequence["MetricsSummary"]], Any]
+
+
+def _values(name: str, summaries: Sequence["MetricsSummary"]) -> NDArray[np.float64]:
+    return np.array([getattr(summary, name) for summary in summaries], dtype=np.float64)
+
+
+def _total(name: str, summaries: Sequence["MetricsSummary"]) -> int:
+    return int(_values(name, summaries).sum())
+
+
+def _mean(name: str, summaries: Sequence["MetricsSummary"]) -> float:
+    return float(np.average(_values(name, summaries), weights=_values("steps", summaries)))
+
+
+def _max(name: str, summaries: Sequence["MetricsSummary"]) -> float:
+    return float(_values(name, summaries).max())
+
+
+def _fraction_of(total: str) -> _Combine:
+    """Combine fractions of `total`, a field that is a mean per step."""
+
+    def combine(name: str, summaries: Sequence["MetricsSummary"]) -> float:
+        weights = _values("steps", summaries) * _values(total, summaries)
+        return float(np.average(_values(name, summaries), weights=weights)) if weights.any() else 0.0
+
+    return combine
+
+
+def _speedup(name: str, summaries: Sequence["MetricsSummary"]) -> float:
+    after = _mean("heaviest_after", summaries)
+    return _mean("heaviest_before", summaries) / after if after else 1.0
+
+
+def _metric(
+    combine: _Combine,
+    label: str | None = None,
+    unit: Unit | None = None,
+    *,
+    default: float = 0.0,
+    log_key: str | None = None,
+) -> Any:
+    """Declare a field of `MetricsSummary`.
+
+    Args:
+        combine: how the values of several summaries become one.
+        label: what tables call it; None for fields that only the combination of others needs.
+        unit: of the value, if it has a label.
+        default: value without any steps.
+        log_key: key in the log, if it is not the field's name.
+
+    """
+    return field(default=default, metadata={"combine": combine, "label": label, "unit": unit, "log_key": log_key})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsSummary:
-    """Many steps in a few numbers. A synchronous step lasts as long as its heaviest rank."""
+    """One or more steps in a few numbers. A synchronous step lasts as long as its heaviest rank."""
 
-    steps: int
-    ratio_before: float  # mean over steps, of the heaviest rank's load to the lower bound
-    ratio_after: float  # likewise, balanced
-    worst_after: float
-    speedup: float  # sum over steps of the heaviest load before, to the same after: the cost model's expectation
-    moved_samples: float  # part of the samples that are trained on another rank
-    moved_tokens: float  # likewise of the tokens
-    moved_bytes: float  # bytes a step that go to another rank, over all ranks, mean
-    bytes_between_hosts: float  # of those, the ones that go to another host; 0 where hosts are not known
-    gather_seconds: float  # mean a step, as are the others
-    plan_seconds: float
-    exchange_seconds: float
-    waited_seconds: float
+    steps: int = _metric(_total, default=0)
+    """Number of steps."""
+
+    ratio_before: float = _metric(_mean, "load before balancing (heaviest rank / lower bound)", Unit.RATIO, default=1.0)
+    """Heaviest load over the lower bound before balancing, mean over steps."""
+
+    ratio_after: float = _metric(_mean, "load after balancing", Unit.RATIO, default=1.0)
+    """Heaviest load over the lower bound after balancing, mean over steps."""
+
+    worst_after: float = _metric(_max, "worst load after balancing", Unit.RATIO, default=1.0)
+    """Heaviest load over the lower bound after balancing, maximum over steps."""
+
+    speedup: float = _metric(_speedup, "expected speed-up", Unit.SPEEDUP, default=1.0)
+    """Sum over steps of the heaviest load before balancing, over the same after: what the cost model expects."""
+
+    moved_samples: float = _metric(_fraction_of("samples"), "samples moved to another rank", Unit.FRACTION)
+    """Fraction of the samples that are trained on another rank than the one that loaded them."""
+
+    moved_tokens: float = _metric(_fraction_of("tokens"), "tokens moved", Unit.FRACTION)
+    """Fraction of the tokens whose samples moved."""
+
+    moved_bytes: float = _metric(_mean, "bytes moved per step", Unit.BYTES)
+    """Bytes of the samples that moved, of all ranks, mean per step."""
+
+    bytes_between_hosts: float = _metric(_mean, "bytes moved between hosts per step", Unit.BYTES)
+    """Bytes of the samples that moved to another host, mean per step; 0 where the topology is not known."""
+
+    gather_seconds: float = _metric(_mean, "in the background: metadata all-gather", Unit.SECONDS)
+    """Time of the metadata all-gather, mean per step."""
+
+    plan_seconds: float = _metric(_mean, "in the background: plan", Unit.SECONDS)
+    """Time to plan a step, mean per step."""
+
+    exchange_seconds: float = _metric(_mean, "exposed: exchange", Unit.SECONDS)
+    """Time of the exchange on the training thread, mean per step."""
+
+    waited_seconds: float = _metric(_mean, "exposed: wait for plans", Unit.SECONDS)
+    """Time that the training thread waited for plans, mean per step."""
+
+    heaviest_before: float = _metric(_mean)
+    """Heaviest load before balancing, mean per step."""
+
+    heaviest_after: float = _metric(_mean)
+    """Heaviest load after balancing, mean per step."""
+
+    samples: float = _metric(_mean)
+    """Samples of all ranks, mean per step."""
+
+    tokens: float = _metric(_mean)
+    """Tokens of all ranks' samples, mean per step."""
+
+    sample_bytes: float = _metric(_mean, log_key="bytes")
+    """Bytes of all ranks' samples, mean per step."""
+
+
+def shown_fields() -> tuple["dataclasses.Field[Any]", ...]:
+    """Return the fields of `MetricsSummary` that people look at; their metadata has a `label` and a `unit`."""
+    return tuple(entry for entry in dataclasses.fields(MetricsSummary) if entry.metadata["label"] is not None)
 
 
 def summarize(steps: Sequence[StepMetrics]) -> MetricsSummary:
-    """Sum up steps; without any, nothing is out of balance."""
-    before = sum(int(step.before.max()) for step in steps)
-    after = sum(int(step.after.max()) for step in steps)
+    """Summarize steps; no steps give a summary of perfect balance."""
+    return combine([_summarize_step(step) for step in steps])
+
+
+def combine(summaries: Sequence[MetricsSummary]) -> MetricsSummary:
+    """Combine summaries into one, as if all their steps had been summarized together."""
+    if not summaries:
+        return MetricsSummary()
     return MetricsSummary(
-        steps=len(steps),
-        ratio_before=_mean([step.ratio_before for step in steps], 1.0),
-        ratio_after=_mean([step.ratio_after for step in steps], 1.0),
-        worst_after=max((step.ratio_after for step in steps), default=1.0),
-        speedup=before / after if after else 1.0,
-        moved_samples=_part([step.moved_samples for step in steps], [step.samples for step in steps]),
-        moved_tokens=_part([step.moved_tokens for step in steps], [step.tokens for step in steps]),
-        moved_bytes=_mean([step.moved_bytes for step in steps], 0.0),
-        bytes_between_hosts=_mean([step.bytes_between_hosts for step in steps], 0.0),
-        gather_seconds=_mean([step.gather_seconds for step in steps], 0.0),
-        plan_seconds=_mean([step.plan_seconds for step in steps], 0.0),
-        exchange_seconds=_mean([step.exchange_seconds for step in steps], 0.0),
-        waited_seconds=_mean([step.waited_seconds for step in steps], 0.0),
+        **{entry.name: entry.metadata["combine"](entry.name, summaries) for entry in dataclasses.fields(MetricsSummary)}
     )
 
 
-def _mean(values: Sequence[float], without_any: float) -> float:
-    return float(np.mean(values)) if values else without_any
+def _summarize_step(step: StepMetrics) -> MetricsSummary:
+    heaviest_before, heaviest_after = int(step.before.max()), int(step.after.max())
+    return MetricsSummary(
+        steps=1,
+        ratio_before=step.ratio_before,
+        ratio_after=step.ratio_after,
+        worst_after=step.ratio_after,
+        speedup=heaviest_before / heaviest_after if heaviest_after else 1.0,
+        moved_samples=step.moved_samples / step.samples if step.samples else 0.0,
+        moved_tokens=step.moved_tokens / step.tokens if step.tokens else 0.0,
+        moved_bytes=step.moved_bytes,
+        bytes_between_hosts=step.bytes_between_hosts,
+        gather_seconds=step.gather_seconds,
+        plan_seconds=step.plan_seconds,
+        exchange_seconds=step.exchange_seconds,
+        waited_seconds=step.waited_seconds,
+        heaviest_before=heaviest_before,
+        heaviest_after=heaviest_after,
+        samples=step.samples,
+        tokens=step.tokens,
+        sample_bytes=step.sample_bytes,
+    )
 
 
-def _part(some: Sequence[int], of: Sequence[int]) -> float:
-    return sum(some) / sum(of) if sum(of) else 0.0
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogRecord(MetricsSummary):
+    """A line of the log: the last few steps summarized, and the loads of the last of them. W is the number of ranks."""
+
+    epoch: int
+    """Epoch of the last step."""
+
+    step: int
+    """Number of the last step, which restarts at 0 with each epoch and after each resume."""
+
+    seen: int
+    """Steps that the writer had seen, the last one included."""
+
+    before: NDArray[np.int64]
+    """[W]: load of each rank in the last step before balancing."""
+
+    after: NDArray[np.int64]
+    """[W]: load of each rank in the last step after balancing."""
+
+    lower_bound: int
+    """Lower bound of the heaviest load in the last step."""
+
+    @classmethod
+    def of(cls, steps: Sequence[StepMetrics], *, seen: int) -> Self:
+        """Return the record of at least one step."""
+        last = steps[-1]
+        summary = summarize(steps)
+        return cls(
+            **{entry.name: getattr(summary, entry.name) for entry in dataclasses.fields(summary)},
+            epoch=int(last.epoch),
+            step=int(last.step),
+            seen=seen,
+            before=last.before,
+            after=last.after,
+            lower_bound=int(last.lower_bound),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as an object of JSON: numbers and lists of integers."""
+        values = {log_key(entry): getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        lists = {name: value.tolist() for name, value in values.items() if isinstance(value, np.ndarray)}
+        first = {name: values[name] for name in ("epoch", "step", "seen")}
+        return first | {name: value for name, value in values.items() if name not in first} | lists
+
+
+def log_key(entry: "dataclasses.Field[Any]") -> str:
+    """Return the key in the log of a field of `LogRecord`."""
+    return entry.metadata.get("log_key") or entry.name

@@ -1,200 +1,206 @@
-"""What happens to a step in the background: ranks compare what they have, gather its sizes, and plan it.
+"""The background part of a step: check that ranks are consistent, all-gather the step's metadata, and plan it.
 
-Every rank takes part in every gather, whatever befell its batch, so that nobody waits in vain and errors reach all.
+Every rank takes part in every all-gather, even if its loader failed or has no more batches. So no rank waits for one
+that left, and an error reaches all ranks.
 """
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.all_gather import Gather, gather_objects
+from evenrank.core.errors import ConfigError, one_line
+from evenrank.dataloader.balance.control.all_gather import MetadataAllGather, all_gather_objects
 from evenrank.dataloader.balance.control.consistency import (
     check_batch,
     check_headers,
-    check_introductions,
     check_settings,
+    common_schema,
     describe_cost,
-    in_words,
-    introduce,
-    raise_failures,
+    raise_reported_errors,
+    report_schema,
 )
-from evenrank.dataloader.balance.control.wire import STATUS_FAILED, STATUS_OK, Header, StepSizes, decode, encode, hash63
-from evenrank.dataloader.balance.cost import Cost, batch_costs, tokens_of
+from evenrank.dataloader.balance.control.wire import (
+    STATUS_FAILED,
+    STATUS_OK,
+    Header,
+    StepMetadata,
+    decode,
+    encode,
+    hash63,
+)
+from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import STRATEGIES, check_limits, partition
-from evenrank.dataloader.balance.partition.two_level import check_topology, partition_by_host
+from evenrank.dataloader.balance.partition.strategies import Assignment, assign, real_rows
+from evenrank.dataloader.balance.partition.two_level import assign_by_host
+from evenrank.dataloader.balance.settings import BalancerSettings, check_topology
 from evenrank.dataloader.batch import BatchSchema, JaggedBatch, lengths_of
 from evenrank.dataloader.pad import empty_batch
+from evenrank.dataloader.protocols import HasIdentity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How steps are balanced; the same on all ranks. See `Balancer` and `partition`."""
+class PlannedStep:
+    """A step after planning."""
 
-    strategy: str
-    tolerance: float
-    max_tokens_per_rank: int | None
-    on_overflow: str
-    exchange: str
-    lookahead: int
-    topology: tuple[int, int] | None = None
+    plan: Plan | None
+    """What this rank does; None if no rank has batches left."""
 
-    def check(self, exchanges: Any, world_size: int) -> None:
-        """Check the values.
+    batch: JaggedBatch | None
+    """This rank's batch, an empty one if it has no more; None if no rank has batches left."""
 
-        Raises:
-            ConfigError: one is out of its range.
-
-        """
-        for what, known in (("strategy", STRATEGIES), ("exchange", exchanges)):
-            if (value := getattr(self, what)) not in known:
-                raise ConfigError(f"no {what} is called {value!r}; there are {', '.join(known)}")
-        if self.lookahead < 1:
-            raise ConfigError(f"lookahead must be at least 1, got {self.lookahead}")
-        check_limits(self.max_tokens_per_rank, self.on_overflow, self.tolerance)
-        if self.topology is not None:
-            check_topology(self.topology, world_size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """A step that can be launched."""
-
-    plan: Plan | None  # None: no rank has data left
-    batch: JaggedBatch | None  # this rank's; an empty one if its data have run out
     metrics: StepMetrics | None
+    """What the plan achieves; None if no rank has batches left."""
 
 
-class Planner:
-    """Plans one step after the other, all ranks together.
+NOTHING_LEFT = PlannedStep(plan=None, batch=None, metrics=None)
+
+
+def consistent_settings(
+    make_settings: Callable[[], BalancerSettings], cost: Cost, all_gather: MetadataAllGather, *, world_size: int
+) -> BalancerSettings:
+    """Return the settings of a Balancer, after checking them and comparing them between ranks.
+
+    Collective: every rank must call this.
 
     Args:
-        batches: this rank's; asked for their `identity()`, if they have one.
+        make_settings: returns this rank's settings, or raises a ConfigError.
+        cost: this rank's cost; it must be the same on all ranks.
+        all_gather: of all ranks.
+        world_size: the number of ranks.
+
+    Raises:
+        ConfigError: the settings are invalid on this rank.
+        RankError: they are invalid on another rank, or differ between ranks.
+
+    """
+    settings, error = None, None
+    try:
+        settings = make_settings()
+        if settings.topology is not None:
+            check_topology(settings.topology, world_size)
+    except ConfigError as raised:
+        settings, error = None, raised
+    shared = {} if settings is None else settings.shared() | {"cost": describe_cost(cost)}
+    reports = all_gather_objects(all_gather, (None if error is None else one_line(error), shared))
+    if error is not None:
+        raise error
+    raise_reported_errors([message for message, _ in reports])
+    check_settings([options for _, options in reports])
+    assert settings is not None
+    return settings
+
+
+class StepPlanner:
+    """Plans one step after the other, together with all other ranks.
+
+    Args:
+        batches: this rank's loader, asked for its `identity()` if it has one.
         cost: what a sample costs.
-        settings: how steps are balanced.
-        gather: tells all ranks something.
-        rank: this one.
+        settings: how steps are balanced; the same on all ranks.
+        all_gather: of all ranks.
+        rank: this rank.
         world_size: the number of ranks.
 
     """
 
     def __init__(
-        self, batches: object, *, cost: Cost, settings: Settings, gather: Gather, rank: int, world_size: int
+        self,
+        batches: object,
+        *,
+        cost: Cost,
+        settings: BalancerSettings,
+        all_gather: MetadataAllGather,
+        rank: int,
+        world_size: int,
     ) -> None:
         self._batches = batches
         self._cost = cost
         self._settings = settings
-        self._gather = gather
+        self._all_gather = all_gather
         self._rank = rank
         self._world_size = world_size
         self._schema: BatchSchema | None = None
         self._schema_hash = 0
 
-    def settle(self, exchanges: Any) -> None:
-        """Check the settings and compare them between ranks, before anybody waits for a rank that has none.
-
-        Raises:
-            ConfigError: they are wrong on this rank.
-            RankError: they are wrong on another one, or differ.
-
-        """
-        error: ConfigError | None = None
-        try:
-            self._settings.check(exchanges, self._world_size)
-        except ConfigError as raised:
-            error = raised
-        settings = {**dataclasses.asdict(self._settings), "cost": describe_cost(self._cost)}
-        everybody = gather_objects(self._gather, (in_words(error), settings))
-        if error is not None:
-            raise error
-        raise_failures([words for words, _ in everybody])
-        check_settings([one for _, one in everybody])
-
-    def plan(self, batch: JaggedBatch | None, error: Exception | None) -> Planned:
-        """Gather the sizes of a step and plan it.
+    def plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
+        """All-gather the metadata of a step and plan it. Collective: every rank must call this.
 
         Args:
-            batch: this rank's, on the CPU; None once its data have run out.
-            error: what its loader raised instead.
+            batch: this rank's batch, on the CPU; None once it has no more.
+            error: what the loader raised instead.
 
         Raises:
-            RankError: some rank failed, or ranks disagree.
+            RankError: a rank failed, or ranks are inconsistent.
             ConfigError: `max_tokens_per_rank` cannot be kept; on all ranks.
 
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         if self._schema is None:
-            self._schema = self._agree(batch, error)
+            self._schema = self._common_schema(batch, error)
             if self._schema is None:
-                return Planned(plan=None, batch=None, metrics=None)
+                return NOTHING_LEFT
             self._schema_hash = hash63(self._schema)
         schema = self._schema
-        sizes = self._gather_sizes(schema, batch, error)
+        step = self._gather_metadata(schema, batch, error)
         gathered = time.perf_counter()
-        going = np.flatnonzero(sizes.header("ended") == 0)
-        if len(going) == 0:
-            return Planned(plan=None, batch=None, metrics=None)
-        epoch, step, position = (int(sizes.header(name)[going[0]]) for name in ("epoch", "step", "position"))
+        ranks_with_data = np.flatnonzero(step.header("ended") == 0)
+        if len(ranks_with_data) == 0:
+            return NOTHING_LEFT
+        epoch, number, position = (int(step.header(name)[ranks_with_data[0]]) for name in ("epoch", "step", "position"))
         if batch is None:
-            batch = dataclasses.replace(empty_batch(schema), epoch=epoch, step=step, position=position)
-        is_real = np.arange(schema.batch_size) < sizes.num_real[:, np.newaxis]
-        flat = sizes.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
-        tokens = np.where(is_real, tokens_of(self._cost, schema.named(flat), is_real.size).reshape(is_real.shape), 0)
-        topology = self._settings.topology
-        options: dict[str, Any] = {
-            "strategy": self._settings.strategy,
-            "sizes": tokens,
-            "num_real": sizes.num_real,
-            "max_tokens_per_rank": self._settings.max_tokens_per_rank,
-            "on_overflow": self._settings.on_overflow,
-            "tolerance": self._settings.tolerance,
-        }
-        if topology is None:
-            assignment = partition(sizes.costs, self._world_size, **options)
-        else:
-            assignment = partition_by_host(sizes.costs, topology, **options)
-        plan = make_plan(schema, sizes, assignment, self._rank)
+            batch = dataclasses.replace(empty_batch(schema), epoch=epoch, step=number, position=position)
+        is_real = real_rows(schema.batch_size, self._world_size, step.num_real)
+        lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
+        tokens = count_tokens(self._cost, schema.lengths_by_key(lengths), is_real.size).reshape(is_real.shape)
+        tokens = np.where(is_real, tokens, 0)
+        assignment = self._assign(step, tokens)
+        plan = make_plan(schema, step, assignment, self._rank)
         planned = time.perf_counter()
+        topology = self._settings.topology
         metrics = measure_step(
             assignment,
-            costs=sizes.costs,
+            costs=step.costs,
             tokens=tokens,
-            sizes=np.where(is_real, sample_bytes(schema, flat).reshape(is_real.shape), 0),
+            sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
             ranks_per_host=None if topology is None else topology[1],
             epoch=epoch,
-            step=step,
+            step=number,
         )
-        metrics = dataclasses.replace(metrics, gather_seconds=gathered - begun, plan_seconds=planned - gathered)
-        return Planned(plan=plan, batch=batch, metrics=metrics)
+        metrics = dataclasses.replace(metrics, gather_seconds=gathered - started, plan_seconds=planned - gathered)
+        return PlannedStep(plan=plan, batch=batch, metrics=metrics)
 
-    def _agree(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
-        """Compare all ranks' loaders and schemas, once; None if no rank has any batch."""
-        everybody = gather_objects(self._gather, (introduce(batch, error), self._identity()))
-        schema = check_introductions([introduction for introduction, _ in everybody])
-        check_settings([identity for _, identity in everybody])
+    def _assign(self, step: StepMetadata, tokens: NDArray[np.int64]) -> Assignment:
+        settings = self._settings.partition
+        if self._settings.topology is None:
+            return assign(step.costs, self._world_size, settings, tokens=tokens, num_real=step.num_real)
+        return assign_by_host(step.costs, self._settings.topology, settings, tokens=tokens, num_real=step.num_real)
+
+    def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
+        """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
+        reports = all_gather_objects(self._all_gather, (report_schema(batch, error), self._identity()))
+        schema = common_schema([report for report, _ in reports])
+        check_settings([identity for _, identity in reports])
         return schema
 
     def _identity(self) -> dict[str, Any]:
-        """Return what the loader says of itself, if it can."""
-        identity: dict[str, Any] = getattr(self._batches, "identity", dict)()
-        return identity
+        return dict(self._batches.identity()) if isinstance(self._batches, HasIdentity) else {}
 
-    def _gather_sizes(self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None) -> StepSizes:
-        """Exchange this step's messages; raise on every rank if a rank has failed."""
+    def _gather_metadata(self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None) -> StepMetadata:
+        """All-gather the messages of a step; raise on every rank if one of them has failed."""
         costs: NDArray[np.int64] = np.zeros(schema.batch_size, dtype=np.int64)
         lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
         if batch is not None and error is None:
             try:
                 check_batch(batch, schema)
                 lengths = lengths_of(batch)
-                costs = batch_costs(self._cost, batch, schema.named(lengths), world_size=self._world_size)
-            except Exception as raised:  # all ranks are told of it below
+                costs = self._costs(batch, schema, lengths)
+            except Exception as raised:  # reported to all ranks below
                 error = raised
         header = Header(
             schema_hash=self._schema_hash,
@@ -204,12 +210,22 @@ class Planner:
             epoch=0 if batch is None else batch.epoch,
             step=0 if batch is None else batch.step,
             position=0 if batch is None else batch.position,
-            data=hash63({name: value for name, value in self._identity().items() if name != "rank"}),
+            loader_hash=hash63({name: value for name, value in self._identity().items() if name != "rank"}),
         )
-        sizes = decode(self._gather.messages(encode(header, schema, costs, lengths)), schema)
-        if (sizes.header("status") != STATUS_OK).any():
-            raise_failures(gather_objects(self._gather, in_words(error)))
-        if (sizes.header("data") != header.data).any():
-            check_settings(gather_objects(self._gather, self._identity()))
-        check_headers(sizes)
-        return sizes
+        step = decode(self._all_gather.all_gather(encode(header, schema, costs, lengths)), schema)
+        if (step.header("status") != STATUS_OK).any():
+            raise_reported_errors(all_gather_objects(self._all_gather, None if error is None else one_line(error)))
+        if (step.header("loader_hash") != header.loader_hash).any():
+            check_settings(all_gather_objects(self._all_gather, self._identity()))
+        check_headers(step)
+        return step
+
+    def _costs(self, batch: JaggedBatch, schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        candidates = getattr(batch, "num_candidates", None)
+        return scaled_costs(
+            self._cost,
+            schema.lengths_by_key(lengths),
+            np.zeros(batch.batch_size, dtype=np.int64) if candidates is None else candidates.numpy(),
+            num_real=batch.num_real,
+            world_size=self._world_size,
+        )

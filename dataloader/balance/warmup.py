@@ -1,4 +1,4 @@
-"""Compiles what planning and exchanging call, before a step needs it."""
+"""Compile what planning and exchanging call, before a step needs it."""
 
 import threading
 
@@ -7,21 +7,28 @@ import numpy as np
 from evenrank.dataloader.balance.exchange.byte_copy import copy_ranges
 from evenrank.dataloader.balance.partition.strategies import STRATEGIES, partition
 
-# The compiler is not to be entered by two threads at once, and holds the interpreter's lock while it works.
+# Just below the 32 MiB up to which glibc raises its thresholds; see mallopt(3), M_MMAP_THRESHOLD.
+_LARGE_BLOCK = 31 << 20
+
+# Numba's compiler must not be entered by two threads at once, and holds the GIL while it works.
 _LOCK = threading.Lock()
 
 
-def compile_ahead() -> None:
-    """Call every compiled function once, with the types that a step has.
+def warm_up() -> None:
+    """Call every compiled function once, with the dtypes that a step has.
 
-    Afterwards planning in a background thread never holds the interpreter's lock for long. It takes seconds on the
-    first run after an installation, and hardly any time once the results are on disk.
+    Afterwards planning in a background thread never holds the GIL for long. It takes seconds on the first run after an
+    installation, and milliseconds once the compiled functions are cached on disk.
     """
     with _LOCK:
         costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
         for strategy in STRATEGIES:
-            partition(costs, 2, strategy=strategy, sizes=tokens)
-        # By cost alone a rank gets 190 tokens, so that the loops for limited tokens run, too.
-        partition(costs, 2, strategy="karmarkar-karp", sizes=tokens, max_tokens_per_rank=160)
-        nothing = np.empty(0, dtype=np.int64)
-        copy_ranges(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), nothing, nothing, nothing)
+            partition(costs, 2, strategy=strategy, tokens=tokens)
+        # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
+        partition(costs, 2, strategy="karmarkar-karp", tokens=tokens, max_tokens_per_rank=160)
+        # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With
+        # low ones, the arrays of a plan cause page faults in every step: a third of its time for 1,024 ranks.
+        large_block = np.empty(_LARGE_BLOCK, dtype=np.uint8)
+        del large_block
+        no_ranges = np.empty(0, dtype=np.int64)
+        copy_ranges(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8), no_ranges, no_ranges, no_ranges)

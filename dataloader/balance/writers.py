@@ -1,11 +1,11 @@
-"""The metrics of steps written down while a job trains: as lines of JSON, or for TensorBoard.
+"""Write the metrics of a training job: to a file of JSON lines, or to TensorBoard.
 
-Either is the `on_step` of a Balancer, usually on rank 0 alone: only the times differ between ranks.
+A writer is the `on_step` of a Balancer, usually on rank 0 only, because only the times differ between ranks:
 
     with JsonLines("out/balance.jsonl") as log, Balancer(loader, cost=cost, on_step=log) as balancer:
         ...
 
-`on_step` is one function; for two writers, make it one that calls both:
+`on_step` is one function; for two writers, pass one that calls both:
 
     def on_step(metrics):
         log(metrics)
@@ -13,7 +13,6 @@ Either is the `on_step` of a Balancer, usually on rank 0 alone: only the times d
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 from abc import ABC, abstractmethod
@@ -22,19 +21,17 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import numpy as np
+from typing import Self
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.metrics import StepMetrics, summarize
+from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, shown_fields, summarize
 
-_LINE_BEGINS = b'{"epoch": '
+_LINE_START = b'{"epoch": '
 _BLOCK = 1 << 16  # bytes
 
 
 class _Writer(ABC):
-    """Writes a record after every `every` steps, of the last `window` steps, or of all if there were fewer."""
+    """Writes a record after every `every` steps, over the last `window` steps or all steps if there were fewer."""
 
     def __init__(self, path: Path, every: int, window: int) -> None:
         for name, value in (("every", every), ("window", window)):
@@ -42,7 +39,7 @@ class _Writer(ABC):
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         self._path = path
         self._every = every
-        self._last: deque[StepMetrics] = deque(maxlen=window)
+        self._last_steps: deque[StepMetrics] = deque(maxlen=window)
         self._seen = 0  # steps
         self._closed = False
 
@@ -55,21 +52,21 @@ class _Writer(ABC):
 
         """
         if self._closed:
-            raise ConfigError(f"this {type(self).__name__} is closed; make a new one")
-        self._last.append(metrics)
+            raise ConfigError(f"this {type(self).__name__} is closed; create a new one")
+        self._last_steps.append(metrics)
         self._seen += 1
         if self._seen % self._every == 0:
             try:
-                self._write(tuple(self._last))
+                self._write(tuple(self._last_steps))
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    self.close()  # the next record would be glued to half of this one
+                    self.close()  # the next record would continue a half-written line
                 raise DataError(
-                    f"{self._path} could not be written: {_in_words(error)}; make room there, or train without it"
+                    f"{self._path} could not be written: {_reason(error)}; free some space, or train without the log"
                 ) from error
 
     def close(self) -> None:
-        """Write no more; steps since the last record are left out. Closing twice does nothing."""
+        """Stop writing; steps since the last record are dropped. Closing twice does nothing."""
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -85,63 +82,62 @@ class _Writer(ABC):
 
 
 class JsonLines(_Writer):
-    """Appends a line of JSON per record to a file; `evenrank metrics FILE` shows what is in it.
+    """Appends one line of JSON per record to a file; `evenrank metrics FILE` shows it.
 
-    A line has `epoch` and `step` of the last step, `seen` (steps that this writer has seen, with that one), the fields
-    of MetricsSummary, `heaviest_before` and `heaviest_after` (the heaviest rank's load), `samples`, `tokens` and
-    `bytes` (of all ranks), means over the steps like the others, and of the last step the loads of each rank, `before`
-    and `after`, with their `lower_bound`. That is some 700 bytes, and 30 more for each rank.
+    A line has the fields of `LogRecord`: a summary of the steps, and the loads of each rank in the last of them. It
+    takes about 700 bytes, and 30 more for each rank.
 
-    Each line is handed to the system at once, so a job that is killed loses none. A log that exists is continued. If
-    its last line was torn, by a job that was killed while it wrote, that line is taken away first.
+    Each line is passed to the operating system at once, so a job that is killed loses none. An existing log is
+    continued; if its last line is incomplete, because a job was killed while it wrote, that line is removed first.
 
     Args:
-        path: of the file; folders above it are made.
+        path: of the file; missing parent folders are created.
         every: steps from one record to the next.
-        window: steps that a record sums up.
+        window: steps that a record summarizes.
 
     Raises:
         ConfigError: `every` or `window` is below 1.
-        DataError: the file cannot be written, or is something else than such a log.
+        DataError: the file cannot be written, or is not such a log.
 
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 1, window: int = 1) -> None:
         super().__init__(Path(path), every, window)
         try:
-            with contextlib.suppress(FileExistsError):  # if that is no folder, opening the file says so
+            with contextlib.suppress(FileExistsError):  # if the parent is a file, opening the log reports it
                 self._path.parent.mkdir(parents=True)
-            # Without a buffer: nothing is left to write when the file is closed, or when the process is killed.
+            # Unbuffered, so that nothing is lost when the process is killed.
             self._file = FileIO(self._path, "a+")
             try:
-                _end_with_a_whole_line(self._file, self._path)
+                _remove_incomplete_line(self._file, self._path)
             except BaseException:
                 self._file.close()
                 raise
         except OSError as error:
-            raise DataError(f"{self._path} cannot be written: {_in_words(error)}; choose another file") from error
+            raise DataError(f"{self._path} cannot be written: {_reason(error)}; choose another file") from error
 
     def close(self) -> None:
-        """Close the file; steps since the last record are left out. Closing twice does nothing."""
+        """Close the file; steps since the last record are dropped. Closing twice does nothing."""
         super().close()
         self._file.close()
 
     def _write(self, steps: Sequence[StepMetrics]) -> None:
-        rest = memoryview(f"{json.dumps(_line(steps, self._seen))}\n".encode())
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        record = LogRecord.of(steps, seen=self._seen)
+        remaining = memoryview(f"{json.dumps(record.to_json())}\n".encode())
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
 
 
 class TensorBoard(_Writer):
-    """Writes the fields of MetricsSummary as scalars `balance/...` for TensorBoard.
+    """Writes the fields of `MetricsSummary` that have a label as scalars `balance/...` for TensorBoard.
 
     The step of a scalar is the number of steps that this writer has seen, which grows from epoch to epoch. A new writer
-    counts from 1 again, so give a job that is resumed a folder of its own: TensorBoard shows it as another run.
+    starts at 1 again, so give a resumed job a folder of its own, which TensorBoard shows as another run.
 
     Args:
-        log_dir: folder of the event file; made if it is not there.
+        log_dir: folder of the event file; created if missing.
         every: steps from one record to the next.
-        window: steps that a record sums up.
+        window: steps that a record summarizes.
 
     Raises:
         ConfigError: `every` or `window` is below 1, or the package `tensorboard` is missing.
@@ -152,7 +148,7 @@ class TensorBoard(_Writer):
     def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
         super().__init__(Path(log_dir), every, window)
         try:
-            # Not above: most jobs do without, and hosts may lack it.
+            # Imported here because it is an optional dependency.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
@@ -161,60 +157,42 @@ class TensorBoard(_Writer):
         try:
             self._scalars = SummaryWriter(str(self._path))
         except OSError as error:
-            raise DataError(f"{self._path} cannot be written: {_in_words(error)}; choose another folder") from error
+            raise DataError(f"{self._path} cannot be written: {_reason(error)}; choose another folder") from error
 
     def close(self) -> None:
-        """Write what is waiting and close the event file. Closing twice does nothing."""
+        """Write pending scalars and close the event file. Closing twice does nothing."""
         super().close()
         self._scalars.close()
 
     def _write(self, steps: Sequence[StepMetrics]) -> None:
-        for name, value in dataclasses.asdict(summarize(steps)).items():
-            if name != "steps":
-                self._scalars.add_scalar(f"balance/{name}", value, self._seen)
+        summary = summarize(steps)
+        for entry in shown_fields():
+            self._scalars.add_scalar(f"balance/{entry.name}", getattr(summary, entry.name), self._seen)
 
 
-def _line(steps: Sequence[StepMetrics], seen: int) -> dict[str, Any]:
-    last = steps[-1]
-    return {
-        "epoch": int(last.epoch),
-        "step": int(last.step),
-        "seen": seen,
-        **dataclasses.asdict(summarize(steps)),
-        "heaviest_before": float(np.mean([step.before.max() for step in steps])),
-        "heaviest_after": float(np.mean([step.after.max() for step in steps])),
-        "samples": float(np.mean([step.samples for step in steps])),
-        "tokens": float(np.mean([step.tokens for step in steps])),
-        "bytes": float(np.mean([step.bytes for step in steps])),
-        "before": last.before.tolist(),
-        "after": last.after.tolist(),
-        "lower_bound": int(last.lower_bound),
-    }
-
-
-def _end_with_a_whole_line(file: FileIO, path: Path) -> None:
-    """Cut off a torn last line, so that the next begins where it should.
+def _remove_incomplete_line(file: FileIO, path: Path) -> None:
+    """Truncate an incomplete last line, so that the next record starts on a line of its own.
 
     Raises:
-        DataError: the file is something else than a log, and stays as it is.
+        DataError: the file is not a log; it is left unchanged.
 
     """
     file.seek(0)
-    beginning = file.read(len(_LINE_BEGINS))
+    beginning = file.read(len(_LINE_START))
     end = start = file.seek(0, os.SEEK_END)
-    last = b""
-    while start > 0 and b"\n" not in last:
+    last_lines = b""
+    while start > 0 and b"\n" not in last_lines:
         size = min(_BLOCK, start)
         start = file.seek(start - size)
-        last = file.read(size) + last
-    torn = last[last.rfind(b"\n") + 1 :]
-    for text in (beginning, torn[: len(_LINE_BEGINS)]):
-        if not _LINE_BEGINS.startswith(text):
-            raise DataError(f"{path} exists and is no log of balancing metrics; choose another file")
-    if torn.endswith(b"}") and _is_json(torn):  # only the end of the line is missing
+        last_lines = file.read(size) + last_lines
+    incomplete = last_lines[last_lines.rfind(b"\n") + 1 :]
+    for text in (beginning, incomplete[: len(_LINE_START)]):
+        if not _LINE_START.startswith(text):
+            raise DataError(f"{path} exists and is not a log of balancing metrics; choose another file")
+    if incomplete.endswith(b"}") and _is_json(incomplete):  # only the newline is missing
         file.write(b"\n")
     else:
-        file.truncate(end - len(torn))
+        file.truncate(end - len(incomplete))
 
 
 def _is_json(line: bytes) -> bool:
@@ -225,5 +203,5 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _in_words(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)

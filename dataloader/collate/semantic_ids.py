@@ -1,4 +1,4 @@
-"""Items as tuples of codes: the table of codes, and samples -> SemanticIdBatch."""
+"""Items as tuples of codes (semantic ids): the code table, and samples -> SemanticIdBatch."""
 
 import hashlib
 import pickle
@@ -10,20 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError
+from evenrank.core.errors import DataError, first_line
 from evenrank.dataloader.batch import SemanticIdBatch
 from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.sequences import LABEL, contextual_layout, padded
-from evenrank.dataloader.collate.spans import Pick, copy_codes, locate
+from evenrank.dataloader.collate.sequences import LABEL, layout_with_context, pad_rows
+from evenrank.dataloader.collate.spans import StoreRows, copy_codes, find_spans
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 
 SEMANTIC_ID = "semantic_id"
 _NO_CODE = -1
-# More levels than any codebook has: a table with more lies on its side.
-_MAX_LEVELS = 64
-# Events whose codes are looked up at a time when a store is checked.
-_EVENTS_AT_A_TIME = 1 << 24
+_MAX_LEVELS = 64  # more than any model uses: a table with more is probably transposed
+_EVENTS_PER_CHUNK = 1 << 24  # bounds the memory for checking a store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,32 +30,34 @@ class CodeTable:
 
     levels = 2, codebook_sizes = (3, 4)     item     0    1    2
                                             codes   0 3  2 1  - -     (item 2 has no code)
-                                            tokens  0 6  2 4          (the second level's begin at 3)
+                                            tokens  0 6  2 4          (tokens of the second level start at 3)
     """
 
-    codes: NDArray[np.int32]  # [items, levels]; -1 in every level of an item without a code
-    codebook_sizes: tuple[int, ...]  # [levels]: codes of a level lie in 0..size-1
+    codes: NDArray[np.int32]
+    """[items, levels]; -1 in every level of an item without a code."""
+    codebook_sizes: tuple[int, ...]
+    """[levels]: the codes of a level are in 0..size-1."""
 
     @property
     def level_offsets(self) -> NDArray[np.int64]:
-        """Where the tokens of each level begin: int64 [levels]."""
+        """First token of each level: int64 [levels]."""
         return np.cumsum([0, *self.codebook_sizes])[:-1]
 
     def has_code(self, items: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Say which items have a code: bool, of the same shape. Items beyond the table have none."""
-        inside = (items >= 0) & (items < len(self.codes))
-        found: NDArray[np.bool_] = inside & (self.codes[np.where(inside, items, 0), 0] != _NO_CODE)
-        return found
+        """Return which items have a code: bool, of the same shape. Items beyond the table have none."""
+        in_table = (items >= 0) & (items < len(self.codes))
+        has_code: NDArray[np.bool_] = in_table & (self.codes[np.where(in_table, items, 0), 0] != _NO_CODE)
+        return has_code
 
 
 def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) -> CodeTable:
-    """Read a table of whole numbers [levels, items] from a `.pt` or `.npy` file; -1 stands for no code.
+    """Read an integer table [levels, items] from a `.pt` or `.npy` file; -1 means no code.
 
-    Files are read without unpickling: nothing in them is ever executed.
+    Files are read without unpickling objects, so no code in them is ever run.
 
     Args:
-        path: the file.
-        codebook_sizes: of each level; None: the largest code of the level + 1.
+        path: of the file.
+        codebook_sizes: per level; None: the largest code of the level + 1.
 
     Raises:
         DataError: the file cannot be read, or is not such a table.
@@ -66,40 +66,46 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
     path = Path(path)
     table = _read_tensor(path)
     if table.ndim != 2 or table.dtype.kind not in "iu" or not table.size:
-        raise DataError(f"{path} must be a tensor of whole numbers [levels, items], it is {table.dtype} {table.shape}")
+        raise DataError(f"{path} must contain an integer tensor [levels, items], got {table.dtype} {table.shape}")
     if len(table) > _MAX_LEVELS:
         raise DataError(
-            f"{path} has {len(table):,} levels of {table.shape[1]:,} items; transpose it if those are items"
+            f"{path} has {len(table):,} levels of {table.shape[1]:,} items, more than {_MAX_LEVELS} levels; transpose "
+            "the table if its first dimension is the items"
         )
     low, high = int(table.min()), int(table.max())
     if low < _NO_CODE or high > np.iinfo(np.int32).max:
         raise DataError(f"{path} has codes from {low} to {high}; they must be -1 (no code) or 0 to 2^31-1")
-    missing = table == _NO_CODE
-    partly = np.flatnonzero(missing.any(axis=0) & ~missing.all(axis=0))
-    if len(partly):
-        raise DataError(f"{path} has codes for item {partly[0]} in some levels only; -1 must be in all levels or none")
-    used = (table.max(axis=1).astype(np.int64) + 1).tolist()
-    sizes = tuple(used if codebook_sizes is None else codebook_sizes)
-    if len(sizes) != len(used) or any(size < least for size, least in zip(sizes, used, strict=True)):
+    is_missing = table == _NO_CODE
+    partly_missing = np.flatnonzero(is_missing.any(axis=0) & ~is_missing.all(axis=0))
+    if len(partly_missing):
         raise DataError(
-            f"{path} has codes up to {[one - 1 for one in used]} in its levels, codebook_sizes {list(sizes)}"
+            f"{path} has codes for item {partly_missing[0]} in some levels only; set all of its levels to -1, or none"
+        )
+    max_codes = table.max(axis=1).astype(np.int64).tolist()
+    sizes = tuple([code + 1 for code in max_codes] if codebook_sizes is None else codebook_sizes)
+    if len(sizes) != len(max_codes) or any(size <= code for size, code in zip(sizes, max_codes, strict=True)):
+        raise DataError(
+            f"{path} has codes up to {max_codes} in its levels, got codebook_sizes {list(sizes)}; give each level a "
+            "size above its largest code"
         )
     return CodeTable(codes=np.ascontiguousarray(table.T, dtype=np.int32), codebook_sizes=sizes)
 
 
 def _read_tensor(path: Path) -> NDArray[np.integer]:
     if path.suffix not in (".pt", ".npy"):
-        raise DataError(f"{path} must be a .pt file of torch.save or a .npy file of numpy.save")
+        raise DataError(f"{path} must be a .pt file from torch.save or a .npy file from numpy.save")
     try:
         if path.suffix == ".npy":
             array: NDArray[np.integer] = np.load(path, allow_pickle=False)
             return array
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path} cannot be read as a tensor without running code from it ({reason})") from error
+        raise DataError(
+            f"{path} cannot be read as a tensor without running code from it ({first_line(error)}); save a single "
+            "tensor [levels, items]"
+        ) from error
     if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided:
-        raise DataError(f"{path} must hold one tensor [levels, items], it holds {type(loaded).__name__}")
+        raise DataError(f"{path} must contain one tensor [levels, items], got {type(loaded).__name__}")
     return loaded.numpy()
 
 
@@ -113,62 +119,68 @@ class SemanticIdCollate:
     """
 
     table: CodeTable
-    max_history_length: int  # events; each has `levels` tokens
-    label_offsets: bool  # labels are tokens, with the offsets of their levels, instead of codes
+    """The codes of the items."""
+    max_history_length: int
+    """Events of a history, each of `levels` tokens; longer histories keep their newest events."""
+    label_offsets: bool
+    """Whether labels are tokens, with the offsets of their levels, rather than codes."""
 
     def check(self, store: SequenceStore) -> None:
-        """Every store will do."""
+        """Accept every store: batches need no columns besides those of every dataset."""
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
-        """Return the rows without a target, and those with an item without a code among the events they would show."""
-        lacking = store.lengths if store.num_targets is None else store.num_targets
+        """Return the rows without a target, and those whose history or target contains an item without a code."""
+        num_targets = store.lengths if store.num_targets is None else store.num_targets
         return {
-            "no event to predict": np.flatnonzero(lacking < 1),
-            "an item without a code": self._without_codes(store),
+            "no event to predict": np.flatnonzero(num_targets < 1),
+            "an item without a code": self._rows_without_codes(store),
         }
 
     def filters(self) -> tuple[object, ...]:
-        """Say what decides which rows make samples."""
-        coded = np.packbits(self.table.codes[:, 0] != _NO_CODE)
-        return ("codes", self.max_history_length, hashlib.sha256(coded.tobytes()).hexdigest())
+        """Return the settings that decide which rows are samples."""
+        has_code = np.packbits(self.table.codes[:, 0] != _NO_CODE)
+        return ("codes", self.max_history_length, hashlib.sha256(has_code.tobytes()).hexdigest())
 
-    def _without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
-        shown_from = np.maximum(store.offsets[:-1], store.offsets[1:] - 1 - self.max_history_length)
+    def _rows_without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
+        first_shown = np.maximum(store.offsets[:-1], store.offsets[1:] - 1 - self.max_history_length)
         items = store.events[ITEM_ID]
-        found = []
-        for first in range(0, len(items), _EVENTS_AT_A_TIME):
-            events = first + np.flatnonzero(~self.table.has_code(items[first : first + _EVENTS_AT_A_TIME]))
+        rows_of_chunks = []
+        for first in range(0, len(items), _EVENTS_PER_CHUNK):
+            events = first + np.flatnonzero(~self.table.has_code(items[first : first + _EVENTS_PER_CHUNK]))
             rows = np.searchsorted(store.offsets, events, side="right") - 1
-            found.append(np.unique(rows[events >= shown_from[rows]]))
-        return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
+            rows_of_chunks.append(np.unique(rows[events >= first_shown[rows]]))
+        return np.unique(np.concatenate(rows_of_chunks)) if rows_of_chunks else np.empty(0, dtype=np.int64)
 
     def __call__(
-        self, picks: Sequence[Pick], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
+        self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
     ) -> list[SemanticIdBatch]:
-        """Make batches of the picked samples."""
-        count = len(sample_ids)
+        """Make batches of samples."""
         codes, levels = self.table.codes, self.table.codes.shape[1]
-        offsets = self.table.level_offsets
-        begins, splits, ends = locate(picks, count, max_history_length=self.max_history_length, max_num_candidates=1)
-        features = contextual_layout(picks, {SEMANTIC_ID: (splits - begins) * levels}, batch_size, num_batches)
-        places = features.places(SEMANTIC_ID)
-        copy_codes(picks, ITEM_ID, begins, splits - begins, places, codes, offsets, features.values)
-        labels = Layout({LABEL: (ends - splits) * levels}, batch_size, num_batches)
-        label_offsets = offsets if self.label_offsets else np.zeros_like(offsets)
-        copy_codes(picks, ITEM_ID, splits, ends - splits, labels.places(LABEL), codes, label_offsets, labels.values)
-        ids = torch.from_numpy(padded(sample_ids, batch_size, num_batches, fill=-1))
-        longest = zip(features.max_lengths(), labels.max_lengths(), strict=True)
+        level_offsets = self.table.level_offsets
+        label_level_offsets = level_offsets if self.label_offsets else np.zeros_like(level_offsets)
+        begins, splits, ends = find_spans(
+            groups, len(sample_ids), max_history_length=self.max_history_length, max_num_candidates=1
+        )
+        history_lengths, target_lengths = splits - begins, ends - splits  # in events
+        features = layout_with_context(groups, {SEMANTIC_ID: history_lengths * levels}, batch_size, num_batches)
+        feature_begins = features.begins(SEMANTIC_ID)
+        copy_codes(groups, ITEM_ID, begins, history_lengths, feature_begins, codes, level_offsets, features.values)
+        labels = Layout({LABEL: target_lengths * levels}, batch_size, num_batches)
+        label_begins = labels.begins(LABEL)
+        copy_codes(groups, ITEM_ID, splits, target_lengths, label_begins, codes, label_level_offsets, labels.values)
+        ids = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
+        max_lengths = zip(features.max_lengths(), labels.max_lengths(), strict=True)
         return [
             SemanticIdBatch(
                 batch_size=batch_size,
-                num_real=tokens // levels,
-                loss_tokens=tokens,
-                max_lengths=longest_feature | longest_label,
-                features=of_features,
-                labels=of_labels,
-                sample_ids=ids[number],
+                num_real=loss_tokens // levels,
+                loss_tokens=loss_tokens,
+                max_lengths=feature_max | label_max,
+                features=features_of_batch,
+                labels=labels_of_batch,
+                sample_ids=ids[batch],
             )
-            for number, (of_features, of_labels, (longest_feature, longest_label), (tokens,)) in enumerate(
-                zip(features.tensors(), labels.tensors(), longest, labels.num_values(), strict=True)
+            for batch, (features_of_batch, labels_of_batch, (feature_max, label_max), (loss_tokens,)) in enumerate(
+                zip(features.tensors(), labels.tensors(), max_lengths, labels.num_values(), strict=True)
             )
         ]

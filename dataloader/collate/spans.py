@@ -1,4 +1,4 @@
-"""Where samples lie in stores, and the compiled loops that copy them out, without the interpreter's lock."""
+"""The spans of samples in their stores, and the compiled loops that copy them out without holding the GIL."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,113 +9,150 @@ from numpy.typing import NDArray
 from evenrank.core.compiled import compiled
 from evenrank.datasets.store import SequenceStore
 
-_CACHE_LINE = 64  # bytes, of all processors that matter here
+_CACHE_LINE = 64  # bytes, on x86-64 and most ARM processors
 _NO_TARGETS = np.empty(0, dtype=np.int32)
 
 
-class Pick(NamedTuple):
-    """Samples that lie in one store."""
+class StoreRows(NamedTuple):
+    """The samples that come from one store."""
 
     store: SequenceStore
-    rows: NDArray[np.int64]  # in the store
-    slots: NDArray[np.int64]  # which row of the batch each becomes
+    """Where the events are."""
+    rows: NDArray[np.int64]
+    """[m]: rows of the store."""
+    sample_indices: NDArray[np.int64]
+    """[m]: index of each row among the n samples that are collated together."""
 
 
-def pick_rows(stores: Sequence[SequenceStore], ids: NDArray[np.int64]) -> list[Pick]:
-    """Find samples whose numbers count through the rows of all stores, one store behind the other; at least one pick.
+def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64]) -> list[StoreRows]:
+    """Group samples by the store that they come from.
+
+    Args:
+        stores: whose rows are numbered consecutively: the second's follow the first's.
+        sample_ids: int64 [n], such row numbers.
+
+    Returns:
+        At least one group; without samples, an empty group of the first store.
 
     Raises:
-        IndexError: a number is outside.
+        IndexError: a row number is out of range.
 
     """
     ends = np.cumsum([len(store) for store in stores])
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < ends[-1]:
-        raise IndexError(f"rows must lie in 0..{ends[-1] - 1}, got {int(ids.min())} to {int(ids.max())}")
-    if len(stores) == 1 or not len(ids):
-        return [Pick(stores[0], ids, np.arange(len(ids)))]
-    homes = np.searchsorted(ends, ids, side="right")
-    picks = []
-    for number in np.unique(homes).tolist():
-        slots = np.flatnonzero(homes == number)
-        picks.append(Pick(stores[number], ids[slots] - (ends[number] - len(stores[number])), slots))
-    return picks
+    if len(sample_ids) and not 0 <= int(sample_ids.min()) <= int(sample_ids.max()) < ends[-1]:
+        raise IndexError(
+            f"rows must be between 0 and {ends[-1] - 1}, got {int(sample_ids.min())} to {int(sample_ids.max())}"
+        )
+    if len(stores) == 1 or not len(sample_ids):
+        return [StoreRows(stores[0], sample_ids, np.arange(len(sample_ids)))]
+    store_indices = np.searchsorted(ends, sample_ids, side="right")
+    groups = []
+    for index in np.unique(store_indices).tolist():
+        sample_indices = np.flatnonzero(store_indices == index)
+        rows = sample_ids[sample_indices] - (ends[index] - len(stores[index]))
+        groups.append(StoreRows(stores[index], rows, sample_indices))
+    return groups
 
 
 class Spans(NamedTuple):
-    """The events of n samples, as indices into the events of their stores; int64 [n] each.
+    """The events of n samples, as indices into the events of their stores.
 
     events          a b c d e f g       max_history_length = 3, max_num_candidates = 2
                         ^     ^   ^
                         begins splits ends
     """
 
-    begins: NDArray[np.int64]  # of the history
-    splits: NDArray[np.int64]  # where the history ends and the candidates begin
+    begins: NDArray[np.int64]
+    """[n]: where the history begins."""
+    splits: NDArray[np.int64]
+    """[n]: where the history ends and the candidates begin."""
     ends: NDArray[np.int64]
+    """[n]: where the candidates end."""
 
 
-def locate(picks: Sequence[Pick], num_samples: int, *, max_history_length: int, max_num_candidates: int) -> Spans:
-    """Find the newest `max_history_length` events and the candidates behind them.
+def find_spans(
+    groups: Sequence[StoreRows], num_samples: int, *, max_history_length: int, max_num_candidates: int
+) -> Spans:
+    """Find each sample's candidates, its last events, and the newest `max_history_length` events before them.
 
-    A row with a number of targets has no more candidates than that: what comes before them was trained on.
+    A row with a number of targets has at most that many candidates, because the events before them were trained on.
+
+    Raises:
+        IndexError: a row has fewer events than candidates.
+
     """
     begins, splits, ends = np.empty((3, num_samples), dtype=np.int64)
-    for store, rows, slots in picks:
+    for store, rows, sample_indices in groups:
         targets = _NO_TARGETS if store.num_targets is None else store.num_targets
-        if not _locate(
-            store.offsets, targets, rows, slots, max_history_length, max_num_candidates, begins, splits, ends
+        if not _find_spans(
+            store.offsets, targets, rows, sample_indices, max_history_length, max_num_candidates, begins, splits, ends
         ):
-            raise IndexError(f"a row has fewer events than {max_num_candidates} candidates; it is no sample")
+            raise IndexError(f"a row has fewer events than {max_num_candidates} candidates; it is not a sample")
     return Spans(begins, splits, ends)
 
 
 def copy_events(
-    picks: Sequence[Pick],
+    groups: Sequence[StoreRows],
     column: str,
     begins: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    places: NDArray[np.int64],
+    out_begins: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> None:
-    """Copy events of a column: of sample i those from begins[i] to out[places[i]] and onwards; int64 [n] each."""
-    for store, _, slots in picks:
-        _copy_events(store.events[column], slots, begins, lengths, places, out)
+    """Copy events of a column: sample i's from begins[i] on to out[out_begins[i]] on.
+
+    Args:
+        groups: the samples.
+        column: name of the list column.
+        begins: int64 [n], indices into the column of each sample's store.
+        lengths: int64 [n], in events.
+        out_begins: int64 [n], indices into `out`.
+        out: int64.
+
+    """
+    for store, _, sample_indices in groups:
+        _copy_events(store.events[column], sample_indices, begins, lengths, out_begins, out)
 
 
 def copy_codes(
-    picks: Sequence[Pick],
+    groups: Sequence[StoreRows],
     column: str,
     begins: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    places: NDArray[np.int64],
+    out_begins: NDArray[np.int64],
     codes: NDArray[np.int32],
     level_offsets: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> None:
-    """Copy the codes of a column's events: as `copy_events`, with `levels` values an event.
+    """Copy the codes of a column's events, like `copy_events` with `levels` values per event.
 
     Args:
-        picks: the samples.
-        column: whose values are rows of `codes`.
-        begins: int64 [n], of the events.
+        groups: the samples.
+        column: name of a list column whose values are rows of `codes`.
+        begins: int64 [n], indices into the column of each sample's store.
         lengths: int64 [n], in events.
-        places: int64 [n], where in `out` each sample's codes begin.
+        out_begins: int64 [n], indices into `out` of each sample's first code.
         codes: int32 [items, levels].
         level_offsets: int64 [levels], added to the codes.
         out: int64.
 
+    Raises:
+        IndexError: an item has no code.
+
     """
-    for store, _, slots in picks:
-        if not _copy_codes(store.events[column], slots, begins, lengths, places, codes, level_offsets, out):
-            raise IndexError("a row has an item without a code; it is no sample")
+    for store, _, sample_indices in groups:
+        if not _copy_codes(
+            store.events[column], sample_indices, begins, lengths, out_begins, codes, level_offsets, out
+        ):
+            raise IndexError("a row has an item without a code; it is not a sample")
 
 
 @compiled
-def _locate(
+def _find_spans(
     offsets: NDArray[np.int64],
-    targets: NDArray[np.int32],
+    num_targets: NDArray[np.int32],
     rows: NDArray[np.int64],
-    slots: NDArray[np.int64],
+    sample_indices: NDArray[np.int64],
     max_history_length: int,
     max_num_candidates: int,
     begins: NDArray[np.int64],
@@ -123,63 +160,63 @@ def _locate(
     ends: NDArray[np.int64],
 ) -> bool:
     for index in range(len(rows)):
-        row, slot = rows[index], slots[index]
-        candidates = max_num_candidates
-        if len(targets):
-            candidates = min(candidates, targets[row])
+        row, sample = rows[index], sample_indices[index]
+        num_candidates = max_num_candidates
+        if len(num_targets):
+            num_candidates = min(num_candidates, num_targets[row])
         end = offsets[row + 1]
-        split = end - candidates
+        split = end - num_candidates
         if split < offsets[row]:
             return False
-        begins[slot] = max(offsets[row], split - max_history_length)
-        splits[slot] = split
-        ends[slot] = end
+        begins[sample] = max(offsets[row], split - max_history_length)
+        splits[sample] = split
+        ends[sample] = end
     return True
 
 
 @compiled
 def _copy_events(
     column: NDArray[np.integer],
-    slots: NDArray[np.int64],
+    sample_indices: NDArray[np.int64],
     begins: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    places: NDArray[np.int64],
+    out_begins: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> int:
-    # Samples lie anywhere in a column that no cache holds. Touching all their cache lines first lets the processor
-    # fetch many at a time, where copying would wait for each sample's before it comes to the next.
+    # Samples are scattered over a column that fits no cache. Touching all their cache lines first lets the processor
+    # fetch many lines at a time; copying right away would wait for each sample's lines in turn.
     step = _CACHE_LINE // column.itemsize
     touched = 0
-    for slot in slots:
-        for event in range(begins[slot], begins[slot] + lengths[slot], step):
+    for sample in sample_indices:
+        for event in range(begins[sample], begins[sample] + lengths[sample], step):
             touched ^= column[event]
-    for slot in slots:
-        begin, place, length = begins[slot], places[slot], lengths[slot]
-        events, copied = column[begin : begin + length], out[place : place + length]
-        for event in range(length):  # compiled to a faster loop than an assignment of the slice
+    for sample in sample_indices:
+        begin, out_begin, length = begins[sample], out_begins[sample], lengths[sample]
+        events, copied = column[begin : begin + length], out[out_begin : out_begin + length]
+        for event in range(length):  # compiles to a faster loop than a slice assignment
             copied[event] = events[event]
-    return touched  # so that the compiler keeps the loads
+    return touched  # so that the compiler does not remove the loads
 
 
 @compiled
 def _copy_codes(
     column: NDArray[np.integer],
-    slots: NDArray[np.int64],
+    sample_indices: NDArray[np.int64],
     begins: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    places: NDArray[np.int64],
+    out_begins: NDArray[np.int64],
     codes: NDArray[np.int32],
     level_offsets: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> bool:
     levels = codes.shape[1]
-    for slot in slots:
-        place = places[slot]
-        for event in range(begins[slot], begins[slot] + lengths[slot]):
+    for sample in sample_indices:
+        out_index = out_begins[sample]
+        for event in range(begins[sample], begins[sample] + lengths[sample]):
             item = column[event]
             if item < 0 or item >= len(codes) or codes[item, 0] < 0:
                 return False
             for level in range(levels):
-                out[place + level] = codes[item, level] + level_offsets[level]
-            place += levels
+                out[out_index + level] = codes[item, level] + level_offsets[level]
+            out_index += levels
     return True

@@ -1,79 +1,81 @@
-"""Events of any number in bounded memory: dealt into buckets of users, each of which fits.
+"""Any number of events in bounded memory: split by user into buckets that each fit into memory.
 
-A bucket holds the users whose hash begins with its number, so that buckets one after the other are in the order of the
-contract, however many there are. What is dealt stays in memory up to a limit; then all of it goes to files, one a
-bucket, and memory fills anew.
+The leading bits of a user's hash are the index of its bucket, so that consecutive buckets are in the row order of the
+dataset, whatever their number. Events are kept in memory up to a limit; above it, all of them are appended to one file
+per bucket.
 """
 
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.datasets.schema import USER_ID, user_hash
 
-Columns = dict[str, NDArray[np.int64]]  # per column of events: [events]; int64 or int32
+Columns = dict[str, NDArray[Any]]  # by name, the values of a column of events: int64 or int32 [events]
 
-# Events that a bucket should hold at most: some 0.3 GB while it is built.
+# Target size of a bucket; building the sequences of one takes about 0.3 GB.
 EVENTS_PER_BUCKET = 4_000_000
-# What may wait in memory, over all buckets.
+# Limit of the events kept in memory, over all buckets.
 BYTES_IN_MEMORY = 400 << 20
 
 _INT32 = np.iinfo(np.int32)
 
 
 class Buckets:
-    """Takes events batch by batch, in file order, and gives them back bucket by bucket, in file order within each.
+    """Events that are appended in batches and read back one bucket at a time, in the order in which they were appended.
 
     Args:
-        folder: where bucket files go; made when it is needed, and removed by `close`.
-        num_events: how many are expected; only the number of buckets depends on it.
-        dtypes: of each column; `user_id` is one of them.
+        folder: folder of the bucket files; created when it is needed, and removed by `close`.
+        num_events: expected number of events; only the number of buckets depends on it.
+        dtypes: data type of each column; `user_id` is one of them.
 
     """
 
     def __init__(self, folder: Path, num_events: int, dtypes: Mapping[str, str]) -> None:
         self._folder = folder
         self._dtypes = dict(dtypes)
-        # A power of two, so that a bucket's number is the leading bits of the hash.
-        self._bits = max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length()
-        self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, what is in memory
-        self._num_bytes = 0  # of them
-        self._num_spilled = [0] * len(self)  # per bucket: parts in its file
+        # The number of buckets is a power of two, so that leading bits of the hash are the index.
+        self._num_bits = max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length()
+        self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, the parts in memory
+        self._num_bytes = 0  # of all parts in memory
+        self._num_spilled = [0] * len(self)  # per bucket, the number of parts in its file
 
     def __len__(self) -> int:
-        return 1 << self._bits
+        return 1 << self._num_bits
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns."""
+        """Names of the columns."""
         return tuple(self._dtypes)
 
     def append(self, batch: Columns) -> None:
-        """Deal out a batch of events: [n] each."""
-        numbers = np.zeros(len(batch[USER_ID]), dtype=np.uint16)
-        if self._bits:
-            numbers = (user_hash(batch[USER_ID]) >> np.uint64(64 - self._bits)).astype(np.uint16)
-        order = np.argsort(numbers, kind="stable") if self._bits else slice(None)  # a radix sort for 16-bit numbers
-        ends = np.cumsum(np.bincount(numbers, minlength=len(self)))
-        # Narrow before dealing: half of the bytes to move, to keep and to spill.
-        dealt = {name: _narrowed(values)[order] for name, values in batch.items()}
-        for number, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        """Distribute a batch of events over the buckets."""
+        indices = np.zeros(len(batch[USER_ID]), dtype=np.uint16)
+        if self._num_bits:
+            indices = (user_hash(batch[USER_ID]) >> np.uint64(64 - self._num_bits)).astype(np.uint16)
+        # For 16-bit integers, NumPy's stable sort is a radix sort.
+        order = np.argsort(indices, kind="stable") if self._num_bits else slice(None)
+        ends = np.cumsum(np.bincount(indices, minlength=len(self)))
+        # Narrowing halves the number of bytes to reorder, to keep and to spill.
+        sorted_batch = {name: _narrowed(values)[order] for name, values in batch.items()}
+        for index, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             if begin < end:
-                self._parts[number].append({name: values[begin:end] for name, values in dealt.items()})
-        self._num_bytes += sum(values.nbytes for values in dealt.values())
+                self._parts[index].append({name: values[begin:end] for name, values in sorted_batch.items()})
+        self._num_bytes += sum(values.nbytes for values in sorted_batch.values())
         if self._num_bytes > BYTES_IN_MEMORY:
             self._spill()
 
     def __iter__(self) -> Iterator[Columns]:
-        for number in range(len(self)):
-            yield self.read(number, tuple(self._dtypes))
+        for index in range(len(self)):
+            yield self.read(index, self.names)
 
-    def read(self, number: int, names: tuple[str, ...]) -> Columns:
-        """Return some columns of a bucket."""
-        parts = [*self._spilled(number), *self._parts[number]]
+    def read(self, index: int, names: tuple[str, ...]) -> Columns:
+        """Return the named columns of a bucket."""
+        parts = [*self._read_spilled(index), *self._parts[index]]
         return {
             name: np.concatenate([np.empty(0, dtype=dtype), *(part[name] for part in parts)], dtype=dtype)
             for name, dtype in self._dtypes.items()
@@ -81,32 +83,33 @@ class Buckets:
         }
 
     def close(self) -> None:
-        """Forget everything, and remove the bucket files."""
+        """Discard all events and remove the bucket files."""
         self._parts = [[] for _ in range(len(self))]
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spill(self) -> None:
         self._folder.mkdir(exist_ok=True)
-        for number, parts in enumerate(self._parts):
-            with self._path(number).open("ab") as file:
+        for index, parts in enumerate(self._parts):
+            with self._path(index).open("ab") as file:
                 for part in parts:
                     for name in self._dtypes:
                         np.save(file, part[name])
-            self._num_spilled[number] += len(parts)
+            self._num_spilled[index] += len(parts)
             parts.clear()
         self._num_bytes = 0
 
-    def _spilled(self, number: int) -> Iterator[Columns]:
-        if self._num_spilled[number]:
-            with self._path(number).open("rb") as file:
-                for _ in range(self._num_spilled[number]):
+    def _read_spilled(self, index: int) -> Iterator[Columns]:
+        if self._num_spilled[index]:
+            with self._path(index).open("rb") as file:
+                for _ in range(self._num_spilled[index]):
                     yield {name: np.load(file) for name in self._dtypes}
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:05d}.npy"
+    def _path(self, index: int) -> Path:
+        return self._folder / f"{index:05d}.npy"
 
 
-def _narrowed(values: NDArray[np.int64]) -> NDArray[np.int64]:
+def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
+    """Return int64 values as int32 if all of them fit."""
     if values.dtype == np.int64 and len(values) and values.min() >= _INT32.min and values.max() <= _INT32.max:
         return values.astype(np.int32)
     return values

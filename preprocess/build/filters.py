@@ -1,4 +1,4 @@
-"""What is left out, and what is cut: k-core, shortest and longest history, windows of one long user."""
+"""Filters of events and users (k-core, shortest and longest history), and windows of long histories."""
 
 from dataclasses import dataclass, replace
 
@@ -13,14 +13,20 @@ from evenrank.preprocess.build.sequences import Sequences
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filters:
-    """What stays. Lengths are events of a user."""
+    """Which events and users to keep, and how to cut long histories. All values are numbers of events."""
 
-    min_user_events: int = 1  # k-core: users with fewer events go, with their events, ...
-    min_item_events: int = 1  # ... and items with fewer events, until nothing changes
-    min_length: int = 1  # users with fewer events, once the k-core is found, go
-    max_length: int | None = None  # users with more go; None: nobody does
-    window: int | None = None  # rows of at most so many events of a user; None: one row per user
-    stride: int | None = None  # events from one window's beginning to the next; None: as many as a window has
+    min_user_events: int = 1
+    """k-core: users with fewer events are removed, repeatedly, until no user and no item has too few."""
+    min_item_events: int = 1
+    """k-core: items with fewer events are removed, repeatedly, until no user and no item has too few."""
+    min_length: int = 1
+    """Users with fewer events are left out, counting after the k-core."""
+    max_length: int | None = None
+    """Users with more events are left out, counting after the k-core; None: no limit."""
+    window: int | None = None
+    """Users with more events get several rows of at most this length; None: one row per user."""
+    stride: int | None = None
+    """Distance between the starts of consecutive windows; None: `window`."""
 
     def __post_init__(self) -> None:
         for name in ("min_user_events", "min_item_events", "min_length", "max_length", "window", "stride"):
@@ -28,47 +34,47 @@ class Filters:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.max_length is not None and self.max_length < self.min_length:
-            raise ConfigError(f"max_length must not be below min_length, got {self.max_length} and {self.min_length}")
+            raise ConfigError(f"max_length must be at least min_length, got {self.max_length} and {self.min_length}")
         if self.stride is not None and self.window is None:
-            raise ConfigError("stride goes with window; give both")
+            raise ConfigError(f"stride {self.stride} has no effect without window; set both")
         if self.window is not None and self.stride is not None and self.stride > self.window:
-            raise ConfigError(f"stride must not be above window ({self.window}), or events are lost; got {self.stride}")
+            raise ConfigError(f"stride must be at most window ({self.window}), or events are lost; got {self.stride}")
 
 
 def k_core(buckets: Buckets, filters: Filters) -> list[NDArray[np.bool_]] | None:
-    """Find the events that are left once no user and no item has too few.
+    """Find the events that remain when users and items with too few events are removed until none is left.
 
-    Users and items are removed in turn until nothing changes; the result, the largest such set, does not depend on the
-    order in which that is done.
+    The result is the largest set of events in which every user and every item has enough; it does not depend on the
+    order of removal.
 
     Returns:
-        Per bucket, bool [events]; None if no filter asks for it.
+        Per bucket, the mask of the remaining events, bool [events]; None if the filters have no k-core.
 
     """
     if filters.min_user_events == 1 and filters.min_item_events == 1:
         return None
-    items = np.unique(np.concatenate([np.unique(buckets.read(n, (ITEM_ID,))[ITEM_ID]) for n in range(len(buckets))]))
-    kept = [np.ones(len(buckets.read(n, (USER_ID,))[USER_ID]), dtype=bool) for n in range(len(buckets))]
-    left, before = sum(int(mask.sum()) for mask in kept), -1
-    while left != before:
-        before = left
-        counts = np.zeros(len(items), dtype=np.int64)
-        for number, mask in enumerate(kept):
-            item_ids = buckets.read(number, (ITEM_ID,))[ITEM_ID]
-            counts += np.bincount(np.searchsorted(items, item_ids[mask]), minlength=len(items))
-        for number, mask in enumerate(kept):
-            columns = buckets.read(number, (USER_ID, ITEM_ID))
-            mask &= counts[np.searchsorted(items, columns[ITEM_ID])] >= filters.min_item_events
+    items = np.unique(np.concatenate([np.unique(buckets.read(i, (ITEM_ID,))[ITEM_ID]) for i in range(len(buckets))]))
+    masks = [np.ones(len(buckets.read(i, (USER_ID,))[USER_ID]), dtype=bool) for i in range(len(buckets))]
+    num_kept, num_before = sum(map(len, masks)), -1
+    while num_kept != num_before:
+        num_before = num_kept
+        events_of_item = np.zeros(len(items), dtype=np.int64)
+        for index, mask in enumerate(masks):
+            item_ids = buckets.read(index, (ITEM_ID,))[ITEM_ID]
+            events_of_item += np.bincount(np.searchsorted(items, item_ids[mask]), minlength=len(items))
+        for index, mask in enumerate(masks):
+            columns = buckets.read(index, (USER_ID, ITEM_ID))
+            mask &= events_of_item[np.searchsorted(items, columns[ITEM_ID])] >= filters.min_item_events
             # All events of a user are in one bucket.
             _, codes = np.unique(columns[USER_ID], return_inverse=True)
-            per_user = np.bincount(codes[mask], minlength=codes.max(initial=-1) + 1)
-            mask &= per_user[codes] >= filters.min_user_events
-        left = sum(int(mask.sum()) for mask in kept)
-    return kept
+            events_of_user = np.bincount(codes[mask], minlength=codes.max(initial=-1) + 1)
+            mask &= events_of_user[codes] >= filters.min_user_events
+        num_kept = sum(int(mask.sum()) for mask in masks)
+    return masks
 
 
 def keep_lengths(sequences: Sequences, filters: Filters) -> Sequences:
-    """Leave out users with too short or too long a history."""
+    """Leave out users whose history is too short or too long."""
     lengths = sequences.lengths
     keep = lengths >= filters.min_length
     if filters.max_length is not None:
@@ -77,13 +83,13 @@ def keep_lengths(sequences: Sequences, filters: Filters) -> Sequences:
 
 
 def cut_windows(sequences: Sequences, filters: Filters) -> Sequences:
-    """Make several rows of a user with more than `window` events: one begins every `stride` events.
+    """Cut the rows of users with more than `window` events into windows that start every `stride` events.
 
         8 events, window 4, stride 3:    0 1 2 3
                                                3 4 5 6
                                                      6 7
 
-    The last window holds the newest event and may be shorter. A row keeps the number of its window.
+    The last window ends with the newest event and may be shorter. `windows` becomes the index of each row's window.
     """
     if filters.window is None:
         return sequences

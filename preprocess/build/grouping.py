@@ -1,4 +1,4 @@
-"""The compiled loops that turn events into sequences; they run without the interpreter's lock."""
+"""The compiled loops that turn events into sequences; they run without the GIL."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,19 +8,19 @@ from evenrank.core.compiled import compiled
 
 @compiled
 def _slot(key: int, mask: int) -> np.int64:
-    # Fibonacci hashing (Knuth): the high bits of a product with 2^64 / golden ratio are well mixed.
+    # Fibonacci hashing (Knuth, TAOCP volume 3): the high bits of the product with 2^64 / golden ratio are well mixed.
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(20)) & np.uint64(mask))
 
 
 @compiled
 def encode_users(user_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Number users in the order in which they first appear, by an open-addressing hash table.
+    """Number users in order of first appearance, with an open-addressing hash table.
 
     Args:
         user_ids: int64 [events].
 
     Returns:
-        The different users, int64 [users], and each event's number among them, int32 [events].
+        The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
 
     """
     capacity = 1 << 12
@@ -30,7 +30,7 @@ def encode_users(user_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArra
     count = 0
     for event in range(len(user_ids)):
         user = user_ids[event]
-        if event > 0 and user == user_ids[event - 1]:  # many logs are grouped by user already
+        if event > 0 and user == user_ids[event - 1]:  # many logs are already grouped by user
             codes[event] = codes[event - 1]
             continue
         slot = _slot(user, capacity - 1)
@@ -61,16 +61,16 @@ def encode_users(user_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArra
 def order_events(
     codes: NDArray[np.int32], times: NDArray[np.int64], num_users: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Sort events by user, then by time; events of one user and one time stay in their order.
+    """Sort events by user, then by time; the sort is stable.
 
     Args:
-        codes: int32 [events], each event's user, 0..num_users-1.
+        codes: int32 [events], the user of each event, 0..num_users-1.
         times: int64 [events].
-        num_users: how many there are.
+        num_users: number of users.
 
     Returns:
-        offsets, int64 [users + 1], and order, int32 [events]: user u's events, oldest first, are
-        order[offsets[u] : offsets[u + 1]].
+        offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of the
+        events of user u, oldest first.
 
     """
     offsets = np.zeros(num_users + 1, dtype=np.int64)
@@ -79,16 +79,16 @@ def order_events(
     for user in range(num_users):
         offsets[user + 1] += offsets[user]
     order = np.empty(len(codes), dtype=np.int32)
-    place = offsets[:-1].copy()
+    next_position = offsets[:-1].copy()
     for event in range(len(codes)):
-        order[place[codes[event]]] = event
-        place[codes[event]] += 1
+        order[next_position[codes[event]]] = event
+        next_position[codes[event]] += 1
     for user in range(num_users):
         begin, end = offsets[user], offsets[user + 1]
-        for at in range(begin + 1, end):
-            if times[order[at]] < times[order[at - 1]]:
-                own = order[begin:end].copy()
-                order[begin:end] = own[np.argsort(times[own], kind="mergesort")]
+        for position in range(begin + 1, end):
+            if times[order[position]] < times[order[position - 1]]:
+                events_of_user = order[begin:end].copy()
+                order[begin:end] = events_of_user[np.argsort(times[events_of_user], kind="mergesort")]
                 break
     return offsets, order
 
@@ -101,7 +101,7 @@ def count_duplicates(
     items: NDArray[np.int64],
     actions: NDArray[np.int64],
 ) -> int:
-    """Count events that repeat another of the same user, time, item and action."""
+    """Count events that repeat an earlier one with the same user, time, item and action."""
     duplicates = 0
     for user in range(len(offsets) - 1):
         begin = offsets[user]
@@ -110,13 +110,13 @@ def count_duplicates(
             while end < offsets[user + 1] and times[order[end]] == times[order[begin]]:
                 end += 1
             if end - begin > 1:
-                # Sorted by item, then by action, so that equal ones are neighbours.
-                own = order[begin:end].copy()
-                own = own[np.argsort(actions[own], kind="mergesort")]
-                own = own[np.argsort(items[own], kind="mergesort")]
-                for at in range(1, len(own)):
-                    a, b = own[at - 1], own[at]
-                    if items[a] == items[b] and actions[a] == actions[b]:
+                # Sort by item, then by action, so that duplicates are adjacent.
+                tied = order[begin:end].copy()
+                tied = tied[np.argsort(actions[tied], kind="mergesort")]
+                tied = tied[np.argsort(items[tied], kind="mergesort")]
+                for position in range(1, len(tied)):
+                    previous, event = tied[position - 1], tied[position]
+                    if items[previous] == items[event] and actions[previous] == actions[event]:
                         duplicates += 1
             begin = end
     return duplicates
@@ -130,8 +130,8 @@ def first_at_or_after(
     times: NDArray[np.int64],
     boundary: int,
 ) -> NDArray[np.int64]:
-    """Return, for each row, the place of its first event at or after a time; its end if there is none: int64 [rows]."""
-    places = np.empty(len(begins), dtype=np.int64)
+    """Return for each row the offset in `order` of its first event at or after a time, else its end: int64 [rows]."""
+    offsets = np.empty(len(begins), dtype=np.int64)
     for row in range(len(begins)):
         low, high = begins[row], ends[row]
         while low < high:
@@ -140,8 +140,8 @@ def first_at_or_after(
                 low = middle + 1
             else:
                 high = middle
-        places[row] = low
-    return places
+        offsets[row] = low
+    return offsets
 
 
 @compiled
@@ -152,10 +152,10 @@ def mark_items(
     begins: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> None:
-    """Set seen[item] for the items of all rows; `seen` has a place for each."""
+    """Set seen[item] for the items of all rows; `seen` must be longer than the largest of them."""
     for row in range(len(begins)):
-        for place in range(begins[row], ends[row]):
-            seen[items[order[place]]] = True
+        for offset in range(begins[row], ends[row]):
+            seen[items[order[offset]]] = True
 
 
 @compiled
@@ -167,9 +167,9 @@ def gather(
     for row in range(len(begins)):
         total += ends[row] - begins[row]
     values = np.empty(total, dtype=column.dtype)
-    at = 0
+    position = 0
     for row in range(len(begins)):
-        for place in range(begins[row], ends[row]):
-            values[at] = column[order[place]]
-            at += 1
+        for offset in range(begins[row], ends[row]):
+            values[position] = column[order[offset]]
+            position += 1
     return values

@@ -1,4 +1,4 @@
-"""Timed slices of histories, for replaying inference traffic: when a user asks, and how much is known by then."""
+"""Timed prefixes of histories, for replaying inference traffic: when users make requests, and their history by then."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +21,23 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestRule:
-    """When a user makes a request: at the first event, and then at each event this long after the last request's."""
+    """When a user makes a request: at the first event, then at each event late enough after the last request."""
 
     seconds: float
-    by_date: bool = False  # history, and requests, begin anew with each day, in UTC
+    """Minimum time between two requests of a user, in seconds."""
+    by_date: bool = False
+    """Whether the histories and requests of each UTC day are separate."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < 1e9:
-            raise ConfigError(f"requests must be above 0 seconds and below 10^9 apart, got {self.seconds:g}")
+            raise ConfigError(f"seconds between requests must be above 0 and below 10^9, got {self.seconds:g}")
 
 
 class RequestWriter:
-    """Writes `requests.parquet`: user_id, request_ts_ms, history_end, each int64; rows as users come, then by time.
+    """Write `requests.parquet`: int64 columns user_id, request_ts_ms and history_end.
 
-    `history_end` is how many of the user's events come before that of the request; with `by_date`, of that day's.
+    Rows are in the order of the appended users, then of time. `history_end` is the number of the user's events before
+    the event of the request; with `by_date`, the number of those on the same day.
     """
 
     def __init__(self, path: Path, rule: RequestRule) -> None:
@@ -42,7 +45,7 @@ class RequestWriter:
         self._writer = pq.ParquetWriter(path, _SCHEMA, compression="zstd")
 
     def append(self, sequences: Sequences) -> None:
-        """Write the requests of some users' whole histories."""
+        """Write the requests of users, given their whole histories."""
         times = sequences.values(TIMESTAMP_MS)
         rows, request_times, history_ends = find_requests(
             np.concatenate(([0], np.cumsum(sequences.lengths))),
@@ -54,7 +57,7 @@ class RequestWriter:
         self._writer.write_table(pa.table([pa.array(column) for column in columns], schema=_SCHEMA))
 
     def close(self) -> None:
-        """Complete the file."""
+        """Finish the file."""
         self._writer.close()
 
 
@@ -62,16 +65,16 @@ class RequestWriter:
 def find_requests(
     offsets: NDArray[np.int64], times: NDArray[np.int64], gap: int, day: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Find the requests of sequences.
+    """Find the requests of each row.
 
     Args:
-        offsets: int64 [rows + 1], where each row's events begin.
+        offsets: int64 [rows + 1], offsets of the first event of each row.
         times: int64 [events], ascending within a row.
-        gap: the least time from one request to the next of a row, in the unit of `times`.
-        day: after how long history begins anew, counted from time 0; 0: never.
+        gap: minimum time between two requests of a row, in the unit of `times`.
+        day: length of the periods, counted from time 0, whose histories are separate; 0: a single history.
 
     Returns:
-        The row, the time and the number of events before it, of each request: int64 [requests] each.
+        For each request its row, its time, and the number of events before it: int64 [requests] each.
 
     """
     rows = np.empty(len(times), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""One bucket's events -> sequences: a row per user, events in time order, rows in the order of the contract."""
+"""The events of a bucket -> sequences: one row per user, events in time order, rows in the order of the dataset."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,34 +13,39 @@ from evenrank.preprocess.build.grouping import count_duplicates, encode_users, f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """Rows that point into events: filters, splits and windows change where they point, and copy nothing.
+    """Rows as ranges of events: filters, splits and windows only change the ranges and copy no events.
 
     user_ids         7        3
-    begins, ends     0..2     2..5       places in `order`
-    order            4 1      0 2 3      numbers of events, oldest first
+    begins, ends     0..2     2..5       offsets in `order`
+    order            4 1      0 2 3      indices of events, oldest first
     events[name]     [e0 e1 e2 e3 e4]    in file order
     """
 
-    user_ids: NDArray[np.int64]  # [rows]
-    begins: NDArray[np.int64]  # [rows]
-    ends: NDArray[np.int64]  # [rows]
-    order: NDArray[np.int32]  # [events]
-    events: Mapping[str, NDArray[np.int64]]  # item_id, action, timestamp_ms, extra columns: [events]
-    windows: NDArray[np.int32]  # [rows]: number of the row among those of its user, from 0
-    num_targets: NDArray[
-        np.int32
-    ]  # [rows]: how many of the last events are to be predicted; 0 where all rows are alike
+    user_ids: NDArray[np.int64]
+    """User of each row: [rows]."""
+    begins: NDArray[np.int64]
+    """Offset in `order` of each row's first event: [rows]."""
+    ends: NDArray[np.int64]
+    """Offset in `order` after each row's last event: [rows]."""
+    order: NDArray[np.int32]
+    """Indices of events, those of a user adjacent and oldest first: [events]."""
+    events: Mapping[str, NDArray[np.int64]]
+    """item_id, action, timestamp_ms and extra columns, in file order: [events] each."""
+    windows: NDArray[np.int32]
+    """Index of each row among those of its user: [rows]."""
+    num_targets: NDArray[np.int32]
+    """Number of last events of each row that are to be predicted; 0 if the split does not say: [rows]."""
 
     def __len__(self) -> int:
         return len(self.user_ids)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Events of each row: int64 [rows]."""
+        """Number of events of each row: int64 [rows]."""
         return self.ends - self.begins
 
     def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> "Sequences":
-        """Return some rows: by a mask [rows], or by their numbers."""
+        """Return the rows selected by a mask [rows] or by indices."""
         return replace(
             self,
             user_ids=self.user_ids[rows],
@@ -51,22 +56,22 @@ class Sequences:
         )
 
     def values(self, name: str) -> NDArray[np.int64]:
-        """Return a column of all rows' events, one row behind the other: [sum(lengths)]."""
+        """Return the values of a column for the events of all rows, concatenated: [sum(lengths)]."""
         return gather(self.events[name], self.order, self.begins, self.ends)
 
     def first_at_or_after(self, boundary_ms: int) -> NDArray[np.int64]:
-        """Return the place of each row's first event at or after a time, `ends` if there is none: int64 [rows]."""
+        """Return the offset in `order` of each row's first event at or after a time, else its end: int64 [rows]."""
         return first_at_or_after(self.begins, self.ends, self.order, self.events[TIMESTAMP_MS], boundary_ms)
 
 
 def build_sequences(columns: Columns) -> tuple[Sequences, int]:
-    """Group a bucket's events by user, oldest first, those of one time in file order.
+    """Group the events of a bucket by user, oldest first; events of the same time stay in file order.
 
     Args:
-        columns: the bucket's events in file order.
+        columns: the events of the bucket, in file order.
 
     Returns:
-        The sequences, in the order of (user_hash(user_id), user_id), and how many events are duplicates of others.
+        The sequences, ordered by (user_hash(user_id), user_id), and the number of events that repeat another.
 
     """
     users, codes = encode_users(columns[USER_ID])

@@ -1,9 +1,9 @@
-"""Which rows, and which of their events, go to `train` and to `eval`.
+"""Rules that divide rows and their events between `train` and `eval`.
 
-user:0.3        users; a user's split depends on its id and the seed alone
-leave-last:2    each user's last 2 events are to be predicted from those before
-time:2015-01-01 events from then on are to be predicted from those before
-none            all in `train`
+user:0.3         30 % of the users are in `eval`; which ones depends on their ids and the seed alone
+leave-last:2     the last 2 events of each user are predicted from the earlier ones
+time:2015-01-01  events from this time on are predicted from the earlier ones
+none             everything is in `train`
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ import numpy as np
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import user_hash
-from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 
 TRAIN = "train"
 EVAL = "eval"
@@ -23,18 +23,21 @@ EVAL = "eval"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRule:
-    """A way to split, as it is written on the command line."""
+    """A rule that divides sequences into splits."""
 
     text: str
-    divide: Callable[[Sequences, int], dict[str, Sequences]]  # takes a seed
-    has_targets: bool = False  # rows of `eval` say how many of their last events are to be predicted
+    """The rule as it is written on the command line."""
+    divide: Callable[[Sequences, int], dict[str, Sequences]]
+    """Returns the rows of each split, given sequences and a seed."""
+    has_targets: bool = False
+    """Whether rows of `eval` have a number of last events that are to be predicted."""
 
 
 def parse_split(text: str) -> SplitRule:
-    """Read `user:FRACTION`, `leave-last:N`, `time:TIMESTAMP` (milliseconds, or ISO 8601 in UTC) or `none`.
+    """Parse `user:FRACTION`, `leave-last:N`, `time:TIMESTAMP` (milliseconds, or ISO 8601 in UTC) or `none`.
 
     Raises:
-        ConfigError: it is none of these, or the value is out of its range.
+        ConfigError: the text is none of these, or its value is out of range.
 
     """
     kind, _, value = text.partition(":")
@@ -43,15 +46,17 @@ def parse_split(text: str) -> SplitRule:
             return SplitRule(text=text, divide=lambda sequences, seed: _by_user(sequences, fraction, seed))
         if kind == "leave-last" and (count := int(value)) >= 1:
             return SplitRule(text=text, divide=lambda sequences, seed: _leave_last(sequences, count), has_targets=True)
-        if kind == "time" and 0 <= (boundary := _milliseconds(value)) <= MAX_TIMESTAMP_MS:
-            return SplitRule(text=text, divide=lambda sequences, seed: _by_time(sequences, boundary), has_targets=True)
+        if kind == "time" and 0 <= (boundary_ms := _milliseconds(value)) <= MAX_TIMESTAMP_MS:
+            return SplitRule(
+                text=text, divide=lambda sequences, seed: _by_time(sequences, boundary_ms), has_targets=True
+            )
         if text == "none":
             return SplitRule(text=text, divide=lambda sequences, seed: {TRAIN: sequences})
     except ValueError:
         pass
     raise ConfigError(
-        f"{text!r} is not a split; there are user:FRACTION (0 to 1), leave-last:N (N from 1), "
-        "time:TIMESTAMP (milliseconds or ISO 8601, 1970 to 9999) and none"
+        f"invalid split {text!r}; expected user:FRACTION (0 to 1), leave-last:N (N from 1), "
+        "time:TIMESTAMP (milliseconds or ISO 8601, 1970 to 9999) or none"
     )
 
 
@@ -65,24 +70,24 @@ def _milliseconds(text: str) -> int:
 
 
 def _by_user(sequences: Sequences, fraction: float, seed: int) -> dict[str, Sequences]:
-    # The salt only has to differ from 0, which orders the rows.
+    # The salt must not be 0, because the hash with salt 0 orders the rows.
     hashes = user_hash(sequences.user_ids, salt=(seed << 1) | 1)
-    # The top 53 bits are exact in a float64, and below 1.
+    # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
     in_eval = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
     return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
 
 
 def _leave_last(sequences: Sequences, count: int) -> dict[str, Sequences]:
-    """Keep users whole in `train` who would have no history left."""
+    """Keep all events of users in `train` whose history would become empty, and leave these users out of `eval`."""
     has_history = sequences.lengths > count
     train = replace(sequences, ends=np.where(has_history, sequences.ends - count, sequences.ends))
     evaluated = sequences.take(has_history)
-    targets = np.full(len(evaluated), count, dtype=np.int32)
-    return {TRAIN: train, EVAL: replace(evaluated, num_targets=targets)}
+    num_targets = np.full(len(evaluated), count, dtype=np.int32)
+    return {TRAIN: train, EVAL: replace(evaluated, num_targets=num_targets)}
 
 
-def _by_time(sequences: Sequences, boundary: int) -> dict[str, Sequences]:
-    places = sequences.first_at_or_after(boundary)
-    train = replace(sequences, ends=places).take(places > sequences.begins)
-    evaluated = replace(sequences, num_targets=(sequences.ends - places).astype(np.int32))
-    return {TRAIN: train, EVAL: evaluated.take(places < sequences.ends)}
+def _by_time(sequences: Sequences, boundary_ms: int) -> dict[str, Sequences]:
+    boundaries = sequences.first_at_or_after(boundary_ms)
+    train = replace(sequences, ends=boundaries).take(boundaries > sequences.begins)
+    evaluated = replace(sequences, num_targets=(sequences.ends - boundaries).astype(np.int32))
+    return {TRAIN: train, EVAL: evaluated.take(boundaries < sequences.ends)}

@@ -1,4 +1,4 @@
-"""Atomic output: a dataset's folder appears whole, or what was there before stays."""
+"""Atomic output: the folder of a dataset is replaced completely or not at all."""
 
 import contextlib
 import ctypes
@@ -11,55 +11,53 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import (
-    CACHE_NAME,
-    MANIFEST_NAME,
-)
+from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME
 
-# Files that a dataset's folder may hold besides its manifest and its splits.
+# Files that the folder of a dataset may contain besides its manifest and its splits.
 REQUESTS_NAME = "requests.parquet"
-BESIDE_SPLITS = (REQUESTS_NAME, "vocabulary_user_id.parquet", "vocabulary_item_id.parquet")
+_OPTIONAL_FILES = (REQUESTS_NAME, "vocabulary_user_id.parquet", "vocabulary_item_id.parquet")
 
 
 @contextlib.contextmanager
 def replacing_folder(out: Path) -> Iterator[Path]:
-    """Give an empty folder to write to, and put it in the place of `out` if the block ends without an exception.
+    """Yield an empty folder to write to, and replace `out` by it if the block ends without an exception.
 
-    The exchange is one system call on Linux, so a reader sees the old dataset or the new one. If the block fails, the
-    old one stays, and the half-written one is removed; after a kill, the next run removes it.
+    On Linux the two folders are exchanged in one system call, so a reader sees either the old dataset or the new one.
+    If the block raises, `out` is unchanged and the incomplete folder is removed; if the process is killed, the next
+    call for the same `out` removes it.
 
     Raises:
-        DataError: `out` holds something that is not a dataset, cannot be written, or another run is writing it.
+        DataError: `out` is not empty and not a dataset, cannot be written, or is being written by another process.
 
     """
-    out = out.resolve()  # a link stays, and what it points to is replaced
+    out = out.resolve()  # a symbolic link is kept, and its target replaced
     _check_replaceable(out)
     partial = out.with_name(f".{out.name}.partial")
-    missing = [folder for folder in out.parents if not folder.exists()]  # innermost first
+    missing_parents = [folder for folder in out.parents if not folder.exists()]  # innermost first
     try:
-        with os_errors(out):
+        with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(out.with_name(f".{out.name}.lock"), out):
-            with os_errors(out):
+            with writing(out):
                 _remove(partial)
                 partial.mkdir()
             try:
                 yield partial
-                with os_errors(out):
+                with writing(out):
                     _flush(partial)
                     _put_in_place(partial, out)
             finally:
                 _remove(partial)
     finally:
-        for folder in missing:  # that were made for nothing
-            with contextlib.suppress(OSError):
+        for folder in missing_parents:
+            with contextlib.suppress(OSError):  # not empty: the dataset was written
                 folder.rmdir()
 
 
 def _check_replaceable(out: Path) -> None:
-    """Refuse what is not a dataset of ours, or not a place for one."""
+    """Raise an error unless `out` does not exist, is empty, or is a dataset."""
     if Path.cwd().is_relative_to(out):
-        raise DataError(f"{out} is the current folder, or holds it; choose another output folder")
+        raise DataError(f"{out} is or contains the current folder; choose another output folder")
     if not out.exists():
         return
     if not out.is_dir():
@@ -67,25 +65,30 @@ def _check_replaceable(out: Path) -> None:
     names = {path.name for path in out.iterdir()}
     if not names:
         return
-    # A dataset of any schema version may be replaced, so its manifest is not read as one of ours.
+    # Datasets of all schema versions may be replaced, so only the fields that all of them have are read.
     try:
         manifest = json.loads((out / MANIFEST_NAME).read_text(encoding="utf-8"))
         splits = set(manifest["splits"]) if {"schema_version", "content_hash"} <= manifest.keys() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         splits = None
     if splits is None:
-        raise DataError(f"{out} holds something that is no dataset; choose another output folder")
-    if others := sorted(names - {MANIFEST_NAME, CACHE_NAME, *BESIDE_SPLITS, *splits}):
-        raise DataError(f"{out} holds {others[0]!r} beside a dataset; move it away, or choose another output folder")
+        raise DataError(f"{out} contains files but is not a dataset; choose another output folder")
+    if others := sorted(names - {MANIFEST_NAME, CACHE_NAME, *_OPTIONAL_FILES, *splits}):
+        raise DataError(
+            f"{out} contains {others[0]!r} besides a dataset; move it away, or choose another output folder"
+        )
 
 
 @contextlib.contextmanager
-def os_errors(out: Path) -> Iterator[None]:
-    """Turn an error of the system, a full disk say, into one line."""
+def writing(out: Path) -> Iterator[None]:
+    """Replace an error of the operating system, such as a full disk, by a one-line `DataError` that names `out`."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{out} could not be written: {error.strerror or error}; nothing was changed there") from error
+        reason = error.strerror or error
+        raise DataError(
+            f"{out} could not be written: {reason}; it is unchanged, check permissions and space"
+        ) from error
 
 
 def _remove(path: Path) -> None:
@@ -97,15 +100,18 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive(lock: Path, out: Path) -> Iterator[None]:
+    """Hold a lock file, and raise an error if another process holds it."""
     while True:
-        with os_errors(out):
+        with writing(out):
             file = lock.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise DataError(f"another run is writing {out}; wait for it, or choose another output folder") from None
-        # The holder before us removes the file when it is done: what we locked may be gone from the folder.
+            raise DataError(
+                f"{out} is being written by another process; wait for it, or choose another output folder"
+            ) from None
+        # The previous holder deletes the file before it unlocks it, so the locked file may no longer be in the folder.
         if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
             break
         file.close()
@@ -117,6 +123,7 @@ def _exclusive(lock: Path, out: Path) -> Iterator[None]:
 
 
 def _flush(folder: Path) -> None:
+    """Flush a folder and everything in it to disk."""
     for path in (*folder.rglob("*"), folder):
         _fsync(path)
 
@@ -124,8 +131,8 @@ def _flush(folder: Path) -> None:
 def _put_in_place(partial: Path, out: Path) -> None:
     if not out.exists():
         partial.rename(out)
-    elif not _exchange(partial, out):
-        # Elsewhere than on Linux: two renames, and the old folder is brought back if the second one fails.
+    elif not _exchange_folders(partial, out):
+        # Systems other than Linux need two renames; the first is undone if the second fails.
         old = out.with_name(f".{out.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
@@ -139,7 +146,7 @@ def _put_in_place(partial: Path, out: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a folder, last."""
+    """Flush the contents of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -147,12 +154,12 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the system cannot."""
+def _exchange_folders(first: Path, second: Path) -> bool:
+    """Exchange two folders atomically; return False if the system cannot."""
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
     at_cwd, rename_exchange = -100, 2  # from <fcntl.h> and <linux/fs.h>
-    return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) == 0)
+    return bool(renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), rename_exchange) == 0)

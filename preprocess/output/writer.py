@@ -1,4 +1,4 @@
-"""Sequences -> the Parquet files of a split, row group by row group."""
+"""Sequences -> the Parquet files of a split, one row group at a time."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,29 +24,28 @@ from evenrank.datasets.schema import (
 )
 from evenrank.preprocess.build.sequences import Sequences
 
-# Fixed, so that the files do not depend on the machine. 16,384 rows of MovieLens size are some 20 MB.
+# Constant, so that the files do not depend on the machine. 16,384 rows as long as those of MovieLens take about 20 MB.
 ROWS_PER_FILE = 16_384
-# A row group ends at whichever comes first: what is written, read and kept in memory at a time.
+# A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
 ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
 
 WINDOW = "window"
 
-# Row groups that may wait for being encoded.
-_MAX_WAITING = 4
+_MAX_QUEUED_GROUPS = 4  # row groups waiting to be encoded
 
-_Columns = dict[str, NDArray[np.integer]]  # the lengths, and per column: [rows] or [events]
+_Columns = dict[str, NDArray[np.integer]]  # values by column: [rows], or [events] concatenated over the rows
 
 
 class SplitWriter:
-    """Writes one split; the files depend on the rows alone, not on how many are appended at a time.
+    """Write one split; the files depend only on the rows, not on how many are appended at a time.
 
     Args:
-        folder: of the dataset.
-        name: of the split.
+        folder: folder of the dataset.
+        name: name of the split.
         contextual: names of the contextual features, in column order.
         extra_events: further list columns and their element types.
-        row_columns: which of `window` and `num_targets` (int32) rows have.
+        row_columns: optional int32 columns to write: `window`, `num_targets`.
 
     """
 
@@ -61,11 +60,11 @@ class SplitWriter:
     ) -> None:
         self._folder, self._name = folder, name
         element_types = {**EVENT_DTYPES, **extra_events}
-        self._events = tuple(element_types)
-        self._rows = (USER_ID, *row_columns, *contextual)
+        self._event_columns = tuple(element_types)
+        self._row_columns = (USER_ID, *row_columns, *contextual)
         self._schema = pa.schema(
             [
-                *(pa.field(column, _row_type(column), nullable=False) for column in self._rows),
+                *(pa.field(column, _row_type(column), nullable=False) for column in self._row_columns),
                 *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()),
                 pa.field(LENGTH, pa.int32(), nullable=False),
             ]
@@ -73,33 +72,33 @@ class SplitWriter:
         (folder / name).mkdir()
         self._pending: list[_Columns] = []
         self._pending_rows = self._pending_events = 0
-        self._file_rows = 0  # of the current file, those that are pending included
+        self._file_rows = 0  # of the current file, including pending ones
         self._files: list[DataFile] = []
         self._file: pq.ParquetWriter | None = None
-        self._rows_in_file = 0
+        self._encoded_rows = 0  # of the current file
         self._lengths: list[NDArray[np.int64]] = []
         self._largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)
-        # One thread encodes while the next rows are built.
+        # One thread encodes row groups while the next ones are built.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="evenrank-writer")
-        self._waiting: deque[Future[None]] = deque()
+        self._queue: deque[Future[None]] = deque()
 
     def append(self, sequences: Sequences, context: Mapping[str, NDArray[np.int64]]) -> None:
         """Append rows.
 
         Args:
             sequences: the rows.
-            context: per contextual feature, int64 [rows].
+            context: the values of each contextual feature, int64 [rows].
 
         """
         lengths = sequences.lengths
         self._lengths.append(lengths)
-        events = np.cumsum(lengths)
+        cumulative_events = np.cumsum(lengths)
         begin = 0
         while begin < len(sequences):
-            before = 0 if begin == 0 else int(events[begin - 1])
-            full = int(np.searchsorted(events, before + EVENTS_PER_GROUP - self._pending_events)) + 1
-            room = min(ROWS_PER_GROUP - self._pending_rows, ROWS_PER_FILE - self._file_rows)
-            end = min(len(sequences), begin + room, max(full, begin + 1))
+            events_before = 0 if begin == 0 else int(cumulative_events[begin - 1])
+            group_end = np.searchsorted(cumulative_events, events_before + EVENTS_PER_GROUP - self._pending_events) + 1
+            max_rows = min(ROWS_PER_GROUP - self._pending_rows, ROWS_PER_FILE - self._file_rows)
+            end = min(len(sequences), begin + max_rows, max(int(group_end), begin + 1))
             self._add_pending(sequences.take(np.arange(begin, end)), context, slice(begin, end))
             if (
                 self._pending_rows == ROWS_PER_GROUP
@@ -109,11 +108,11 @@ class SplitWriter:
                 self._write_group()
             begin = end
 
-    def _add_pending(self, rows: Sequences, context: Mapping[str, NDArray[np.int64]], place: slice) -> None:
+    def _add_pending(self, rows: Sequences, context: Mapping[str, NDArray[np.int64]], selected: slice) -> None:
         available: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
-        available.update({name: values[place] for name, values in context.items()})
-        columns: _Columns = {name: available[name] for name in self._rows}
-        columns.update({name: rows.values(name) for name in self._events})
+        available.update({name: values[selected] for name, values in context.items()})
+        columns: _Columns = {name: available[name] for name in self._row_columns}
+        columns.update({name: rows.values(name) for name in self._event_columns})
         columns[LENGTH] = rows.lengths.astype(np.int32)
         for name in self._largest:
             self._largest[name] = max(self._largest[name], int(columns[name].max(initial=-1)))
@@ -123,11 +122,11 @@ class SplitWriter:
         self._file_rows += len(rows)
 
     def close(self) -> Split:
-        """Complete the files and describe them; an empty split has one file without rows, so that it can be read."""
+        """Finish the files and return their description; an empty split has one file with a schema and no rows."""
         if self._pending_rows or not self._lengths or not sum(map(len, self._lengths)):
             self._write_group()
-        while self._waiting:
-            self._waiting.popleft().result()
+        while self._queue:
+            self._queue.popleft().result()
         self._encoder.shutdown()
         if self._file is not None:
             self._end_file()
@@ -140,13 +139,13 @@ class SplitWriter:
         )
 
     def abandon(self) -> None:
-        """End the thread and close the file after an error."""
+        """Stop the thread and close the file after an error."""
         self._encoder.shutdown(cancel_futures=True)
         if self._file is not None:
             self._file.close()
 
     def largest(self, name: str) -> int:
-        """Return the largest user id, item id or action that was written; -1 if there is none."""
+        """Return the largest user_id, item_id or action that was written; -1 if there is none."""
         return self._largest[name]
 
     def _write_group(self) -> None:
@@ -155,27 +154,26 @@ class SplitWriter:
         ends_file = self._file_rows == ROWS_PER_FILE
         if ends_file:
             self._file_rows = 0
-        if len(self._waiting) >= _MAX_WAITING:
-            self._waiting.popleft().result()
-        self._waiting.append(self._encoder.submit(self._encode, pending, ends_file))
+        if len(self._queue) >= _MAX_QUEUED_GROUPS:
+            self._queue.popleft().result()
+        self._queue.append(self._encoder.submit(self._encode, pending, ends_file))
 
     def _encode(self, parts: list[_Columns], ends_file: bool) -> None:
         table = self._to_table(parts) if parts else self._schema.empty_table()
         if self._file is None:
-            path = self._folder / self._name / f"part-{len(self._files):05d}.parquet"
-            # Deltas are quicker to encode than dictionaries are to build, and smaller, even where they are random: ids
-            # and time stamps use few of their 64 bits.
+            # Delta encoding is faster and smaller than a dictionary, even for random values, because ids and time
+            # stamps use few of their 64 bits.
             self._file = pq.ParquetWriter(
-                path,
+                self._folder / self._current_path(),
                 self._schema,
                 compression="zstd",
                 use_dictionary=False,
-                column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in self._events},
+                column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in self._event_columns},
             )
-            self._rows_in_file = 0
+            self._encoded_rows = 0
         if parts:
             self._file.write_table(table, row_group_size=ROWS_PER_GROUP)
-        self._rows_in_file += table.num_rows
+        self._encoded_rows += table.num_rows
         if ends_file:
             self._end_file()
 
@@ -184,7 +182,7 @@ class SplitWriter:
         offsets = pa.array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
         arrays = [
             pa.ListArray.from_arrays(offsets, pa.array(columns[name]))
-            if name in self._events
+            if name in self._event_columns
             else pa.array(columns[name])
             for name in self._schema.names
         ]
@@ -194,16 +192,20 @@ class SplitWriter:
         assert self._file is not None
         self._file.close()
         self._file = None
-        path = self._folder / self._name / f"part-{len(self._files):05d}.parquet"
-        self._files.append(DataFile(path=f"{self._name}/{path.name}", rows=self._rows_in_file, sha256=sha256_of(path)))
+        path = self._current_path()
+        self._files.append(DataFile(path=path, rows=self._encoded_rows, sha256=sha256_of(self._folder / path)))
+
+    def _current_path(self) -> str:
+        """Return the path of the file being written, relative to the folder of the dataset."""
+        return f"{self._name}/part-{len(self._files):05d}.parquet"
 
 
 def _row_type(column: str) -> pa.DataType:
     return pa.int32() if column in (WINDOW, NUM_TARGETS) else pa.int64()
 
 
-def summarize_lengths(lengths: np.ndarray) -> dict[str, float]:
-    """Return the smallest, the percentiles by nearest rank, the largest and the mean of history lengths."""
+def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
+    """Return minimum, percentiles (nearest rank), maximum and mean of history lengths; empty if there are none."""
     if len(lengths) == 0:
         return {}
     ordered = np.sort(lengths)

@@ -1,4 +1,7 @@
-"""The public datasets as records: where they are had, what their files look like, how an action is coded."""
+"""The public datasets as records (URL, checksum, file layout, rating scale), and the names of all datasets.
+
+Imports nothing heavy, so that a command line can list the names without loading Polars.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,47 +9,56 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublicArchive(ABC):
-    """What can be downloaded and unpacked."""
+    """An archive that can be downloaded and unpacked."""
 
     name: str
+    """Name of the dataset."""
     url: str
-    md5: str  # of the archive
+    """Where the archive is downloaded from."""
+    md5: str
+    """MD5 of the archive, in hexadecimal."""
 
     @property
     def archive(self) -> str:
-        """The archive's file name."""
+        """File name of the archive."""
         return self.url.rsplit("/", 1)[-1]
 
     @property
     def folder(self) -> str:
-        """The folder of the files, in the archive and below the raw folder: it is named as the archive is."""
+        """Folder of the files, both inside the archive and below the raw folder; named like the archive."""
         return self.archive.removesuffix(".zip").removesuffix(".tar.gz")
 
     @property
     @abstractmethod
     def files(self) -> tuple[str, ...]:
-        """The files that are read, as paths below `folder`."""
+        """The files that are needed, as paths relative to `folder`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PublicDataset(PublicArchive):
+class MovieLensDataset(PublicArchive):
     """A MovieLens dataset."""
 
-    ratings: str  # file name
-    users: str | None = None  # file name of the users' features
+    ratings: str
+    """Name of the rating file."""
+    users: str | None = None
+    """Name of the file with the users' features; None if there is none."""
     separator: str
-    has_header: bool = False  # the first line of `ratings` names the columns
-    ratings_per_star: int  # 1 where ratings are whole stars, 2 where they are halves
+    """Separator between the fields of a line."""
+    has_header: bool = False
+    """Whether the first line of `ratings` contains the column names."""
+    ratings_per_star: int
+    """1 for ratings in whole stars, 2 for half stars."""
     max_stars: int = 5
+    """The highest rating."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The rating file, and the one of the users' features where there is one."""
+        """The rating file, then the file with the users' features if there is one."""
         return (self.ratings,) if self.users is None else (self.ratings, self.users)
 
     @property
     def num_actions(self) -> int:
-        """The rating scale's steps, coded 0..num_actions-1 from the lowest rating on."""
+        """Number of steps of the rating scale; ratings are encoded as 0..num_actions-1, lowest first."""
         return self.max_stars * self.ratings_per_star
 
 
@@ -54,19 +66,21 @@ class PublicDataset(PublicArchive):
 class KuaiRandDataset(PublicArchive):
     """A KuaiRand dataset."""
 
-    logs: tuple[str, ...]  # one behind the other they are in time order
-    users: str  # the users' features
+    logs: tuple[str, ...]
+    """The log files, in time order."""
+    users: str
+    """The file with the users' features."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The logs, then the file of the users' features."""
+        """The logs, then the file with the users' features."""
         return (*self.logs, self.users)
 
 
-CATALOG: dict[str, PublicDataset | KuaiRandDataset] = {
+CATALOG: dict[str, MovieLensDataset | KuaiRandDataset] = {
     dataset.name: dataset
     for dataset in (
-        PublicDataset(
+        MovieLensDataset(
             name="ml-1m",
             url="http://files.grouplens.org/datasets/movielens/ml-1m.zip",
             md5="c4d9eecfca2ab87c1945afe126590906",
@@ -75,7 +89,7 @@ CATALOG: dict[str, PublicDataset | KuaiRandDataset] = {
             separator="::",
             ratings_per_star=1,
         ),
-        PublicDataset(
+        MovieLensDataset(
             name="ml-20m",
             url="http://files.grouplens.org/datasets/movielens/ml-20m.zip",
             md5="cd245b17a1ae2cc31bb14903e1204af3",
@@ -112,3 +126,9 @@ CATALOG: dict[str, PublicDataset | KuaiRandDataset] = {
         ),
     )
 }
+
+# Datasets without an archive: drawn from distributions, and read from files that the user describes.
+SYNTHETIC = "synthetic"
+CUSTOM = "custom"
+
+DATASETS = (*CATALOG, SYNTHETIC, CUSTOM)

@@ -1,4 +1,4 @@
-"""Looks up the contextual features of users, while their rows are written."""
+"""Lookup of the users' contextual features while their rows are written."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,10 +8,10 @@ from evenrank.preprocess.sources.interactions import Context
 
 
 class ContextLookup:
-    """Finds features by user id; a user without any gets 0, which means missing.
+    """Look up features by user id; a user without features gets 0, the id of a missing value.
 
     Attributes:
-        names: of the features, in column order.
+        names: names of the features, in column order.
 
     """
 
@@ -23,17 +23,17 @@ class ContextLookup:
         self._features = {
             name: context.features.get_column(name).to_numpy()[order] for name in self.names if context is not None
         }
-        self._seen = np.zeros(len(users), dtype=bool)
+        self._requested = np.zeros(len(users), dtype=bool)
 
-    def of(self, user_ids: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return the features of users: int64 [users] each."""
+    def lookup(self, user_ids: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Return each feature of the given users: int64 [users]."""
         if not len(self._users):
             return {name: np.zeros(len(user_ids), dtype=np.int64) for name in self.names}
-        places = np.minimum(np.searchsorted(self._users, user_ids), len(self._users) - 1)
-        known = self._users[places] == user_ids
-        self._seen[places[known]] = True
-        return {name: np.where(known, values[places], 0) for name, values in self._features.items()}
+        positions = np.minimum(np.searchsorted(self._users, user_ids), len(self._users) - 1)
+        is_known = self._users[positions] == user_ids
+        self._requested[positions[is_known]] = True
+        return {name: np.where(is_known, values[positions], 0) for name, values in self._features.items()}
 
-    def count_unseen(self) -> int:
-        """Return how many users have features but were never asked for."""
-        return int(np.count_nonzero(~self._seen))
+    def count_unrequested(self) -> int:
+        """Return the number of users that have features and were never looked up."""
+        return int(np.count_nonzero(~self._requested))

@@ -1,4 +1,4 @@
-"""Fetch a public dataset's archive, verify it, and take the needed files out of it."""
+"""Download the archive of a public dataset, verify it, and unpack the files that are needed."""
 
 import contextlib
 import fcntl
@@ -27,37 +27,35 @@ _CHUNK_BYTES = 1 << 16
 
 
 def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bool = False) -> Path:
-    """Return the folder `raw_dir/FOLDER` with all the files that are read of a dataset.
+    """Return the folder `raw_dir/FOLDER` with all needed files of a dataset, downloading or unpacking them if needed.
 
-    Files that are there are used as they are. Where one is missing, all are unpacked from the archive in `raw_dir`,
-    which is downloaded first if it is not there either. Whatever the archive holds besides stays in it.
+    Existing files are used as they are. If one is missing, all of them are unpacked from the archive in `raw_dir`,
+    which is downloaded first if it is missing too. Members of the archive that are not needed are not unpacked.
 
-    A download that breaks off leaves `raw_dir/ARCHIVE.partial`, and the next call goes on from there if the server can.
+    An interrupted download leaves `raw_dir/ARCHIVE.partial`; the next call resumes it if the server supports that.
 
     Raises:
-        DataError: the download fails, the archive's MD5 is wrong, it lacks a file, or has members that an archive of
-            data has no use for (links, paths out of its folder); nothing half-unpacked stays.
+        DataError: the download fails; or the archive has another MD5, lacks a file, or has members that do not belong
+            in an archive of data (links, paths outside its folder). No partially unpacked file is left behind.
 
     """
     folder = raw_dir / dataset.folder
     if _is_complete(dataset, folder):
         return folder
-    with _alone_in(raw_dir):
-        # Another run may have come first.
+    with _locked_folder(raw_dir):
+        # Another process may have fetched the files while this one waited for the lock.
         if not _is_complete(dataset, folder):
             archive = raw_dir / dataset.archive
             if not archive.is_file():
                 _download(dataset, archive, show_progress=show_progress)
-            elif (found := md5_of(archive)) != dataset.md5:
-                raise DataError(
-                    f"{archive} has MD5 {found} where {dataset.md5} is expected; delete it to download it again"
-                )
+            elif (md5 := md5_of(archive)) != dataset.md5:
+                raise DataError(f"{archive} has MD5 {md5}, expected {dataset.md5}; delete it to download it again")
             _unpack(dataset, archive, folder)
     return folder
 
 
 def source_files(raw_dir: Path, paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    """Describe raw files for the manifest, by their paths below the raw folder."""
+    """Describe raw files for the manifest; their paths become relative to the raw folder."""
     return tuple(
         SourceFile(path=path.relative_to(raw_dir).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
         for path in paths
@@ -75,27 +73,28 @@ def _is_complete(dataset: PublicArchive, folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _alone_in(raw_dir: Path) -> Iterator[None]:
-    """Make the folder, and let other runs that would download into it wait; remove it if it stays empty."""
-    made = not raw_dir.exists()
+def _locked_folder(raw_dir: Path) -> Iterator[None]:
+    """Create the folder and lock it against other downloads; remove it afterwards if it was created and is empty."""
+    is_new = not raw_dir.exists()
     try:
         raw_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(raw_dir, os.O_RDONLY)
     except OSError as error:
-        raise DataError(f"{raw_dir} cannot hold raw files: {error.strerror}; choose another folder") from error
+        raise DataError(f"{raw_dir} cannot be used for raw files: {error.strerror}; choose another folder") from error
     try:
-        with contextlib.suppress(OSError):  # some network file systems lock no folders: then two runs must not meet
+        # Some network file systems cannot lock folders; there, concurrent downloads are not protected.
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        if made:
+        if is_new:
             with contextlib.suppress(OSError):
                 raw_dir.rmdir()
         os.close(descriptor)
 
 
 def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> None:
-    pooch.get_logger().setLevel("ERROR")  # the command line says what is going on
+    pooch.get_logger().setLevel("ERROR")  # the command line reports progress itself
     partial_archive = archive.with_name(f"{archive.name}.partial")
     try:
         pooch.retrieve(
@@ -107,7 +106,7 @@ def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> 
         )
         partial_archive.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        if not isinstance(error, OSError):  # a wrong MD5: there is nothing to go on from
+        if not isinstance(error, OSError):  # wrong MD5: resuming would never succeed
             partial_archive.unlink(missing_ok=True)
         raise DataError(
             f"{dataset.url} could not be downloaded: {_reason(error)}; check the network, or put {dataset.archive}, or "
@@ -117,35 +116,36 @@ def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ResumingDownloader:
-    """A downloader for pooch that goes on where an earlier download stopped."""
+    """A downloader for pooch that resumes an interrupted download."""
 
-    partial: Path  # what has come so far; pooch deletes its own file whenever something fails
+    partial: Path  # the bytes received so far; a file of its own, because pooch deletes its file on any failure
     show_progress: bool
 
     def __call__(self, url: str, output_file: str, _: object) -> None:
-        have = self.partial.stat().st_size if self.partial.exists() else 0
-        # Ranges count the bytes of what is sent, so it has to be the file as it is.
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+        num_received = self.partial.stat().st_size if self.partial.exists() else 0
+        # Ranges count the bytes of the encoded body, so the server must send the file unencoded.
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={num_received}-"} if num_received else {})
         with requests.get(url, headers=headers, stream=True, timeout=60) as response:
-            # Nothing lies behind the last byte: all was there already. If it was not the right file, its MD5 tells.
-            if not (have and response.status_code == requests.codes.requested_range_not_satisfiable):
-                self._write(response, have)
-        # A second name, so that all that came is still there if pooch is stopped while it computes the MD5.
+            # "Range not satisfiable" means that no bytes are left to send. Whether those received are the right file
+            # is decided by the MD5.
+            if not (num_received and response.status_code == requests.codes.requested_range_not_satisfiable):
+                self._write(response, num_received)
+        # A hard link rather than a rename: the partial file survives an interrupt while pooch computes the MD5.
         Path(output_file).unlink()
         try:
             os.link(self.partial, output_file)
-        except OSError:  # the file system gives no file two names
+        except OSError:  # the file system has no hard links
             self.partial.replace(output_file)
 
-    def _write(self, response: requests.Response, have: int) -> None:
+    def _write(self, response: requests.Response, num_received: int) -> None:
         response.raise_for_status()
         if response.status_code != requests.codes.partial_content:
-            have = 0  # the server sends all of it whatever it is asked for
-        coming = response.headers.get("Content-Length")
-        total = None if coming is None else have + int(coming)
+            num_received = 0  # the server does not support ranges and sends the whole file
+        content_length = response.headers.get("Content-Length")
+        total = None if content_length is None else num_received + int(content_length)
         with (
-            self.partial.open("ab" if have else "wb") as file,
-            tqdm(total=total, initial=have, unit="B", unit_scale=True, disable=not self.show_progress) as bar,
+            self.partial.open("ab" if num_received else "wb") as file,
+            tqdm(total=total, initial=num_received, unit="B", unit_scale=True, disable=not self.show_progress) as bar,
         ):
             for chunk in response.iter_content(_CHUNK_BYTES):
                 file.write(chunk)
@@ -154,54 +154,56 @@ class _ResumingDownloader:
 
 def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, requests.HTTPError):
-        return f"the server answers with status {error.response.status_code}"
+        return f"the server returned status {error.response.status_code}"
     if isinstance(error, requests.exceptions.ChunkedEncodingError):
-        return "the connection broke off, and the next attempt goes on from there"
+        return "the connection was interrupted, and the next attempt resumes from there"
     if isinstance(error, requests.ConnectionError):
         return "the server cannot be reached"
     if isinstance(error, requests.Timeout):
-        return "the server does not answer in time"
-    if not isinstance(error, OSError):  # what pooch raises for that is a bare ValueError
-        return "what came has another MD5 than the catalog says"
+        return "the server timed out"
+    if not isinstance(error, OSError):  # pooch reports a wrong MD5 as a plain ValueError
+        return "the MD5 of the received file differs from the catalog's"
     return error.strerror or str(error)
 
 
 def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
-    places = {f"{dataset.folder}/{name}": folder / name for name in dataset.files}
-    partials = {name: path.with_name(f"{path.name}.partial") for name, path in places.items()}
-    made = [each for each in dict.fromkeys((folder, *(path.parent for path in places.values()))) if not each.exists()]
+    targets = {f"{dataset.folder}/{name}": folder / name for name in dataset.files}
+    partials = {name: path.with_name(f"{path.name}.partial") for name, path in targets.items()}
+    parents = dict.fromkeys((folder, *(path.parent for path in targets.values())))
+    new_folders = [parent for parent in parents if not parent.exists()]  # outermost first
     try:
         with _open_members(archive) as members:
-            if missing := [name for name in places if name not in members]:
-                raise DataError(f"{archive} does not hold {', '.join(missing)}; delete it to download it again")
-            for each in made:
-                each.mkdir()
-            # Only members that are asked for by name are read, and their place is chosen here. They are read in the
-            # archive's order, because going back in a .tar.gz means unpacking it from the start.
-            for name in filter(places.__contains__, members):
+            if missing := [name for name in targets if name not in members]:
+                raise DataError(f"{archive} does not contain {', '.join(missing)}; delete it to download it again")
+            for new_folder in new_folders:
+                new_folder.mkdir()
+            # Only the needed members are read, and their paths do not come from the archive. They are read in archive
+            # order, because seeking backwards in a .tar.gz means decompressing it from the start.
+            for name in filter(targets.__contains__, members):
                 with members[name]() as member, partials[name].open("wb") as file:
                     shutil.copyfileobj(member, file, 1 << 20)
-        for name, path in places.items():
+        for name, path in targets.items():
             partials[name].replace(path)
     except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
         raise DataError(
-            f"{archive} could not be unpacked into {folder}: {error}; is there room, is it whole?"
+            f"{archive} could not be unpacked into {folder}: {error}; check that the archive is complete and that the "
+            f"disk has space"
         ) from error
     finally:
         for path in partials.values():
-            with contextlib.suppress(OSError):  # what stands in for a folder may be a file
+            with contextlib.suppress(OSError):  # one of its parents may be a file
                 path.unlink()
-        for each in reversed(made):
-            with contextlib.suppress(OSError):  # it stays unless it is empty
-                each.rmdir()
+        for new_folder in reversed(new_folders):
+            with contextlib.suppress(OSError):  # not empty: unpacking succeeded
+                new_folder.rmdir()
 
 
 @contextlib.contextmanager
 def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]:
-    """Give the way to open each file of an archive, by name and in the archive's order, once all members are checked.
+    """Check all members of an archive and return a function to open each of its files, by name, in archive order.
 
     Raises:
-        DataError: a member is a link or a device, or its path leads out of the folder.
+        DataError: a member is a link or a device, or its path leads outside the archive's folder.
 
     """
     if archive.suffix == ".zip":
@@ -217,11 +219,13 @@ def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]
 
 
 def _check_member(archive: Path, name: str, *, is_plain: bool) -> None:
-    path = PureWindowsPath(name)  # it knows both separators, and drives
+    path = PureWindowsPath(name)  # recognizes both separators, and drives
     if path.anchor or ".." in path.parts:
-        raise DataError(f"{archive} holds {name!r}, a path out of its folder; unpacked nothing, do not trust it")
+        raise DataError(
+            f"{archive} contains {name!r}, a path outside its folder; nothing was unpacked, do not trust it"
+        )
     if not is_plain:
-        raise DataError(f"{archive} holds {name!r}, which is a link or a device; unpacked nothing, do not trust it")
+        raise DataError(f"{archive} contains {name!r}, a link or a device; nothing was unpacked, do not trust it")
 
 
 def _key(name: str) -> str:
@@ -230,5 +234,5 @@ def _key(name: str) -> str:
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     file = tar.extractfile(member)
-    assert file is not None  # as for every regular file
+    assert file is not None  # guaranteed for regular files
     return file

@@ -1,4 +1,4 @@
-"""What every source hands on: interactions in one common form, whatever the raw files looked like."""
+"""The common form in which every source returns its interactions, whatever its raw files look like."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,69 +8,105 @@ import polars as pl
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import USER_ID, SourceFile
 
-# True for a row that could be read and lies in its ranges; the other columns of a row where it is false mean nothing.
+# Boolean column, true for rows that were parsed and whose values are in range. In other rows, the values of all other
+# columns are undefined.
 IS_GOOD = "is_good"
 
-# Time stamps are counted from 1970 to the end of the year 9999.
+# The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadRow:
-    """A row that could not be read."""
+    """A row that cannot be read."""
 
-    line: int  # from 1, the header included
+    line: int
+    """Line number from 1, counting the header; for Parquet files, the row number from 1."""
     text: str
+    """The line as it is in the file."""
     reason: str
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventPart:
-    """One raw file, or one drawn block, of events."""
+    """The events of one raw file, or of one block of synthetic users."""
 
-    name: str  # as people know it: a path
-    size: int  # bytes, for telling progress and choosing the number of buckets
-    events: pl.LazyFrame  # user_id, item_id, timestamp_ms int64, action int32, extra columns, IS_GOOD; in file order
-    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first so many bad rows; may be slow
+    name: str
+    """How messages refer to this part: the path of the file."""
+    size: int
+    """Approximate number of bytes; it determines the number of buckets."""
+    events: pl.LazyFrame
+    """Columns user_id, item_id, timestamp_ms (int64), action (int32), extra columns and IS_GOOD; in file order."""
+    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()
+    """Returns the first `limit` bad rows. May be slow: it is only called if there are any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The contextual features of users, coded as numbers."""
+    """The contextual features of users, encoded as integers."""
 
-    features: pl.DataFrame  # user_id int64, then one int64 column a feature: 0 = missing, 1..n by sorted value
-    labels: Mapping[str, tuple[str | None, ...]]  # per feature: the label of id 0 (None), 1, 2, ...
+    features: pl.DataFrame
+    """user_id (int64), then one int64 column per feature: 0 if missing, else 1..n by sorted value."""
+    labels: Mapping[str, tuple[str | None, ...]]
+    """Per feature, the labels of ids 0 (always None), 1, 2, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interactions:
-    """A dataset before it is grouped by user."""
+    """A dataset before its events are grouped by user."""
 
-    parts: Sequence[EventPart]  # their events one behind the other are the dataset's, in file order
-    sources: Callable[[], tuple[SourceFile, ...]]  # raw files with checksums; called once, beside other work
+    parts: Sequence[EventPart]
+    """The parts, whose concatenated events are those of the dataset in file order."""
+    sources: Callable[[], tuple[SourceFile, ...]]
+    """Returns the raw files with their checksums. Called once, in a background thread."""
     context: Context | None = None
-    num_actions: int | None  # actions are 0..num_actions-1; None: whatever there is
-    extra_events: Mapping[str, str] = field(default_factory=dict)  # further columns of events: int64 or int32
-    options: Mapping[str, object] = field(default_factory=dict)  # what the source was told, for the manifest
-    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of user_id, item_id: id int64, value
+    """The users' features; None if the dataset has none."""
+    num_actions: int | None
+    """Actions are 0..num_actions-1; None if the largest action is only known once all events are read."""
+    extra_events: Mapping[str, str] = field(default_factory=dict)
+    """Names of further event columns, and their types: int64 or int32."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The options of the source, for the manifest."""
+    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)
+    """For user_id and item_id if their raw ids are strings: columns id (int64) and value (string)."""
 
 
 def encode_context(raw: pl.DataFrame) -> Context:
-    """Code each column but `user_id` as 1..n by sorted value; a missing value is 0.
+    """Encode each column except `user_id` as 1..n by sorted value, and as 0 where the value is null.
 
     Args:
-        raw: user_id int64, once each, and the features as they were read, of any sortable type.
+        raw: user_id (int64, unique), and the features as they were read, of any sortable type.
 
     Raises:
         DataError: a user appears twice.
 
     """
     if raw.get_column(USER_ID).is_duplicated().any():
-        twice = raw.filter(pl.col(USER_ID).is_duplicated()).get_column(USER_ID).item(0)
-        raise DataError(f"user {twice} appears twice among the users' features; keep one row per user")
+        repeated = raw.filter(pl.col(USER_ID).is_duplicated()).get_column(USER_ID).item(0)
+        raise DataError(f"user {repeated} appears twice among the users' features; keep one row per user")
     columns, labels = [raw.get_column(USER_ID)], {}
     for feature in raw.drop(USER_ID).iter_columns():
         values = feature.drop_nulls().unique().sort()
         columns.append((values.search_sorted(feature).cast(pl.Int64) + 1).set(feature.is_null(), 0).alias(feature.name))
         labels[feature.name] = (None, *map(str, values))
     return Context(features=pl.DataFrame(columns), labels=labels)
+
+
+def encode_text_context(
+    rows: Sequence[Sequence[str]], columns: Sequence[str], *, integer_columns: Sequence[str]
+) -> Context:
+    """Encode features that were read as text; an empty field is a missing value.
+
+    Args:
+        rows: the fields of each user.
+        columns: the names of the fields, `user_id` among them.
+        integer_columns: the columns to sort as integers rather than as text; their fields are digits, or empty.
+
+    Raises:
+        DataError: a user appears twice.
+
+    """
+    text = pl.DataFrame(rows, schema=dict.fromkeys(columns, pl.String), orient="row")
+    features = text.with_columns(pl.when(pl.all() != "").then(pl.all()))
+    return encode_context(features.with_columns(pl.col(integer_columns).cast(pl.Int64)))

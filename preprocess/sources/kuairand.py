@@ -1,4 +1,7 @@
-"""KuaiRand (Pure, 1K, 27K): logs of watched videos -> interactions. What a user did with a video makes the action."""
+"""KuaiRand (Pure, 1K, 27K): logs of watched videos -> interactions.
+
+The bits of an action are what the user did with the video: clicked it, liked it, commented on it, ...
+"""
 
 import csv
 import re
@@ -9,11 +12,12 @@ import polars as pl
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.catalog import KuaiRandDataset
-from evenrank.preprocess.sources.csvfile import CsvEvents, integer
+from evenrank.preprocess.sources.csvfile import CsvEvents, integer_check
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_context
+from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_text_context
+from evenrank.preprocess.sources.read_errors import reading
 
-# What is 1 in the log where the user did it, and the bit of the action that it becomes.
+# Columns of the log that are 1 if the user did this, else 0, and the values of their bits in the action.
 _FLAGS = {
     "is_click": 1,
     "is_like": 2,
@@ -26,7 +30,7 @@ _FLAGS = {
 }
 _EXTRA = ("play_time_ms", "duration_ms")
 
-# Of the log, in its order. Columns that nobody asks for are never parsed, whatever type they have here.
+# All columns of a log, in file order. Those that are not used are never parsed, whatever type is given here.
 _COLUMNS: dict[str, type[pl.DataType]] = {
     "user_id": pl.Int64,
     "video_id": pl.Int64,
@@ -62,7 +66,8 @@ def read_kuairand(dataset: KuaiRandDataset, folder: Path) -> Interactions:
     """Read the logs of a KuaiRand dataset, and its users' features.
 
     Raises:
-        DataError: a file is missing, empty or has another header, or a line of the users' features cannot be read.
+        DataError: a file is missing, is empty or has an unexpected header, or a line of the users' features cannot be
+            read.
 
     """
     return Interactions(
@@ -88,42 +93,41 @@ def _log(path: Path) -> CsvEvents:
             *map(pl.col, _EXTRA),
         ),
         checks={
-            **integer("user_id"),
-            **integer("video_id"),
+            **integer_check("user_id"),
+            **integer_check("video_id"),
             "video_id must not be negative": pl.col("video_id") >= 0,
-            **integer("time_ms"),
+            **integer_check("time_ms"),
             "time_ms is not in the years 1970 to 9999": pl.col("time_ms").is_between(0, MAX_TIMESTAMP_MS),
             **{f"{flag} must be 0 or 1": pl.col(flag).is_between(0, 1) for flag in _FLAGS},
-            **integer("play_time_ms"),
-            **integer("duration_ms"),
-            **integer("tab"),  # read for this check alone: a row of too few fields lacks the last one
+            **integer_check("play_time_ms"),
+            **integer_check("duration_ms"),
+            **integer_check(
+                "tab"
+            ),  # the last column, read only for this check: it is missing in rows with too few fields
         },
     )
 
 
 def _read_users(path: Path) -> Context:
-    try:
-        # Ranges such as "(0,10]" are quoted, and there are few users: the csv module reads both safely.
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            lines = csv.reader(file)
+    columns = (USER_ID, *_FEATURES)
+    # Ranges such as "(0,10]" are quoted. The csv module reads them reliably, and fast enough for the number of users.
+    with reading(path), path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        lines = csv.reader(file)
+        try:
             header = next(lines, [])
-            if missing := [name for name in (USER_ID, *_FEATURES) if name not in header]:
-                raise DataError(f"{path} has no column {', '.join(missing)}; unpack or download it again")
-            places = [header.index(name) for name in (USER_ID, *_FEATURES)]
+            if missing := [name for name in columns if name not in header]:
+                raise DataError(f"{path} lacks column {', '.join(missing)}; unpack or download it again")
+            positions = [header.index(name) for name in columns]
             rows = []
-            for line in lines:
-                if len(line) != len(header) or not re.fullmatch("-?[0-9]{1,18}", line[places[0]]):
+            for fields in lines:
+                if len(fields) != len(header) or not re.fullmatch("-?[0-9]{1,18}", fields[positions[0]]):
                     raise DataError(
-                        f"{path}, line {lines.line_num} ({','.join(line)[:80]!r}): {len(header)} fields with a whole "
-                        f"number as user_id are expected; mend or remove the line"
+                        f"{path}, line {lines.line_num} ({','.join(fields)[:80]!r}): expected {len(header)} fields "
+                        f"with an integer as user_id; fix or remove the line"
                     )
-                rows.append([line[place] for place in places])
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except csv.Error as error:
-        raise DataError(f"{path}, line {lines.line_num}: {error}; unpack or download it again") from error
+                rows.append([fields[position] for position in positions])
+        except csv.Error as error:
+            raise DataError(f"{path}, line {lines.line_num}: {error}; unpack or download it again") from error
     if not rows:
-        raise DataError(f"{path} holds no user; unpack or download it again")
-    users = pl.DataFrame(rows, schema=dict.fromkeys((USER_ID, *_FEATURES), pl.String), orient="row")
-    present = users.with_columns(pl.when(pl.all() != "").then(pl.all()))
-    return encode_context(present.with_columns(pl.col(USER_ID).cast(pl.Int64)))
+        raise DataError(f"{path} contains no users; unpack or download it again")
+    return encode_text_context(rows, columns, integer_columns=(USER_ID,))

@@ -1,4 +1,4 @@
-"""MovieLens (ml-1m, ml-20m): rating files -> interactions. A rating becomes an action from 0 (lowest) on."""
+"""MovieLens (ml-1m, ml-20m): rating files -> interactions. Ratings become actions 0, 1, ..., lowest rating first."""
 
 import re
 from pathlib import Path
@@ -7,28 +7,29 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
-from evenrank.preprocess.sources.catalog import PublicDataset
-from evenrank.preprocess.sources.csvfile import CsvEvents, integer
+from evenrank.preprocess.sources.catalog import MovieLensDataset
+from evenrank.preprocess.sources.csvfile import CsvEvents, integer_check
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_context
+from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_text_context
+from evenrank.preprocess.sources.read_errors import reading
 
 _COLUMNS = {"userId": pl.Int64, "movieId": pl.Int64, "rating": pl.Float64, "timestamp": pl.Int64}
 
-# Fields of a line of users.dat, and the names of the features they become.
+# The fields of a line of users.dat, under the names of the features they become.
 _USER_FIELDS = (USER_ID, "sex", "age_group", "occupation", "zip_code")
-# User id, age and occupation; a feature that is missing is empty.
+# User id, age and occupation of a line; a missing feature is empty.
 _USER_NUMBERS = "[0-9]{1,18}::[0-9]{0,18}::[0-9]{0,18}"
 
 
-def read_movielens(dataset: PublicDataset, folder: Path) -> Interactions:
-    """Read the rating file of a MovieLens dataset, and its users' features where it has them.
+def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
+    """Read the rating file of a MovieLens dataset, and its users' features if it has any.
 
     Raises:
-        DataError: a file is empty or has another header, or a line of the users' features cannot be read.
+        DataError: a file is empty or has an unexpected header, or a line of the users' features cannot be read.
 
     """
     lowest, highest = 1 / dataset.ratings_per_star, dataset.max_stars
-    steps = pl.col("rating") * dataset.ratings_per_star  # 1, 2, ..., num_actions for ratings on the scale
+    step = pl.col("rating") * dataset.ratings_per_star  # 1, 2, ..., num_actions for ratings on the scale
     ratings = CsvEvents(
         path=folder / dataset.ratings,
         columns=_COLUMNS,
@@ -37,21 +38,19 @@ def read_movielens(dataset: PublicDataset, folder: Path) -> Interactions:
         events=(
             pl.col("userId").alias(USER_ID),
             pl.col("movieId").alias(ITEM_ID),
-            (steps - 1).cast(pl.Int32, strict=False).alias(ACTION),
+            (step - 1).cast(pl.Int32, strict=False).alias(ACTION),
             (pl.col("timestamp") * 1000).alias(TIMESTAMP_MS),
         ),
         checks={
-            **integer("userId"),
-            **integer("movieId"),
+            **integer_check("userId"),
+            **integer_check("movieId"),
             "movieId must not be negative": pl.col("movieId") >= 0,
             "rating is not a number": pl.col("rating").is_not_null(),
-            f"the rating is not on the scale of {dataset.name}, {lowest:g} to {highest} in steps of {lowest:g}": (
-                steps.is_between(1, dataset.num_actions) & (steps == steps.round())
+            f"rating is not on the scale of {dataset.name}, {lowest:g} to {highest} in steps of {lowest:g}": (
+                step.is_between(1, dataset.num_actions) & (step == step.round())
             ),
-            **integer("timestamp"),
-            "the timestamp is not in the years 1970 to 9999": pl.col("timestamp").is_between(
-                0, MAX_TIMESTAMP_MS // 1000
-            ),
+            **integer_check("timestamp"),
+            "timestamp is not in the years 1970 to 9999": pl.col("timestamp").is_between(0, MAX_TIMESTAMP_MS // 1000),
         },
     )
     context = None if dataset.users is None else _read_users(folder / dataset.users)
@@ -64,19 +63,15 @@ def read_movielens(dataset: PublicDataset, folder: Path) -> Interactions:
 
 
 def _read_users(path: Path) -> Context:
-    try:
+    with reading(path):
         lines = path.read_text(encoding="latin-1").splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if not lines:
-        raise DataError(f"{path} holds no user; unpack or download it again")
+        raise DataError(f"{path} contains no users; unpack or download it again")
     rows = [line.split("::") for line in lines]
     for number, row in enumerate(rows, start=1):
         if len(row) != len(_USER_FIELDS) or not re.fullmatch(_USER_NUMBERS, "::".join((row[0], row[2], row[3]))):
             raise DataError(
-                f"{path}, line {number} ({lines[number - 1][:80]!r}): UserID::Gender::Age::Occupation::Zip-code is "
-                f"expected; mend or remove the line"
+                f"{path}, line {number} ({lines[number - 1][:80]!r}): expected "
+                f"UserID::Gender::Age::Occupation::Zip-code; fix or remove the line"
             )
-    users = pl.DataFrame(rows, schema=dict.fromkeys(_USER_FIELDS, pl.String), orient="row")
-    present = users.with_columns(pl.when(pl.all() != "").then(pl.all()))
-    return encode_context(present.with_columns(pl.col(USER_ID, "age_group", "occupation").cast(pl.Int64)))
+    return encode_text_context(rows, _USER_FIELDS, integer_columns=(USER_ID, "age_group", "occupation"))

@@ -1,9 +1,9 @@
-"""Every dataset by its name: which reader turns it into interactions."""
+"""The reader of each dataset: from the dataset's name to its interactions."""
 
 from pathlib import Path
 
 from evenrank.core.errors import ConfigError
-from evenrank.preprocess.sources.catalog import CATALOG, KuaiRandDataset, PublicDataset
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, SYNTHETIC, KuaiRandDataset, MovieLensDataset
 from evenrank.preprocess.sources.download import ensure_raw_files
 from evenrank.preprocess.sources.interactions import Interactions
 from evenrank.preprocess.sources.kuairand import read_kuairand
@@ -11,10 +11,6 @@ from evenrank.preprocess.sources.movielens import read_movielens
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
 from evenrank.preprocess.sources.tabular import read_tabular
 from evenrank.preprocess.sources.tabular_config import TabularConfig
-
-SYNTHETIC = "synthetic"
-CUSTOM = "custom"
-DATASETS = (*CATALOG, SYNTHETIC, CUSTOM)
 
 
 def read_source(
@@ -26,16 +22,16 @@ def read_source(
     seed: int,
     show_progress: bool,
 ) -> Interactions:
-    """Open a dataset's raw files, fetching them first if need be; events are read later, as they are asked for.
+    """Open the raw files of a dataset, downloading them first if they are missing; events are read lazily.
 
     Raises:
-        DataError: a file is missing, empty, or begins with something else than expected.
-        ConfigError: `custom` is asked for without being described.
+        DataError: a file is missing, empty, or does not start as expected.
+        ConfigError: `dataset` is `custom`, and `custom` is None.
 
     """
     if dataset == CUSTOM:
         if custom is None:
-            raise ConfigError("a custom dataset needs to be described; give its files and columns")
+            raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
         return read_tabular(custom)
     if dataset == SYNTHETIC:
         return draw_interactions(synthetic, seed=seed)
@@ -43,5 +39,5 @@ def read_source(
     folder = ensure_raw_files(public, raw_dir, show_progress=show_progress)
     if isinstance(public, KuaiRandDataset):
         return read_kuairand(public, folder)
-    assert isinstance(public, PublicDataset)
+    assert isinstance(public, MovieLensDataset)
     return read_movielens(public, folder)

@@ -1,4 +1,4 @@
-"""Interactions drawn from distributions: skewed data for demonstrations, tests and benchmarks, repeatable by seed."""
+"""Interactions drawn from distributions: skewed, reproducible data for demonstrations, tests and benchmarks."""
 
 from dataclasses import dataclass, field
 
@@ -10,21 +10,26 @@ from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.interactions import IS_GOOD, Context, EventPart, Interactions
 
-_FIRST_MS = 1_600_000_000_000  # events begin in September 2020, within the first 30 days
+_FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000
 _NUM_SEGMENTS = 8
 _USERS_PER_BLOCK = 16_384
+_BYTES_PER_EVENT = 20  # roughly what an event takes in a raw file
 _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64, IS_GOOD: pl.Boolean}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticConfig:
-    """What to draw. Users are 1..num_users; items are those that `items` draws, ranked by popularity under a Zipf."""
+    """The size and the distributions of a synthetic dataset. Users are 1..num_users."""
 
     num_users: int = 20_000
-    lengths: Distribution = field(default_factory=Lognormal)  # events per user
+    """Number of users."""
+    lengths: Distribution = field(default_factory=Lognormal)
+    """Number of events per user."""
     items: Distribution = field(default_factory=lambda: Zipf(exponent=1.05, high=50_000))
+    """Item ids of events; under a Zipf distribution, ids are ranks of popularity."""
     num_actions: int = 5
+    """Actions are uniform in 0..num_actions-1."""
 
     def __post_init__(self) -> None:
         if self.num_users < 1 or self.num_actions < 1:
@@ -34,7 +39,7 @@ class SyntheticConfig:
 
 
 def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
-    """Draw every user's history, with one contextual feature, `segment`; a block of users at a time, as it is read."""
+    """Return histories of all users, with one contextual feature, `segment`; each block is drawn when it is read."""
     segments = np.random.default_rng((seed, 0)).integers(1, _NUM_SEGMENTS, config.num_users, endpoint=True)
     return Interactions(
         parts=[_part(config, seed, first) for first in range(0, config.num_users, _USERS_PER_BLOCK)],
@@ -58,27 +63,27 @@ def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
     mean_length = config.lengths.sample(np.random.default_rng(0), 1000).mean()
     return EventPart(
         name=f"users {first + 1} to {last}",
-        size=int((last - first) * mean_length * 20),
+        size=int((last - first) * mean_length * _BYTES_PER_EVENT),
         events=pl.defer(lambda: _draw_block(config, seed, first, last), schema=_SCHEMA),
     )
 
 
 def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl.DataFrame:
-    # A generator of its own for each block: what one draws does not depend on the others.
+    # One generator per block, so that a block does not depend on which others were drawn before.
     rng = np.random.default_rng((seed, 1, first))
     lengths = config.lengths.sample(rng, last - first)
-    total = int(lengths.sum())
-    # Time stamps ascend within a user: a start, then gaps of an hour on average.
-    elapsed = np.cumsum(rng.exponential(_DAY_MS / 24, total).astype(np.int64))
-    before = np.concatenate(([0], elapsed))[np.cumsum(lengths) - lengths]
+    num_events = int(lengths.sum())
+    # Time stamps ascend within a user: a start, then gaps of one hour on average.
+    elapsed = np.cumsum(rng.exponential(_DAY_MS / 24, num_events).astype(np.int64))
+    elapsed_before_user = np.concatenate(([0], elapsed))[np.cumsum(lengths) - lengths]
     starts = _FIRST_MS + rng.integers(0, 30 * _DAY_MS, last - first)
     return pl.DataFrame(
         {
             USER_ID: np.repeat(np.arange(first + 1, last + 1), lengths),
-            ITEM_ID: config.items.sample(rng, total),
-            ACTION: rng.integers(0, config.num_actions, total).astype(np.int32),
-            TIMESTAMP_MS: elapsed + np.repeat(starts - before, lengths),
-            IS_GOOD: np.ones(total, dtype=bool),
+            ITEM_ID: config.items.sample(rng, num_events),
+            ACTION: rng.integers(0, config.num_actions, num_events).astype(np.int32),
+            TIMESTAMP_MS: elapsed + np.repeat(starts - elapsed_before_user, lengths),
+            IS_GOOD: np.ones(num_events, dtype=bool),
         },
         schema=_SCHEMA,
     )

@@ -1,14 +1,12 @@
-"""A CSV or Parquet file as a table of its needed columns, with the lines that cannot be read.
+"""The needed columns of a CSV or Parquet file, and a description of the lines that cannot be read.
 
-A CSV file may quote fields with `"`, a quote inside written twice. A quoted field ends on the line it begins on, so
-that each line is a row and one that is broken spoils no other.
+Fields of a CSV file may be quoted with `"`, and quotes inside a quoted field are doubled. A quoted field must end on
+the line where it starts, so that every line is a row and a malformed line does not affect any other.
 """
 
-import contextlib
 import csv
 import gzip
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +14,13 @@ import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.interactions import BadRow
+from evenrank.preprocess.sources.read_errors import reading
 
 _SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t"}
-PARQUET = ".parquet"
-# Of the tables that are read here, beside columns that carry the names of the file's own.
-IS_WHOLE, LINE, TEXT, FAULT, FIELDS = (f"evenrank {name}" for name in ("whole", "line", "text", "fault", "fields"))
+_PARQUET = ".parquet"
+# Columns that are added to those of the file; the prefix keeps them apart from the file's own names.
+IS_WELL_FORMED = "evenrank is_well_formed"
+_LINE, _TEXT, _FAULT, _FIELDS = (f"evenrank {name}" for name in ("line", "text", "fault", "fields"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,69 +28,60 @@ class Table:
     """The needed columns of a file."""
 
     path: Path
+    """The file."""
     dtypes: Mapping[str, pl.DataType]
-    num_rows: int  # the bad ones too
-    rows: pl.LazyFrame  # the needed columns, and IS_WHOLE: whether a line has the right fields; in file order
-    numbered: pl.LazyFrame  # the same rows with LINE, TEXT and FAULT, what is wrong with the line; may be slower
+    """Types of the needed columns."""
+    num_rows: int
+    """Number of rows, bad ones included."""
+    rows: pl.LazyFrame
+    """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields. In file order."""
+    described_rows: pl.LazyFrame
+    """The same rows with their line number, their text and the fault of a malformed line; may be slower to read."""
 
     def find_bad(self, checks: Mapping[str, pl.Expr], limit: int) -> list[BadRow]:
-        """Return the first rows that have a fault, or for which a check is not true."""
-        broken = (pl.when(~check.fill_null(False)).then(pl.lit(words)) for words, check in checks.items())
-        bad = self.numbered.select(LINE, TEXT, pl.coalesce(FAULT, *broken).alias(FAULT)).drop_nulls(FAULT)
+        """Return the first `limit` rows that are malformed or fail a check.
+
+        Args:
+            checks: conditions that hold for good rows, by the reason to report where they do not.
+            limit: maximum number of rows to return.
+
+        """
+        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
+        first_reason = pl.coalesce(_FAULT, *reasons).alias("reason")
         with reading(self.path):
-            found = bad.head(limit).collect()
-        return [BadRow(line=line, text=text or "", reason=words) for line, text, words in found.iter_rows()]
-
-
-@contextlib.contextmanager
-def reading(*paths: Path) -> Iterator[None]:
-    """Turn what Polars says of damaged files into one line that names them."""
-    try:
-        yield
-    except (pl.exceptions.PolarsError, OSError, EOFError, zlib.error) as error:
-        names = ", ".join(map(str, paths))
-        reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(f"{names} cannot be read: {reason}; is it whole?") from error
+            bad = self.described_rows.select(_LINE, _TEXT, first_reason).drop_nulls("reason").head(limit).collect()
+        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in bad.iter_rows()]
 
 
 def open_table(path: Path, names: Sequence[str]) -> Table:
-    """Open a file by its suffix; its rows are read later.
+    """Open a file, whose format follows from its suffix; its rows are read lazily.
 
     Args:
         path: a CSV, gzipped CSV, TSV or Parquet file.
-        names: the columns that are needed.
+        names: the needed columns.
 
     Raises:
-        DataError: the file is missing, empty, damaged or of an unknown kind, or lacks a column.
+        DataError: the file is missing, empty, damaged or of an unknown format, or lacks a column.
 
     """
-    suffix = next((known for known in (*_SEPARATORS, PARQUET) if path.name.lower().endswith(known)), None)
+    suffix = next((known for known in (*_SEPARATORS, _PARQUET) if path.name.lower().endswith(known)), None)
     if suffix is None:
-        known = ", ".join((*_SEPARATORS, PARQUET))
-        raise DataError(f"{path} is of no kind that is known by its suffix; there are {known}")
+        known = ", ".join((*_SEPARATORS, _PARQUET))
+        raise DataError(f"{path} has an unknown suffix; expected one of {known}")
     if not path.is_file():
-        raise DataError(f"{path} is not there, or is no file; check the path")
+        raise DataError(f"{path} does not exist or is not a file; check the path")
     if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; make it again")
-    table = _open_parquet(path, names) if suffix == PARQUET else _open_csv(path, names, _SEPARATORS[suffix])
+        raise DataError(f"{path} is empty; create it again")
+    table = _open_parquet(path, names) if suffix == _PARQUET else _open_csv(path, names, _SEPARATORS[suffix])
     if table.num_rows == 0:
-        raise DataError(f"{path} holds no row; make it again, or leave it out")
+        raise DataError(f"{path} contains no rows; create it again, or leave it out")
     return table
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn what the system or Polars says while a file is opened into one line that names it."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
 
 
 def _check_columns(path: Path, present: Sequence[str], names: Sequence[str]) -> None:
     for name in names:
         if name not in present:
-            raise DataError(f"{path} has no column {name!r}; there are {', '.join(present)}")
+            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
 
@@ -101,15 +92,15 @@ def _open_parquet(path: Path, names: Sequence[str]) -> Table:
         schema = scanned.collect_schema()
         num_rows = scanned.select(pl.len()).collect().item()
     _check_columns(path, schema.names(), names)
-    rows = scanned.select(*names, pl.lit(True).alias(IS_WHOLE))
+    rows = scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED))
     text = pl.concat_str(*(pl.col(name).cast(pl.String, strict=False).fill_null("") for name in names), separator=",")
     return Table(
         path=path,
         dtypes={name: schema[name] for name in names},
         num_rows=num_rows,
         rows=rows,
-        numbered=rows.with_columns(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(FAULT)).with_row_index(
-            LINE, offset=1
+        described_rows=rows.with_columns(text.alias(_TEXT), pl.lit(None, dtype=pl.String).alias(_FAULT)).with_row_index(
+            _LINE, offset=1
         ),
     )
 
@@ -123,30 +114,30 @@ def _open_csv(path: Path, names: Sequence[str], separator: str) -> Table:
         separator="\0",
         has_header=False,
         skip_lines=1,
-        schema={TEXT: pl.String},
+        schema={_TEXT: pl.String},
         encoding="utf8-lossy",
         quote_char=None,
         truncate_ragged_lines=True,
         extra_columns="ignore",
         glob=False,
-    ).select(pl.col(TEXT).str.strip_chars_end("\r"))
-    # Polars' own reader is several times faster than regular expressions, but what it makes of broken quotes depends on
-    # where it cuts the file to read it in parallel; it also drops some carriage returns, and refuses some doubled
-    # quotes. So it reads files where each line is in order by itself and has none of these.
+    ).select(pl.col(_TEXT).str.strip_chars_end("\r"))
+    # Polars' CSV reader is several times faster than regular expressions, but its result for unbalanced quotes depends
+    # on where it splits the file to read it in parallel; it also drops some carriage returns and rejects some doubled
+    # quotes. So it only reads files whose lines are all well-formed and contain none of these.
     field = f'(?:"[^"]*"|[^"\\r{separator}]*)'
     with reading(path):
-        num_rows, has_quotes, is_strict = (
+        num_rows, has_quotes, is_simple = (
             lines.select(
                 pl.len().alias("rows"),
-                pl.col(TEXT).str.contains('"', literal=True).any().alias("quotes"),
-                pl.col(TEXT).str.contains(f"^{field}(?:{separator}{field})*$").all().alias("strict"),
+                pl.col(_TEXT).str.contains('"', literal=True).any().alias("quotes"),
+                pl.col(_TEXT).str.contains(f"^{field}(?:{separator}{field})*$").all().alias("simple"),
             )
             .collect(engine="streaming")
             .row(0)
         )
-    numbered = _parse_lines(lines, positions, len(header), separator)
-    if not is_strict:
-        rows = numbered.select(*names, pl.col(FAULT).is_null().alias(IS_WHOLE))
+    described_rows = _parse_lines(lines, positions, len(header), separator)
+    if not is_simple:
+        rows = described_rows.select(*names, pl.col(_FAULT).is_null().alias(IS_WELL_FORMED))
     else:
         columns = [f"column {index}" for index in range(len(header) + 1)]
         native = pl.scan_csv(
@@ -164,32 +155,33 @@ def _open_csv(path: Path, names: Sequence[str], separator: str) -> Table:
         )
         rows = native.select(
             *(pl.col(columns[index]).alias(name) for name, index in positions.items()),
-            (pl.col(columns[-1]).fill_null("") == "").alias(IS_WHOLE),
+            (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED),
         )
     dtypes: dict[str, pl.DataType] = dict.fromkeys(names, pl.String())
-    return Table(path=path, dtypes=dtypes, num_rows=num_rows, rows=rows, numbered=numbered)
+    return Table(path=path, dtypes=dtypes, num_rows=num_rows, rows=rows, described_rows=described_rows)
 
 
 def _read_header(path: Path, separator: str) -> list[str]:
     with reading(path):
-        is_packed = path.suffix.lower() == ".gz"
-        with gzip.open(path) if is_packed else path.open("rb") as file:
+        is_compressed = path.suffix.lower() == ".gz"
+        with gzip.open(path) if is_compressed else path.open("rb") as file:
             line = file.readline().decode("utf-8-sig", errors="replace").rstrip("\r\n")
     try:
         return next(csv.reader([line], delimiter=separator, strict=True), [])
     except csv.Error as error:
-        raise DataError(f"{path}: the line of column names cannot be read ({error}); mend {line[:80]!r}") from error
+        raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
 
 
 def _parse_lines(lines: pl.LazyFrame, positions: Mapping[str, int], num_columns: int, separator: str) -> pl.LazyFrame:
-    """Take each line apart by itself. A quote inside a field that does not begin with one stands for itself."""
-    # A separator goes before each field, the first too: a match of nothing would hide the field behind it.
+    """Split each line into fields independently. Quotes in a field that starts without one are plain characters."""
+    # The pattern for a field includes the separator before it, so that no match is empty: after an empty match, the
+    # next field would not be found. The line therefore gets a separator before its first field.
     field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
-    text, count = pl.col(TEXT), pl.col(FIELDS).list.len()
-    split = lines.with_row_index(LINE, offset=2).with_columns((separator + text).str.extract_all(field).alias(FIELDS))
+    text, num_fields = pl.col(_TEXT), pl.col(_FIELDS).list.len()
+    split = lines.with_row_index(_LINE, offset=2).with_columns((separator + text).str.extract_all(field).alias(_FIELDS))
 
     def value(index: int) -> pl.Expr:
-        raw = pl.col(FIELDS).list.get(index, null_on_oob=True).str.slice(1)
+        raw = pl.col(_FIELDS).list.get(index, null_on_oob=True).str.slice(1)
         inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2).str.replace_all('""', '"', literal=True)
         return pl.when(raw.str.starts_with('"')).then(inner).otherwise(raw)
 
@@ -197,11 +189,13 @@ def _parse_lines(lines: pl.LazyFrame, positions: Mapping[str, int], num_columns:
         pl.when(text.is_null() | (text == ""))
         .then(pl.lit("the line is empty"))
         .when(~(separator + text).str.contains(f"^(?:{field})+$"))
-        .then(pl.lit("a quoted field does not end where its line or a separator is; Parquet can hold any text"))
-        .when((value(num_columns).fill_null("") != "") | (count <= max(positions.values())))
-        .then(pl.format(f"{{}} fields where {num_columns} are expected", count))
+        .then(
+            pl.lit("a quoted field does not end at a separator or at the end of the line; Parquet can store any text")
+        )
+        .when((value(num_columns).fill_null("") != "") | (num_fields <= max(positions.values())))
+        .then(pl.format(f"expected {num_columns} fields, got {{}}", num_fields))
         .otherwise(None)
     )
     return split.select(
-        LINE, TEXT, fault.alias(FAULT), *(value(index).alias(name) for name, index in positions.items())
+        _LINE, _TEXT, fault.alias(_FAULT), *(value(index).alias(name) for name, index in positions.items())
     )

@@ -1,4 +1,4 @@
-"""Anyone's log as CSV or Parquet -> interactions. Columns are found by their names; all others are ignored."""
+"""Custom logs in CSV or Parquet files -> interactions. Columns are found by name; all others are ignored."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,49 +17,56 @@ from evenrank.preprocess.sources.interactions import (
     Interactions,
     encode_context,
 )
-from evenrank.preprocess.sources.tablefile import IS_WHOLE, Table, naming, open_table, reading
-from evenrank.preprocess.sources.tabular_config import TabularConfig
+from evenrank.preprocess.sources.read_errors import naming, reading
+from evenrank.preprocess.sources.tablefile import IS_WELL_FORMED, Table, open_table
+from evenrank.preprocess.sources.tabular_config import TabularConfig, TimestampUnit
 from evenrank.preprocess.sources.vocabulary import (
     TEXT_TYPES,
-    IdCoder,
+    IdEncoder,
+    as_integer,
+    choose_encoders,
     has_bad_bytes,
-    is_plain_number,
+    is_plain_integer,
     raw_id,
-    survey_ids,
-    whole_number,
 )
 
 _MAX_ACTION = 2**31 - 1
-_EVENT_BYTES = 28  # of one event in memory: three int64 and an int32
+_EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
+_TIME_FORMATS: Mapping[TimestampUnit, str] = {
+    "s": "in seconds since 1970",
+    "ms": "in whole ms since 1970",
+    "us": "in whole us since 1970",
+    "iso": "in ISO 8601",
+}
 _ISO = (
     r"^(\d{4}-\d{2}-\d{2})(?:[T ](\d{2}:\d{2})(?::(\d{2})(?:[.,](\d{1,3})\d*)?)?(?:Z|([+-])(\d{2})(?::?(\d{2}))?)?)?$"
 )
 
 
 def read_tabular(config: TabularConfig) -> Interactions:
-    """Open the files, decide over all their rows which ids are numbers, and code the users' features.
+    """Open the files, decide from all their rows which ids are integers, and encode the users' features.
 
-    An id column is numeric if each of its values, in rows that are good otherwise, is a 64-bit integer in plain digits;
-    then ids stay as they are. Otherwise ids are 1..n by sorted value.
+    Ids are kept if all values of their column, in otherwise good rows, are 64-bit integers in plain digits. If not,
+    they are encoded as 1..n by sorted value.
 
     Raises:
-        DataError: a file is missing, empty, damaged or of an unknown kind, lacks a column or has it twice, or has it in
-            a type that does not fit; a line of the users' features cannot be read, or a user is there twice.
+        DataError: a file is missing, empty, damaged or of an unknown format; a column is missing, appears twice or has
+            an unsuitable type; a line of the users' features cannot be read, or a user appears twice in them.
 
     """
     tables = [open_table(path, config.event_columns) for path in config.events]
-    candidates = [_candidates(config, table) for table in tables]
+    raw_ids = [_otherwise_good_ids(config, table) for table in tables]
     with reading(*config.events):
-        coders = survey_ids(candidates)
+        encoders = choose_encoders(raw_ids)
     context = None
     if config.context is not None:
-        users = [coders[USER_ID].code(rows.select(USER_ID), USER_ID).unique() for rows in candidates]
+        users = [encoders[USER_ID].encode(ids.select(USER_ID), USER_ID).unique() for ids in raw_ids]
         with reading(*config.events):
-            seen = pl.concat(users).collect(engine="streaming")
-        context = _read_context(config, config.context, coders[USER_ID], seen)
-    vocabularies = {name: coder.vocabulary for name, coder in coders.items() if coder.vocabulary is not None}
+            users_with_events = pl.concat(users).collect(engine="streaming")
+        context = _read_context(config, config.context, encoders[USER_ID], users_with_events)
+    vocabularies = {name: encoder.vocabulary for name, encoder in encoders.items() if encoder.vocabulary is not None}
     return Interactions(
-        parts=tuple(_part(config, table, coders) for table in tables),
+        parts=tuple(_part(config, table, encoders) for table in tables),
         sources=lambda: _sources(config),
         context=context,
         num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
@@ -82,8 +89,8 @@ def _sources(config: TabularConfig) -> tuple[SourceFile, ...]:
     return tuple(source for path in paths for source in source_files(path.parent, [path]))
 
 
-def _candidates(config: TabularConfig, table: Table) -> pl.LazyFrame:
-    """Return user_id and item_id as they are in the file, of the rows that are good but for their ids."""
+def _otherwise_good_ids(config: TabularConfig, table: Table) -> pl.LazyFrame:
+    """Return the raw user_id and item_id of the rows that pass all checks other than those of ids."""
     with naming(table.path):
         return table.rows.filter(_all_true(_value_checks(config, table))).select(_raw_ids(config, table))
 
@@ -93,45 +100,43 @@ def _raw_ids(config: TabularConfig, table: Table) -> list[pl.Expr]:
     return [raw_id(column, table.dtypes[column]).alias(name) for name, column in ids.items()]
 
 
-def _part(config: TabularConfig, table: Table, coders: Mapping[str, IdCoder]) -> EventPart:
-    checks = {**_value_checks(config, table), **_id_checks(config, table, coders)}
+def _part(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> EventPart:
+    checks = {**_value_checks(config, table), **_id_checks(config, table, encoders)}
     events = table.rows.select(
         *_raw_ids(config, table),
         _action(config, table.dtypes).alias(ACTION),
         _timestamp_ms(config, table.dtypes).alias(TIMESTAMP_MS),
         _all_true(checks).alias(IS_GOOD),
     )
-    for name, coder in coders.items():
-        events = coder.code(events, name)
+    for name, encoder in encoders.items():
+        events = encoder.encode(events, name)
 
     def find_bad(limit: int) -> Sequence[BadRow]:
         return table.find_bad(checks, limit)
 
-    # A compressed file is smaller than its events are in memory.
+    # Compressed files are smaller than their events in memory.
     size = max(table.path.stat().st_size, table.num_rows * _EVENT_BYTES)
     return EventPart(name=str(table.path), size=size, events=events, find_bad=find_bad)
 
 
 def _all_true(checks: Mapping[str, pl.Expr]) -> pl.Expr:
-    return pl.all_horizontal(*checks.values(), pl.col(IS_WHOLE)).fill_null(False)
+    return pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False)
 
 
 def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
-    """What must hold of a row beside its ids."""
-    unit = {"s": "in seconds since 1970", "ms": "in whole ms since 1970", "us": "in whole us since 1970"}
-    kind = unit.get(config.timestamp_unit, "in ISO 8601")
-    time = f"{config.timestamp_column} is not a time {kind}, up to the year 9999"
-    checks = {time: _timestamp_ms(config, table.dtypes).is_between(0, MAX_TIMESTAMP_MS)}
+    """Return the conditions on everything but the ids, by the reason to report where they do not hold."""
+    time_reason = f"{config.timestamp_column} is not a time {_TIME_FORMATS[config.timestamp_unit]} up to the year 9999"
+    checks = {time_reason: _timestamp_ms(config, table.dtypes).is_between(0, MAX_TIMESTAMP_MS)}
     for name in config.action_columns:
         if len(config.action_columns) > 1:
             checks[f"{name} is not 0 or 1"] = _flag(name, table.dtypes[name]).is_between(0, 1)
         else:
-            number = whole_number(name, table.dtypes[name])
-            checks[f"{name} is not a whole number of 0..{_MAX_ACTION}"] = number.is_between(0, _MAX_ACTION)
+            action = as_integer(name, table.dtypes[name])
+            checks[f"{name} is not an integer in 0..{_MAX_ACTION}"] = action.is_between(0, _MAX_ACTION)
     return checks
 
 
-def _id_checks(config: TabularConfig, table: Table, coders: Mapping[str, IdCoder]) -> dict[str, pl.Expr]:
+def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> dict[str, pl.Expr]:
     checks = {}
     for name, column in ((USER_ID, config.user_column), (ITEM_ID, config.item_column)):
         dtype = table.dtypes[column]
@@ -142,37 +147,36 @@ def _id_checks(config: TabularConfig, table: Table, coders: Mapping[str, IdCoder
             checks[f"{column} is not UTF-8"] = ~has_bad_bytes(text)
         else:
             checks[f"{column} is empty"] = pl.col(column).is_not_null()
-        checks[f"{column} is not a 64-bit whole number"] = raw.is_not_null()
-        if coders[name].vocabulary is None:
-            number = raw.cast(pl.Int64, strict=False)
-            checks[f"{column} is not a 64-bit whole number"] = number.is_not_null()
-            if name == ITEM_ID:
-                checks[f"{column} must not be negative"] = number >= 0
+        is_numeric = encoders[name].vocabulary is None
+        ids = raw.cast(pl.Int64, strict=False) if is_numeric else raw
+        checks[f"{column} is not a 64-bit integer"] = ids.is_not_null()
+        if is_numeric and name == ITEM_ID:
+            checks[f"{column} must not be negative"] = ids >= 0
     return checks
 
 
 def _timestamp_ms(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
-    """Return int64, rounded down; null where it cannot be read."""
+    """Return event times as int64, rounded down; null where they cannot be read."""
     name = config.timestamp_column
     time, dtype, unit = pl.col(name), dtypes[name], config.timestamp_unit
     if dtype.base_type() in (pl.Datetime, pl.Date):
         return (time.cast(pl.Datetime("ms")) if dtype == pl.Date else time).dt.epoch("ms")
     if unit == "iso":
         if dtype != pl.String:
-            raise DataError(f"column {name!r} is of type {dtype}, not text; name its unit: s, ms or us")
+            raise DataError(f"column {name!r} has type {dtype}, not text; set timestamp_unit to s, ms or us")
         return _iso_ms(time)
     if dtype != pl.String and not dtype.is_numeric():
-        raise DataError(f"column {name!r} is of type {dtype}, which holds no times; make it numbers or text")
+        raise DataError(f"column {name!r} of type {dtype} cannot hold times; convert it to numbers or text")
     if unit == "s":
-        # Decimals are exact where floats would lose a millisecond; of a float, digits below 1 us are noise.
+        # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
         seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
         return (seconds * 1000).floor().cast(pl.Int64, strict=False)
-    whole = whole_number(name, dtype)
-    return whole if unit == "ms" else whole // 1000
+    count = as_integer(name, dtype)
+    return count if unit == "ms" else count // 1000
 
 
 def _iso_ms(text: pl.Expr) -> pl.Expr:
-    # Polars' own parser wants one format for a whole column; logs mix them.
+    # Polars' parser expects a single format for a column, but logs mix several.
     part = text.str.extract_groups(_ISO).struct
     clock = pl.concat_str(
         part.field("1"), part.field("2").fill_null("00:00"), part.field("3").fill_null("00"), separator=" "
@@ -181,7 +185,7 @@ def _iso_ms(text: pl.Expr) -> pl.Expr:
     millis = part.field("4").str.pad_end(3, "0").cast(pl.Int64).fill_null(0)
     minutes = part.field("6").cast(pl.Int64) * 60 + part.field("7").cast(pl.Int64).fill_null(0)
     offset = pl.when(part.field("5") == "-").then(-minutes).otherwise(minutes).fill_null(0)
-    is_clock = part.field("3").fill_null("00") < "60"  # a leap second has no place among ms since 1970
+    is_clock = part.field("3").fill_null("00") < "60"  # leap seconds cannot be expressed in ms since 1970
     return pl.when(is_clock).then(local + millis - offset * 60_000)
 
 
@@ -190,7 +194,7 @@ def _action(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr
         case ():
             action = pl.lit(0)
         case (name,):
-            action = whole_number(name, dtypes[name])
+            action = as_integer(name, dtypes[name])
         case names:
             action = pl.sum_horizontal(_flag(name, dtypes[name]) * (1 << bit) for bit, name in enumerate(names))
     return action.cast(pl.Int32, strict=False)
@@ -198,43 +202,44 @@ def _action(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr
 
 def _flag(name: str, dtype: pl.DataType) -> pl.Expr:
     if dtype != pl.String:
-        return whole_number(name, dtype)
-    words = {"0": 0, "1": 1, "false": 0, "true": 1}
-    return pl.col(name).str.to_lowercase().replace_strict(words, default=None, return_dtype=pl.Int64)
+        return as_integer(name, dtype)
+    values = {"0": 0, "1": 1, "false": 0, "true": 1}
+    return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
 
 
-def _read_context(config: TabularConfig, path: Path, coder: IdCoder, seen: pl.DataFrame) -> Context:
-    """Code the features of the users that have events, those in `seen`; the others are left out."""
+def _read_context(config: TabularConfig, path: Path, encoder: IdEncoder, users_with_events: pl.DataFrame) -> Context:
+    """Encode the features of the users that have events; leave out the others."""
     table = open_table(path, (config.user_column, *config.context_columns))
     dtype = table.dtypes[config.user_column]
     with naming(path):
         raw = raw_id(config.user_column, dtype)
-    if bad := table.find_bad({f"{config.user_column} is empty or no id": raw.is_not_null()}, 1):
+    if bad := table.find_bad({f"{config.user_column} is empty or not an id": raw.is_not_null()}, 1):
         row = bad[0]
-        raise DataError(f"{path}, line {row.line} ({row.text[:80]!r}): {row.reason}; mend or remove the line")
+        raise DataError(f"{path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
     with reading(path):
         users = table.rows.select(raw.alias(USER_ID), *map(pl.col, config.context_columns)).collect()
     ids = users.get_column(USER_ID)
     if ids.is_duplicated().any():
-        twice = ids.filter(ids.is_duplicated()).item(0)
-        raise DataError(f"{path}: user {twice} appears twice; keep one row per user")
-    if coder.vocabulary is None and ids.dtype == pl.String:
-        users = users.filter(is_plain_number(pl.col(USER_ID)))
-    known = coder.code(users.lazy(), USER_ID).collect().join(seen, on=USER_ID, how="semi", maintain_order="left")
+        repeated = ids.filter(ids.is_duplicated()).item(0)
+        raise DataError(f"{path}: user {repeated} appears twice; keep one row per user")
+    if encoder.vocabulary is None and ids.dtype == pl.String:
+        users = users.filter(is_plain_integer(pl.col(USER_ID)))
+    encoded = encoder.encode(users.lazy(), USER_ID).collect()
+    known = encoded.join(users_with_events, on=USER_ID, how="semi", maintain_order="left")
     with naming(path):
         features = [_feature(known.get_column(name)) for name in config.context_columns]
     return encode_context(known.with_columns(features))
 
 
 def _feature(values: pl.Series) -> pl.Series:
-    """Return a feature ready to be sorted: text of nothing but numbers as numbers, empty text and NaN as null."""
+    """Return a feature ready for sorting: text as integers if all of it is, empty text and NaN as null."""
     if values.dtype.is_nested() or values.dtype == pl.Binary:
         raise DataError(
-            f"column {values.name!r} is of type {values.dtype}, which is no feature; make it text or numbers"
+            f"column {values.name!r} of type {values.dtype} cannot be a feature; convert it to text or numbers"
         )
     if values.dtype.base_type() not in TEXT_TYPES:
         return values.fill_nan(None) if values.dtype.is_float() else values
     text = values.cast(pl.String)
     text = text.set(text == "", None)
-    is_number = pl.select(is_plain_number(pl.lit(text.drop_nulls())).all()).item()
-    return text.cast(pl.Int64) if is_number else text
+    are_integers = pl.select(is_plain_integer(pl.lit(text.drop_nulls())).all()).item()
+    return text.cast(pl.Int64) if are_integers else text

@@ -1,4 +1,4 @@
-"""What is said of anyone's log: its files, its columns, what they mean; as a record, or as a TOML file."""
+"""The description of a custom log (its files, its columns and their meaning), as a record or as a TOML file."""
 
 import re
 import tomllib
@@ -10,25 +10,34 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import ACTION, ITEM_ID, LENGTH, TIMESTAMP_MS, USER_ID
 
 TimestampUnit = Literal["s", "ms", "us", "iso"]
-_MAX_FLAGS = 31  # an action is an int32 that is not negative
+_MAX_FLAGS = 31  # the bits of a non-negative int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TabularConfig:
-    """Which files to read, and what their columns are called. A suffix tells the kind of a file."""
+    """The files of a custom dataset and the names of their columns. The suffix of a file determines its format."""
 
-    events: tuple[Path, ...]  # .csv, .csv.gz, .tsv or .parquet; their rows one behind the other
+    events: tuple[Path, ...]
+    """Event files (.csv, .csv.gz, .tsv or .parquet); their rows are concatenated."""
     user_column: str
+    """Column of user ids: integers or strings."""
     item_column: str
+    """Column of item ids: integers or strings."""
     timestamp_column: str
-    timestamp_unit: TimestampUnit = "s"  # since 1970; iso: ISO 8601, UTC without a zone. Parquet's own times need none
-    action_columns: tuple[str, ...] = ()  # none: action 0; one: the action; several: bits of it, the first the lowest
-    context: Path | None = None  # users' features: a table with `user_column` and `context_columns`, one row per user
+    """Column of event times."""
+    timestamp_unit: TimestampUnit = "s"
+    """Unit of numeric times, counted from 1970; `iso` for ISO 8601 text, in UTC unless it has an offset. Parquet's date
+    and time types need no unit."""
+    action_columns: tuple[str, ...] = ()
+    """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
+    context: Path | None = None
+    """File with the users' features: `user_column` and `context_columns`, one row per user."""
     context_columns: tuple[str, ...] = ()
+    """Columns of `context` to use as contextual features."""
 
     def __post_init__(self) -> None:
         if not self.events:
-            raise ConfigError("events names no file; give at least one")
+            raise ConfigError("events is empty; give at least one file")
         if self.timestamp_unit not in get_args(TimestampUnit):
             units = ", ".join(get_args(TimestampUnit))
             raise ConfigError(f"timestamp_unit must be one of {units}, got {self.timestamp_unit!r}")
@@ -38,40 +47,40 @@ class TabularConfig:
             raise ConfigError("context and context_columns go together; give both or none")
         for names in (self.event_columns, (self.user_column, *self.context_columns)):
             if twice := [name for name in names if names.count(name) > 1]:
-                raise ConfigError(f"column {twice[0]!r} is named twice; each column has one meaning")
-        taken = {USER_ID, ITEM_ID, ACTION, TIMESTAMP_MS, LENGTH}
+                raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
+        reserved = {USER_ID, ITEM_ID, ACTION, TIMESTAMP_MS, LENGTH}
         for name in self.context_columns:
-            # They become columns of the output, and names of files in a loader's cache.
-            if name in taken or not re.fullmatch(r"\w[\w.-]*", name):
+            # Features become columns of the output, and file names in a loader's cache.
+            if name in reserved or not re.fullmatch(r"\w[\w.-]*", name):
                 raise ConfigError(
-                    f"context column {name!r} cannot be a column of the dataset; rename it to something of letters, "
-                    f"digits, _, . and - other than {', '.join(sorted(taken))}"
+                    f"context column {name!r} cannot be a column of the dataset; rename it, using letters, digits, _, "
+                    f". and -, to anything but {', '.join(sorted(reserved))}"
                 )
 
     @property
     def event_columns(self) -> tuple[str, ...]:
-        """The columns that are read of the event files."""
+        """The columns to read from the event files."""
         return (self.user_column, self.item_column, self.timestamp_column, *self.action_columns)
 
 
 def read_toml(path: Path) -> TabularConfig:
-    """Read a configuration from a TOML file with the fields' names as keys; paths are relative to the file.
+    """Read a configuration from a TOML file whose keys are the names of the fields; paths are relative to the file.
 
     Raises:
         DataError: the file cannot be read, or is not TOML.
-        ConfigError: a key is missing, unknown, or of another type, or a value does not fit.
+        ConfigError: a key is missing or unknown, or a value has the wrong type or is invalid.
 
     """
     try:
         with path.open("rb") as file:
             raw = tomllib.load(file)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; check the path") from error
     except ValueError as error:
-        raise DataError(f"{path} is not valid TOML ({error}); mend it") from error
+        raise DataError(f"{path} is not valid TOML ({error}); fix it") from error
     known = {field.name: field.default is MISSING for field in fields(TabularConfig)}
     if unknown := sorted(raw.keys() - known):
-        raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")
     if missing := [name for name, is_required in known.items() if is_required and name not in raw]:
         raise ConfigError(f"{path} lacks {missing[0]}; add it")
     values: dict[str, Any] = {}

@@ -1,22 +1,22 @@
-"""The exchange beside the usual ways, and beside one raw all-to-all of the same bytes; under torchrun.
+"""Compare the exchange with the usual baselines, and with one raw all-to-all of the same bytes; run it under torchrun.
 
     torchrun --nproc_per_node 4 scripts/bench/exchange.py [--batch-sizes 32,128,512] [--device cuda]
     torchrun --nproc_per_node 2 scripts/bench/exchange.py --device cpu --batch-sizes 32 --steps 20
 
-One JSON line a row, from rank 0. Batches: keys user, user_age, item_id, action and a label of item_id's length, int64,
-lognormal lengths (mean 512, std 512, at most 4096); balanced by --strategy. Milliseconds of a step, from pack to
-finished batch, with gathers and plans made before: the median over steps, of the slowest rank, and of that the median
-over 5 rounds in which the ways take turns.
+Prints one JSON line per row, from rank 0. Batches have the int64 keys user, user_age, item_id, action and a label of
+item_id's length, with lognormal lengths (mean 512, std 512, at most 4096), and are balanced with --strategies. Times
+are milliseconds of a step from packing to the finished batch; all-gathers and plans are made before. They are the
+median over steps on the slowest rank, and of that the median over 5 rounds in which the variants take turns.
 
-    copy              bringing the batch to the device, from page-locked memory
+    copy              upload of the batch to the device, from pinned memory
     ours, ours-all-gather    the two exchanges of this package
-    gather-select     the usual way: all-gather lengths, read them back, all-gather values, select rows; for each field
-    per-field         the other: reorder, exchange lengths, read sizes back, exchange values, reorder; for each field
+    gather-select     baseline, per field: all-gather lengths, read them back, all-gather values, select rows
+    per-field         baseline, per field: reorder, exchange lengths, read sizes back, exchange values, reorder
     raw               one all-to-all of the bytes that `ours` sends
-    exposed           part by which a training step gets longer with `ours` beside it: matrix products, and an
-                      all-reduce of 64 MB as of gradients; alternating runs of --exposed-steps steps over the same
-                      batches, already balanced
-    exposed-alone     the same without the all-reduce: then only the exchange makes ranks wait for each other
+    exposed           fraction by which a training step gets longer with `ours` on a side stream: matrix products and an
+                      all-reduce of 64 MB, as of gradients; alternating runs of --exposed-steps steps over the same,
+                      already balanced batches
+    exposed-alone     the same without the all-reduce, so that only the exchange makes ranks wait for each other
 """
 
 import argparse
@@ -27,320 +27,352 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader import LoaderConfig
+from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
-from evenrank.dataloader.balance.control.all_gather import make_gather
-from evenrank.dataloader.balance.control.process_group import Channel
-from evenrank.dataloader.balance.exchange.device import Carrier, make_carrier
-from evenrank.dataloader.balance.exchange.exchange import EXCHANGES
-from evenrank.dataloader.balance.step_planner import Planned, Planner, Settings
-from evenrank.dataloader.balance.warmup import compile_ahead
+from evenrank.dataloader.balance.control.all_gather import make_all_gather
+from evenrank.dataloader.balance.control.process_group import FailFastGroup
+from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
+from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
+from evenrank.dataloader.balance.exchange.plan import Plan
+from evenrank.dataloader.balance.settings import BalancerSettings, PartitionSettings, StrategyName
+from evenrank.dataloader.balance.step_planner import StepPlanner
+from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
+TOLERANCE = 0.01
 TIMEOUT = timedelta(minutes=3)
-ROUNDS = 5  # in which the ways take turns
-FILLING = 10  # steps before the clock starts
+ROUNDS = 5  # in which the variants take turns
+WARMUP_STEPS = 10  # before the clock starts
 DATA = RandomData(
     lengths=Lognormal(mean=512, std=512),
     contextual={"user": Uniform(high=1_000_000), "user_age": Uniform(high=99)},
 )
+Group = dist.ProcessGroup | None
+Jagged = tuple[Tensor, Tensor]  # values, lengths [K, B]
 
 
-def batches_of(batch_size: int, steps: int) -> RandomBatches[Any]:
-    """This rank's batches, with the actions as labels."""
+def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
+    """Return this rank's batches, with the actions as labels."""
     config = LoaderConfig(batch_size=batch_size, max_history_length=4096, max_num_candidates=0, num_tasks=1)
     return RandomBatches(config, DATA, num_batches=steps, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
-def plan_steps(batch_size: int, steps: int, strategy: str) -> list[Planned]:
-    """Gather and plan steps, as a Balancer does in the background."""
-    settings = Settings(
-        strategy=strategy,
-        tolerance=0.01,
-        max_tokens_per_rank=None,
-        on_overflow="raise",
-        exchange="all-to-all",
-        lookahead=1,
-    )
-    gather = make_gather(TIMEOUT)
-    planner = Planner(
-        [], cost=COST, settings=settings, gather=gather, rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
-    planned = [planner.plan(batch, None) for batch in batches_of(batch_size, steps)]
-    gather.close()
-    return planned
+def plan_steps(batch_size: int, steps: int, strategy: StrategyName) -> list[tuple[SequenceBatch, Plan]]:
+    """All-gather and plan steps, as a Balancer does in the background."""
+    settings = BalancerSettings(partition=PartitionSettings(strategy=strategy, tolerance=TOLERANCE))
+    all_gather = make_all_gather(TIMEOUT)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    planner = StepPlanner([], cost=COST, settings=settings, all_gather=all_gather, rank=rank, world_size=world_size)
+    steps_with_plans = []
+    for batch in batches_of(batch_size, steps):
+        plan = planner.plan(batch, None).plan
+        assert plan is not None
+        steps_with_plans.append((batch, plan))
+    all_gather.close()
+    return steps_with_plans
 
 
-class Staged:
-    """A carrier that brings each memory once."""
+class UploadOnce:
+    """An exchange device that uploads each host buffer once, so that later launches are timed without the upload."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self._there: set[int] = set()
+    def __init__(self, device: ExchangeDevice) -> None:
+        self._device = device
+        self._uploaded: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
+        return getattr(self._device, name)
 
-    def bring(self, host: torch.Tensor, memory: torch.Tensor) -> None:
-        """Bring what is not there yet."""
-        if host.data_ptr() not in self._there:
-            self._there.add(host.data_ptr())
-            self._carrier.bring(host, memory)
+    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
+        """Upload the buffer if it has not been uploaded."""
+        if host_buffer.data_ptr() not in self._uploaded:
+            self._uploaded.add(host_buffer.data_ptr())
+            self._device.upload(host_buffer, buffer)
 
 
 def timed(run: Callable[[int], Any], steps: int, device: torch.device, group: dist.ProcessGroup) -> float:
-    """Return the median milliseconds of a step, of the slowest rank; the first steps warm up."""
+    """Return the median milliseconds of a step on the slowest rank; the first quarter of the steps warms up."""
     seconds = []
     for step in range(steps):
-        wait(device)
+        synchronize(device)
         dist.barrier(group)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         run(step)
-        wait(device)
-        seconds.append(time.perf_counter() - begun)
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
     median = torch.tensor([statistics.median(seconds[steps // 4 :])])
     dist.all_reduce(median, op=dist.ReduceOp.MAX, group=group)
     return float(median) * 1e3
 
 
-def wait(device: torch.device) -> None:
-    """Let the device finish."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def fields_of(batch: Any) -> list[KeyedJaggedTensor]:
-    """The fields that the usual ways exchange one by one."""
+def jagged_fields(batch: SequenceBatch) -> list[KeyedJaggedTensor]:
+    """Return the fields that the baselines exchange one by one."""
     return [batch.features, batch.labels]
 
 
-def select(values: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select rows of jagged keys: values key-major, lengths [K, B]; the size of the result is read back."""
+def select_rows(values: Tensor, lengths: Tensor, rows: Tensor) -> Jagged:
+    """Select rows of jagged keys: key-major values, lengths [K, B]; the size of the result is read back."""
     offsets = torch.cumsum(lengths.view(-1), 0) - lengths.view(-1)
-    chosen = lengths[:, rows]
+    selected = lengths[:, rows]
     starts = offsets.view(lengths.shape)[:, rows].reshape(-1)
-    flat = chosen.reshape(-1)
+    flat = selected.reshape(-1)
     ends = torch.cumsum(flat, 0)
-    places = torch.repeat_interleave(starts - (ends - flat), flat)
-    return values[places + torch.arange(len(places), device=values.device)], chosen
+    shifts = torch.repeat_interleave(starts - (ends - flat), flat)
+    return values[shifts + torch.arange(len(shifts), device=values.device)], selected
 
 
-def gather_select(kjt: KeyedJaggedTensor, mine: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """All-gather a field and keep the rows `mine`, numbered over all ranks."""
-    world_size, keys = dist.get_world_size(), len(kjt.keys())
-    lengths = kjt.lengths().view(keys, -1)
-    everybody = [torch.empty_like(lengths) for _ in range(world_size)]
-    dist.all_gather(everybody, lengths.contiguous(), group=group)
-    totals = torch.stack([one.sum() for one in everybody]).tolist()
-    padded = torch.zeros(max(totals), dtype=kjt.values().dtype, device=lengths.device)
-    padded[: len(kjt.values())] = kjt.values()
-    values = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(values, padded, group=group)
-    # Key-major over all ranks.
-    parts = [
-        torch.split(one[:total], each.sum(1).tolist())
-        for one, total, each in zip(values, totals, everybody, strict=True)
+def gather_select(field: KeyedJaggedTensor, rows: Tensor, group: Group) -> Jagged:
+    """All-gather a field and select rows, numbered over all ranks."""
+    world_size, num_keys = dist.get_world_size(), len(field.keys())
+    lengths = field.lengths().view(num_keys, -1)
+    lengths_of_ranks = [torch.empty_like(lengths) for _ in range(world_size)]
+    dist.all_gather(lengths_of_ranks, lengths.contiguous(), group=group)
+    totals = torch.stack([lengths_of_rank.sum() for lengths_of_rank in lengths_of_ranks]).tolist()
+    padded = torch.zeros(max(totals), dtype=field.values().dtype, device=lengths.device)
+    padded[: len(field.values())] = field.values()
+    values_of_ranks = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(values_of_ranks, padded, group=group)
+    by_rank_and_key = [
+        torch.split(values[:total], lengths_of_rank.sum(1).tolist())
+        for values, total, lengths_of_rank in zip(values_of_ranks, totals, lengths_of_ranks, strict=True)
     ]
-    joined = torch.cat([part[key] for key in range(keys) for part in parts])
-    return select(joined, torch.cat(everybody, dim=1), mine)
+    key_major = torch.cat([by_key[key] for key in range(num_keys) for by_key in by_rank_and_key])
+    return select_rows(key_major, torch.cat(lengths_of_ranks, dim=1), rows)
 
 
-def per_field(kjt: KeyedJaggedTensor, sends: torch.Tensor, counts: Any, group: dist.ProcessGroup) -> Any:
-    """Exchange a field: rows in the order of their destinations, lengths first, then values of the sizes they tell."""
-    keys = len(kjt.keys())
+def per_field(field: KeyedJaggedTensor, rows: Tensor, counts: tuple[list[int], list[int]], group: Group) -> Jagged:
+    """Exchange a field: rows by destination, lengths first, then values of the sizes that the lengths give.
+
+    Args:
+        field: to exchange.
+        rows: to send, by destination.
+        counts: rows sent to each rank, and rows received from each rank.
+        group: of all ranks.
+
+    """
+    num_keys = len(field.keys())
     send_counts, receive_counts = counts
-    values, chosen = select(kjt.values(), kjt.lengths().view(keys, -1), sends)
-    out = chosen.t().contiguous()
-    arrived = torch.empty((sum(receive_counts), keys), dtype=out.dtype, device=out.device)
-    dist.all_to_all_single(arrived, out, receive_counts, send_counts, group=group)
-    # Row-major for the wire: each row's keys one behind the other.
-    rows = len(out)
-    order = torch.arange(rows * keys, device=out.device).view(keys, rows).t().reshape(-1)
-    flat = chosen.reshape(-1)
-    wire, _ = select(values, flat[None], order)
-    send_sizes = [int(part.sum()) for part in torch.split(out, send_counts)]
-    receive_sizes = [int(part.sum()) for part in torch.split(arrived, receive_counts)]
-    landed = torch.empty(sum(receive_sizes), dtype=values.dtype, device=values.device)
-    dist.all_to_all_single(landed, wire, receive_sizes, send_sizes, group=group)
-    back = torch.arange(len(arrived) * keys, device=out.device).view(len(arrived), keys).t().reshape(-1)
-    values, lengths = select(landed, arrived.reshape(1, -1), back)
-    return values, lengths.view(keys, -1)
+    values, selected = select_rows(field.values(), field.lengths().view(num_keys, -1), rows)
+    sent_lengths = selected.t().contiguous()
+    shape = (sum(receive_counts), num_keys)
+    received_lengths = torch.empty(shape, dtype=sent_lengths.dtype, device=sent_lengths.device)
+    dist.all_to_all_single(received_lengths, sent_lengths, receive_counts, send_counts, group=group)
+    # Row-major for sending: the keys of a row are adjacent.
+    num_rows = len(sent_lengths)
+    row_major = torch.arange(num_rows * num_keys, device=values.device).view(num_keys, num_rows).t().reshape(-1)
+    sent_values, _ = select_rows(values, selected.reshape(1, -1), row_major)
+    send_sizes = [int(part.sum()) for part in torch.split(sent_lengths, send_counts)]
+    receive_sizes = [int(part.sum()) for part in torch.split(received_lengths, receive_counts)]
+    received_values = torch.empty(sum(receive_sizes), dtype=values.dtype, device=values.device)
+    dist.all_to_all_single(received_values, sent_values, receive_sizes, send_sizes, group=group)
+    num_received = len(received_lengths)
+    key_major = torch.arange(num_received * num_keys, device=values.device).view(num_received, num_keys)
+    values, lengths = select_rows(received_values, received_lengths.reshape(1, -1), key_major.t().reshape(-1))
+    return values, lengths.view(num_keys, -1)
 
 
-def measure(batch_size: int, steps: int, strategy: str, device: torch.device) -> dict[str, Any]:
-    """Time all ways on the same planned steps."""
-    carrier = make_carrier(device)
-    channel = Channel(TIMEOUT, backend=carrier.backend)
-    control = dist.group.WORLD
-    assert control is not None
-    assert channel.group is not None
-    planned = plan_steps(batch_size, steps, strategy)
-    pairs = [(one.batch.pin_memory() if device.type == "cuda" else one.batch, one.plan) for one in planned]
+def send_order(plan: Plan, device: torch.device) -> tuple[Tensor, tuple[list[int], list[int]]]:
+    """Return a rank's rows by destination, its own included, and the counts that `per_field` needs."""
+    destinations = plan.rank_of[plan.rank]
+    rows = np.argsort(destinations, kind="stable")[np.count_nonzero(destinations < 0) :]
+    send_counts = [int((destinations == rank).sum()) for rank in range(len(plan.rank_of))]
+    receive_counts = [int((source == plan.rank).sum()) for source in plan.rank_of]
+    return torch.from_numpy(rows).to(device), (send_counts, receive_counts)
+
+
+def measure(batch_size: int, steps: int, strategy: StrategyName, device: torch.device) -> dict[str, Any]:
+    """Time all variants on the same planned steps."""
+    exchange_device = make_device(device)
+    group = FailFastGroup(TIMEOUT, backend=exchange_device.backend)
+    cpu_group = dist.group.WORLD
+    assert cpu_group is not None
+    planned = [
+        (batch.pin_memory() if device.type == "cuda" else batch, plan)
+        for batch, plan in plan_steps(batch_size, steps, strategy)
+    ]
+    plans = [plan for _, plan in planned]
     row: dict[str, Any] = {"ranks": dist.get_world_size(), "batch_size": batch_size, "strategy": strategy}
     row["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    sent = [int(plan.send_bytes.sum()) for _, plan in pairs]
-    row["sent_kb"] = round(statistics.median(sent) / 1e3, 1)
+    row["sent_kb"] = round(statistics.median(int(plan.send_bytes.sum()) for plan in plans) / 1e3, 1)
 
-    brought = [batch.to(device) for batch, _ in pairs]
-    ways: dict[str, Callable[[int], Any]] = {}
-    results: dict[str, Any] = {}
-    for name, kind in EXCHANGES.items():
-        exchange = kind(channel, Staged(carrier))  # type: ignore[arg-type]
-        prepared = [exchange.prepare(batch, plan) for batch, plan in pairs]
-        for one in prepared:  # brings all there
-            exchange.finish(exchange.launch(one))
+    variants: dict[str, Callable[[int], Any]] = {}
+    results: dict[str, KeyedJaggedTensor] = {}
+    for name, collective in COLLECTIVES.items():
+        upload_once: Any = UploadOnce(exchange_device)
+        exchange = Exchange(collective, group, upload_once, world_size=dist.get_world_size())
+        prepared = [exchange.prepare(batch, plan) for batch, plan in planned]
+        for step in prepared:  # uploads all batches
+            exchange.finish(exchange.launch(step))
         if name == "all-to-all":
-            ways["copy"] = lambda step, all=prepared: carrier.bring(all[step].host, all[step].memory)
+            variants["copy"] = upload_variant(exchange_device, prepared)
         label = "ours" if name == "all-to-all" else "ours-all-gather"
+        variants[label] = exchange_variant(exchange, prepared)
+        results[label] = variants[label](0).features
 
-        def run(step: int, exchange: Any = exchange, all: Any = prepared) -> Any:
-            exchange.finish(exchange.launch(all[step]))
-            return all[step].balanced()
-
-        ways[label] = run
-        results[label] = run(0).features
-
-    numbers = [np.flatnonzero(plan.rank_of.reshape(-1) == plan.rank) for _, plan in pairs]
-    mine = [torch.from_numpy(rows).to(device) for rows in numbers]
-    ways["gather-select"] = lambda step: [
-        gather_select(kjt, mine[step], channel.group) for kjt in fields_of(brought[step])
+    on_device = [batch.to(device) for batch, _ in planned]
+    trained_rows = [np.flatnonzero(plan.rank_of.reshape(-1) == plan.rank) for plan in plans]
+    rows = [torch.from_numpy(numbers).to(device) for numbers in trained_rows]
+    orders = [send_order(plan, device) for plan in plans]
+    variants["gather-select"] = lambda step: [
+        gather_select(field, rows[step], group.process_group) for field in jagged_fields(on_device[step])
     ]
-    orders = []
-    for _, plan in pairs:
-        own = plan.rank_of[plan.rank]
-        sends = np.argsort(own, kind="stable")[np.count_nonzero(own < 0) :]
-        counts = [int((own == other).sum()) for other in range(len(plan.rank_of))]
-        orders.append(
-            (
-                torch.from_numpy(sends).to(device),
-                (counts, [int((plan.rank_of[other] == plan.rank).sum()) for other in range(len(plan.rank_of))]),
-            )
-        )
-    ways["per-field"] = lambda step: [per_field(kjt, *orders[step], channel.group) for kjt in fields_of(brought[step])]
-    check(results, gather_select(brought[0].features, mine[0], channel.group), pairs[0][1].num_real)
-    check(results, per_field(brought[0].features, *orders[0], channel.group), pairs[0][1].num_real)
-
-    buffers = [
-        [torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=device) for sizes in (p.receive_bytes, p.send_bytes)]
-        for _, p in pairs
+    variants["per-field"] = lambda step: [
+        per_field(field, *orders[step], group.process_group) for field in jagged_fields(on_device[step])
     ]
-    ways["raw"] = lambda step: dist.all_to_all_single(
-        *buffers[step],
-        pairs[step][1].receive_bytes.tolist(),
-        pairs[step][1].send_bytes.tolist(),
-        group=channel.group,
+    for baseline in ("gather-select", "per-field"):
+        check_equal(results, variants[baseline](0)[0], plans[0].num_real)
+
+    def empty_buffers(num_bytes: Callable[[Plan], NDArray[np.int64]]) -> list[Tensor]:
+        return [torch.zeros(int(num_bytes(plan).sum()), dtype=torch.uint8, device=device) for plan in plans]
+
+    send_buffers = empty_buffers(lambda plan: plan.send_bytes)
+    receive_buffers = empty_buffers(lambda plan: plan.receive_bytes)
+    variants["raw"] = lambda step: dist.all_to_all_single(
+        receive_buffers[step],
+        send_buffers[step],
+        plans[step].receive_bytes.tolist(),
+        plans[step].send_bytes.tolist(),
+        group=group.process_group,
     )
-    rounds = [{name: timed(run, steps, device, control) for name, run in ways.items()} for _ in range(ROUNDS)]
-    row |= {name: round(statistics.median(one[name] for one in rounds), 4) for name in ways}
+    rounds = [{name: timed(run, steps, device, cpu_group) for name, run in variants.items()} for _ in range(ROUNDS)]
+    row |= {name: round(statistics.median(times[name] for times in rounds), 4) for name in variants}
     row["ours_over_raw"] = round(row["ours"] / row["raw"], 2)
-    channel.close()
+    group.close()
     return row
 
 
-def check(results: dict[str, Any], usual: Any, num_real: int) -> None:
-    """The usual ways and ours give the same values."""
-    values, lengths = usual
+def upload_variant(device: ExchangeDevice, prepared: list[PreparedStep]) -> Callable[[int], None]:
+    """Return a function that uploads the batch of a step."""
+    return lambda step: device.upload(prepared[step].host_buffer, prepared[step].device_buffer)
+
+
+def exchange_variant(exchange: Exchange, prepared: list[PreparedStep]) -> Callable[[int], Any]:
+    """Return a function that exchanges a step and returns the balanced batch."""
+
+    def run(step: int) -> Any:
+        exchange.finish(exchange.launch(prepared[step]))
+        return prepared[step].balanced_batch()
+
+    return run
+
+
+def check_equal(results: dict[str, KeyedJaggedTensor], baseline: Jagged, num_real: int) -> None:
+    """Check that a baseline and our exchanges give the same values and lengths."""
+    values, lengths = baseline
     for features in results.values():
         assert torch.equal(features.values(), values)
         assert torch.equal(features.lengths().view(lengths.shape[0], -1)[:, :num_real], lengths)
 
 
-def measure_exposed(batch_size: int, steps: int, strategy: str, device: torch.device, reducing: bool) -> dict[str, Any]:
-    """Alternate runs with the exchange and without, over the same balanced batches."""
-    control = dist.group.WORLD
-    gradients_group = dist.new_group(backend=make_carrier(device).backend)
+def measure_exposed(
+    batch_size: int, steps: int, strategy: StrategyName, device: torch.device, *, all_reduce: bool
+) -> dict[str, Any]:
+    """Alternate runs with and without the exchange, over the same balanced batches."""
+    cpu_group = dist.group.WORLD
+    gradients_group = dist.new_group(backend=make_device(device).backend)
     is_cuda = device.type == "cuda"
     side, dtype = (8192, torch.bfloat16) if is_cuda else (256, torch.float32)
     weight = torch.randn(side, side, device=device, dtype=dtype)
     gradients = torch.zeros(side * 4096, device=device, dtype=dtype)
 
-    def options() -> dict[str, Any]:
-        return {"cost": COST, "strategy": strategy, "tolerance": 0.01, "device": device, "timeout": TIMEOUT}
+    loaded = [batch.pin_memory() if is_cuda else batch for batch in batches_of(batch_size, 16)]
 
-    made = [batch.pin_memory() if is_cuda else batch for batch in batches_of(batch_size, 16)]
+    def balancer_of(batches: Iterable[SequenceBatch]) -> Balancer[SequenceBatch]:
+        return Balancer(batches, cost=COST, strategy=strategy, tolerance=TOLERANCE, device=device, timeout=TIMEOUT)
 
-    def source() -> Any:
-        for number, batch in enumerate(itertools.islice(itertools.cycle(made), steps + FILLING)):
+    def source() -> Iterator[SequenceBatch]:
+        for number, batch in enumerate(itertools.islice(itertools.cycle(loaded), steps + WARMUP_STEPS)):
             batch.step = number
             yield batch
 
-    def work(batch: Any) -> None:
-        # As much for every batch, so that only the exchange differs.
+    def train(batch: SequenceBatch) -> None:
+        # The same work for every batch, so that only the exchange differs.
         batch.features.values().sum()
         for _ in range(8):
             torch.mm(weight, weight)
-        if reducing:
+        if all_reduce:
             dist.all_reduce(gradients, group=gradients_group)
 
-    with Balancer(itertools.chain(made), **options()) as balancer:
-        ready = list(balancer)
+    with balancer_of(loaded) as balancer:
+        balanced = list(balancer)
     seconds: dict[str, list[float]] = {"with": [], "without": []}
     for repeat in range(6):
         for name in ("with", "without") if repeat % 2 else ("without", "with"):
             with contextlib.ExitStack() as stack:
-                batches = itertools.islice(itertools.cycle(ready), steps + FILLING)
+                batches: Iterator[SequenceBatch] = itertools.islice(itertools.cycle(balanced), steps + WARMUP_STEPS)
                 if name == "with":
-                    batches = iter(stack.enter_context(Balancer(source(), **options())))
+                    batches = iter(stack.enter_context(balancer_of(source())))
+                started = 0.0
                 for number, batch in enumerate(batches):
-                    if number == FILLING:  # the first steps of an epoch wait for their plans
-                        wait(device)
-                        dist.barrier(control)
-                        begun = time.perf_counter()
-                    work(batch)
-                wait(device)
-                seconds[name].append((time.perf_counter() - begun) / steps)
+                    if number == WARMUP_STEPS:  # the first steps of an epoch wait for their plans
+                        synchronize(device)
+                        dist.barrier(cpu_group)
+                        started = time.perf_counter()
+                    train(batch)
+                synchronize(device)
+                seconds[name].append((time.perf_counter() - started) / steps)
     medians = torch.tensor([statistics.median(values[1:]) for values in seconds.values()])
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=control)
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=cpu_group)
     dist.destroy_process_group(gradients_group)
-    with_it, without = (float(value) for value in medians)
-    name = "exposed" if reducing else "exposed-alone"
+    with_exchange, without = medians.tolist()
+    name = "exposed" if all_reduce else "exposed-alone"
     return {
         f"{name}-step-ms": round(without * 1e3, 3),
-        f"{name}-step-with-exchange-ms": round(with_it * 1e3, 3),
-        name: round(with_it / without - 1, 5),
+        f"{name}-step-with-exchange-ms": round(with_exchange * 1e3, 3),
+        name: round(with_exchange / without - 1, 5),
     }
 
 
 def main() -> None:
-    """Print the rows."""
+    """Print a row for each strategy and batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-sizes", default="32,128,512")
-    parser.add_argument("--strategies", default="lpt-swap,min-move")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--exposed-steps", type=int, default=200, help="0 leaves that measurement out")
-    parser.add_argument("--alone", action="store_true", help="measure exposed-alone, too")
+    parser.add_argument("--batch-sizes", default="32,128,512", help="samples per rank, comma-separated")
+    parser.add_argument("--strategies", default="lpt-swap,min-move", help="comma-separated")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each round")
+    parser.add_argument("--exposed-steps", type=int, default=200, help="0 skips that measurement")
+    parser.add_argument("--alone", action="store_true", help="also measure exposed-alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     strategies = arguments.strategies.split(",")
     if unknown := [name for name in strategies if name not in STRATEGIES]:
-        parser.error(f"no strategy is called {unknown[0]!r}; there are {', '.join(STRATEGIES)}")
+        parser.error(f"no strategy is called {unknown[0]!r}; known are {', '.join(STRATEGIES)}")
     if arguments.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device is {arguments.device}, but PyTorch finds no CUDA device here; --device cpu works")
+        parser.error(
+            f"--device is {arguments.device}, but PyTorch finds no CUDA device on this host; pass --device cpu"
+        )
     if "LOCAL_RANK" not in os.environ:
-        parser.error("one process a rank is needed: run it under torchrun, as --help shows")
+        parser.error("one process per rank is needed: run it under torchrun, as --help shows")
     faulthandler.dump_traceback_later(540, exit=True)
     device = torch.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    compile_ahead()
+    warm_up()
     for strategy in strategies:
         for batch_size in map(int, arguments.batch_sizes.split(",")):
             row = measure(batch_size, arguments.steps, strategy, device)
-            for reducing in [True, False][: (1 + arguments.alone) * bool(arguments.exposed_steps)]:
-                row |= measure_exposed(batch_size, arguments.exposed_steps, strategy, device, reducing)
+            for all_reduce in [True, False][: (1 + arguments.alone) * bool(arguments.exposed_steps)]:
+                row |= measure_exposed(batch_size, arguments.exposed_steps, strategy, device, all_reduce=all_reduce)
             if dist.get_rank() == 0:
                 print(json.dumps(row), flush=True)
     dist.destroy_process_group()

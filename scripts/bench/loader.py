@@ -1,13 +1,17 @@
-"""Loading beside the usual ways: pandas rows of JSON lists, a bare NumPy gather, and worker processes.
+"""Compare `build_loader` with baselines: pandas rows of JSON lists, a bare NumPy gather, and worker processes.
 
     .venv/bin/python scripts/bench/loader.py [--users 138493] [--runs 5] [--dir DIR]
 
-Makes a dataset of the size of ml-20m in DIR (kept for the next time), and prints one JSON line a row: the time to
-open it, the memory of 8 processes on it, and samples per second of batches of 128 with histories of at most 512 events
-and 10 candidates, medians over runs in which the ways take turns.
+Writes a dataset of the size of ml-20m to DIR, unless it exists, and prints one JSON line per row: the time to open it,
+the memory of 8 processes that read it, and the samples per second of each loader, in batches of 128 with histories of
+at most 512 events and 10 candidates. Rates are medians over runs; each run times all loaders in turn.
+
+    samples_per_second, lowest         median and minimum over runs
+    x_pandas, x_numpy, x_one_worker    rate relative to "pandas rows", "numpy gather" and "ours, 1 worker"
 """
 
 import argparse
+import itertools
 import json
 import logging
 import multiprocessing
@@ -24,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
@@ -34,14 +39,21 @@ from evenrank.datasets.order import permute
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
 BATCH_SIZE, MAX_HISTORY_LENGTH, NUM_CANDIDATES = 128, 512, 10
-_PANDAS_SAMPLES = 12_800  # it is slow: a part of the epoch is enough
-_RANKS = 8
-_OPEN = "import sys, time; from evenrank.datasets import open_store; begun = time.perf_counter(); "
-_OPEN += "open_store(sys.argv[1]); print(time.perf_counter() - begun)"
+_PANDAS_SAMPLES = 12_800  # a tenth of the epoch, because this baseline is slow
+_NUM_PROCESSES = 8
+_OPEN = """
+import sys, time
+from evenrank.datasets import open_store
+start = time.perf_counter()
+open_store(sys.argv[1])
+print(time.perf_counter() - start)
+"""
+
+Sample = tuple[NDArray[np.integer], NDArray[np.integer]]  # the newest items and actions of a user
 
 
 def make_data(folder: Path, users: int) -> Path:
-    """Write the dataset, if it is not there: lognormal histories with a median of 82 and a mean of 144 events."""
+    """Write the dataset, unless it exists: lognormal histories with a median of 82 and a mean of 144 events."""
     path = folder / f"loader-{users}"
     if not path.exists():
         synthetic = SyntheticConfig(
@@ -53,8 +65,8 @@ def make_data(folder: Path, users: int) -> Path:
     return path
 
 
-class Users(Dataset[tuple[np.ndarray, np.ndarray]]):
-    """The usual map-style dataset: one user's newest items and actions."""
+class MappedUsers(Dataset[Sample]):
+    """A map-style dataset over mapped columns: one sample per user."""
 
     def __init__(self, path: Path) -> None:
         self.store = open_store(path)
@@ -62,81 +74,91 @@ class Users(Dataset[tuple[np.ndarray, np.ndarray]]):
     def __len__(self) -> int:
         return len(self.store)
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, row: int) -> Sample:
         end = int(self.store.offsets[row + 1])
         begin = max(int(self.store.offsets[row]), end - NUM_CANDIDATES - MAX_HISTORY_LENGTH)
         return self.store.events["item_id"][begin:end], self.store.events["action"][begin:end]
 
 
-class JsonUsers(Users):
-    """The same from a data frame with a row for each user, whose lists are JSON."""
+class JsonUsers(Dataset[Sample]):
+    """A map-style dataset over a data frame with one row per user, whose lists are JSON."""
 
-    def __init__(self, path: Path, rows: int) -> None:
-        super().__init__(path)
-        spans = list(zip(self.store.offsets[:rows].tolist(), self.store.offsets[1 : rows + 1].tolist(), strict=True))
+    def __init__(self, path: Path, num_users: int) -> None:
+        store = open_store(path)
+        offsets = store.offsets[: num_users + 1].tolist()
         self.frame = pd.DataFrame(
             {
-                name: [json.dumps(self.store.events[name][a:b].tolist()) for a, b in spans]
+                name: [json.dumps(store.events[name][begin:end].tolist()) for begin, end in itertools.pairwise(offsets)]
                 for name in ("item_id", "action")
             }
         )
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def __getitem__(self, row: int) -> Sample:
         user = self.frame.iloc[row]
-        cut = -(NUM_CANDIDATES + MAX_HISTORY_LENGTH)
-        return np.array(json.loads(user["item_id"])[cut:]), np.array(json.loads(user["action"])[cut:])
+        newest = slice(-(NUM_CANDIDATES + MAX_HISTORY_LENGTH), None)
+        return np.array(json.loads(user["item_id"])[newest]), np.array(json.loads(user["action"])[newest])
 
 
-def collate(samples: list[tuple[np.ndarray, np.ndarray]]) -> SequenceBatch:
+def collate(samples: list[Sample]) -> SequenceBatch:
     """Make a batch of single samples."""
     lengths = np.array([len(items) for items, _ in samples])
     history = [actions[:-NUM_CANDIDATES] for _, actions in samples]
     labels = np.concatenate([actions[-NUM_CANDIDATES:] for _, actions in samples]).astype(np.int64)
     values = np.concatenate([*(items for items, _ in samples), *history]).astype(np.int64)
-    of_keys = np.stack([lengths, lengths - NUM_CANDIDATES])
+    lengths_per_key = np.stack([lengths, lengths - NUM_CANDIDATES])
     candidates = np.full((1, len(samples)), NUM_CANDIDATES)
     return SequenceBatch(
         batch_size=len(samples),
         num_real=len(samples),
-        features=keyed_jagged_tensor(["item_id", "action"], torch.from_numpy(values), of_keys),
+        features=keyed_jagged_tensor(["item_id", "action"], torch.from_numpy(values), lengths_per_key),
         labels=keyed_jagged_tensor(["label"], torch.from_numpy(labels), candidates),
         num_candidates=torch.from_numpy(candidates[0]),
         sample_ids=torch.zeros(len(samples), dtype=torch.int64),
     )
 
 
-def gather(store: SequenceStore, samples: int) -> int:
-    """Gather the items and actions of each batch with NumPy, and make no batches of them."""
-    rows = permute(np.arange(samples), len(store), seed=0, epoch=0)
-    for first in range(0, samples, BATCH_SIZE):
+def gather(store: SequenceStore) -> int:
+    """Gather the items and actions of an epoch's batches with NumPy, without making batches."""
+    rows = permute(np.arange(len(store)), len(store), seed=0, epoch=0)
+    for first in range(0, len(store), BATCH_SIZE):
         ids = rows[first : first + BATCH_SIZE]
         ends = store.offsets[ids + 1]
         begins = np.maximum(store.offsets[ids], ends - NUM_CANDIDATES - MAX_HISTORY_LENGTH)
         lengths = ends - begins
-        places = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        store.events["item_id"].take(places)
-        store.events["action"].take(places)
-    return samples
+        indices = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        store.events["item_id"].take(indices)
+        store.events["action"].take(indices)
+    return len(store)
 
 
-def count(batches: Iterable[SequenceBatch]) -> int:
-    """Take all batches; return the number of samples."""
+def count_samples(batches: Iterable[SequenceBatch]) -> int:
+    """Iterate over all batches and return the number of samples."""
     return sum(batch.num_real for batch in batches)
 
 
-def ways(path: Path, users: int) -> dict[str, Callable[[], int]]:
-    """Return what is measured: each call takes an epoch, or a part of it, and returns the number of samples."""
+def make_loaders(path: Path, users: int) -> dict[str, Callable[[], int]]:
+    """Return the functions to time: each iterates over an epoch, or part of one, and returns the number of samples."""
     store = open_store(path)
+    num_json_users = min(_PANDAS_SAMPLES, users)
+    json_users = JsonUsers(path, num_json_users)
+    json_rows = permute(np.arange(num_json_users), num_json_users, seed=0, epoch=0).tolist()
 
-    def of_pandas() -> int:
-        return count(DataLoader(json_users, batch_size=BATCH_SIZE, sampler=sampled, collate_fn=collate))
+    def pandas_rows() -> int:
+        return count_samples(DataLoader(json_users, batch_size=BATCH_SIZE, sampler=json_rows, collate_fn=collate))
 
-    def by_processes(num_workers: int) -> Callable[[], int]:
+    def worker_processes(num_workers: int) -> Callable[[], int]:
         loader = DataLoader(
-            Users(path), batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate, num_workers=num_workers,
+            MappedUsers(path),
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            collate_fn=collate,
+            num_workers=num_workers,
             persistent_workers=True,
-        )  # fmt: skip
-        return lambda: count(loader)
+        )
+        return lambda: count_samples(loader)
 
     def ours(num_workers: int) -> Callable[[], int]:
         config = LoaderConfig(
@@ -147,75 +169,75 @@ def ways(path: Path, users: int) -> dict[str, Callable[[], int]]:
             persistent_workers=True,
         )
         loader = build_loader(path, config, rank=0, world_size=1)
-        return lambda: count(loader)
+        return lambda: count_samples(loader)
 
-    rows = min(_PANDAS_SAMPLES, users)
-    json_users = JsonUsers(path, rows)
-    sampled = permute(np.arange(rows), rows, seed=0, epoch=0).tolist()
     return {
         "ours": ours(0),
         "ours, 1 worker": ours(1),
         "ours, 2 workers": ours(2),
-        "numpy gather": lambda: gather(store, len(store)),
-        "worker processes, 1": by_processes(1),
-        "worker processes, 2": by_processes(2),
-        "pandas rows": of_pandas,
+        "numpy gather": lambda: gather(store),
+        "worker processes, 1": worker_processes(1),
+        "worker processes, 2": worker_processes(2),
+        "pandas rows": pandas_rows,
     }
 
 
 def measure_rates(path: Path, users: int, runs: int) -> None:
-    """Print the samples per second of each way."""
-    rates: dict[str, list[float]] = {}
-    measured = ways(path, users)
+    """Print the samples per second of each loader."""
+    loaders = make_loaders(path, users)
+    rates: dict[str, list[float]] = {name: [] for name in loaders}
     for run in range(runs + 1):
-        for name, way in measured.items():
-            begun = time.perf_counter()
-            samples = way()
-            if run:  # the first is for compiling, starting workers and touching pages
-                rates.setdefault(name, []).append(samples / (time.perf_counter() - begun))
-    medians = {name: statistics.median(of_way) for name, of_way in rates.items()}
+        for name, load_epoch in loaders.items():
+            start = time.perf_counter()
+            num_samples = load_epoch()
+            if run:  # the first run compiles, starts workers and loads pages
+                rates[name].append(num_samples / (time.perf_counter() - start))
+    medians = {name: statistics.median(rates_of_loader) for name, rates_of_loader in rates.items()}
     for name, rate in medians.items():
-        row = {"way": name, "samples_per_second": round(rate), "lowest": round(min(rates[name]))}
-        row |= {
+        row: dict[str, str | float] = {
+            "loader": name,
+            "samples_per_second": round(rate),
+            "lowest": round(min(rates[name])),
             "x_pandas": round(rate / medians["pandas rows"], 2),
             "x_numpy": round(rate / medians["numpy gather"], 2),
         }
-        row |= {"x_one_worker": round(rate / medians["ours, 1 worker"], 2)} if name.startswith("ours") else {}
+        if name.startswith("ours"):
+            row["x_one_worker"] = round(rate / medians["ours, 1 worker"], 2)
         print(json.dumps(row), flush=True)
 
 
 def measure_opening(path: Path) -> None:
-    """Print how long a process takes to open the dataset for the first time, and later."""
+    """Print how long a process takes to open the dataset, the first time and later."""
     shutil.rmtree(path / ".cache", ignore_errors=True)
     seconds = [float(subprocess.check_output([sys.executable, "-c", _OPEN, str(path)])) for _ in range(4)]
-    row = {"way": "opening", "first_seconds": round(seconds[0], 3), "later_seconds": round(max(seconds[1:]), 4)}
+    row = {"measurement": "opening", "first_seconds": round(seconds[0], 3), "later_seconds": round(max(seconds[1:]), 4)}
     print(json.dumps(row), flush=True)
 
 
-def _iterate(path: Path, pipe: Connection) -> None:
+def _read_epoch(path: Path, pipe: Connection) -> None:
     config = LoaderConfig(batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY_LENGTH)
-    loader = build_loader(path, config, rank=0, world_size=1)  # everything, so that each touches all pages
-    count(loader)
+    loader = build_loader(path, config, rank=0, world_size=1)  # in a variable, because it keeps the files mapped
+    count_samples(loader)  # the whole epoch, to touch all pages
     pipe.send(os.getpid())
-    pipe.recv()  # stay until all are measured
+    pipe.recv()  # all processes are measured
 
 
 def measure_memory(path: Path) -> None:
-    """Print what the mapped files take in the memory of 8 processes, each by itself and together."""
+    """Print how much memory the mapped files take in 8 processes, per process and in total."""
     context = multiprocessing.get_context("spawn")
     pipes = []
-    for _ in range(_RANKS):
-        ours, theirs = context.Pipe()
-        context.Process(target=_iterate, args=(path, theirs)).start()
-        theirs.close()
-        pipes.append(ours)
-    processes = [pipe.recv() for pipe in pipes]  # all have touched all pages
-    mapped = [_mapped_kib(process) for process in processes]
+    for _ in range(_NUM_PROCESSES):
+        parent_end, child_end = context.Pipe()
+        context.Process(target=_read_epoch, args=(path, child_end)).start()
+        child_end.close()
+        pipes.append(parent_end)
+    process_ids = [pipe.recv() for pipe in pipes]  # returns when all processes have touched all pages
+    mapped = [_mapped_kib(process_id) for process_id in process_ids]
     for pipe in pipes:
         pipe.send(None)
     files = sum(file.stat().st_size for file in (path / ".cache").glob("*/*.npy"))
     row = {
-        "way": f"memory of {_RANKS} processes",
+        "measurement": f"memory of {_NUM_PROCESSES} processes",
         "files_MiB": round(files / 2**20),
         "each_MiB": round(statistics.median(rss for rss, _ in mapped) / 2**10),
         "together_MiB": round(sum(pss for _, pss in mapped) / 2**10),
@@ -223,27 +245,27 @@ def measure_memory(path: Path) -> None:
     print(json.dumps(row), flush=True)
 
 
-def _mapped_kib(process: int) -> tuple[int, int]:
-    """Add up Rss and Pss (shared pages divided by their users) of a process's mappings of `.npy` files."""
+def _mapped_kib(process_id: int) -> tuple[int, int]:
+    """Return the sums of Rss and Pss (shared pages divided by their users) of a process's mapped `.npy` files."""
     rss = pss = 0
-    is_ours = False
-    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+    is_column = False
+    for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
         name, *values = line.split()
         if not name.endswith(":"):
-            is_ours = line.endswith(".npy")
-        elif is_ours and name in ("Rss:", "Pss:"):
+            is_column = line.endswith(".npy")
+        elif is_column and name in ("Rss:", "Pss:"):
             rss, pss = (rss + int(values[0]), pss) if name == "Rss:" else (rss, pss + int(values[0]))
     return rss, pss
 
 
 def main() -> None:
-    """Measure it all."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--users", type=int, default=138_493)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=Path("out/bench"))
     arguments = parser.parse_args()
-    # Since 2.13 PyTorch warns of what torchrec calls whenever it builds a KeyedJaggedTensor.
+    # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     path = make_data(arguments.dir.absolute(), arguments.users)
     measure_opening(path)

@@ -1,10 +1,10 @@
-"""Preprocessing beside the usual ways: pandas, and a bare Polars query that checks nothing.
+"""Benchmark preprocessing against two baselines: pandas, and a bare Polars query without any checks.
 
     .venv/bin/python scripts/bench/preprocess.py [--shape ml-20m|kuairand-1k|large] [--runs 3] [--dir DIR]
 
-Makes an input of the shape in DIR (kept for the next time), runs each way in a process of its own, in turn, and prints
-one JSON line a way: median seconds and peak memory, and their ratios to those of ours. `large` is 100 M rows in the
-form of ml-20m, for ours alone.
+Writes an input of the given shape to DIR (and reuses it the next time), runs the variants alternately, each in its own
+process, and prints one JSON line per variant: median seconds and peak memory, and their ratios to those of evenrank.
+`large` has 100 M rows in the format of ml-20m and runs without baselines.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-# 20.0 M ratings of 138,493 users, lognormal histories: median 82, largest about 12,000.
+# Users and events. Histories of ml-20m are lognormal: median 82, largest about 12,000.
 _SHAPES = {"ml-20m": (138_493, 20_000_000), "large": (692_465, 100_000_000), "kuairand-1k": (1_000, 11_700_000)}
 _FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
 
@@ -52,7 +52,7 @@ lines = pl.scan_csv(source.split(",")).with_columns(action=action)
 lines.group_by("user_id").agg(columns.sort_by("time_ms")).collect().write_parquet(out + ".parquet")
 """,
 }
-_OURS = """
+_EVENRANK = """
 from pathlib import Path
 from evenrank.preprocess import PreprocessConfig, preprocess
 preprocess(PreprocessConfig(dataset=dataset, raw_dir=Path(raw), out=Path(out)))
@@ -60,7 +60,7 @@ preprocess(PreprocessConfig(dataset=dataset, raw_dir=Path(raw), out=Path(out)))
 
 
 def make_movielens(folder: Path, num_users: int, num_events: int) -> str:
-    """Write DIR/ml-20m/ratings.csv, if it is not there; return its path."""
+    """Write FOLDER/ml-20m/ratings.csv unless it exists; return its path."""
     path = folder / "ml-20m" / "ratings.csv"
     if path.exists():
         return str(path)
@@ -85,7 +85,7 @@ def make_movielens(folder: Path, num_users: int, num_events: int) -> str:
 
 
 def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
-    """Write the two logs and the users' features of KuaiRand-1K; return the logs' paths, with a comma between."""
+    """Write the two logs and the users' features of KuaiRand-1K; return the paths of the logs, comma-separated."""
     data = folder / "KuaiRand-1K" / "data"
     data.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
@@ -118,19 +118,19 @@ def make_kuairand(folder: Path, num_users: int, num_events: int) -> str:
     return ",".join(map(str, paths))
 
 
-def run(code: str, names: dict[str, object]) -> tuple[float, float]:
-    """Run code in a process of its own; return its seconds, the start of Python included, and peak MiB."""
-    prelude = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    begun = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", prelude + code])
+def run(code: str, variables: dict[str, object]) -> tuple[float, float]:
+    """Run code in its own process; return its wall-clock seconds, including the start of Python, and its peak MiB."""
+    assignments = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", assignments + code])
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        sys.exit(f"a way failed with status {status}")
-    return time.perf_counter() - begun, usage.ru_maxrss / 1024
+        sys.exit(f"a variant exited with code {os.waitstatus_to_exitcode(status)}; see its error message above")
+    return time.perf_counter() - start, usage.ru_maxrss / 1024
 
 
 def main() -> None:
-    """Measure one shape."""
+    """Run the variants on one shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=_SHAPES, default="ml-20m")
     parser.add_argument("--runs", type=int, default=3)
@@ -139,30 +139,36 @@ def main() -> None:
     shape = arguments.shape
     folder = arguments.dir.absolute() / shape
     make = make_kuairand if shape == "kuairand-1k" else make_movielens
-    # In a process of its own: what it takes in memory would count for the processes started after it.
+    # In a separate process, because peak memory of this one would be inherited by the processes it starts.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         source = pool.apply(make, (folder, *_SHAPES[shape]))
     dataset = "ml-20m" if shape == "large" else shape
-    names = {"source": source, "out": str(folder / "out"), "raw": str(folder), "dataset": dataset, "flags": [*_FLAGS]}
-    ways = {"ours": _OURS}
+    variables = {
+        "source": source,
+        "out": str(folder / "out"),
+        "raw": str(folder),
+        "dataset": dataset,
+        "flags": [*_FLAGS],
+    }
+    variants = {"evenrank": _EVENRANK}
     if shape != "large":
-        ways |= {"polars, bare": _POLARS[shape], "pandas": _PANDAS[shape]}
-        run(_OURS, names)  # compiles, once for each installation
-    measured: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        variants |= {"polars, bare": _POLARS[shape], "pandas": _PANDAS[shape]}
+        run(_EVENRANK, variables)  # the first run after an installation compiles
+    runs: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     for _ in range(arguments.runs):
-        for way, code in ways.items():
-            measured[way].append(run(code, names))
-    seconds = {way: statistics.median(one[0] for one in runs) for way, runs in measured.items()}
-    memory = {way: statistics.median(one[1] for one in runs) for way, runs in measured.items()}
-    for way in ways:
+        for variant, code in variants.items():
+            runs[variant].append(run(code, variables))
+    seconds = {variant: statistics.median(run_seconds for run_seconds, _ in runs[variant]) for variant in variants}
+    peak_mib = {variant: statistics.median(run_mib for _, run_mib in runs[variant]) for variant in variants}
+    for variant in variants:
         row = {
             "shape": shape,
-            "way": way,
-            "seconds": round(seconds[way], 2),
-            "MiB": round(memory[way]),
-            "million_rows_per_second": round(_SHAPES[shape][1] / seconds[way] / 1e6, 2),
-            "seconds_to_ours": round(seconds[way] / seconds["ours"], 2),
-            "memory_to_ours": round(memory[way] / memory["ours"], 2),
+            "variant": variant,
+            "seconds": round(seconds[variant], 2),
+            "peak_mib": round(peak_mib[variant]),
+            "million_rows_per_second": round(_SHAPES[shape][1] / seconds[variant] / 1e6, 2),
+            "relative_seconds": round(seconds[variant] / seconds["evenrank"], 2),
+            "relative_memory": round(peak_mib[variant] / peak_mib["evenrank"], 2),
         }
         print(json.dumps(row), flush=True)
 

@@ -1,74 +1,79 @@
-"""The walk that proves that nothing is lost has to notice when something is."""
+"""The check of a walk: it passes an epoch without faults, and notices each kind of fault."""
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from evenrank.cli import balance_walk
+from evenrank.cli.balance_walk import check_seen, walk_epoch
 from evenrank.core.errors import RankError
-from evenrank.dataloader import LoaderConfig
+from evenrank.dataloader import LoaderConfig, balance
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
 
 
-class _Faulty(Balancer[Any]):
-    """Does what a broken exchange might do, in the third step of rank 1."""
+class _FaultyBalancer(Balancer[Any]):
+    """A Balancer with the fault of a broken exchange in the third step of rank 1."""
 
-    fault = ""
+    fault: ClassVar[str] = ""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
-            yield self._spoilt(batch) if batch.step == 2 and dist.get_rank() == 1 else batch
+            yield self._corrupt(batch) if batch.step == 2 and dist.get_rank() == 1 else batch
 
-    def _spoilt(self, batch: Any) -> Any:
+    def _corrupt(self, batch: Any) -> Any:
         match self.fault:
             case "lost":
-                return replace(batch, num_real=batch.num_real - 1)
+                return dataclasses.replace(batch, num_real=batch.num_real - 1)
             case "twice":
                 ids = batch.sample_ids.clone()
                 ids[1] = ids[0]
-                return replace(batch, sample_ids=ids)
+                return dataclasses.replace(batch, sample_ids=ids)
             case "altered":
                 batch.features.values()[-1] += 1
+            case "without labels":
+                return dataclasses.replace(batch, labels=None)
         return batch
 
 
 def _walk(rank: int, world_size: int, path: Path, fault: str) -> int:
-    _Faulty.fault = fault
-    balance_walk.Balancer = _Faulty
-    config = LoaderConfig(batch_size=8)
-    return balance_walk.walk_epoch(path, config, cost=COST, strategy="lpt-swap").samples
+    config = LoaderConfig(batch_size=8, num_tasks=1)
+    with mock.patch.object(_FaultyBalancer, "fault", fault), mock.patch.object(balance, "Balancer", _FaultyBalancer):
+        return walk_epoch(path, config, cost=COST, strategy="lpt-swap").num_samples
 
 
-def test_a_sound_epoch_passes(ranks: RankPool, small_dataset: Path) -> None:
-    samples = ranks.run(3, _walk, small_dataset, "")
-    assert samples == [samples[0]] * 3
-    assert samples[0] > 150
+def test_an_epoch_without_faults_passes(ranks: RankPool, small_dataset: Path) -> None:
+    num_samples = ranks.run(3, _walk, small_dataset, "")
+    assert num_samples == [num_samples[0]] * 3
+    assert num_samples[0] > 150
 
 
-@pytest.mark.parametrize("fault", ["lost", "twice", "altered"])
+@pytest.mark.parametrize("fault", ["lost", "twice", "altered", "without labels"])
 def test_a_fault_is_noticed_on_every_rank(ranks: RankPool, small_dataset: Path, fault: str) -> None:
     failures = ranks.try_run(3, _walk, small_dataset, fault)
     assert [failure.message for failure in failures] == [
-        "samples were altered, in steps [[], [2], []] of each rank"
+        "samples differ from the dataset after balancing; steps of each rank: [[], [2], []]"
     ] * 3
 
 
 @pytest.mark.parametrize(
-    ("seen", "message"),
+    ("seen_by_rank", "message"),
     [
-        ([[0], [1]], "of 3 samples 2 were seen, 2 times in all"),
-        ([[0, 1], [1]], "of 3 samples 2 were seen, 3 times in all"),
-        ([[0, 1, 2], [1]], "of 3 samples 3 were seen, 4 times in all"),
+        (
+            [[0], [1]],
+            "each of 3 samples should be seen exactly once, but 2 different samples were seen 2 times in",
+        ),
+        ([[0, 1], [1]], "but 2 different samples were seen 3 times in total"),
+        ([[0, 1, 2], [1]], "but 3 different samples were seen 4 times in total"),
     ],
 )
-def test_each_sample_has_to_be_seen_exactly_once(seen: list[list[int]], message: str) -> None:
-    balance_walk.check_seen([[2, 0], [1], []], 3)
+def test_each_sample_has_to_be_seen_exactly_once(seen_by_rank: list[list[int]], message: str) -> None:
+    check_seen([[2, 0], [1], []], 3)
     with pytest.raises(RankError, match=message):
-        balance_walk.check_seen(seen, 3)
+        check_seen(seen_by_rank, 3)

@@ -1,18 +1,34 @@
-"""One harness for everything that keeps its place: stop it after every step, and go on in another shape."""
+"""A harness for everything that keeps a position: stop it after every step, and resume it in another shape."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from evenrank.dataloader import JaggedBatch
+from evenrank.dataloader import SemanticIdBatch, SequenceBatch
+from tests.dataloader.batches import ids_of
+
+Batch = SequenceBatch | SemanticIdBatch
+
+
+class ResumableLoader(Protocol):
+    """A loader of one rank."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self, *, after: Any = None) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What may differ between the run that was stopped and the one that goes on."""
+    """What may differ between the job that is stopped and the one that resumes."""
 
     rank: int
     world_size: int
@@ -21,65 +37,72 @@ class Shape:
     prefetch: int
 
 
-Make = Callable[[Shape], Any]  # what keeps its place, on one rank
-State = Callable[[Sequence[Any], Sequence[JaggedBatch]], Mapping[str, Any]]
+MakeLoader = Callable[[Shape], ResumableLoader]
+# Returns the state of all ranks after a step, given their loaders and their last batches (None: no batch yet).
+SaveState = Callable[[Sequence[ResumableLoader], Sequence[Batch | None]], Mapping[str, Any]]
 
 
-def state_of_any_rank(loaders: Sequence[Any], batches: Sequence[JaggedBatch]) -> Mapping[str, Any]:
-    """Ask one rank; which one does not matter."""
+def state_of_any_rank(loaders: Sequence[ResumableLoader], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
+    """Return the state of one rank, after checking that the states of all ranks are equal."""
     states = [loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True)]
     assert all(state == states[0] for state in states)
-    first: Mapping[str, Any] = states[0]
-    return first
+    return states[0]
 
 
-def stop_and_resume_everywhere(make: Make, seed: int, *, state_of: State = state_of_any_rank) -> None:
-    """Walk an epoch in a random shape; after each step, go on in another and count what it trains."""
+def stop_and_resume_everywhere(
+    make_loader: MakeLoader, seed: int, *, max_batch_size: int, save_state: SaveState = state_of_any_rank
+) -> None:
+    """Iterate over an epoch in a random shape; after each step, resume in another shape and count the samples."""
     rng = np.random.default_rng(seed)
-    whole = Counter(_ids(_epoch(_everybody(make, rng))[0]))
-    assert whole
-    loaders = _everybody(make, rng)
-    batches, states = _epoch(loaders, state_of)
-    assert Counter(_ids(batches)) == whole
-    for step, state in enumerate(states):
-        trained = Counter(_ids(batches[: step + 1]))
-        others = _everybody(make, rng)
-        for loader in others:
+    epoch_samples = Counter(_ids(_epoch(_random_ranks(make_loader, rng, max_batch_size))))
+    assert epoch_samples
+    loaders = _random_ranks(make_loader, rng, max_batch_size)
+    steps = _epoch(loaders)
+    assert Counter(_ids(steps)) == epoch_samples
+    # Pipelines pull batches ahead of training, so states are saved after all batches were yielded.
+    states = [save_state(loaders, last_batches) for last_batches in _last_batches(steps)]
+    for index, state in enumerate(states):
+        trained = Counter(_ids(steps[: index + 1]))
+        resumed = _random_ranks(make_loader, rng, max_batch_size)
+        for loader in resumed:
             loader.load_state_dict(state)
-        rest = Counter(_ids(_epoch(others)[0]))
-        # A stream finds out only by reading on that what is left makes no samples, and then yields nothing.
-        found_late = state_of is not state_of_any_rank and not rest
-        if trained == whole and not found_late:  # the next epoch
-            assert others[0].epoch == 2
-            assert rest.total() == whole.total()
+        rest = Counter(_ids(_epoch(resumed)))
+        # A stream only learns by reading on that the remaining rows are not samples; it then yields an empty epoch.
+        is_empty_rest_of_stream = save_state is not state_of_any_rank and not rest
+        if trained == epoch_samples and not is_empty_rest_of_stream:
+            assert resumed[0].epoch == 2  # what was iterated over is the next epoch
+            assert rest.total() == epoch_samples.total()
         else:
-            assert trained + rest == whole, f"after step {step} of {len(states)}"
+            assert trained + rest == epoch_samples, f"after step {index} of {len(states)}"
 
 
-def _everybody(make: Make, rng: np.random.Generator) -> list[Any]:
+def _random_ranks(make_loader: MakeLoader, rng: np.random.Generator, max_batch_size: int) -> list[ResumableLoader]:
+    """Return the loaders of all ranks of a random shape."""
     world_size = int(rng.integers(1, 6))
-    shape = {
-        "batch_size": int(rng.integers(1, 25)),
+    options = {
+        "batch_size": int(rng.integers(1, max_batch_size + 1)),
         "num_workers": int(rng.integers(0, 3)),
         "prefetch": int(rng.integers(1, 5)),
     }
-    return [make(Shape(rank=rank, world_size=world_size, **shape)) for rank in range(world_size)]
+    return [make_loader(Shape(rank=rank, world_size=world_size, **options)) for rank in range(world_size)]
 
 
-def _epoch(loaders: Sequence[Any], state_of: State | None = None) -> tuple[list[list[Any]], list[Mapping[str, Any]]]:
-    """Return each step's batches and the states after them; ranks that end early keep their last batch."""
+def _epoch(loaders: Sequence[ResumableLoader]) -> list[list[Batch | None]]:
+    """Return the batch of each rank in each step; None for a rank whose data have run out."""
     iterators = [iter(loader) for loader in loaders]
-    last: list[Any] = [None] * len(loaders)
-    steps, states = [], []
-    # Pipelines pull ahead of training: states are asked for when all has been yielded.
+    steps = []
     while any(batches := [next(iterator, None) for iterator in iterators]):
-        steps.append([batch for batch in batches if batch is not None])
-        last = [new or old for new, old in zip(batches, last, strict=True)]
-        states.append(last)
-    if state_of is None:
-        return steps, []
-    return steps, [state_of(loaders, batches) for batches in states]
+        steps.append(batches)
+    return steps
 
 
-def _ids(steps: Sequence[Sequence[Any]]) -> list[int]:
-    return [sample for step in steps for batch in step for sample in batch.sample_ids[: batch.num_real].tolist()]
+def _last_batches(steps: Sequence[Sequence[Batch | None]]) -> Iterator[list[Batch | None]]:
+    """Yield each rank's last batch after each step."""
+    last: list[Batch | None] = [None] * len(steps[0])
+    for batches in steps:
+        last = [batch or last_batch for batch, last_batch in zip(batches, last, strict=True)]
+        yield last
+
+
+def _ids(steps: Sequence[Sequence[Batch | None]]) -> list[int]:
+    return [sample for step in steps for batch in step if batch is not None for sample in ids_of(batch)]

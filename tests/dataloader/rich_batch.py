@@ -1,4 +1,4 @@
-"""A batch with every kind of field, for tests: two KeyedJaggedTensors, weights, dense fields, one that is None."""
+"""A batch with every kind of field: two KeyedJaggedTensors, one with weights, dense fields, and one that is None."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,25 +26,25 @@ class RichBatch(JaggedBatch):
 
 
 def rich_batch(lengths: Sequence[Sequence[tuple[int, int]]], first_id: int = 0) -> RichBatch:
-    """Make a batch, all real.
+    """Make a batch without padding.
 
     Args:
         lengths: per sample, those of keys a and b of `first`, then those of a and c of `weighted`.
-        first_id: sample i gets the id first_id + i; all its values follow from it.
+        first_id: sample i gets the id first_id + i, which determines all its values.
 
     """
-    rows = len(lengths)
-    counts = np.array(lengths, dtype=np.int32).reshape(rows, 4).T
-    ids = torch.arange(first_id, first_id + rows)
+    num_rows = len(lengths)
+    counts = np.array(lengths, dtype=np.int32).reshape(num_rows, 4).T
+    ids = torch.arange(first_id, first_id + num_rows)
 
     def values(kind: int) -> Tensor:
-        runs = [torch.arange(n) + 100 * kind + 1000 * (first_id + i) for i, n in enumerate(counts[kind])]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *runs])
+        rows = [torch.arange(n) + 100 * kind + 1000 * (first_id + i) for i, n in enumerate(counts[kind])]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *rows])
 
     weighted = torch.cat([values(2), values(3)])
     return RichBatch(
-        batch_size=rows,
-        num_real=rows,
+        batch_size=num_rows,
+        num_real=num_rows,
         loss_tokens=int(counts[3].sum()),
         first=keyed_jagged_tensor(["a", "b"], torch.cat([values(0), values(1)]), counts[:2]),
         weighted=keyed_jagged_tensor(
@@ -57,7 +57,7 @@ def rich_batch(lengths: Sequence[Sequence[tuple[int, int]]], first_id: int = 0) 
 
 
 def samples_of(batch: RichBatch) -> list[dict[str, Any]]:
-    """Take the real samples of a batch apart; two are equal if nothing of them differs."""
+    """Return every value of each sample of a batch, so that equal samples compare equal."""
     samples: list[dict[str, Any]] = [
         {
             "id": batch.ids[row].item(),
@@ -68,10 +68,9 @@ def samples_of(batch: RichBatch) -> list[dict[str, Any]]:
     ]
     for name in ("first", "weighted"):
         for key, jagged in getattr(batch, name).to_dict().items():
-            sizes = jagged.lengths().tolist()
-            for what in ("values", "weights"):
-                parts = jagged.values() if what == "values" else jagged.weights_or_none()
-                if parts is not None:
-                    for sample, part in zip(samples, torch.split(parts, sizes), strict=False):
-                        sample[f"{name} {key} {what}"] = part.tolist()
+            lengths = jagged.lengths().tolist()
+            for kind, numbers in (("values", jagged.values()), ("weights", jagged.weights_or_none())):
+                if numbers is not None:
+                    for sample, row in zip(samples, torch.split(numbers, lengths), strict=False):
+                        sample[f"{name} {key} {kind}"] = row.tolist()
     return samples

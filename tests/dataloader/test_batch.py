@@ -17,7 +17,7 @@ def test_moving_a_batch_keeps_samples_and_host_side_caches() -> None:
     assert moved.num_real == 2
 
 
-def test_a_batch_shows_what_it_holds_in_one_line() -> None:
+def test_the_repr_of_a_batch_is_one_line_with_its_contents() -> None:
     text = repr(BATCH)
     assert text.startswith(
         "RichBatch(num_real=2/2, epoch=0, step=0, first=[a: 3, b: 2], weighted=[a: 1, c: 4], ids=[2]"
@@ -36,10 +36,10 @@ def test_schemas_name_the_fields_in_which_they_differ() -> None:
     ]
 
 
-def test_a_key_that_two_fields_have_is_named_with_its_field() -> None:
+def test_a_key_of_two_fields_is_named_with_the_second_field() -> None:
     schema = schema_of(BATCH)
     assert schema.jagged_keys == (("first", "a"), ("first", "b"), ("weighted", "a"), ("weighted", "c"))
-    named = schema.named(torch.arange(8).view(4, 2).numpy())
+    named = schema.lengths_by_key(torch.arange(8).view(4, 2).numpy())
     assert {name: row.tolist() for name, row in named.items()} == {
         "a": [0, 1],
         "b": [2, 3],
@@ -48,8 +48,8 @@ def test_a_key_that_two_fields_have_is_named_with_its_field() -> None:
     }
 
 
-def test_fields_with_another_number_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="ids must have batch_size = 2 rows, its shape is"):
+def test_fields_with_a_wrong_number_of_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ids must have batch_size = 2 rows, its shape is \(3,\)"):
         schema_of(replace(BATCH, ids=torch.arange(3)))
     with pytest.raises(ValueError, match="first must have batch_size = 3 rows in every key"):
         schema_of(replace(BATCH, batch_size=3))
@@ -57,7 +57,7 @@ def test_fields_with_another_number_of_rows_are_refused() -> None:
 
 def test_a_jagged_field_without_keys_is_refused() -> None:
     empty = keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))
-    with pytest.raises(ValueError, match="first must have a key; where a batch lacks it, it is None"):
+    with pytest.raises(ValueError, match="first must have at least one key; set the field to None if batches lack it"):
         schema_of(replace(BATCH, first=empty))
 
 
@@ -66,13 +66,13 @@ class WithList(JaggedBatch):
     names: list[str]
 
 
-def test_a_field_of_another_kind_says_how_to_declare_it() -> None:
-    with pytest.raises(TypeError, match=r"names must be .* or be declared with host\(\)"):
+def test_a_field_of_an_unsupported_type_is_refused_with_a_remedy() -> None:
+    with pytest.raises(TypeError, match=r"names must be .* or be declared with host\(\); got <class 'list'>"):
         schema_of(WithList(batch_size=1, num_real=1, names=["x"]))
 
 
 @pytest.mark.gpu
-def test_pinned_batches_reach_the_gpu_without_synchronising() -> None:
+def test_pinned_batches_are_copied_to_the_gpu_without_synchronization() -> None:
     pinned = BATCH.pin_memory()
     assert pinned.ids.is_pinned()
     assert pinned.first.values().is_pinned()

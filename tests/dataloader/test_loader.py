@@ -15,12 +15,9 @@ from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import read_manifest
-from tests.dataloader.collate.test_sequences import STORE
+from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.collate.stores import STORE
 from tests.ranks import RankPool
-
-
-def _ids(batch: SequenceBatch) -> list[int]:
-    return batch.sample_ids[: batch.num_real].tolist()
 
 
 def _loaders(path: Path, world_size: int, **options: object) -> list[Loader[SequenceBatch]]:
@@ -30,30 +27,29 @@ def _loaders(path: Path, world_size: int, **options: object) -> list[Loader[Sequ
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_sample_comes_once_an_epoch_in_batches_of_full_size(
+def test_every_sample_comes_once_per_epoch_in_batches_of_full_size(
     small_dataset: Path, world_size: int, num_workers: int
 ) -> None:
     loaders = _loaders(small_dataset, world_size, num_workers=num_workers)
     batches = [list(loader) for loader in loaders]
     num_steps = len(batches[0])
-    assert [len(of_rank) for of_rank in batches] == [num_steps] * world_size
-    ids = [sample for of_rank in batches for batch in of_rank for sample in _ids(batch)]
+    assert [len(batches_of_rank) for batches_of_rank in batches] == [num_steps] * world_size
+    ids = [sample for batch in itertools.chain.from_iterable(batches) for sample in ids_of(batch)]
     assert sorted(ids) == list(range(len(open_store(small_dataset))))
-    for step, batch in itertools.chain.from_iterable(enumerate(of_rank) for of_rank in batches):
+    for step, batch in itertools.chain.from_iterable(map(enumerate, batches)):
         assert batch.batch_size == batch.features.stride() == len(batch.sample_ids) == 8
         assert batch.sample_ids[batch.num_real :].eq(-1).all()
         assert batch.step == step
 
 
-def test_batches_hold_the_users_own_events(small_dataset: Path) -> None:
+def test_batches_contain_the_events_of_their_users(small_dataset: Path) -> None:
     store = open_store(small_dataset)
     for batch in _loaders(small_dataset, 1, max_history_length=10, max_num_candidates=2)[0]:
-        items = torch.split(batch.features["item_id"].values(), batch.features["item_id"].lengths().tolist())
-        labels = torch.split(batch.labels["label"].values(), batch.labels["label"].lengths().tolist())
-        for row, sample in enumerate(_ids(batch)):
+        items, labels = rows_of(batch.features, "item_id"), rows_of(batch.labels, "label")
+        for row, sample in enumerate(ids_of(batch)):
             span = slice(store.offsets[sample], store.offsets[sample + 1])
-            assert items[row].tolist() == store.events["item_id"][span][-12:].tolist()
-            assert labels[row].tolist() == store.events["action"][span][-2:].tolist()
+            assert items[row] == store.events["item_id"][span][-12:].tolist()
+            assert labels[row] == store.events["action"][span][-2:].tolist()
 
 
 def test_the_length_of_a_loader_is_the_number_of_its_batches(small_dataset: Path) -> None:
@@ -62,41 +58,41 @@ def test_the_length_of_a_loader_is_the_number_of_its_batches(small_dataset: Path
         assert len(loader) == len(list(loader))
 
 
-def test_dropping_the_last_step_leaves_only_full_batches(small_dataset: Path) -> None:
+def test_with_drop_last_all_batches_are_full(small_dataset: Path) -> None:
     loaders = _loaders(small_dataset, 3, drop_last=True)
     assert all(batch.num_real == 8 for loader in loaders for batch in loader)
 
 
-def test_epochs_differ_and_repeat_by_seed(small_dataset: Path) -> None:
-    one, other = _loaders(small_dataset, 1)[0], _loaders(small_dataset, 1)[0]
-    epochs = [[_ids(batch) for batch in one] for _ in range(2)]
+def test_epochs_differ_and_depend_only_on_the_seed(small_dataset: Path) -> None:
+    loader, other = _loaders(small_dataset, 1)[0], _loaders(small_dataset, 1)[0]
+    epochs = [[ids_of(batch) for batch in loader] for _ in range(2)]
     assert epochs[0] != epochs[1]
-    assert [[_ids(batch) for batch in other] for _ in range(2)] == epochs
-    assert [_ids(batch) for batch in _loaders(small_dataset, 1, seed=1)[0]] != epochs[0]
+    assert [[ids_of(batch) for batch in other] for _ in range(2)] == epochs
+    assert [ids_of(batch) for batch in _loaders(small_dataset, 1, seed=1)[0]] != epochs[0]
 
 
-def test_without_shuffling_rows_come_in_their_order(small_dataset: Path) -> None:
+def test_row_order_is_ascending(small_dataset: Path) -> None:
     loader = _loaders(small_dataset, 1, order="rows")[0]
-    assert [sample for batch in loader for sample in _ids(batch)] == list(range(loader.num_samples))
+    assert [sample for batch in loader for sample in ids_of(batch)] == list(range(loader.num_samples))
 
 
 def test_users_with_too_few_events_are_left_out_and_counted(small_dataset: Path) -> None:
     lengths = open_store(small_dataset).lengths
     loader = _loaders(small_dataset, 1, max_num_candidates=3)[0]
-    ids = [sample for batch in loader for sample in _ids(batch)]
+    ids = [sample for batch in loader for sample in ids_of(batch)]
     assert sorted(ids) == np.flatnonzero(lengths >= 3).tolist()
     assert loader.num_dropped == np.count_nonzero(lengths < 3) > 0
 
 
-def test_empty_histories_are_real() -> None:
+def test_empty_histories_are_samples() -> None:
     assert STORE.lengths.tolist() == [3, 0, 6]
     config = LoaderConfig(batch_size=2)
     batches = list(Loader([STORE], config.make_collate(), config, rank=0, world_size=1))
-    assert sorted(sample for batch in batches for sample in _ids(batch)) == [0, 1, 2]
+    assert sorted(sample for batch in batches for sample in ids_of(batch)) == [0, 1, 2]
     assert [batch.num_real for batch in batches] == [2, 1]
 
 
-def test_a_state_without_a_batch_is_that_after_the_last_one(small_dataset: Path) -> None:
+def test_a_state_is_that_after_the_last_batch_by_default(small_dataset: Path) -> None:
     loader = _loaders(small_dataset, 1)[0]
     batches = list(itertools.islice(loader, 3))
     assert loader.state_dict() == loader.state_dict(after=batches[-1])
@@ -105,13 +101,13 @@ def test_a_state_without_a_batch_is_that_after_the_last_one(small_dataset: Path)
 
 def test_a_state_of_other_data_or_filters_is_refused(small_dataset: Path) -> None:
     state = _loaders(small_dataset, 1, max_num_candidates=3)[0].state_dict()
-    with pytest.raises(StateError, match="belongs to other data or filters"):
+    with pytest.raises(StateError, match="is of other data or filters"):
         _loaders(small_dataset, 1)[0].load_state_dict(state)
-    with pytest.raises(StateError, match="version 9"):
+    with pytest.raises(StateError, match="version 9, expected 1; load it with the version of evenrank that saved it"):
         _loaders(small_dataset, 1)[0].load_state_dict({**state, "version": 9})
 
 
-def test_an_error_while_collating_reaches_the_caller(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_collating_reaches_the_consumer(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = _loaders(small_dataset, 1, num_workers=2)[0]
 
     def fail(*arguments: object, **options: object) -> list[SequenceBatch]:
@@ -125,45 +121,45 @@ def test_an_error_while_collating_reaches_the_caller(small_dataset: Path, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
-        ({"max_num_candidates": -1}, "max_num_candidates must be a whole number of at least 0, got -1"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"max_num_candidates": -1}, "max_num_candidates must be an integer of at least 0, got -1"),
         ({"order": "random"}, "order must be one of shuffle, rows, time, got 'random'"),
         ({"num_tasks": 32}, "num_tasks must be at most 31"),
-        ({"prefetch": 0}, "prefetch must be a whole number of at least 1, got 0"),
+        ({"prefetch": 0}, "prefetch must be an integer of at least 1, got 0"),
     ],
 )
-def test_wrong_settings_name_the_value(options: dict[str, int], message: str) -> None:
+def test_invalid_settings_are_refused_with_the_value(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoaderConfig(**{"batch_size": 8, **options})  # type: ignore[arg-type]
 
 
-def test_time_order_is_that_of_the_last_events(small_dataset: Path) -> None:
+def test_time_order_is_that_of_the_rows_last_events(small_dataset: Path) -> None:
     store = open_store(small_dataset)
     loader = _loaders(small_dataset, 1, order="time", max_num_candidates=2)[0]
-    rows = [sample for batch in loader for sample in _ids(batch)]
+    rows = [sample for batch in loader for sample in ids_of(batch)]
     assert sorted(rows) == np.flatnonzero(store.lengths >= 2).tolist()
-    last = store.events["timestamp_ms"][store.offsets[1:][rows] - 1]
-    assert (np.diff(last) >= 0).all()
-    assert [sample for batch in loader for sample in _ids(batch)] == rows  # every epoch
+    last_times = store.events["timestamp_ms"][store.offsets[1:][rows] - 1]
+    assert (np.diff(last_times) >= 0).all()
+    assert [sample for batch in loader for sample in ids_of(batch)] == rows  # in every epoch
 
 
-def test_a_mixture_numbers_its_rows_through_all_datasets(small_dataset: Path) -> None:
+def test_a_mixture_numbers_the_rows_of_its_datasets_consecutively(small_dataset: Path) -> None:
     store = open_store(small_dataset)
     mixture = Mixture(weights={small_dataset: 1, str(small_dataset): 3}, num_samples=200)
     loader = build_loader(mixture, LoaderConfig(batch_size=16, max_history_length=9), rank=0, world_size=1)
     seen = []
     for batch in loader:
-        items = torch.split(batch.features["item_id"].values(), batch.features["item_id"].lengths().tolist())
+        items = rows_of(batch.features, "item_id")
         segments = batch.features["segment"].values().tolist()
-        for row, sample in enumerate(_ids(batch)):
+        for row, sample in enumerate(ids_of(batch)):
             span = slice(store.offsets[sample % len(store)], store.offsets[sample % len(store) + 1])
-            assert items[row].tolist() == store.events["item_id"][span][-9:].tolist()
+            assert items[row] == store.events["item_id"][span][-9:].tolist()
             assert segments[row] == store.rows["segment"][sample % len(store)]
-        seen += _ids(batch)
+        seen += ids_of(batch)
     assert (len(seen), sum(sample < len(store) for sample in seen)) == (200, 50)
 
 
-def test_mixtures_of_other_contextual_features_or_orders_are_refused(small_dataset: Path, tmp_path: Path) -> None:
+def test_mixtures_with_unequal_features_or_another_order_are_refused(small_dataset: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(small_dataset, other, ignore=shutil.ignore_patterns(".cache"))
     replace(read_manifest(other), contextual=()).write(other)
@@ -178,7 +174,7 @@ def test_mixtures_of_other_contextual_features_or_orders_are_refused(small_datas
         Mixture(weights={})
 
 
-def test_candidates_are_no_more_than_the_targets_of_a_row(tmp_path: Path) -> None:
+def test_a_row_has_no_more_candidates_than_targets(tmp_path: Path) -> None:
     pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
@@ -191,12 +187,12 @@ def test_candidates_are_no_more_than_the_targets_of_a_row(tmp_path: Path) -> Non
     assert loader.num_samples == len(store)
     for batch in loader:
         assert batch.num_candidates[: batch.num_real].eq(2).all()
-        for row, sample in enumerate(_ids(batch)):
-            labels = batch.labels["label"].to_dense()[row]
-            assert labels.tolist() == store.events["action"][: store.offsets[sample + 1]][-2:].tolist()
+        labels = rows_of(batch.labels, "label")
+        for row, sample in enumerate(ids_of(batch)):
+            assert labels[row] == store.events["action"][: store.offsets[sample + 1]][-2:].tolist()
 
 
-def test_a_folder_preprocessed_anew_leaves_an_open_loader_its_data(small_dataset: Path, tmp_path: Path) -> None:
+def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset: Path, tmp_path: Path) -> None:
     pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
@@ -209,18 +205,19 @@ def test_a_folder_preprocessed_anew_leaves_an_open_loader_its_data(small_dataset
     assert [batch.features["item_id"].values().tolist() for batch in loader] == before
     with pytest.raises(DataError, match=r"data was replaced by other data after it was opened; open it again"):
         pickle.loads(pickled)
-    with pytest.raises(StateError, match="belongs to other data"):
+    with pytest.raises(StateError, match="is of other data"):
         _loaders(out, 1, order="rows")[0].load_state_dict(loader.state_dict())
 
 
 def test_batches_know_their_longest_rows(small_dataset: Path) -> None:
     for batch in _loaders(small_dataset, 2, max_num_candidates=1, extra_events=("timestamp_ms",))[1]:
+        assert batch.labels is not None
         jagged = {**batch.features.to_dict(), **batch.labels.to_dict()}
         assert batch.max_lengths == {key: int(value.lengths().max()) for key, value in jagged.items()}
 
 
 def _hits(rank: int, world_size: int, path: Path) -> tuple[int, float]:
-    """A metric as evaluation computes it: over all ranks, of what each was given."""
+    """Return a checksum and a metric over all ranks' samples, computed as an evaluation does."""
     config = LoaderConfig(batch_size=7, split="eval", max_num_candidates=1, order="rows")
     with Balancer(
         build_loader(path, config, rank=rank, world_size=world_size),
@@ -230,6 +227,7 @@ def _hits(rank: int, world_size: int, path: Path) -> tuple[int, float]:
         for batch in batches:
             ids = batch.features["item_id"]
             last = ids.values()[ids.offsets()[1 : batch.num_real + 1] - 1]
+            assert batch.labels is not None
             labels = batch.labels["label"].values()
             sums += torch.stack([(last % 3 == labels % 3).sum(), last.sum(), torch.tensor(batch.num_real)])
     dist.all_reduce(sums)
@@ -237,20 +235,21 @@ def _hits(rank: int, world_size: int, path: Path) -> tuple[int, float]:
     return checksum, hits / count
 
 
-def test_a_metric_is_exactly_the_same_on_any_number_of_ranks(small_dataset: Path, ranks: RankPool) -> None:
+def test_a_metric_is_the_same_on_any_number_of_ranks(small_dataset: Path, ranks: RankPool) -> None:
     store = open_store(small_dataset, "eval")
-    used = store.lengths > 0
-    last, labels = (store.events[name][store.offsets[1:][used] - 1] for name in ("item_id", "action"))
+    is_sample = store.lengths > 0
+    last, labels = (store.events[name][store.offsets[1:][is_sample] - 1] for name in ("item_id", "action"))
     expected = (int(last.sum()), float(np.count_nonzero(last % 3 == labels % 3) / len(last)))
     for world_size in (1, 3, 4):
         assert ranks.run(world_size, _hits, small_dataset) == [expected] * world_size
 
 
 @pytest.mark.gpu
-def test_every_tensor_is_pinned_when_asked() -> None:
+def test_every_tensor_is_pinned_with_pin_memory() -> None:
     config = LoaderConfig(batch_size=2, max_num_candidates=1, pin_memory=True, num_workers=1)
     for batch in Loader([STORE], config.make_collate(), config, rank=0, world_size=1):
         for jagged in (batch.features, batch.labels):
+            assert jagged is not None
             assert jagged.values().is_pinned()
             assert jagged.lengths().is_pinned()
         assert batch.sample_ids.is_pinned()
@@ -258,5 +257,5 @@ def test_every_tensor_is_pinned_when_asked() -> None:
 
 
 def test_a_rank_outside_the_world_is_refused(small_dataset: Path) -> None:
-    with pytest.raises(ConfigError, match="got rank 2 of 2"):
+    with pytest.raises(ConfigError, match="rank must be between 0 and world_size - 1, got rank 2 of 2"):
         build_loader(small_dataset, LoaderConfig(batch_size=8), rank=2, world_size=2)

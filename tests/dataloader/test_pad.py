@@ -1,3 +1,6 @@
+from collections.abc import Sequence
+
+import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -6,7 +9,7 @@ from evenrank.dataloader.pad import PaddedBatches, empty_batch, pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
 
-def test_padding_adds_rows_of_length_zero_with_declared_fills() -> None:
+def test_padding_adds_rows_of_length_zero_with_declared_fill_values() -> None:
     batch = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
     padded = pad_batch(batch, 4)
     assert (padded.batch_size, padded.num_real) == (4, 2)
@@ -18,26 +21,33 @@ def test_padding_adds_rows_of_length_zero_with_declared_fills() -> None:
     assert padded.first.lengths().dtype == batch.first.lengths().dtype == torch.int32
 
 
-def test_a_real_empty_history_stays_real() -> None:
+def test_a_sample_with_an_empty_history_stays_a_sample() -> None:
     padded = pad_batch(rich_batch([[(0, 0), (0, 0)]]), 3)
     assert padded.num_real == 1
     assert len(samples_of(padded)) == 1
 
 
-def test_an_empty_batch_has_the_schema_it_is_made_from() -> None:
+def test_a_batch_with_too_many_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="a batch of 2 rows cannot be padded to 1; raise batch_size"):
+        pad_batch(rich_batch([[(1, 2), (0, 3)]] * 2), 1)
+
+
+def test_an_empty_batch_has_the_given_schema() -> None:
     schema = schema_of(rich_batch([[(1, 2), (0, 3)]]))
     empty = empty_batch(schema)
     assert schema_of(empty) == schema
+    assert isinstance(empty, RichBatch)
     assert empty.num_real == 0
     assert empty.ids.tolist() == [-1]
 
 
-def _collate(samples: list[int]) -> RichBatch:
+def _collate(samples: Sequence[int]) -> RichBatch:
     return rich_batch([[(sample, 0), (0, 0)] for sample in samples])
 
 
 def _first_lengths(batch: RichBatch) -> list[int]:
-    return batch.first["a"].lengths().tolist()
+    lengths: list[int] = batch.first["a"].lengths().tolist()
+    return lengths
 
 
 def test_any_iterable_of_samples_is_cut_into_full_batches() -> None:
@@ -50,17 +60,17 @@ def test_the_last_group_can_be_dropped() -> None:
     assert [_first_lengths(batch) for batch in batches] == [[1, 2]]
 
 
-def test_empty_batches_fill_up_to_the_number_asked_for() -> None:
+def test_empty_batches_are_added_up_to_num_batches() -> None:
     batches = list(PaddedBatches([1], batch_size=2, collate=_collate, num_batches=3))
     assert [(_first_lengths(batch), batch.num_real) for batch in batches] == [([1, 0], 1), ([0, 0], 0), ([0, 0], 0)]
 
 
-def test_samples_are_iterated_anew_each_time() -> None:
+def test_each_iteration_iterates_over_the_samples_again() -> None:
     batches = PaddedBatches([1, 2], batch_size=1, collate=_collate)
     assert [len(list(batches)) for _ in range(2)] == [2, 2]
 
 
-def test_keys_without_any_rows_pad_too() -> None:
+def test_a_batch_without_rows_can_be_padded() -> None:
     batch = pad_batch(rich_batch([]), 2)
     assert isinstance(batch.first, KeyedJaggedTensor)
     assert batch.first.stride() == 2

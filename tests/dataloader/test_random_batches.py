@@ -4,12 +4,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SemanticIdConfig, SequenceBatch, random_codes
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.batch import check_contents
 from evenrank.datasets.distributions import Uniform
+from tests.dataloader.batches import ids_of, rows_of
 from tests.ranks import RankPool
 
 DATA = RandomData(
@@ -26,11 +28,11 @@ def _batches(data: RandomData = DATA, num_batches: int = 20, rank: int = 0, **op
     return list(RandomBatches(config, data, num_batches=num_batches, rank=rank, world_size=4))
 
 
-def _values(batches: list[SequenceBatch], key: str) -> np.ndarray:
+def _values(batches: list[SequenceBatch], key: str) -> NDArray[np.int64]:
     return np.concatenate([batch.features[key].values().numpy() for batch in batches])
 
 
-def test_everything_follows_its_distribution() -> None:
+def test_all_values_follow_their_distributions() -> None:
     batches = _batches()
     assert len(batches) == 20
     for batch in batches:
@@ -44,28 +46,29 @@ def test_everything_follows_its_distribution() -> None:
     assert set(_values(batches, "age").tolist()) == set(range(1, 8))
 
 
-def test_candidates_and_tasks_are_those_of_the_configuration() -> None:
+def test_candidates_and_tasks_follow_the_configuration() -> None:
     for batch in _batches(max_num_candidates=4, max_history_length=6, num_tasks=2, num_batches=3):
         assert batch.num_candidates.tolist() == [4] * 16
         items, actions = (batch.features[key].lengths() for key in ("item_id", "action"))
         assert torch.equal(items - 4, actions)
         assert int(actions.max()) <= 6
-        assert batch.labels["label"].lengths().tolist() == [4] * 16
-        assert set(batch.labels["label"].values().tolist()) <= {3, 4 & 3, 5 & 3}
+        labels = rows_of(batch.labels, "label")
+        assert [len(row) for row in labels] == [4] * 16
+        assert {label for row in labels for label in row} <= {3, 4 & 3, 5 & 3}
 
 
-def test_a_step_is_the_same_whenever_and_wherever_it_is_drawn() -> None:
+def test_a_batch_depends_only_on_seed_rank_and_step() -> None:
     config = LoaderConfig(batch_size=16)
     alone = RandomBatches(config, DATA, num_batches=9, rank=2, world_size=4).batch(5)
-    among = _batches(rank=2)[5]
-    assert alone.features.values().tolist() == among.features.values().tolist()
-    assert (among.step, among.position) == (5, 6 * 4 * 16)
+    iterated = _batches(rank=2)[5]
+    assert alone.features.values().tolist() == iterated.features.values().tolist()
+    assert (iterated.step, iterated.position) == (5, 6 * 4 * 16)
     others = [_batches(rank=1)[5], _batches(rank=2)[4], _batches(rank=2, seed=1)[5]]
-    assert all(other.features.values().tolist() != among.features.values().tolist() for other in others)
+    assert all(other.features.values().tolist() != iterated.features.values().tolist() for other in others)
 
 
-def test_ids_are_of_one_sample_each() -> None:
-    ids = [sample for rank in range(4) for batch in _batches(rank=rank) for sample in batch.sample_ids.tolist()]
+def test_sample_ids_are_unique() -> None:
+    ids = [sample for rank in range(4) for batch in _batches(rank=rank) for sample in ids_of(batch)]
     assert sorted(ids) == list(range(4 * 20 * 16))
 
 
@@ -77,7 +80,7 @@ def test_batches_can_have_few_or_no_samples() -> None:
         assert batch.sample_ids[batch.num_real :].tolist() == [-1] * (16 - batch.num_real)
 
 
-def test_semantic_ids_come_from_their_table() -> None:
+def test_semantic_ids_are_codes_of_the_table() -> None:
     table = random_codes(200, levels=3, codebook_size=8)
     assert table.codebook_sizes == (8, 8, 8)
     known = set(map(tuple, table.codes[100:200].tolist()))
@@ -96,29 +99,29 @@ def _both_as_rank_0(rank: int, world_size: int) -> None:
         list(balancer)
 
 
-def test_a_balancer_finds_ranks_that_draw_the_same(ranks: RankPool) -> None:
+def test_a_balancer_refuses_two_loaders_of_the_same_rank(ranks: RankPool) -> None:
     failures = ranks.try_run(2, _both_as_rank_0)
-    assert all("the loader of rank 1 was built for rank 0" in failure.message for failure in failures)
+    assert all("the loader of rank 1 was created for rank 0" in failure.message for failure in failures)
 
 
 def _balanced_ids(rank: int, world_size: int) -> list[int]:
     batches = RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=world_size)
     with Balancer(batches, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)) as balancer:
-        return [sample for batch in balancer for sample in batch.sample_ids[: batch.num_real].tolist()]
+        return [sample for batch in balancer for sample in ids_of(batch)]
 
 
-def test_they_go_through_a_balancer_with_empty_ranks(ranks: RankPool) -> None:
+def test_a_balancer_keeps_all_samples_of_ranks_with_few_or_none(ranks: RankPool) -> None:
     drawn = [
         sample
         for rank in range(3)
         for batch in RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=3)
-        for sample in batch.sample_ids[: batch.num_real].tolist()
+        for sample in ids_of(batch)
     ]
     balanced = itertools.chain.from_iterable(ranks.run(3, _balanced_ids))
     assert sorted(balanced) == sorted(drawn)
 
 
-def test_wrong_settings_name_the_value() -> None:
+def test_invalid_settings_are_refused_with_the_value() -> None:
     with pytest.raises(ConfigError, match="num_batches must be at least 1, got 0"):
         RandomBatches(LoaderConfig(batch_size=4), num_batches=0)
     with pytest.raises(ConfigError, match="got rank 3 of 3"):
@@ -127,7 +130,7 @@ def test_wrong_settings_name_the_value() -> None:
         RandomData(contextual={"item_id": Uniform(low=1, high=2)})
     with pytest.raises(ConfigError, match="no extra events 'play_time_ms'"):
         RandomBatches(LoaderConfig(batch_size=4, extra_events=("play_time_ms",)), num_batches=1)
-    with pytest.raises(ConfigError, match=r"actions must lie in 0\.\.2147483647"):
+    with pytest.raises(ConfigError, match=r"actions must be between 0 and 2147483647, got [0-9]+ to [0-9]+; choose"):
         RandomBatches(
             LoaderConfig(batch_size=4), RandomData(actions=Uniform(low=1 << 31, high=1 << 32)), num_batches=1
         ).batch(0)

@@ -1,4 +1,4 @@
-"""Behind TorchRec's training pipeline, which pulls several batches ahead of the one that it trains."""
+"""TorchRec's training pipeline, which pulls several batches ahead of the one that it trains, accepts our batches."""
 
 import itertools
 import logging
@@ -14,12 +14,13 @@ from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
+from tests.dataloader.batches import ids_of
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
 
 
-def _model(device: torch.device) -> torch.nn.Module:
+def _make_model(device: torch.device) -> torch.nn.Module:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv
@@ -35,16 +36,18 @@ def _model(device: torch.device) -> torch.nn.Module:
             return self.score(self.items(batch.features).values()).sum(), batch
 
     assert dist.group.WORLD is not None
-    return DistributedModelParallel(Model(), device=device, env=ShardingEnv.from_process_group(dist.group.WORLD))
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    model: torch.nn.Module = DistributedModelParallel(Model(), device=device, env=env)
+    return model
 
 
-def _train_some(rank: int, world_size: int, path: Path, num_steps: int, balanced: bool) -> dict[str, object]:
+def _train_and_resume(rank: int, world_size: int, path: Path, num_steps: int, balanced: bool) -> dict[str, object]:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    logging.disable(logging.WARNING)  # of torchrec's planner
+    logging.disable(logging.WARNING)  # from TorchRec's planner
     device = torch.device("cpu")
-    model = _model(device)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    model = _make_model(device)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     config = LoaderConfig(batch_size=8)
     loader = build_loader(path, config, rank=rank, world_size=world_size)
     source = Balancer(loader, cost=COST) if balanced else loader
@@ -53,41 +56,48 @@ def _train_some(rank: int, world_size: int, path: Path, num_steps: int, balanced
     trained: list[int] = []
     for _ in range(num_steps):
         batch = pipeline.progress(iterator)
-        trained += batch.sample_ids[: batch.num_real].tolist()
+        trained += ids_of(batch)
     state = source.state_dict(after=batch)
     ahead = loader.state_dict()["position"] - state["position"]
     if isinstance(source, Balancer):
         iterator.close()  # type: ignore[attr-defined]
         source.close()
 
-    rest = build_loader(path, config, rank=rank, world_size=world_size)
-    rest.load_state_dict(state)
-    left = [sample for batch in rest for sample in batch.sample_ids[: batch.num_real].tolist()]
-    return {"trained": trained, "left": left, "ahead": ahead // (8 * world_size), "samples": rest.num_samples}
+    resumed = build_loader(path, config, rank=rank, world_size=world_size)
+    resumed.load_state_dict(state)
+    rest = [sample for batch in resumed for sample in ids_of(batch)]
+    return {
+        "trained": trained,
+        "rest": rest,
+        "steps_ahead": ahead // (8 * world_size),
+        "num_samples": resumed.num_samples,
+    }
 
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_state_is_that_of_the_batch_trained_last_not_of_those_pulled_ahead(
     small_dataset: Path, ranks: RankPool, balanced: bool
 ) -> None:
-    everybody = ranks.run(2, _train_some, small_dataset, 4, balanced)
-    assert all(one["ahead"] >= 2 for one in everybody)
-    trained = [sample for one in everybody for sample in one["trained"]]
+    results = ranks.run(2, _train_and_resume, small_dataset, 4, balanced)
+    assert all(result["steps_ahead"] >= 2 for result in results)
+    trained = [sample for result in results for sample in result["trained"]]
     assert len(trained) == 2 * 4 * 8
-    left = [sample for one in everybody for sample in one["left"]]
-    assert sorted(trained + left) == list(range(everybody[0]["samples"]))
+    rest = [sample for result in results for sample in result["rest"]]
+    assert sorted(trained + rest) == list(range(results[0]["num_samples"]))
 
 
 NUM_ITEMS = 300
-RATE = 2.0**-10  # so that every weight stays a number that float32 has
+RATE = 2.0**-10  # a power of two, so that all weights are exact in float32
 CONFIG = LoaderConfig(batch_size=8, max_history_length=200, max_num_candidates=1)
 DATA = RandomData(
     lengths=Lognormal(mean=30, std=40, high=200), items=Uniform(high=NUM_ITEMS - 1), num_real=Uniform(low=0, high=8)
 )
 
 
-class Counting(torch.nn.Module):
-    """A model whose weights count what it was trained with: each item once, and each real sample once."""
+class CountingModel(torch.nn.Module):
+    """A model whose weights count the items and the samples that it was trained on."""
+
+    busy: torch.Tensor
 
     def __init__(self) -> None:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -100,18 +110,18 @@ class Counting(torch.nn.Module):
             feature_names=["item_id"],
             init_fn=torch.nn.init.zeros_,
         )
-        self.items = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+        self.items: torch.nn.Module = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
         self.samples = torch.nn.Parameter(torch.zeros(1))
         self.register_buffer("busy", torch.zeros(512, 512))
 
     def forward(self, batch: SequenceBatch) -> tuple[torch.Tensor, SequenceBatch]:
         busy = self.busy
-        for _ in range(4):  # so that a GPU falls behind its host
+        for _ in range(4):  # so that the GPU falls behind the host
             busy = torch.tanh(busy @ busy)
         return self.items(batch.features).values().sum() + busy.sum() + self.samples.sum() * batch.num_real, batch
 
 
-def _count(rank: int, world_size: int, device_type: str, num_steps: int, balanced: bool) -> dict[str, Any]:
+def _train_counting(rank: int, world_size: int, device_type: str, num_steps: int, balanced: bool) -> dict[str, Any]:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -120,7 +130,7 @@ def _count(rank: int, world_size: int, device_type: str, num_steps: int, balance
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.distributed.types import ShardingEnv
 
-    logging.disable(logging.WARNING)  # of torchrec's planner
+    logging.disable(logging.WARNING)  # from TorchRec's planner
     device = torch.device(device_type)
     group = dist.group.WORLD
     if device_type == "cuda":
@@ -129,12 +139,12 @@ def _count(rank: int, world_size: int, device_type: str, num_steps: int, balance
         group = dist.new_group(backend="nccl")
     assert group is not None
     sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE})
-    sharding = "row_wise" if device_type == "cuda" else "table_wise"  # TorchRec shards no rows on the CPU
+    sharding = "row_wise" if device_type == "cuda" else "table_wise"  # TorchRec does not shard by rows on the CPU
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, compute_device=device_type),
         constraints={"table": ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])},
     )
-    model = Counting()
+    model = CountingModel()
     plan = planner.collective_plan(model, [sharder], group)
     parallel = DistributedModelParallel(
         model, env=ShardingEnv.from_process_group(group), device=device, plan=plan, sharders=[sharder]
@@ -157,43 +167,39 @@ def _count(rank: int, world_size: int, device_type: str, num_steps: int, balance
         source.close()
     (table,) = [value for name, value in parallel.state_dict().items() if name.endswith("table.weight")]
     shards = [(shard.metadata.shard_offsets[0], shard.tensor.cpu().numpy()) for shard in table.local_shards()]
-    return {
-        "shards": shards,
-        "samples": float(model.samples.detach().cpu()),
-        "trained": trained,
-    }
+    return {"shards": shards, "samples": float(model.samples.detach().cpu()), "trained": trained}
 
 
-def _check_counts(everybody: list[dict[str, Any]], num_steps: int) -> None:
-    """Both wrappers average gradients over ranks."""
-    world_size = len(everybody)
-    counts, samples = np.zeros(NUM_ITEMS), 0
+def _check_counts(results: list[dict[str, Any]], num_steps: int) -> None:
+    """Compare the weights with counts of the batches; gradients are averaged over ranks."""
+    world_size = len(results)
+    counts, num_samples = np.zeros(NUM_ITEMS), 0
     for rank in range(world_size):
         for batch in RandomBatches(CONFIG, DATA, num_batches=num_steps, rank=rank, world_size=world_size):
             counts += np.bincount(batch.features["item_id"].values().numpy(), minlength=NUM_ITEMS)
-            samples += batch.num_real
-    shards = sorted((shard for one in everybody for shard in one["shards"]), key=lambda shard: shard[0])
+            num_samples += batch.num_real
+    shards = sorted((shard for result in results for shard in result["shards"]), key=lambda shard: shard[0])
     rows = np.concatenate([values for _, values in shards])
     assert counts.sum() > 50 * num_steps
     assert np.array_equal(rows, np.repeat(counts[:, np.newaxis] * -RATE / world_size, 8, axis=1))
-    assert [one["samples"] for one in everybody] == [-RATE * samples / world_size] * world_size
-    assert all(one["trained"] == list(range(0, num_steps, 10)) for one in everybody)
+    assert [result["samples"] for result in results] == [-RATE * num_samples / world_size] * world_size
+    assert all(result["trained"] == list(range(0, num_steps, 10)) for result in results)
 
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_sharded_model_counts_every_item_and_every_sample_once(ranks: RankPool, balanced: bool) -> None:
-    _check_counts(ranks.run(2, _count, "cpu", 12, balanced), 12)
+    _check_counts(ranks.run(2, _train_counting, "cpu", 12, balanced), 12)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("balanced", [False, True])
 def test_on_gpus_a_sharded_model_counts_every_item_and_every_sample_once(balanced: bool) -> None:
-    if not any(hasattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_sgd_function{end}") for end in ("", "_pt2")):
-        pytest.skip("fbgemm_gpu is here without its embedding kernels")
-    pool = RankPool(timeout=240)
+    kernel = "split_embedding_codegen_lookup_sgd_function"
+    if not any(hasattr(torch.ops.fbgemm, name) for name in (kernel, f"{kernel}_pt2")):
+        pytest.skip("this build of fbgemm_gpu has no embedding kernels")
+    pool = RankPool()
     try:
-        count = 4 if torch.cuda.device_count() >= 4 else 2  # halves and quarters are exact
-        _check_counts(pool.run(count, _count, "cuda", 300, balanced), 300)
+        world_size = 4 if torch.cuda.device_count() >= 4 else 2  # averages over 2 or 4 ranks are exact
+        _check_counts(pool.run(world_size, _train_counting, "cuda", 300, balanced), 300)
     finally:
         pool.stop()

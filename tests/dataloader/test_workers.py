@@ -1,9 +1,11 @@
-"""Threads that work ahead: in order, through forks, and without hiding errors."""
+"""Threads that compute ahead keep the order, survive forks, and report errors."""
 
 import multiprocessing
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.loader import Loader
 from evenrank.dataloader.workers import Workers
+from tests.dataloader.batches import ids_of
 
 
 def _loader(path: Path, **options: object) -> Loader[SequenceBatch]:
@@ -19,23 +22,28 @@ def _loader(path: Path, **options: object) -> Loader[SequenceBatch]:
 
 
 def _ids(loader: Loader[SequenceBatch]) -> list[int]:
-    return [sample for batch in loader for sample in batch.sample_ids[: batch.num_real].tolist()]
+    return [sample for batch in loader for sample in ids_of(batch)]
 
 
 def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("evenrank-loader")}
 
 
-def test_results_come_in_order_and_no_further_ahead_than_asked() -> None:
+def test_results_come_in_order_and_no_further_ahead_than_allowed() -> None:
     taken: list[int] = []
-    items = (taken.append(item) or item for item in range(20))  # type: ignore[func-returns-value]
-    results = Workers(3, ahead=4, persistent=False).map(lambda item: item * item, items)
+
+    def items() -> Iterator[int]:
+        for item in range(20):
+            taken.append(item)
+            yield item
+
+    results = Workers(3, ahead=4, persistent=False).map(lambda item: item * item, items())
     assert next(results) == 0
     assert taken == [0, 1, 2, 3, 4]
     assert list(results) == [item * item for item in range(1, 20)]
 
 
-def test_an_error_comes_where_its_result_would_have_come() -> None:
+def test_an_error_is_raised_in_place_of_its_result() -> None:
     def invert(item: int) -> float:
         return 1 / item
 
@@ -46,7 +54,7 @@ def test_an_error_comes_where_its_result_would_have_come() -> None:
 
 
 @pytest.mark.parametrize("leave_early", [False, True])
-def test_threads_end_with_an_iteration(small_dataset: Path, leave_early: bool) -> None:
+def test_threads_stop_with_their_iteration(small_dataset: Path, leave_early: bool) -> None:
     before = _threads()
     iterator = iter(_loader(small_dataset))
     next(iterator)
@@ -58,7 +66,7 @@ def test_threads_end_with_an_iteration(small_dataset: Path, leave_early: bool) -
     assert _threads() == before
 
 
-def test_persistent_threads_serve_the_next_epoch_until_closed(small_dataset: Path) -> None:
+def test_persistent_threads_are_kept_until_closed(small_dataset: Path) -> None:
     before = _threads()
     loader = _loader(small_dataset, persistent_workers=True)
     first = sorted(_ids(loader))
@@ -78,32 +86,32 @@ def _send_ids(loader: Loader[SequenceBatch], pipe: Connection) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_another_process_iterates_over_the_same_samples(small_dataset: Path, method: str) -> None:
+def test_a_loader_works_in_another_process(small_dataset: Path, method: str) -> None:
     loader = _loader(small_dataset, persistent_workers=True)
-    first = _ids(loader)  # its threads are running when the process is made
+    first = _ids(loader)  # its threads are running when the process is created
     state = loader.state_dict()
-    context = multiprocessing.get_context(method)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_send_ids, args=(loader, theirs))
+    context: Any = multiprocessing.get_context(method)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_send_ids, args=(loader, child_end))
     process.start()
-    assert ours.poll(60), "the process hangs"
-    second = ours.recv()
+    assert parent_end.poll(240), "the process hangs"
+    second = parent_end.recv()
     process.join()
     assert (sorted(second), loader.state_dict()) == (sorted(first), state)
-    assert _ids(loader) == second  # the next epoch, here as there
+    assert _ids(loader) == second  # the next epoch is the same in both processes
     loader.close()
 
 
-def _with_noise(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
+def _add_noise(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
     batch.num_candidates += int(rng.integers(0, 1 << 40))
     return batch
 
 
-def test_random_numbers_of_a_transform_do_not_depend_on_workers(small_dataset: Path) -> None:
+def test_the_random_numbers_of_a_transform_do_not_depend_on_the_workers(small_dataset: Path) -> None:
     drawn = []
     for num_workers, prefetch in ((0, 1), (1, 3), (3, 2)):
         config = LoaderConfig(batch_size=8, num_workers=num_workers, prefetch=prefetch)
-        loader = build_loader(small_dataset, config, rank=0, world_size=1, transform=_with_noise)
+        loader = build_loader(small_dataset, config, rank=0, world_size=1, transform=_add_noise)
         drawn.append([[int(batch.num_candidates[0]) for batch in loader] for _ in range(2)])
     assert drawn[0] == drawn[1] == drawn[2]
     assert len({number for epoch in drawn[0] for number in epoch}) == 2 * len(drawn[0][0])

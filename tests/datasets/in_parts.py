@@ -1,4 +1,4 @@
-"""The same dataset in many small files and row groups, as a large one would be."""
+"""A copy of a dataset in many small files and row groups, like those of a large dataset."""
 
 import shutil
 from dataclasses import replace

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.mixture import Mixed
+from evenrank.datasets.mixture import MixtureOrder
 from evenrank.datasets.order import Samples
 
 
@@ -12,48 +12,48 @@ def _samples(num_rows: int, left_out: list[int] | None = None) -> Samples:
     return Samples(num_rows=num_rows, left_out=np.array(left_out or [], dtype=np.int64))
 
 
-def _epoch(order: Mixed, epoch: int, seed: int = 5) -> list[int]:
+def _epoch(order: MixtureOrder, epoch: int, seed: int = 5) -> list[int]:
     rows: list[int] = order.rows(np.arange(order.num_samples), seed=seed, epoch=epoch).tolist()
     return rows
 
 
-def test_each_dataset_has_its_share_of_an_epoch() -> None:
-    order = Mixed([_samples(100), _samples(50)], [3, 1], num_samples=80)
+def test_each_dataset_gets_its_share_of_an_epoch() -> None:
+    order = MixtureOrder([_samples(100), _samples(50)], [3, 1], num_samples=80)
     rows = _epoch(order, 0)
     assert (sum(row < 100 for row in rows), sum(row >= 100 for row in rows)) == (60, 20)
     assert max(rows) < 150
 
 
-def test_without_a_number_an_epoch_has_as_many_samples_as_the_datasets() -> None:
-    assert Mixed([_samples(7), _samples(4, [0])], [1, 1]).num_samples == 10
+def test_an_epoch_has_as_many_samples_as_the_datasets_by_default() -> None:
+    assert MixtureOrder([_samples(7), _samples(4, [0])], [1, 1]).num_samples == 10
 
 
-def test_over_epochs_every_sample_of_a_dataset_is_seen_as_often_as_any_other() -> None:
-    order = Mixed([_samples(6), _samples(4, [1])], [1, 4], num_samples=10)  # quotas 2 and 8
+def test_all_samples_of_a_dataset_are_seen_equally_often_over_epochs() -> None:
+    order = MixtureOrder([_samples(6), _samples(4, [1])], [1, 4], num_samples=10)  # quotas 2 and 8
     seen = Counter(row for epoch in range(3) for row in _epoch(order, epoch))
     assert [seen[row] for row in range(6)] == [1] * 6  # 3 epochs of 2
     assert seen[6 + 1] == 0  # left out
     assert [seen[6 + row] for row in (0, 2, 3)] == [8] * 3  # 3 epochs of 8, over 3 samples
 
 
-def test_datasets_are_mixed_rather_than_one_behind_the_other() -> None:
-    rows = np.array(_epoch(Mixed([_samples(500), _samples(500)], [1, 1]), 0))
+def test_samples_of_the_datasets_are_interleaved() -> None:
+    rows = np.array(_epoch(MixtureOrder([_samples(500), _samples(500)], [1, 1]), 0))
     assert 200 < np.count_nonzero(rows[:500] < 500) < 300
 
 
-def test_datasets_of_one_size_come_in_different_orders() -> None:
-    rows = np.array(_epoch(Mixed([_samples(50), _samples(50)], [1, 1]), 0))
+def test_datasets_of_equal_size_come_in_different_orders() -> None:
+    rows = np.array(_epoch(MixtureOrder([_samples(50), _samples(50)], [1, 1]), 0))
     assert rows[rows < 50].tolist() != (rows[rows >= 50] - 50).tolist()
 
 
 @pytest.mark.parametrize("weights", [[0, 1], [-1, 1], [float("nan"), 1]])
 def test_weights_must_be_positive(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="weights must be positive numbers"):
-        Mixed([_samples(5), _samples(5)], weights)
+        MixtureOrder([_samples(5), _samples(5)], weights)
 
 
-def test_a_dataset_that_would_get_nothing_is_refused() -> None:
+def test_a_dataset_without_samples_or_quota_is_refused() -> None:
     with pytest.raises(ConfigError, match="dataset 1 of the mixture has 5 samples and gets 0 of an epoch's 10"):
-        Mixed([_samples(5), _samples(5)], [1e9, 1])
+        MixtureOrder([_samples(5), _samples(5)], [1e9, 1])
     with pytest.raises(ConfigError, match="dataset 0 of the mixture has 0 samples"):
-        Mixed([_samples(1, [0]), _samples(5)], [1, 1])
+        MixtureOrder([_samples(1, [0]), _samples(5)], [1, 1])

@@ -1,26 +1,29 @@
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.order import ByTime, Dealing, Samples, permute
+from evenrank.datasets.order import EpochSchedule, Samples, TimeOrder, permute
 
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000))
-def test_every_sample_comes_exactly_once_an_epoch(num_samples: int, seed: int, epoch: int) -> None:
+def test_every_sample_comes_exactly_once_per_epoch(num_samples: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(num_samples), num_samples, seed=seed, epoch=epoch)
     assert np.array_equal(np.sort(order), np.arange(num_samples))
 
 
-def test_positions_are_permuted_without_the_others() -> None:
+def test_positions_are_permuted_independently() -> None:
     whole = permute(np.arange(1000), 1000, seed=1, epoch=2)
     some = np.array([999, 0, 500])
     assert np.array_equal(permute(some, 1000, seed=1, epoch=2), whole[some])
 
 
-def test_order_is_fixed_for_good_by_seed_and_epoch() -> None:
-    # Checkpoints rely on it: these values must never change.
+def test_permutations_never_change() -> None:
+    # Saved states rely on these values.
     assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [7, 5, 1, 8, 6, 3, 4, 0, 9, 2]
     assert permute(np.arange(10), 10, seed=0, epoch=1).tolist() == [9, 4, 6, 8, 7, 3, 1, 5, 2, 0]
     assert permute(np.array([0, 10**10 - 1]), 10**10, seed=0, epoch=0).tolist() == [1230013334, 8594654745]
@@ -28,45 +31,47 @@ def test_order_is_fixed_for_good_by_seed_and_epoch() -> None:
 
 def test_epochs_and_seeds_shuffle_independently() -> None:
     orders = [permute(np.arange(5000), 5000, seed=seed, epoch=epoch) for seed in (0, 1) for epoch in (0, 1)]
-    for i, one in enumerate(orders):
-        for other in orders[:i]:
-            # Two independent permutations share about one position, and do not correlate.
-            assert np.count_nonzero(one == other) < 10
-            assert abs(np.corrcoef(one, other)[0, 1]) < 0.06
+    for order, other in itertools.combinations(orders, 2):
+        # Two independent permutations agree at about one position, and are uncorrelated.
+        assert np.count_nonzero(order == other) < 10
+        assert abs(np.corrcoef(order, other)[0, 1]) < 0.06
 
 
 def test_samples_are_spread_evenly_over_positions() -> None:
-    # Where sample 3 of 16 comes, over many epochs: each position about equally often (chi-squared, 15 degrees).
-    places = [int(np.flatnonzero(permute(np.arange(16), 16, seed=5, epoch=e) == 3)[0]) for e in range(1600)]
-    counts = np.bincount(places, minlength=16)
+    # The position of sample 3 of 16 over many epochs is uniform (chi-squared with 15 degrees of freedom).
+    positions = [int(np.flatnonzero(permute(np.arange(16), 16, seed=5, epoch=e) == 3)[0]) for e in range(1600)]
+    counts = np.bincount(positions, minlength=16)
     assert ((counts - 100) ** 2 / 100).sum() < 40
 
 
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 9), st.data())
-def test_steps_deal_every_position_left_once_and_in_order(
+def test_steps_cover_every_remaining_position_once_and_in_order(
     num_samples: int, world_size: int, batch_size: int, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, num_samples))
-    dealing = Dealing(num_samples=num_samples, world_size=world_size, batch_size=batch_size, start=start)
-    dealt = [dealing.positions(step, rank) for step in range(dealing.num_steps) for rank in range(world_size)]
-    assert np.array_equal(np.concatenate([[], *dealt]), np.arange(start, num_samples))
-    assert all(len(positions) <= batch_size for positions in dealt)
+    schedule = EpochSchedule(num_samples=num_samples, world_size=world_size, batch_size=batch_size, start=start)
+    parts = [schedule.positions(step, rank) for step in range(schedule.num_steps) for rank in range(world_size)]
+    assert np.array_equal(np.concatenate([[], *parts]), np.arange(start, num_samples))
+    assert all(len(positions) <= batch_size for positions in parts)
 
 
-def test_only_full_steps_are_dealt_with_drop_last() -> None:
-    dealing = Dealing(num_samples=11, world_size=2, batch_size=2, start=2, drop_last=True)
-    assert dealing.num_steps == 2
-    assert dealing.positions(1, 1).tolist() == [8, 9]
-    assert dealing.position_after(1) == 10
+def test_with_drop_last_all_steps_are_full() -> None:
+    schedule = EpochSchedule(num_samples=11, world_size=2, batch_size=2, start=2, drop_last=True)
+    assert schedule.num_steps == 2
+    assert schedule.positions(1, 1).tolist() == [8, 9]
+    assert schedule.position_after(1) == 10
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"world_size": 0}, "at least 1, got 0 and 2"), ({"start": 11}, r"start must lie in 0..10, got 11")],
+    [
+        ({"world_size": 0}, "at least 1, got 0 and 2"),
+        ({"start": 11}, "start must be between 0 and num_samples = 10, got 11"),
+    ],
 )
-def test_wrong_dealing_names_the_value(wrong: dict[str, int], message: str) -> None:
+def test_an_invalid_schedule_is_refused_with_the_value(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Dealing(**{"num_samples": 10, "world_size": 1, "batch_size": 2, **wrong})
+        EpochSchedule(**{"num_samples": 10, "world_size": 1, "batch_size": 2, **wrong})
 
 
 def test_rows_left_out_are_skipped() -> None:
@@ -75,15 +80,15 @@ def test_rows_left_out_are_skipped() -> None:
     assert samples.rows(np.arange(6)).tolist() == [0, 1, 4, 5, 6, 8]
 
 
-def test_the_order_of_time_skips_them_too() -> None:
+def test_the_time_order_skips_rows_left_out() -> None:
     samples = Samples(num_rows=5, left_out=np.array([1, 4]))
-    order = ByTime(samples, time_order=np.array([4, 2, 1, 0, 3]))
+    order = TimeOrder(samples, time_order=np.array([4, 2, 1, 0, 3]))
     assert order.num_samples == 3
     assert order.rows(np.arange(3), seed=0, epoch=1).tolist() == [2, 0, 3]
 
 
 @pytest.mark.parametrize("num_samples", [10**10, 2**40 + 1])
-def test_huge_orders_need_no_array(num_samples: int) -> None:
+def test_huge_permutations_need_no_array(num_samples: int) -> None:
     positions = np.array([0, 1, num_samples // 2, num_samples - 1])
     images = permute(positions, num_samples, seed=3, epoch=1)
     assert len(set(images.tolist())) == 4

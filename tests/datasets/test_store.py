@@ -19,7 +19,7 @@ def _fresh_copy(dataset: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(dataset, tmp_path / "copy", ignore=shutil.ignore_patterns(".cache")))
 
 
-def test_rows_are_those_of_the_parquet_files(small_dataset: Path) -> None:
+def test_rows_equal_those_of_the_parquet_files(small_dataset: Path) -> None:
     store = open_store(small_dataset, "train")
     table = pq.read_table(small_dataset / "train")
     assert len(store) == table.num_rows
@@ -38,14 +38,14 @@ def _open_and_sum(path: Path, results: "multiprocessing.Queue[int]") -> None:
     results.put(int(open_store(path).events["item_id"].sum()))
 
 
-def test_ranks_that_start_together_unpack_once(small_dataset: Path, tmp_path: Path) -> None:
+def test_processes_that_start_together_unpack_once(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results: multiprocessing.Queue[int] = context.Queue()
     processes = [context.Process(target=_open_and_sum, args=(dataset, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    sums = {results.get(timeout=60) for _ in processes}
+    sums = {results.get(timeout=240) for _ in processes}
     for process in processes:
         process.join()
     assert sums == {int(open_store(small_dataset).events["item_id"].sum())}
@@ -53,7 +53,7 @@ def test_ranks_that_start_together_unpack_once(small_dataset: Path, tmp_path: Pa
     assert [path.name for path in built] == [f"{read_manifest(dataset).content_hash}-train-v2"]
 
 
-def test_a_second_opening_reads_no_parquet(small_dataset: Path, tmp_path: Path) -> None:
+def test_opening_again_reads_no_parquet(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     first = open_store(dataset)
     shutil.rmtree(dataset / "train")
@@ -73,29 +73,27 @@ def test_an_empty_split_opens(tmp_path: Path) -> None:
     assert len(store.events["item_id"]) == 0
 
 
-def _rewrite(dataset: Path, change: "dict[str, pa.Array]") -> SequenceStore:
+def _open_with_column(dataset: Path, name: str, column: pa.Array) -> SequenceStore:
     path = next((dataset / "train").glob("*.parquet"))
     table = pq.read_table(path)
-    for name, column in change.items():
-        table = table.set_column(table.schema.get_field_index(name), name, column)
-    pq.write_table(table, path)
-    _describe_anew(dataset)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, column), path)
+    _update_checksum(dataset)
     return open_store(dataset)
 
 
-def _describe_anew(dataset: Path) -> None:
-    """Let the manifest have the checksum of the changed file, as if another program had written both."""
+def _update_checksum(dataset: Path) -> None:
+    """Write the changed file's checksum to the manifest, as if another program had written both."""
     manifest = read_manifest(dataset)
     split = manifest.splits["train"]
     file = replace(split.files[0], sha256=sha256_of(dataset / split.files[0].path))
     replace(manifest, splits={**manifest.splits, "train": replace(split, files=(file,))}).write(dataset)
 
 
-def test_wrong_dtype_is_named(small_dataset: Path, tmp_path: Path) -> None:
+def test_a_wrong_dtype_is_named(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     column = pq.read_table(dataset / "train")["item_id"].cast(pa.list_(pa.int32()))
     with pytest.raises(DataError, match=r"part-00000.parquet: column 'item_id' must be int64 .*type int32"):
-        _rewrite(dataset, {"item_id": column})
+        _open_with_column(dataset, "item_id", column)
     assert not [path for path in (dataset / ".cache").iterdir() if path.is_dir()]
 
 
@@ -110,7 +108,7 @@ def test_nulls_are_named(small_dataset: Path, tmp_path: Path, rows: list[list[in
     dataset = _fresh_copy(small_dataset, tmp_path)
     padding: list[list[int | None]] = [[1]] * (len(open_store(small_dataset)) - len(rows))
     with pytest.raises(DataError, match=f"part-00000.parquet: {message}"):
-        _rewrite(dataset, {"item_id": pa.array(rows + padding, pa.list_(pa.int64()))})
+        _open_with_column(dataset, "item_id", pa.array(rows + padding, pa.list_(pa.int64())))
 
 
 def test_lists_of_unequal_length_are_named(small_dataset: Path, tmp_path: Path) -> None:
@@ -118,36 +116,36 @@ def test_lists_of_unequal_length_are_named(small_dataset: Path, tmp_path: Path) 
     rows = pq.read_table(dataset / "train")["action"].to_pylist()
     longest = max(range(len(rows)), key=lambda row: len(rows[row]))
     rows[longest] = rows[longest][:-1]
-    with pytest.raises(DataError, match="in column 'action' some row's list differs"):
-        _rewrite(dataset, {"action": pa.array(rows, pa.list_(pa.int32()))})
+    with pytest.raises(DataError, match="a list of column 'action' has another length than its row's 'length'"):
+        _open_with_column(dataset, "action", pa.array(rows, pa.list_(pa.int32())))
 
 
-def test_truncated_parquet_is_named(small_dataset: Path, tmp_path: Path) -> None:
+def test_a_truncated_parquet_file_is_named(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     path = next((dataset / "train").glob("*.parquet"))
     path.write_bytes(path.read_bytes()[:-100])
-    _describe_anew(dataset)
+    _update_checksum(dataset)
     with pytest.raises(DataError, match=r"part-00000.parquet cannot be read as Parquet") as raised:
         open_store(dataset)
     assert "\n" not in str(raised.value)
 
 
-def test_missing_rows_are_found(small_dataset: Path, tmp_path: Path) -> None:
+def test_missing_rows_are_detected(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     path = next((dataset / "train").glob("*.parquet"))
     pq.write_table(pq.read_table(path).slice(0, 10), path)
-    _describe_anew(dataset)
-    with pytest.raises(DataError, match="holds 10 rows"):
+    _update_checksum(dataset)
+    with pytest.raises(DataError, match="contains 10 rows and"):
         open_store(dataset)
 
 
-def test_a_changed_file_is_found_by_its_checksum(small_dataset: Path, tmp_path: Path) -> None:
+def test_a_changed_file_is_detected_by_its_checksum(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     path = next((dataset / "train").glob("*.parquet"))
     data = bytearray(path.read_bytes())
     data[2000] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"part-00000.parquet has another SHA-256 than its manifest says"):
+    with pytest.raises(DataError, match=r"part-00000.parquet does not have the SHA-256 in its manifest"):
         open_store(dataset)
 
 
@@ -165,11 +163,11 @@ def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path
             cached.unlink()
         case "other type":
             np.save(cached, np.load(cached).astype(np.float64))
-    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v2, and it is made anew"):
+    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v2 to have it rebuilt"):
         open_store(dataset)
 
 
-def test_offsets_that_lead_outside_are_found(small_dataset: Path, tmp_path: Path) -> None:
+def test_offsets_out_of_range_are_detected(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     offsets = open_store(dataset).offsets.copy()
     (cached,) = (dataset / ".cache").glob("*/offsets.npy")
@@ -181,32 +179,39 @@ def test_offsets_that_lead_outside_are_found(small_dataset: Path, tmp_path: Path
             open_store(dataset)
 
 
-def test_a_folder_that_cannot_be_written_has_its_cache_with_the_user(
+def test_the_cache_of_a_read_only_folder_is_in_the_home_folder(
     small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # file modes do not stop root
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     store = open_store(dataset)
     assert not (dataset / ".cache").exists()
     assert (tmp_path / "home" / ".cache" / "evenrank" / f"{store.manifest.content_hash}-train-v2").is_dir()
 
 
+def _mapped_file(store: SequenceStore) -> object:
+    base = store.events["item_id"].base
+    assert isinstance(base, np.memmap)
+    return base.filename
+
+
 def test_a_pickled_store_maps_the_same_files(small_dataset: Path) -> None:
     store = open_store(small_dataset)
     data = pickle.dumps(store)
     assert len(data) < 1000
-    again = pickle.loads(data)
-    assert again.events["item_id"].base.filename == store.events["item_id"].base.filename  # type: ignore[union-attr]
+    reopened = pickle.loads(data)
+    assert _mapped_file(reopened) == _mapped_file(store)
 
 
-def test_a_cache_that_cannot_be_made_is_one_line(small_dataset: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     (dataset / ".cache").write_text("a file")
-    with pytest.raises(DataError, match=r"the cache .*\.cache could not be written"):
+    with pytest.raises(DataError, match=r"the cache .*\.cache could not be written") as raised:
         open_store(dataset)
+    assert "\n" not in str(raised.value)
 
 
-def test_unknown_split_is_named(small_dataset: Path) -> None:
-    with pytest.raises(DataError, match="no split 'test'; it has eval, train"):
+def test_an_unknown_split_is_named(small_dataset: Path) -> None:
+    with pytest.raises(DataError, match="no split 'test'; known: eval, train"):
         open_store(small_dataset, "test")

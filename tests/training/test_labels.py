@@ -9,5 +9,5 @@ def test_each_task_is_a_bit_of_the_label() -> None:
     assert bits.dtype == torch.float32
 
 
-def test_no_labels_have_no_bits() -> None:
+def test_no_labels_give_an_empty_tensor() -> None:
     assert label_bits(torch.zeros(0, dtype=torch.int64), 8).shape == (0, 8)

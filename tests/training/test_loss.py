@@ -1,4 +1,4 @@
-"""Balanced training has the gradient of unbalanced training: real DistributedDataParallel on real processes."""
+"""Balanced training has the gradients of unbalanced training, with DistributedDataParallel on several processes."""
 
 from pathlib import Path
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
+from evenrank.dataloader.balance.settings import StrategyName
 from evenrank.training import scale_loss
 from tests.ranks import RankPool
 
 CONFIG = LoaderConfig(batch_size=8, max_history_length=20, max_num_candidates=2)
-STEPS = 12  # of 3 ranks with batches of 8: more than an epoch's, so the last step is partial
 
 
 class _Model(torch.nn.Module):
-    """Scores each candidate against the sum of the history; float64, so that sums in another order still agree."""
+    """Scores each candidate against the sum of the history; in float64, so that the order of sums does not matter."""
 
     def __init__(self, num_items: int) -> None:
         super().__init__()
@@ -28,9 +28,10 @@ class _Model(torch.nn.Module):
 
     def forward(self, batch: SequenceBatch) -> Tensor:
         """Return the sum of the loss over the batch's labels."""
+        assert batch.labels is not None
         items = torch.split(batch.features["item_id"].values(), batch.features["item_id"].lengths().tolist())
         labels = torch.split(batch.labels["label"].values(), batch.labels["label"].lengths().tolist())
-        # A rank without samples has to touch every parameter too, or DDP waits for its gradients.
+        # The loss of a rank without samples must depend on every parameter too, or DDP waits for its gradients.
         losses = [(self.embedding.weight.sum() + self.weight.sum()) * 0]
         for ids, actions, count in zip(items, labels, batch.num_candidates.tolist(), strict=True):
             if count:
@@ -40,7 +41,11 @@ class _Model(torch.nn.Module):
         return torch.stack(losses).sum()
 
 
-def _train(rank: int, world_size: int, path: Path, strategy: str) -> tuple[list[list[Tensor]], int]:
+def _gradients(model: torch.nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _train(rank: int, world_size: int, path: Path, strategy: StrategyName) -> tuple[list[list[Tensor]], int]:
     model = DistributedDataParallel(_Model(501))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     loader = build_loader(path, CONFIG, rank=rank, world_size=world_size)
@@ -49,13 +54,13 @@ def _train(rank: int, world_size: int, path: Path, strategy: str) -> tuple[list[
         for batch in balancer:
             optimizer.zero_grad()
             scale_loss(model(batch), batch, dp_size=world_size).backward()
-            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            gradients.append(_gradients(model))
             optimizer.step()
     return gradients, loader.num_samples
 
 
-def test_gradients_of_an_epoch_are_those_of_unbalanced_training(ranks: RankPool, small_dataset: Path) -> None:
-    # The whole of each step on one rank is what all others are compared with.
+def test_balanced_gradients_equal_those_of_unbalanced_training(ranks: RankPool, small_dataset: Path) -> None:
+    # The reference trains the samples of all ranks in one batch, on one rank.
     loader = build_loader(
         small_dataset, LoaderConfig(batch_size=24, max_history_length=20, max_num_candidates=2), rank=0, world_size=1
     )
@@ -65,33 +70,28 @@ def test_gradients_of_an_epoch_are_those_of_unbalanced_training(ranks: RankPool,
     for batch in loader:
         optimizer.zero_grad()
         (model(batch) / batch.loss_tokens).backward()
-        expected.append([parameter.grad.clone() for parameter in model.parameters()])
+        expected.append(_gradients(model))
         optimizer.step()
     for strategy in STRATEGIES:
         for gradients, num_samples in ranks.run(3, _train, small_dataset, strategy):
             assert num_samples == loader.num_samples
-            assert num_samples % 24 != 0  # the last step is partial
+            assert num_samples % 24 != 0  # the last step is not full
             assert len(gradients) == len(expected)
             for step, reference in zip(gradients, expected, strict=True):
-                for gradient, other in zip(step, reference, strict=True):
-                    torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
+                assert len(step) == 2  # both parameters
+                for gradient, expected_gradient in zip(step, reference, strict=True):
+                    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_zero_loss_tokens_give_a_zero_loss_with_zero_gradients() -> None:
     weight = torch.ones(2, requires_grad=True)
-    batch = _batch(world_loss_tokens=0)
-    loss = scale_loss(weight.sum(), batch, dp_size=2)
+    loss = scale_loss(weight.sum(), JaggedBatch(batch_size=1, num_real=0, world_loss_tokens=0), dp_size=2)
     loss.backward()
     assert loss.item() == 0
+    assert weight.grad is not None
     assert weight.grad.tolist() == [0, 0]
 
 
-def test_a_batch_that_no_balancer_has_seen_is_refused() -> None:
-    with pytest.raises(ConfigError, match="put a Balancer in front of the loop"):
-        scale_loss(torch.ones(()), _batch(world_loss_tokens=None), dp_size=2)
-
-
-def _batch(world_loss_tokens: int | None) -> SequenceBatch:
-    from evenrank.dataloader.batch import JaggedBatch
-
-    return JaggedBatch(batch_size=1, num_real=0, world_loss_tokens=world_loss_tokens)  # type: ignore[return-value]
+def test_a_batch_without_world_loss_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no world_loss_tokens; iterate over a Balancer instead of the loader"):
+        scale_loss(torch.ones(()), JaggedBatch(batch_size=1, num_real=0), dp_size=2)

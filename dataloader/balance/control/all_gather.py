@@ -1,131 +1,138 @@
-"""Small messages from all ranks to all ranks, on the CPU: one run of bytes from each, of the same size."""
+"""All-gathers of small metadata messages over Gloo, flat or hierarchical: one equally sized message from each rank."""
 
 import pickle
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.control.process_group import Channel
+from evenrank.dataloader.balance.control.process_group import FailFastGroup, is_distributed
 
-# With more ranks than this, messages go by host: a ring of all ranks takes as many hops as there are ranks.
-_RANKS_OF_A_FLAT_GATHER = 512
+# Above this number of ranks the all-gather is hierarchical: a ring over all ranks takes as many hops as ranks.
+_MAX_RANKS_OF_FLAT_ALL_GATHER = 512
 
 
-class Gather(Protocol):
-    """A way to tell all ranks something."""
+class MetadataAllGather(ABC):
+    """An all-gather of messages on the CPU."""
 
-    def messages(self, mine: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the messages of all ranks, uint8 [W, n], given this rank's, uint8 [n]. All ranks call it alike."""
-        ...
+    @abstractmethod
+    def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the messages of all ranks, uint8 [W, n], given this rank's, uint8 [n].
 
+        Collective: every rank must call this, with a message of the same size.
+        """
+
+    @abstractmethod
     def close(self) -> None:
-        """End its process groups."""
-        ...
+        """Destroy the process groups; closing twice does nothing."""
 
 
-class Alone:
-    """There is no other rank."""
+class SingleRankAllGather(MetadataAllGather):
+    """The only rank."""
 
-    def messages(self, mine: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the one message: uint8 [1, n]."""
-        return mine[np.newaxis]
+    def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the message as uint8 [1, n]."""
+        return message[np.newaxis]
 
     def close(self) -> None:
         """Do nothing."""
 
 
-class FlatGather:
-    """One all-gather of all ranks."""
+class FlatAllGather(MetadataAllGather):
+    """One all-gather over all ranks."""
 
     def __init__(self, timeout: timedelta) -> None:
-        self._channel = Channel(timeout)
+        self._group = FailFastGroup(timeout)
 
-    def messages(self, mine: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the messages of all ranks: uint8 [W, n]."""
-        return _all_gather(mine, self._channel)
+        return _all_gather(message, self._group)
 
     def close(self) -> None:
-        """End the process group."""
-        self._channel.close()
+        """Destroy the process group."""
+        self._group.close()
 
 
-class HostGather:
-    """From the ranks of each host to its first one, between those, and back to the ranks of each host.
+class HierarchicalAllGather(MetadataAllGather):
+    """Within each host, then between the first ranks of the hosts, then a broadcast within each host.
 
     Args:
-        hosts: of each rank, by any name.
-        timeout: how long a rank waits for the others.
+        hosts: the host name of each rank.
+        timeout: how long a collective waits for other ranks.
 
     """
 
     def __init__(self, hosts: Sequence[str], timeout: timedelta) -> None:
-        self._ranks = [[rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)]
-        me = dist.get_rank()
-        self._mine = next(ranks for ranks in self._ranks if me in ranks)
-        # All ranks make all groups, in this order.
-        self._channels = [Channel(timeout, ranks) for ranks in self._ranks]
-        self._within = self._channels[self._ranks.index(self._mine)]
-        self._between = Channel(timeout, [ranks[0] for ranks in self._ranks])
+        self._ranks_by_host = [
+            [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)
+        ]
+        self._rank = dist.get_rank()
+        self._ranks_of_host = next(ranks for ranks in self._ranks_by_host if self._rank in ranks)
+        # Every rank must create every group, in the same order.
+        self._host_groups = [FailFastGroup(timeout, ranks) for ranks in self._ranks_by_host]
+        self._host_group = self._host_groups[self._ranks_by_host.index(self._ranks_of_host)]
+        self._leader_group = FailFastGroup(timeout, [ranks[0] for ranks in self._ranks_by_host])
 
-    def messages(self, mine: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the messages of all ranks: uint8 [W, n]."""
-        of_host = _all_gather(mine, self._within)
-        world_size = sum(len(ranks) for ranks in self._ranks)
-        messages = np.empty((world_size, len(mine)), dtype=np.uint8)
-        if self._mine[0] == dist.get_rank():
-            # Hosts may have different numbers of ranks, and messages of a gather are of one size.
-            most = max(len(ranks) for ranks in self._ranks)
-            padded = np.zeros((most, len(mine)), dtype=np.uint8)
-            padded[: len(of_host)] = of_host
-            of_hosts = _all_gather(padded.reshape(-1), self._between).reshape(-1, most, len(mine))
-            for ranks, host in zip(self._ranks, of_hosts, strict=True):
-                messages[ranks] = host[: len(ranks)]
-        with self._within.watched():
-            dist.broadcast(torch.from_numpy(messages), src=self._mine[0], group=self._within.group)
+        messages_of_host = _all_gather(message, self._host_group)
+        world_size = sum(len(ranks) for ranks in self._ranks_by_host)
+        messages = np.empty((world_size, len(message)), dtype=np.uint8)
+        leader = self._ranks_of_host[0]
+        if leader == self._rank:
+            # Hosts may have different numbers of ranks, but the messages of an all-gather have one size.
+            max_ranks = max(len(ranks) for ranks in self._ranks_by_host)
+            padded = np.zeros((max_ranks, len(message)), dtype=np.uint8)
+            padded[: len(messages_of_host)] = messages_of_host
+            by_host = _all_gather(padded.reshape(-1), self._leader_group).reshape(-1, max_ranks, len(message))
+            for ranks, of_host in zip(self._ranks_by_host, by_host, strict=True):
+                messages[ranks] = of_host[: len(ranks)]
+        with self._host_group.guard():
+            dist.broadcast(torch.from_numpy(messages), src=leader, group=self._host_group.process_group)
         return messages
 
     def close(self) -> None:
-        """End the process groups."""
-        for channel in (*self._channels, self._between):
-            channel.close()
+        """Destroy the process groups."""
+        for group in (*self._host_groups, self._leader_group):
+            group.close()
 
 
-def make_gather(timeout: timedelta) -> Gather:
-    """Choose a way for the ranks of the default process group; all of them call it alike."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return Alone()
+def make_all_gather(timeout: timedelta) -> MetadataAllGather:
+    """Return the all-gather for the ranks of the default process group. Collective: every rank must call this."""
+    if not is_distributed():
+        return SingleRankAllGather()
     world_size = dist.get_world_size()
-    if world_size <= _RANKS_OF_A_FLAT_GATHER:
-        return FlatGather(timeout)
+    if world_size <= _MAX_RANKS_OF_FLAT_ALL_GATHER:
+        return FlatAllGather(timeout)
     hosts = [""] * world_size
-    dist.all_gather_object(hosts, _host())
-    return HostGather(hosts, timeout)
+    dist.all_gather_object(hosts, _host_name())
+    return HierarchicalAllGather(hosts, timeout)
 
 
-def gather_objects(gather: Gather, mine: Any) -> list[Any]:
-    """Return what each rank passes: any objects that can be pickled."""
-    data = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
-    sizes = gather.messages(np.array([len(data)]).view(np.uint8)).view(np.int64)[:, 0]
-    padded = np.zeros(int(sizes.max()), dtype=np.uint8)
+def all_gather_objects(gather: MetadataAllGather, value: Any) -> list[Any]:
+    """Return the values of all ranks, any picklable objects. Collective: every rank must call this."""
+    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+    num_bytes = gather.all_gather(np.array([len(data)]).view(np.uint8)).view(np.int64)[:, 0]
+    padded = np.zeros(int(num_bytes.max()), dtype=np.uint8)
     padded[: len(data)] = data
-    rows = gather.messages(padded)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    messages = gather.all_gather(padded)
+    return [pickle.loads(message[:size].tobytes()) for message, size in zip(messages, num_bytes, strict=True)]
 
 
-def _host() -> str:
+def _host_name() -> str:
     return socket.gethostname()
 
 
-def _all_gather(mine: NDArray[np.uint8], channel: Channel) -> NDArray[np.uint8]:
-    with channel.watched():
-        messages = torch.empty((dist.get_world_size(channel.group), len(mine)), dtype=torch.uint8)
-        # A copy, because what is read from a pickle cannot be written to, which torch warns of.
-        dist.all_gather(list(messages), torch.from_numpy(mine.copy()), group=channel.group)
+def _all_gather(message: NDArray[np.uint8], group: FailFastGroup) -> NDArray[np.uint8]:
+    with group.guard():
+        messages = torch.empty((dist.get_world_size(group.process_group), len(message)), dtype=torch.uint8)
+        # Copied because torch warns of arrays that are not writable, such as those of a pickle.
+        dist.all_gather(list(messages), torch.from_numpy(message.copy()), group=group.process_group)
     gathered: NDArray[np.uint8] = messages.numpy()
     return gathered

@@ -1,12 +1,13 @@
-"""What a rank tells the others in each step: a fixed header, then the cost and the lengths of its samples.
+"""The wire format of a step's metadata: a fixed header, then the cost and the lengths of a rank's samples.
 
-All of it is one run of bytes of a size that follows from the batches' schema, so gathering it needs no size first:
+Its size follows from the batches' schema, so it is all-gathered without exchanging sizes first:
 
-    header    8 x int64    schema hash, status, ended, num_real, epoch, step, position, data
+    header    8 x int64    schema hash, status, ended, num_real, epoch, step, position, loader hash
     costs     B x int64
     lengths   K x B int32  in schema order
 """
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
@@ -24,32 +25,52 @@ STATUS_FAILED = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """The fixed part; the fields are the words in their order."""
+    """The fixed part of a message; its fields in order are the words."""
 
     schema_hash: int
-    status: int  # STATUS_OK or STATUS_FAILED
-    ended: int  # 1 once the rank's data have run out
+    """Hash of the batches' schema."""
+
+    status: int
+    """STATUS_OK or STATUS_FAILED."""
+
+    ended: int
+    """1 once the rank has no more batches, else 0."""
+
     num_real: int
+    """Samples of the rank in this step."""
+
     epoch: int = 0
+    """Epoch of the rank's batch."""
+
     step: int = 0
+    """Step of the rank's batch."""
+
     position: int = 0
-    data: int = 0  # hash of what the loader says of itself; it may change when a state is loaded
+    """Position of the rank's batch in the epoch."""
+
+    loader_hash: int = 0
+    """Hash of the loader's identity, which can change when a state is loaded."""
 
     def words(self) -> NDArray[np.int64]:
         """Return the header as int64 [8]."""
         return np.array([getattr(self, name) for name in _WORDS], dtype=np.int64)
 
 
-_WORDS = Header.__slots__
+_WORDS = tuple(entry.name for entry in dataclasses.fields(Header))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepSizes:
-    """The messages of all ranks."""
+class StepMetadata:
+    """The messages of all ranks in a step. W ranks, B rows per rank, K jagged keys."""
 
-    headers: NDArray[np.int64]  # [W, 8]
-    costs: NDArray[np.int64]  # [W, B]
-    lengths: NDArray[np.int64]  # [W, K, B]
+    headers: NDArray[np.int64]
+    """[W, 8]."""
+
+    costs: NDArray[np.int64]
+    """[W, B], 0 for padding."""
+
+    lengths: NDArray[np.int64]
+    """[W, K, B], 0 for padding."""
 
     def header(self, name: str) -> NDArray[np.int64]:
         """Return one word of all ranks' headers: int64 [W]."""
@@ -62,17 +83,17 @@ class StepSizes:
 
 
 def hash63(value: object) -> int:
-    """Hash what a value's `repr` says to 63 bits, the same in all processes."""
+    """Return a 63-bit hash of a value's `repr`, the same in all processes."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
 
 
 def encode(
     header: Header, schema: BatchSchema, costs: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """Return one rank's message: uint8 [message size].
+    """Return the message of a rank: uint8 [message size].
 
     Args:
-        header: its fixed part.
+        header: the fixed part.
         schema: of the batches; gives K and B.
         costs: int64 [B].
         lengths: int64 [K, B], each below 2^31.
@@ -84,13 +105,13 @@ def encode(
     return np.concatenate([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
 
 
-def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepSizes:
-    """Read the messages of all ranks: uint8 [W, message size]."""
+def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepMetadata:
+    """Return the metadata in the messages of all ranks: uint8 [W, message size]."""
     world_size, batch_size = len(messages), schema.batch_size
-    lengths_at = HEADER_BYTES + 8 * batch_size
-    lengths = messages[:, lengths_at:].copy().view(np.int32)
-    return StepSizes(
+    lengths_start = HEADER_BYTES + 8 * batch_size
+    lengths = messages[:, lengths_start:].copy().view(np.int32)
+    return StepMetadata(
         headers=messages[:, :HEADER_BYTES].copy().view(np.int64),
-        costs=messages[:, HEADER_BYTES:lengths_at].copy().view(np.int64),
+        costs=messages[:, HEADER_BYTES:lengths_start].copy().view(np.int64),
         lengths=lengths.reshape(world_size, len(schema.jagged_keys), batch_size).astype(np.int64),
     )

@@ -1,6 +1,6 @@
-"""A batch as one memory, where its rows lie in it, and a new batch as views of one memory. On any device.
+"""A batch as one buffer: where its rows are in it, and a new batch as views of one buffer. On any device.
 
-What lies where follows from the plan alone, on the host; nothing is read from a device.
+All offsets follow from the plan, on the host; nothing is read back from a device.
 """
 
 import functools
@@ -15,129 +15,148 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.balance.exchange.byte_copy import Copies, as_bytes
-from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, row_bytes
+from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
+from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, row_bytes
 from evenrank.dataloader.batch import FieldSpec, JaggedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """Where each row of a batch lies in its memory: int64 [S, B], in bytes. T is the number of tensors."""
+class RowLayout:
+    """Where the rows of a batch are in its buffer, in bytes. S sections, B rows, T tensors."""
 
     starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]  # 0 for padding, for which dense tensors have room all the same
-    tensor_starts: NDArray[np.int64]  # [T]
-    tensor_sizes: NDArray[np.int64]  # [T]
+    """[S, B]: start of each row in each section."""
 
-    def __len__(self) -> int:
-        return int((self.tensor_starts + _aligned(self.tensor_sizes)).max(initial=0))
+    num_bytes: NDArray[np.int64]
+    """[S, B]: bytes of each row in each section; 0 for padding, even where dense tensors reserve space for it."""
+
+    tensor_starts: NDArray[np.int64]
+    """[T]: start of each tensor."""
+
+    tensor_bytes: NDArray[np.int64]
+    """[T]: bytes of each tensor, padding rows included."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the buffer."""
+        return int((self.tensor_starts + aligned(self.tensor_bytes)).max(initial=0))
 
 
-def rows_of(sections: tuple[Section, ...], lengths: NDArray[np.int64], rows: int) -> Rows:
-    """Lay a batch's tensors out one behind the other, each aligned.
+def lay_out_rows(sections: tuple[Section, ...], lengths: NDArray[np.int64], num_real: int) -> RowLayout:
+    """Lay the tensors of a batch out one after the other, each aligned.
 
     Args:
-        sections: of the batch; S of them.
-        lengths: int64 [K, B], padding 0.
-        rows: that are real.
+        sections: S sections of the batch.
+        lengths: int64 [K, B], 0 for padding.
+        num_real: how many of the first rows are samples.
 
     """
-    sizes = row_bytes(sections, lengths)
-    # The keys of a field lie one behind the other.
-    firsts = [indices[0] for indices in by_tensor(sections)]
-    tensor_sizes = np.add.reduceat(sizes.sum(axis=1), firsts) if firsts else np.empty(0, dtype=np.int64)
-    aligned = _aligned(tensor_sizes)
-    tensor_starts = np.cumsum(aligned) - aligned
-    flat = sizes.reshape(-1)
-    starts = (np.cumsum(flat) - flat).reshape(sizes.shape)
-    shifts = tensor_starts - (np.cumsum(tensor_sizes) - tensor_sizes)
-    starts += np.repeat(shifts, np.diff([*firsts, len(sections)]))[:, np.newaxis]
-    sizes[:, rows:] = 0
-    return Rows(starts=starts, sizes=sizes, tensor_starts=tensor_starts, tensor_sizes=tensor_sizes)
+    num_bytes = row_bytes(sections, lengths)
+    first_sections = [indices[0] for indices in sections_by_tensor(sections)]
+    tensor_bytes = (
+        np.add.reduceat(num_bytes.sum(axis=1), first_sections) if first_sections else np.empty(0, dtype=np.int64)
+    )
+    aligned_bytes = aligned(tensor_bytes)
+    tensor_starts = np.cumsum(aligned_bytes) - aligned_bytes
+    flat = num_bytes.reshape(-1)
+    starts = (np.cumsum(flat) - flat).reshape(num_bytes.shape)
+    alignment_gaps = tensor_starts - (np.cumsum(tensor_bytes) - tensor_bytes)
+    starts += np.repeat(alignment_gaps, np.diff([*first_sections, len(sections)]))[:, np.newaxis]
+    num_bytes[:, num_real:] = 0
+    return RowLayout(starts=starts, num_bytes=num_bytes, tensor_starts=tensor_starts, tensor_bytes=tensor_bytes)
 
 
 @functools.cache
-def by_tensor(sections: tuple[Section, ...]) -> tuple[tuple[int, ...], ...]:
-    """Group the numbers of sections by the tensor that they are of: a field's values, or its weights."""
+def sections_by_tensor(sections: tuple[Section, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the sections of each tensor: the values of a field, or its weights."""
     groups = itertools.groupby(range(len(sections)), lambda i: (sections[i].field, sections[i].is_weights))
     return tuple(tuple(indices) for _, indices in groups)
 
 
-def write_batch(batch: JaggedBatch, sections: tuple[Section, ...], rows: Rows, memory: Tensor) -> None:
-    """Copy a CPU batch to the front of a memory, as `rows` says."""
+def write_batch(batch: JaggedBatch, sections: tuple[Section, ...], rows: RowLayout, buffer: Tensor) -> None:
+    """Copy the tensors of a CPU batch into a uint8 buffer on the CPU, laid out as `rows` says."""
     fields = dict(batch.tensors())
-    for start, size, indices in zip(rows.tensor_starts, rows.tensor_sizes, by_tensor(sections), strict=True):
+    for start, size, indices in zip(rows.tensor_starts, rows.tensor_bytes, sections_by_tensor(sections), strict=True):
         section = sections[indices[0]]
-        memory[start : start + size] = as_bytes(_storage(fields[section.field], section.is_weights))
+        buffer[start : start + size] = as_bytes(_tensor_of(fields[section.field], section.is_weights))
 
 
-def _storage(value: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Tensor:
-    if isinstance(value, KeyedJaggedTensor):
-        stored: Tensor = value.weights() if is_weights else value.values()
+def _tensor_of(field: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Tensor:
+    if isinstance(field, KeyedJaggedTensor):
+        tensor: Tensor = field.weights() if is_weights else field.values()
     else:
-        assert value is not None  # a field that is None has no section
-        stored = value
-    return stored.contiguous()
+        assert field is not None  # a field that is None has no section
+        tensor = field
+    return tensor.contiguous()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor of any dtype and shape as uint8 [bytes]."""
+    if tensor.numel() == 0:  # empty tensors can have strides that `view` rejects
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
-    """A contiguous tensor that is a part of a memory."""
+class TensorView:
+    """A contiguous tensor inside a buffer."""
 
-    begin: int  # in elements
+    start: int
+    """First element, in elements of `dtype`."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
-    def at(cls, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
-        """Say at which byte a tensor begins, which is a multiple of 16."""
+    def at_byte(cls, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
+        """Return the view of a tensor that starts at a byte, a multiple of ALIGNMENT."""
         strides = [1]
         for count in reversed(shape[1:]):
             strides.insert(0, strides[0] * count)
-        return cls(begin=begin // dtype.itemsize, dtype=dtype, shape=shape, strides=tuple(strides))
+        return cls(start=start // dtype.itemsize, dtype=dtype, shape=shape, strides=tuple(strides))
 
 
-class Memory:
-    """A memory from which views are taken, each by one operator: a step has many.
+class ViewedBuffer:
+    """A buffer from which tensors are taken as views, with one operator call each, because a step has many.
 
     Args:
-        memory: uint8, contiguous, at the beginning of its storage; its size is a multiple of 16.
+        buffer: uint8, contiguous, at the start of its storage; its size is a multiple of ALIGNMENT.
 
     """
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
         self._by_dtype: dict[torch.dtype, Tensor] = {}
 
-    def tensor(self, view: View) -> Tensor:
-        """Return a view."""
+    def tensor(self, view: TensorView) -> Tensor:
+        """Return the tensor of a view."""
         if view.dtype not in self._by_dtype:
-            self._by_dtype[view.dtype] = self._memory.view(view.dtype)
-        return self._by_dtype[view.dtype].as_strided(view.shape, view.strides, view.begin)
+            self._by_dtype[view.dtype] = self._buffer.view(view.dtype)
+        return self._by_dtype[view.dtype].as_strided(view.shape, view.strides, view.start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JaggedViews:
-    """A KeyedJaggedTensor that is parts of a memory, and what is known of it on the host."""
+class JaggedTensorView:
+    """A KeyedJaggedTensor inside a buffer, with the metadata that it caches on the host."""
 
     keys: list[str]
-    values: View
-    weights: View | None
-    lengths: View
-    offsets: View
+    values: TensorView
+    weights: TensorView | None
+    lengths: TensorView
+    offsets: TensorView
     stride: int
     length_per_key: list[int]
     offset_per_key: list[int]
 
-    def of(self, memory: Memory) -> KeyedJaggedTensor:
-        """Return it, with its host-side caches, so that nothing downstream synchronises to learn them."""
+    def of(self, buffer: ViewedBuffer) -> KeyedJaggedTensor:
+        """Return the KeyedJaggedTensor with its host-side caches filled, so that using it never synchronizes."""
         return KeyedJaggedTensor(
             keys=self.keys,
-            values=memory.tensor(self.values),
-            weights=None if self.weights is None else memory.tensor(self.weights),
-            lengths=memory.tensor(self.lengths),
-            offsets=memory.tensor(self.offsets),
+            values=buffer.tensor(self.values),
+            weights=None if self.weights is None else buffer.tensor(self.weights),
+            lengths=buffer.tensor(self.lengths),
+            offsets=buffer.tensor(self.offsets),
             stride=self.stride,
             length_per_key=self.length_per_key,
             offset_per_key=self.offset_per_key,
@@ -145,47 +164,62 @@ class JaggedViews:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NewBatch:
-    """What a new batch looks like: where its tensors, and then its lengths and offsets, lie in one memory."""
+class OutputLayout:
+    """A balanced batch before it is filled: where its tensors, then its lengths and offsets, are in one buffer."""
 
-    rows: Rows
-    size: int  # of the memory
-    facts: NDArray[np.uint8]  # lengths, offsets and padding rows, as bytes, which come from the host
-    copies: Copies  # from the facts to the memory
-    dense: dict[str, View]
-    jagged: dict[str, JaggedViews]
-    host: dict[str, Any]  # what is known on the host
+    rows: RowLayout
+
+    total_bytes: int
+    """Size of the buffer."""
+
+    host_data: NDArray[np.uint8]
+    """Bytes that the host computes: lengths, offsets, and padding rows of dense tensors."""
+
+    host_copies: ByteCopies
+    """Copies of `host_data` (source 1) to the buffer."""
+
+    dense: dict[str, TensorView]
+    """Dense fields by name."""
+
+    jagged: dict[str, JaggedTensorView]
+    """Jagged fields by name."""
+
+    host_fields: dict[str, Any]
+    """Fields that stay on the host, by name."""
 
 
-def lay_out_batch(plan: Plan) -> NewBatch:
-    """Work out what the batch after an exchange looks like."""
+def lay_out_output(plan: Plan) -> OutputLayout:
+    """Lay out the batch that a plan produces."""
     schema = plan.schema
-    rows = rows_of(plan.sections, plan.lengths, plan.num_real)
+    rows = lay_out_rows(plan.sections, plan.lengths, plan.num_real)
     specs = {spec.name: spec for spec in schema.fields}
-    views: dict[tuple[str, bool], View] = {}
-    facts = _Facts(at=len(rows))
-    tensors = zip(by_tensor(plan.sections), rows.tensor_starts.tolist(), rows.tensor_sizes.tolist(), strict=True)
+    views: dict[tuple[str, bool], TensorView] = {}  # by field and whether it is the weights
+    host_data = _HostData(buffer_end=rows.total_bytes)
+    tensors = zip(
+        sections_by_tensor(plan.sections), rows.tensor_starts.tolist(), rows.tensor_bytes.tolist(), strict=True
+    )
     for indices, start, size in tensors:
         section = plan.sections[indices[0]]
         spec = specs[section.field]
         if section.key is None and plan.num_real < schema.batch_size:
-            fill = torch.full((schema.batch_size - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
-            facts.add(as_bytes(fill).numpy(), ending_at=start + size)
-        views[section.field, section.is_weights] = _view_of(spec, section, start, size, schema.batch_size)
-    jagged: dict[str, JaggedViews] = {}
-    key = 0
+            padding = torch.full((schema.batch_size - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
+            host_data.add(as_bytes(padding).numpy(), end=start + size)
+        views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, schema.batch_size)
+    jagged: dict[str, JaggedTensorView] = {}
+    first_key = 0
     for spec in schema.fields:
         if spec.keys is not None and spec.dtype is not None:
-            jagged[spec.name] = _jagged_views(spec, plan.lengths[key : key + len(spec.keys)], views, facts)
-            key += len(spec.keys)
-    return NewBatch(
+            lengths = plan.lengths[first_key : first_key + len(spec.keys)]
+            jagged[spec.name] = _jagged_view(spec, lengths, views, host_data)
+            first_key += len(spec.keys)
+    return OutputLayout(
         rows=rows,
-        size=facts.end,
-        facts=facts.joined(),
-        copies=facts.copies(),
+        total_bytes=host_data.buffer_end,
+        host_data=host_data.concatenated(),
+        host_copies=host_data.copies(),
         dense={name: view for (name, _), view in views.items() if name not in jagged},
         jagged=jagged,
-        host={
+        host_fields={
             "num_real": plan.num_real,
             "loss_tokens": plan.loss_tokens,
             "world_loss_tokens": plan.world_loss_tokens,
@@ -194,80 +228,76 @@ def lay_out_batch(plan: Plan) -> NewBatch:
     )
 
 
-def fields_in(memory: Tensor, new: NewBatch) -> dict[str, Any]:
-    """Make the fields of a new batch that differ from the old one's, as views of its memory: uint8 [new.size]."""
-    made = Memory(memory)
-    dense = {name: made.tensor(view) for name, view in new.dense.items()}
-    return new.host | dense | {name: views.of(made) for name, views in new.jagged.items()}
+def output_fields(buffer: Tensor, output: OutputLayout) -> dict[str, Any]:
+    """Return the fields of a balanced batch that differ from the loaded one, as views of uint8 [total_bytes]."""
+    viewed = ViewedBuffer(buffer)
+    dense = {name: viewed.tensor(view) for name, view in output.dense.items()}
+    return output.host_fields | dense | {name: view.of(viewed) for name, view in output.jagged.items()}
 
 
-class _Facts:
-    """Arrays as bytes, one behind the other, each aligned, and where in a memory they belong.
+class _HostData:
+    """Arrays as bytes, one after the other, each aligned, with the offsets in the output buffer that they go to.
 
     Args:
-        at: the byte of the memory at which those begin that have no place of their own.
+        buffer_end: first byte of the output buffer after its tensors; arrays without an offset of their own follow.
 
     """
 
-    def __init__(self, at: int) -> None:
-        self.end = at
+    def __init__(self, buffer_end: int) -> None:
+        self.buffer_end = buffer_end
         self._parts: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
         self._size = 0
-        self._copies: list[tuple[int, int, int]] = []
+        self._ranges: list[tuple[int, int, int]] = []  # start in the data, start in the output buffer, bytes
 
-    def add(self, data: NDArray[Any], ending_at: int | None = None) -> int:
-        """Add an array and return the byte of the memory at which it begins."""
+    def add(self, data: NDArray[Any], end: int | None = None) -> int:
+        """Add an array that ends at byte `end` of the output buffer, or is appended to it; return its first byte."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         gap = -len(flat) % ALIGNMENT
-        target = self.end if ending_at is None else ending_at - len(flat)
-        if ending_at is None:
-            self.end += len(flat) + gap
-        self._copies.append((self._size, target, len(flat)))
+        target = self.buffer_end if end is None else end - len(flat)
+        if end is None:
+            self.buffer_end += len(flat) + gap
+        self._ranges.append((self._size, target, len(flat)))
         self._parts += [flat, np.zeros(gap, dtype=np.uint8)]
         self._size += len(flat) + gap
         return target
 
-    def joined(self) -> NDArray[np.uint8]:
-        """Return all of them: uint8."""
+    def concatenated(self) -> NDArray[np.uint8]:
+        """Return all arrays: uint8."""
         return np.concatenate(self._parts)
 
-    def copies(self) -> Copies:
-        """Say how they get there from a memory (1) that begins with them."""
-        return Copies.of(1, *np.array(self._copies, dtype=np.int64).reshape(-1, 3).T)
+    def copies(self) -> ByteCopies:
+        """Return the copies from a source buffer (1) that starts with the data to the output buffer."""
+        return ByteCopies.from_source(1, *np.array(self._ranges, dtype=np.int64).reshape(-1, 3).T)
 
 
-def _view_of(spec: FieldSpec, section: Section, begin: int, size: int, batch_size: int) -> View:
+def _tensor_view(spec: FieldSpec, section: Section, start: int, size: int, batch_size: int) -> TensorView:
     dtype = spec.weights_dtype if section.is_weights else spec.dtype
     shape = () if section.is_weights else spec.shape
     assert dtype is not None
-    row = math.prod(shape) * dtype.itemsize
-    count = batch_size if section.key is None else size // max(row, 1)
-    return View.at(begin, dtype, (count, *shape))
+    element_bytes = math.prod(shape) * dtype.itemsize
+    count = batch_size if section.key is None else size // max(element_bytes, 1)
+    return TensorView.at_byte(start, dtype, (count, *shape))
 
 
-def _jagged_views(
-    spec: FieldSpec, lengths: NDArray[np.int64], views: dict[tuple[str, bool], View], facts: _Facts
-) -> JaggedViews:
+def _jagged_view(
+    spec: FieldSpec, lengths: NDArray[np.int64], views: dict[tuple[str, bool], TensorView], host_data: _HostData
+) -> JaggedTensorView:
     assert spec.keys is not None
     assert spec.lengths_dtype is not None
     dtype = torch.empty(0, dtype=spec.lengths_dtype).numpy().dtype
     flat = lengths.reshape(-1)
-    parts = []
-    for values in (flat, np.concatenate([[0], np.cumsum(flat)])):
-        parts.append(View.at(facts.add(values.astype(dtype)), spec.lengths_dtype, (len(values),)))
-    per_key = lengths.sum(axis=1).tolist()
-    return JaggedViews(
+    lengths_view, offsets_view = (
+        TensorView.at_byte(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
+        for values in (flat, np.concatenate([[0], np.cumsum(flat)]))
+    )
+    length_per_key = lengths.sum(axis=1).tolist()
+    return JaggedTensorView(
         keys=list(spec.keys),
         values=views[spec.name, False],
         weights=views.get((spec.name, True)),
-        lengths=parts[0],
-        offsets=parts[1],
+        lengths=lengths_view,
+        offsets=offsets_view,
         stride=lengths.shape[1],
-        length_per_key=per_key,
-        offset_per_key=[0, *itertools.accumulate(per_key)],
+        length_per_key=length_per_key,
+        offset_per_key=[0, *itertools.accumulate(length_per_key)],
     )
-
-
-def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    aligned: NDArray[np.int64] = -(-sizes // ALIGNMENT) * ALIGNMENT
-    return aligned

@@ -1,49 +1,66 @@
-"""Ranges of bytes, copied from memories to a memory: on the CPU by one compiled loop."""
+"""Copies of byte ranges between buffers: their description, and the compiled loop that runs them on the CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from evenrank.core.compiled import compiled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copies:
-    """Ranges of some memories that go to ranges of another one; all int64 [n], in bytes."""
+class ByteCopies:
+    """n ranges of one or more source buffers, and where they go in one target buffer; int64 [n] each, in bytes."""
 
-    which: NDArray[np.int64]  # the memory that each is of, by its number
-    starts: NDArray[np.int64]  # there
-    targets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    source: NDArray[np.int64]
+    """Number of the source buffer of each range."""
+
+    source_starts: NDArray[np.int64]
+    """Where each range begins in its source buffer."""
+
+    target_starts: NDArray[np.int64]
+    """Where each range begins in the target buffer."""
+
+    num_bytes: NDArray[np.int64]
+    """Length of each range, positive."""
 
     @classmethod
-    def of(cls, which: int, starts: NDArray[np.int64], targets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Self:
-        """Make copies from one memory, given arrays of one shape; empty ranges are left out."""
-        flat = sizes.reshape(-1)
-        kept = np.flatnonzero(flat)
+    def from_source(
+        cls,
+        source: int,
+        source_starts: NDArray[np.int64],
+        target_starts: NDArray[np.int64],
+        num_bytes: NDArray[np.int64],
+    ) -> Self:
+        """Return the copies from one source buffer, given arrays of one shape; empty ranges are dropped."""
+        flat = num_bytes.reshape(-1)
+        non_empty = np.flatnonzero(flat)
         return cls(
-            which=np.full(len(kept), which),
-            starts=starts.reshape(-1)[kept],
-            targets=targets.reshape(-1)[kept],
-            sizes=flat[kept],
+            source=np.full(len(non_empty), source),
+            source_starts=source_starts.reshape(-1)[non_empty],
+            target_starts=target_starts.reshape(-1)[non_empty],
+            num_bytes=flat[non_empty],
         )
 
     @classmethod
-    def joined(cls, some: Sequence["Copies"]) -> Self:
-        """Put copies one behind the other."""
-        return cls(**{name: np.concatenate([getattr(one, name) for one in some]) for name in cls.__slots__})
+    def concatenate(cls, copies: Sequence["ByteCopies"]) -> Self:
+        """Return the ranges of several copies, one after the other."""
+        return cls(**{name: np.concatenate([getattr(part, name) for part in copies]) for name in cls.__slots__})
 
 
-def copy_on_cpu(copies: Copies, sources: Sequence[Tensor], target: Tensor) -> None:
-    """Carry copies out between uint8 tensors on the CPU."""
+def copy_on_cpu(copies: ByteCopies, sources: Sequence[NDArray[np.uint8]], target: NDArray[np.uint8]) -> None:
+    """Run copies between uint8 arrays."""
     for number, source in enumerate(sources):
-        chosen = copies.which == number
-        copy_ranges(source.numpy(), target.numpy(), copies.starts[chosen], copies.targets[chosen], copies.sizes[chosen])
+        of_source = copies.source == number
+        copy_ranges(
+            source,
+            target,
+            copies.source_starts[of_source],
+            copies.target_starts[of_source],
+            copies.num_bytes[of_source],
+        )
 
 
 @compiled
@@ -52,26 +69,19 @@ def copy_ranges(
     target: NDArray[np.uint8],
     source_starts: NDArray[np.int64],
     target_starts: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    num_bytes: NDArray[np.int64],
 ) -> None:
-    """Copy source[source_starts[i] : + sizes[i]] to target[target_starts[i] : + sizes[i]] for all i.
+    """Copy source[source_starts[i] : + num_bytes[i]] to target[target_starts[i] : + num_bytes[i]] for all i.
 
     Args:
         source, target: uint8, not overlapping.
-        source_starts, target_starts, sizes: int64 [n], in bytes.
+        source_starts, target_starts, num_bytes: int64 [n].
 
     """
-    for i in range(len(sizes)):
-        size = sizes[i]
-        # Indices that cannot be negative let the compiler copy many bytes at once.
-        chunk = source[source_starts[i] : source_starts[i] + size]
-        place = target[target_starts[i] : target_starts[i] + size]
-        for offset in range(size):
-            place[offset] = chunk[offset]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor of any dtype and shape as uint8 [bytes]."""
-    if tensor.numel() == 0:  # empty tensors may have strides that cannot be viewed
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return tensor.view(-1).view(torch.uint8)
+    for i in range(len(num_bytes)):
+        count = num_bytes[i]
+        # Indexing slices from 0 on tells the compiler that no index is negative, so it can vectorize the loop.
+        source_range = source[source_starts[i] : source_starts[i] + count]
+        target_range = target[target_starts[i] : target_starts[i] + count]
+        for offset in range(count):
+            target_range[offset] = source_range[offset]

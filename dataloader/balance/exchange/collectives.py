@@ -1,129 +1,235 @@
-"""Which way the bytes of a step go: what is packed, in which chunks, and where what arrives belongs. Pure functions."""
+"""The collectives that move samples: what they send, how their buffers are laid out, and the calls that start them."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.batch_buffer import Rows
-from evenrank.dataloader.balance.exchange.byte_copy import Copies
-from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out, row_bytes
+from evenrank.dataloader.balance.control.process_group import FailFastGroup
+from evenrank.dataloader.balance.exchange.batch_buffer import RowLayout
+from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
+from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_chunks, row_bytes
+from evenrank.dataloader.balance.settings import ExchangeName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranges:
-    """Ranges that make up the sections of a batch, in ascending order of positions: int64 [S, n], in bytes."""
+class SampleRanges:
+    """Byte ranges of a buffer that make up the sections of a batch, in ascending order: int64 [S, n], in bytes."""
 
     starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    before: NDArray[np.int64]  # bytes of their section that come before them
+    """Start of each range in its buffer."""
+
+    num_bytes: NDArray[np.int64]
+    """Length of each range."""
+
+    offsets: NDArray[np.int64]
+    """Start of each range within its section of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
-    """A way through one collective."""
+class CollectiveLayout:
+    """The buffers of one collective on one rank, in bytes."""
 
-    packing: Copies  # from the batch's memory (0) to the send buffer
-    sent_splits: list[int]  # bytes of the chunks of the send buffer: one for each rank, or one for all
-    sent_bytes: int
-    received_splits: list[int]  # [W]: bytes from each rank
-    received_bytes: int
-    arrived: Ranges  # of the receive buffer
-    stayed: Ranges  # of the batch's memory
+    pack: ByteCopies
+    """Copies from the buffer of the loaded batch (source 0) to the send buffer."""
 
-    def place(self, rows: Rows) -> Copies:
-        """Say where ranges of the receive buffer (0) and of the batch's memory (1) go in a new one."""
-        # Rows of a section follow each other, so where the first is all begins; without any there is nothing to place.
-        begins = rows.starts[:, :1]
-        return Copies.joined(
+    send_splits: list[int]
+    """Bytes of each chunk of the send buffer: one per rank, or one for all ranks."""
+
+    send_bytes: int
+    """Size of the send buffer."""
+
+    receive_splits: list[int]
+    """[W]: bytes received from each rank."""
+
+    receive_bytes: int
+    """Size of the receive buffer."""
+
+    received: SampleRanges
+    """Ranges of the receive buffer."""
+
+    kept: SampleRanges
+    """Ranges of the buffer of the loaded batch."""
+
+    def unpack(self, rows: RowLayout) -> ByteCopies:
+        """Return the copies from the receive buffer (source 0) and the loaded batch (source 1) to a batch buffer."""
+        # Rows of a section are adjacent, so the first one starts the section.
+        section_starts = rows.starts[:, :1]
+        return ByteCopies.concatenate(
             [
-                Copies.of(which, ranges.starts, begins + ranges.before, ranges.sizes)
-                for which, ranges in enumerate((self.arrived, self.stayed))
+                ByteCopies.from_source(source, ranges.starts, section_starts + ranges.offsets, ranges.num_bytes)
+                for source, ranges in enumerate((self.received, self.kept))
             ]
         )
 
 
-def all_to_all_route(plan: Plan, rows: Rows) -> Route:
-    """Send each rank its chunk.
+class Work(Protocol):
+    """A collective in flight that the host must wait for."""
 
-    What other ranks send lies in the receive buffer in ascending order of positions already, so a section of a chunk is
-    one range; what stays comes between those of lower and of higher ranks.
+    def wait(self) -> Any:
+        """Return once the collective is complete."""
+        ...
+
+
+class Collective(ABC):
+    """A collective that brings every rank the samples that it trains."""
+
+    @abstractmethod
+    def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
+        """Lay out the buffers for a plan and the loaded batch."""
+
+    @abstractmethod
+    def warmup_layout(self, world_size: int) -> CollectiveLayout:
+        """Lay out 16 meaningless bytes for each rank, enough to connect all ranks."""
+
+    @abstractmethod
+    def start(
+        self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
+    ) -> Work | None:
+        """Start the collective. Collective: every rank must call this.
+
+        Args:
+            layout: of the two buffers.
+            send: uint8 [send_bytes].
+            receive: uint8 [receive_bytes], to be filled.
+            group: all ranks. Only the FailFastGroup may be kept in a variable; see its docstring.
+            async_op: return at once what the host waits for; otherwise the collective is enqueued on the current
+                stream, and None is returned.
+
+        """
+
+
+class AllToAll(Collective):
+    """One all-to-all sends each rank the samples that it trains: every key and every dense field, as bytes."""
+
+    def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
+        """Lay out one chunk per rank.
+
+        Received chunks are in ascending order already, so a section of a chunk is one range. Samples that stay come
+        between those of lower and of higher ranks.
+        """
+        kept_bytes = rows.num_bytes[:, plan.kept_rows]
+        bytes_by_source = plan.receive_section_bytes.copy()  # [S, W]
+        bytes_by_source[:, plan.rank] = kept_bytes.sum(axis=1)
+        offset_of_source = np.cumsum(bytes_by_source, axis=1) - bytes_by_source
+        kept_offsets = np.cumsum(kept_bytes, axis=1) - kept_bytes
+        return CollectiveLayout(
+            pack=_pack_rows(rows, plan.send_rows, plan.send_counts, plan.send_offsets),
+            send_splits=plan.send_bytes.tolist(),
+            send_bytes=int(plan.send_bytes.sum()),
+            receive_splits=plan.receive_bytes.tolist(),
+            receive_bytes=int(plan.receive_bytes.sum()),
+            received=SampleRanges(
+                starts=plan.receive_offsets, num_bytes=plan.receive_section_bytes, offsets=offset_of_source
+            ),
+            kept=SampleRanges(
+                starts=rows.starts[:, plan.kept_rows],
+                num_bytes=kept_bytes,
+                offsets=offset_of_source[:, plan.rank : plan.rank + 1] + kept_offsets,
+            ),
+        )
+
+    def warmup_layout(self, world_size: int) -> CollectiveLayout:
+        """Lay out one chunk per rank."""
+        return _warmup_layout(world_size, world_size)
+
+    def start(
+        self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
+    ) -> Work | None:
+        """Start the all-to-all."""
+        work: Work | None = dist.all_to_all_single(
+            receive, send, layout.receive_splits, layout.send_splits, group=group.process_group, async_op=async_op
+        )
+        return work
+
+
+class AllGather(Collective):
+    """One all-gather sends all samples to every rank, which keeps those that it trains.
+
+    It moves W times as many bytes as the all-to-all; on some networks with few ranks it is faster nevertheless.
     """
-    sizes = rows.sizes[:, plan.stay_rows]
-    by_source = plan.receive_sizes.copy()  # [S, W]
-    by_source[:, plan.rank] = sizes.sum(axis=1)
-    before = np.cumsum(by_source, axis=1) - by_source
-    return Route(
-        packing=_pack(rows, plan.send_rows, plan.send_counts, plan.send_offsets),
-        sent_splits=plan.send_bytes.tolist(),
-        sent_bytes=int(plan.send_bytes.sum()),
-        received_splits=plan.receive_bytes.tolist(),
-        received_bytes=int(plan.receive_bytes.sum()),
-        arrived=Ranges(starts=plan.receive_offsets, sizes=plan.receive_sizes, before=before),
-        stayed=Ranges(
-            starts=rows.starts[:, plan.stay_rows],
-            sizes=sizes,
-            before=before[:, plan.rank : plan.rank + 1] + np.cumsum(sizes, axis=1) - sizes,
-        ),
-    )
+
+    def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
+        """Lay out one chunk for all ranks; all ranks' chunks have the size of the largest."""
+        rank_of, world_lengths = plan.rank_of, plan.world_lengths
+        world_size, batch_size = rank_of.shape
+        lengths = world_lengths.transpose(1, 0, 2).reshape(world_lengths.shape[1], rank_of.size)  # [K, W * B]
+        num_bytes = row_bytes(plan.sections, lengths).reshape(-1, world_size, batch_size)
+        num_bytes[:, rank_of < 0] = 0
+        chunk_bytes, offsets = lay_out_chunks(num_bytes.sum(axis=2))
+        offsets -= np.cumsum(chunk_bytes) - chunk_bytes  # from the start of each chunk
+        max_chunk_bytes = int(chunk_bytes.max())
+        num_real = np.count_nonzero(rank_of[plan.rank] >= 0)
+        section_starts = offsets + max_chunk_bytes * np.arange(world_size)
+        row_starts = section_starts[:, :, np.newaxis] + np.cumsum(num_bytes, axis=2) - num_bytes
+        is_trained_here = rank_of == plan.rank
+        trained_bytes = num_bytes[:, is_trained_here]
+        nothing = np.zeros((len(plan.sections), 0), dtype=np.int64)
+        return CollectiveLayout(
+            pack=_pack_rows(rows, np.arange(num_real), np.array([num_real]), offsets[:, plan.rank : plan.rank + 1]),
+            send_splits=[max_chunk_bytes],
+            send_bytes=max_chunk_bytes,
+            receive_splits=[max_chunk_bytes] * world_size,
+            receive_bytes=world_size * max_chunk_bytes,
+            received=SampleRanges(
+                starts=row_starts[:, is_trained_here],
+                num_bytes=trained_bytes,
+                offsets=np.cumsum(trained_bytes, axis=1) - trained_bytes,
+            ),
+            kept=SampleRanges(starts=nothing, num_bytes=nothing, offsets=nothing),
+        )
+
+    def warmup_layout(self, world_size: int) -> CollectiveLayout:
+        """Lay out one chunk for all ranks."""
+        return _warmup_layout(1, world_size)
+
+    def start(
+        self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
+    ) -> Work | None:
+        """Start the all-gather."""
+        chunks = list(receive.split(layout.receive_splits))
+        work: Work | None = dist.all_gather(chunks, send, group=group.process_group, async_op=async_op)
+        return work
 
 
-def all_gather_route(plan: Plan, rows: Rows) -> Route:
-    """Send everybody all; each rank's samples are a chunk, and all chunks are as long as the longest."""
-    rank_of, lengths = plan.rank_of, plan.dealt_lengths
-    world_size, batch_size = rank_of.shape
-    flat = lengths.transpose(1, 0, 2).reshape(lengths.shape[1], rank_of.size)
-    sizes = row_bytes(plan.sections, flat).reshape(-1, world_size, batch_size)
-    sizes[:, rank_of < 0] = 0
-    chunks, offsets = lay_out(sizes.sum(axis=2))
-    offsets -= np.cumsum(chunks) - chunks  # from the beginning of each chunk
-    longest = int(chunks.max())
-    num_real = np.count_nonzero(rank_of[plan.rank] >= 0)
-    begins = offsets + longest * np.arange(world_size)
-    starts = begins[:, :, np.newaxis] + np.cumsum(sizes, axis=2) - sizes
-    mine = rank_of == plan.rank
-    arriving = sizes[:, mine]
-    nothing = np.zeros((len(plan.sections), 0), dtype=np.int64)
-    return Route(
-        packing=_pack(rows, np.arange(num_real), np.array([num_real]), offsets[:, plan.rank : plan.rank + 1]),
-        sent_splits=[longest],
-        sent_bytes=longest,
-        received_splits=[longest] * world_size,
-        received_bytes=world_size * longest,
-        arrived=Ranges(starts=starts[:, mine], sizes=arriving, before=np.cumsum(arriving, axis=1) - arriving),
-        stayed=Ranges(starts=nothing, sizes=nothing, before=nothing),
-    )
+COLLECTIVES: Mapping[ExchangeName, Collective] = {"all-to-all": AllToAll(), "all-gather": AllGather()}
 
 
-def trial_route(chunks: int, world_size: int) -> Route:
-    """Send chunks of 16 bytes, which mean nothing: enough to connect all ranks."""
-    size = np.array([chunks * ALIGNMENT])
+def _warmup_layout(num_chunks: int, world_size: int) -> CollectiveLayout:
+    total = np.array([num_chunks * ALIGNMENT])
     nothing = np.zeros((0, 0), dtype=np.int64)
-    none = Ranges(starts=nothing, sizes=nothing, before=nothing)
-    return Route(
-        packing=Copies.of(0, np.zeros_like(size), np.zeros_like(size), size),
-        sent_splits=[ALIGNMENT] * chunks,
-        sent_bytes=chunks * ALIGNMENT,
-        received_splits=[ALIGNMENT] * world_size,
-        received_bytes=world_size * ALIGNMENT,
-        arrived=none,
-        stayed=none,
+    no_ranges = SampleRanges(starts=nothing, num_bytes=nothing, offsets=nothing)
+    return CollectiveLayout(
+        pack=ByteCopies.from_source(0, np.zeros_like(total), np.zeros_like(total), total),
+        send_splits=[ALIGNMENT] * num_chunks,
+        send_bytes=num_chunks * ALIGNMENT,
+        receive_splits=[ALIGNMENT] * world_size,
+        receive_bytes=world_size * ALIGNMENT,
+        received=no_ranges,
+        kept=no_ranges,
     )
 
 
-def _pack(rows: Rows, chosen: NDArray[np.int64], counts: NDArray[np.int64], offsets: NDArray[np.int64]) -> Copies:
-    """Say how rows get into a buffer, chunk after chunk.
+def _pack_rows(
+    rows: RowLayout, chunk_rows: NDArray[np.int64], counts: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> ByteCopies:
+    """Return the copies of rows to a send buffer.
 
     Args:
-        rows: of the batch.
-        chosen: int64 [n], those to pack, by chunk.
-        counts: int64 [C], how many of them are in each chunk.
-        offsets: int64 [S, C], where each section of each chunk begins.
+        rows: layout of the loaded batch.
+        chunk_rows: int64 [n], the rows to pack, chunk by chunk.
+        counts: int64 [C], the number of rows of each chunk.
+        offsets: int64 [S, C], the start of each section of each chunk in the send buffer.
 
     """
-    chunks = np.repeat(np.arange(len(counts)), counts)
+    chunk_of = np.repeat(np.arange(len(counts)), counts)
     first_of_chunk = np.cumsum(counts) - counts
-    sizes = rows.sizes[:, chosen]
-    running = np.cumsum(sizes, axis=1) - sizes
-    within_chunk = running - running[:, first_of_chunk[chunks]]
-    return Copies.of(0, rows.starts[:, chosen], offsets[:, chunks] + within_chunk, sizes)
+    num_bytes = rows.num_bytes[:, chunk_rows]
+    running = np.cumsum(num_bytes, axis=1) - num_bytes
+    offset_in_section = running - running[:, first_of_chunk[chunk_of]]
+    return ByteCopies.from_source(0, rows.starts[:, chunk_rows], offsets[:, chunk_of] + offset_in_section, num_bytes)

@@ -1,9 +1,10 @@
-"""Where an exchange takes place: on the CPU, or on a GPU beside the training, on a stream of its own."""
+"""Where an exchange runs: on the CPU, or on a GPU on a side stream next to the training."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,112 +13,117 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.exchange import triton_copy
-from evenrank.dataloader.balance.exchange.byte_copy import Copies, copy_on_cpu
+from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies, copy_on_cpu
 
 
-class Carrier(Protocol):
-    """A device, and how bytes are moved there."""
+class ExchangeDevice(ABC):
+    """A device, its buffers, and the stream on which an exchange runs."""
 
     device: torch.device
-    backend: str  # of the process group that connects such devices
-    waits: bool  # whether the host has to wait for a collective; if not, the stream does on which it is started
+    """Where balanced batches are."""
 
-    def adopt_thread(self) -> None:
-        """Prepare a thread of ours, once, to make memory of the device."""
-        ...
+    backend: str
+    """Backend of the process group that connects such devices."""
 
-    def marked(self, what: str) -> AbstractContextManager[Any]:
-        """Give what follows a name in a profile."""
-        ...
+    async_collectives: bool
+    """Collectives return work that the host waits for; otherwise they are enqueued on the current stream."""
 
-    def beside(self, what: str) -> AbstractContextManager[Any]:
-        """Let what follows run beside the training, on the consumer's thread; `what` is its name in a profile."""
-        ...
+    @abstractmethod
+    def use_in_thread(self) -> None:
+        """Make this the current device of the calling thread, before it allocates buffers."""
 
-    def instructions(self, copies: Copies) -> NDArray[np.uint8]:
-        """Write copies down as the device reads them; they travel with the batch."""
-        ...
+    @abstractmethod
+    def profiled(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that appears as a range of this name in a profile."""
 
-    def host_memory(self, size: int) -> Tensor:
-        """Make memory of the host, uint8 [size], that `bring` can read quickly."""
-        ...
+    @abstractmethod
+    def side_stream(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that enqueues work on the side stream, as a range of this name in a profile."""
 
-    def empty(self, size: int) -> Tensor:
-        """Make memory of the device for what runs beside the training: uint8 [size]; on any thread."""
-        ...
+    @abstractmethod
+    def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
+        """Return copies as bytes in the format that `copy` reads from device memory; empty if it reads none."""
 
-    def room_for(self, host: Tensor) -> Tensor:
-        """Make memory of the device that `bring` can fill with memory of the host; on any thread."""
-        ...
+    @abstractmethod
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Allocate a host buffer, uint8 [num_bytes], for `upload`; pinned if the device is a GPU."""
 
-    def bring(self, host: Tensor, memory: Tensor) -> None:
-        """Fill memory of the device."""
-        ...
+    @abstractmethod
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Allocate a device buffer for the side stream, uint8 [num_bytes]; on any thread."""
 
-    def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Carry copies out between memories of the device, to which their instructions were brought."""
-        ...
+    @abstractmethod
+    def upload_buffer(self, host_buffer: Tensor) -> Tensor:
+        """Allocate a device buffer of the size of a host buffer, to which `upload` copies it; on any thread."""
 
-    def hand_over(self, memories: Sequence[Tensor]) -> None:
-        """Make memories that were written beside the training safe to use from here on."""
-        ...
+    @abstractmethod
+    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
+        """Copy a host buffer to the device buffer that `upload_buffer` returned for it."""
 
-    def await_training(self) -> None:
-        """Let what follows beside the training wait until that has come to the last memories handed over."""
-        ...
+    @abstractmethod
+    def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+        """Run copies between device buffers, given their descriptors in device memory."""
+
+    @abstractmethod
+    def hand_over(self, buffers: Sequence[Tensor]) -> None:
+        """Make buffers that were written on the side stream safe to use on the current stream."""
+
+    @abstractmethod
+    def wait_for_training(self) -> None:
+        """Make the side stream wait for the work that was enqueued before the last `hand_over`."""
 
 
-class CpuCarrier:
-    """Everything in the caller's thread."""
+class CpuDevice(ExchangeDevice):
+    """The CPU: everything runs in the calling thread."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.backend = "gloo"
-        self.waits = True
+        self.async_collectives = True
 
-    def adopt_thread(self) -> None:
+    def use_in_thread(self) -> None:
         """Do nothing."""
 
-    def marked(self, what: str) -> AbstractContextManager[Any]:
-        """Do nothing."""
+    def profiled(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
-    def beside(self, what: str) -> AbstractContextManager[Any]:
-        """Run where the caller does."""
+    def side_stream(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
-    def instructions(self, copies: Copies) -> NDArray[np.uint8]:
-        """Write nothing: copies are read as they are."""
+    def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
+        """Return nothing: `copy` reads the copies themselves."""
         return np.empty(0, dtype=np.uint8)
 
-    def host_memory(self, size: int) -> Tensor:
-        """Make ordinary memory."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Allocate ordinary memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def empty(self, size: int) -> Tensor:
-        """Make ordinary memory."""
-        return self.host_memory(size)
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Allocate ordinary memory."""
+        return self.host_buffer(num_bytes)
 
-    def room_for(self, host: Tensor) -> Tensor:
-        """Use the memory itself."""
-        return host
+    def upload_buffer(self, host_buffer: Tensor) -> Tensor:
+        """Return the host buffer itself."""
+        return host_buffer
 
-    def bring(self, host: Tensor, memory: Tensor) -> None:
-        """Do nothing: it is there."""
+    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
+        """Do nothing: both are the same buffer."""
 
-    def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+    def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
         """Copy one range after the other."""
-        copy_on_cpu(copies, sources, target)
+        copy_on_cpu(copies, [source.numpy() for source in sources], target.numpy())
 
-    def hand_over(self, memories: Sequence[Tensor]) -> None:
+    def hand_over(self, buffers: Sequence[Tensor]) -> None:
         """Do nothing."""
 
-    def await_training(self) -> None:
+    def wait_for_training(self) -> None:
         """Do nothing."""
 
 
-class CudaCarrier:
-    """A side stream of one GPU. The host waits for nothing: sizes are known to it, and events order the streams.
+class CudaDevice(ExchangeDevice):
+    """A GPU with a side stream. The host never waits: it knows all sizes, and events order the streams.
 
     Args:
         device: a CUDA device.
@@ -129,86 +135,86 @@ class CudaCarrier:
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device here")
+            raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device on this host; pass device=None")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.backend = "nccl"
-        self.waits = False
-        # Small kernels of the exchange are not to wait behind large ones of the training.
-        self._stream = torch.cuda.Stream(self.device, priority=-1)
+        self.async_collectives = False
+        # High priority, so that small kernels of the exchange do not queue behind large ones of the training.
+        self._side_stream = torch.cuda.Stream(self.device, priority=-1)
         self._written = torch.cuda.Event()
         self._handed_over = torch.cuda.Event()
-        self._trained = torch.cuda.Event()
+        self._default_stream_reached = torch.cuda.Event()
 
-    def adopt_thread(self) -> None:
-        """Make the device the thread's current one: it is the first of the host, where a context would cost memory."""
+    def use_in_thread(self) -> None:
+        """Set the current device; in a new thread it is device 0, on which a context would take memory."""
         torch.cuda.set_device(self.device)
 
-    def marked(self, what: str) -> AbstractContextManager[Any]:
-        """Open an NVTX range."""
-        return _Marked(what, contextlib.nullcontext())
+    def profiled(self, name: str) -> AbstractContextManager[Any]:
+        """Return an NVTX range."""
+        return _NvtxRange(name, contextlib.nullcontext())
 
-    def beside(self, what: str) -> AbstractContextManager[Any]:
-        """Enqueue on the side stream."""
-        return _Marked(what, self._stream)
+    def side_stream(self, name: str) -> AbstractContextManager[Any]:
+        """Return an NVTX range with the side stream as the current stream."""
+        return _NvtxRange(name, self._side_stream)
 
-    def instructions(self, copies: Copies) -> NDArray[np.uint8]:
-        """Write tiles, for the kernel."""
+    def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
+        """Return the tiles that the Triton kernel copies."""
         if not triton_copy.HAS_TRITON:
             return np.empty(0, dtype=np.uint8)
-        return triton_copy.tiles_of(copies).reshape(-1).view(np.uint8)
+        return triton_copy.tile_descriptors(copies).reshape(-1).view(np.uint8)
 
-    def host_memory(self, size: int) -> Tensor:
-        """Make page-locked memory; PyTorch keeps it as long as a copy reads it."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Allocate pinned memory; PyTorch's allocator does not reuse it while a copy reads it."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def empty(self, size: int) -> Tensor:
-        """Make memory that is used again in the order of the side stream."""
-        # A stream as a context manager keeps in itself what was there before, so that threads may not share it.
-        with torch.cuda.stream(self._stream):
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Allocate device memory that the caching allocator reuses in the order of the side stream."""
+        # Not the stream itself as a context manager: it stores the previous stream, so threads must not share it.
+        with torch.cuda.stream(self._side_stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def room_for(self, host: Tensor) -> Tensor:
-        """Make as much."""
-        return self.empty(len(host))
+    def upload_buffer(self, host_buffer: Tensor) -> Tensor:
+        """Allocate an equally sized device buffer."""
+        return self.buffer(len(host_buffer))
 
-    def bring(self, host: Tensor, memory: Tensor) -> None:
-        """Copy without waiting."""
-        memory.copy_(host, non_blocking=True)
+    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
+        """Copy asynchronously on the current stream."""
+        buffer.copy_(host_buffer, non_blocking=True)
 
-    def copy(self, copies: Copies, instructions: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Copy all ranges in one launch."""
+    def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+        """Copy all ranges in one kernel launch."""
         if triton_copy.HAS_TRITON:
-            triton_copy.copy_by_kernel(instructions, sources, target)
+            triton_copy.copy_with_kernel(descriptors, sources, target)
         else:
-            triton_copy.copy_by_operators(copies, sources, target)
+            triton_copy.copy_with_operators(copies, sources, target)
 
-    def hand_over(self, memories: Sequence[Tensor]) -> None:
-        """Let the current stream wait for the side stream, and keep the memories until both are done with them."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(self._stream.record_event(self._written))
-        for memory in memories:
-            memory.record_stream(current)
-        current.record_event(self._handed_over)
-        # Pipelines fetch batches on a stream of their own, and train on the default one.
-        torch.cuda.default_stream(self.device).record_event(self._trained)
+    def hand_over(self, buffers: Sequence[Tensor]) -> None:
+        """Make the current stream wait for the side stream, and keep the buffers allocated until both are done."""
+        current_stream = torch.cuda.current_stream(self.device)
+        current_stream.wait_event(self._side_stream.record_event(self._written))
+        for buffer in buffers:
+            buffer.record_stream(current_stream)
+        current_stream.record_event(self._handed_over)
+        # Pipelines fetch batches on a stream of their own and train on the default stream.
+        torch.cuda.default_stream(self.device).record_event(self._default_stream_reached)
 
-    def await_training(self) -> None:
-        """Let the side stream wait; in no host's time."""
-        self._stream.wait_event(self._handed_over)
-        self._stream.wait_event(self._trained)
+    def wait_for_training(self) -> None:
+        """Make the side stream wait for both streams' events, without blocking the host."""
+        self._side_stream.wait_event(self._handed_over)
+        self._side_stream.wait_event(self._default_stream_reached)
 
 
-class _Marked:
-    """An NVTX range around a context: what torch.cuda.nvtx.range and torch.cuda.stream do, in a quarter of the time."""
+class _NvtxRange:
+    """An NVTX range around a context, with a quarter of the overhead of torch.cuda.nvtx.range and torch.cuda.stream."""
 
-    __slots__ = ("_context", "_what")
+    __slots__ = ("_context", "_name")
 
-    def __init__(self, what: str, context: AbstractContextManager[Any]) -> None:
-        self._what = what
+    def __init__(self, name: str, context: AbstractContextManager[Any]) -> None:
+        self._name = name
         self._context = context
 
     def __enter__(self) -> None:
-        torch.cuda.nvtx.range_push(f"evenrank {self._what}")
+        torch.cuda.nvtx.range_push(f"evenrank {self._name}")
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -216,21 +222,21 @@ class _Marked:
         torch.cuda.nvtx.range_pop()
 
 
-def make_carrier(device: torch.device | str | None) -> Carrier:
-    """Choose a carrier for a device; None is the CPU.
+def make_device(device: torch.device | str | None) -> ExchangeDevice:
+    """Return the exchange device for a PyTorch device; None is the CPU.
 
     Raises:
         ConfigError: there is no such device, or batches cannot be exchanged on it.
 
     """
     if device is None:
-        return CpuCarrier()
+        return CpuDevice()
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device is {device!r}, which PyTorch does not know") from error
+        raise ConfigError(f"device is {device!r}, which PyTorch does not know; pass cpu or cuda") from error
     if target.type == "cpu":
-        return CpuCarrier()
+        return CpuDevice()
     if target.type == "cuda":
-        return CudaCarrier(target)
-    raise ConfigError(f"batches are exchanged on cpu or cuda, device is {device}")
+        return CudaDevice(target)
+    raise ConfigError(f"device is {device}; batches are exchanged on cpu or cuda")

@@ -1,13 +1,12 @@
-"""Assignment and sizes -> what one rank sends and receives, to the byte. Nothing is asked of other ranks.
+"""What one rank sends and receives in a step, to the byte: assignment and lengths -> plan.
 
-What a rank keeps never moves. The bytes that go from one rank to another are a chunk: for each section (the values of
-one jagged key, their weights, or the rows of one dense field) the samples that move, in ascending order, each section
-aligned to 16 bytes.
+Every rank knows the lengths of all samples, so it computes its plan without asking other ranks, and lengths are not
+sent. Samples that stay on their rank are not sent either. What one rank sends to another is a chunk: for each section
+(the values of one jagged key, their weights, or the rows of one dense field) the samples that move, in ascending order
+of rows, each section aligned to 16 bytes.
 
     chunk to rank 0                            chunk to rank 1
     [item_id 7 3 9 4 | action 1 1 0 2 | ids 5 8][item_id | action | ids]
-
-Lengths are not sent: every rank knows those of all samples.
 """
 
 import functools
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.control.wire import StepSizes
+from evenrank.dataloader.balance.control.wire import StepMetadata
 from evenrank.dataloader.balance.partition.strategies import Assignment
 from evenrank.dataloader.batch import BatchSchema
 
@@ -26,83 +25,123 @@ ALIGNMENT = 16  # bytes: the widest load and store of a GPU
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """One run of like elements in a chunk."""
+    """A run of equally typed elements in a chunk."""
 
     field: str
-    key: int | None  # index into the lengths, for the values or weights of a jagged key; None for a dense field
+    """Field of the batch."""
+
+    key: int | None
+    """Row of the lengths [K, B] that counts the elements, for a jagged key; None for a dense field."""
+
     is_weights: bool = False
-    bytes: int  # of one element of a jagged key, or of one row of a dense field
+    """The elements are the weights of a jagged key, not its values."""
+
+    element_bytes: int
+    """Bytes of one value or weight of a jagged key, or of one row of a dense field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one rank does in one step. Offsets and sizes are in bytes; S is the number of sections."""
+    """What one rank does in one step. W ranks, B rows per rank, K jagged keys, S sections; offsets are in bytes."""
 
-    rank: int  # whose plan it is
-    schema: BatchSchema  # of all batches
-    rank_of: NDArray[np.int32]  # [W, B]: see Assignment
-    dealt_lengths: NDArray[np.int64]  # [W, K, B]: before the exchange
+    rank: int
+    """The rank whose plan it is."""
+
+    schema: BatchSchema
+    """Schema of all ranks' batches."""
+
+    rank_of: NDArray[np.int32]
+    """[W, B]: see `Assignment`."""
+
+    world_lengths: NDArray[np.int64]
+    """[W, K, B]: lengths of all ranks' rows before the exchange."""
+
     sections: tuple[Section, ...]
-    stay_rows: NDArray[np.int64]  # this rank's rows that it keeps, ascending; they are in no chunk
-    send_rows: NDArray[np.int64]  # its other rows, by destination, then ascending
-    send_counts: NDArray[np.int64]  # [W]: how many of them go where
-    send_bytes: NDArray[np.int64]  # [W]: sizes of the chunks
-    send_offsets: NDArray[np.int64]  # [S, W]: where each section of each chunk begins in the send buffer
-    receive_bytes: NDArray[np.int64]  # [W]
-    receive_offsets: NDArray[np.int64]  # [S, W]
-    receive_sizes: NDArray[np.int64]  # [S, W]: bytes of each section without its alignment
-    num_real: int  # samples of this rank after the exchange
-    lengths: NDArray[np.int64]  # [K, B]: after the exchange, in ascending order, padding last
-    loss_tokens: int  # of this rank after the exchange
+    """What a chunk consists of, in order."""
+
+    kept_rows: NDArray[np.int64]
+    """This rank's rows that stay, ascending; they are in no chunk."""
+
+    send_rows: NDArray[np.int64]
+    """This rank's other rows, by destination, then ascending."""
+
+    send_counts: NDArray[np.int64]
+    """[W]: rows sent to each rank."""
+
+    send_bytes: NDArray[np.int64]
+    """[W]: size of the chunk sent to each rank."""
+
+    send_offsets: NDArray[np.int64]
+    """[S, W]: start of each section of each chunk in the send buffer."""
+
+    receive_bytes: NDArray[np.int64]
+    """[W]: size of the chunk received from each rank."""
+
+    receive_offsets: NDArray[np.int64]
+    """[S, W]: start of each section of each chunk in the receive buffer."""
+
+    receive_section_bytes: NDArray[np.int64]
+    """[S, W]: bytes of each section of each received chunk, without alignment."""
+
+    num_real: int
+    """Samples of this rank after the exchange."""
+
+    lengths: NDArray[np.int64]
+    """[K, B]: lengths of this rank's rows after the exchange, samples by source rank and row, then padding."""
+
+    loss_tokens: int
+    """Loss tokens of this rank after the exchange."""
+
     world_loss_tokens: int
+    """Loss tokens of all ranks."""
 
 
-def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, rank: int) -> Plan:
-    """Work out what a rank sends and receives."""
-    rank_of, lengths = assignment.rank_of, sizes.lengths
+def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, rank: int) -> Plan:
+    """Compute what a rank sends and receives in a step."""
+    rank_of, world_lengths = assignment.rank_of, step.lengths
     world_size, batch_size = rank_of.shape
     sections = sections_of(schema)
 
-    # Sorting is stable, so rows that go to one rank stay in ascending order.
-    mine = rank_of[rank]
-    stay_rows = np.flatnonzero(mine == rank)
-    send_rows = np.flatnonzero((mine >= 0) & (mine != rank))
-    send_rows = send_rows[np.argsort(mine[send_rows], kind="stable")]
-    destinations = mine[send_rows]
-    send_sizes = _section_sizes(sections, lengths[rank][:, send_rows], destinations, world_size)
+    # A stable sort, so rows that go to one rank stay in ascending order.
+    destination_of_row = rank_of[rank]
+    kept_rows = np.flatnonzero(destination_of_row == rank)
+    send_rows = np.flatnonzero((destination_of_row >= 0) & (destination_of_row != rank))
+    send_rows = send_rows[np.argsort(destination_of_row[send_rows], kind="stable")]
+    destinations = destination_of_row[send_rows]
+    send_section_bytes = _section_bytes(sections, world_lengths[rank][:, send_rows], destinations, world_size)
 
-    # Ranks ascending, rows within each ascending: that is the order of positions.
-    sources, rows = np.nonzero(rank_of == rank)
-    received = lengths[sources, :, rows].T
-    elsewhere = sources != rank
-    receive_sizes = _section_sizes(sections, received[:, elsewhere], sources[elsewhere], world_size)
+    # Ranks ascending, and rows ascending within each rank: the order of positions in the epoch.
+    sources, source_rows = np.nonzero(rank_of == rank)
+    trained_lengths = world_lengths[sources, :, source_rows].T
+    is_received = sources != rank
+    receive_section_bytes = _section_bytes(sections, trained_lengths[:, is_received], sources[is_received], world_size)
 
-    after = np.zeros((lengths.shape[1], batch_size), dtype=np.int64)
-    after[:, : len(rows)] = received
-    send_bytes, send_offsets = lay_out(send_sizes)
-    receive_bytes, receive_offsets = lay_out(receive_sizes)
+    lengths = np.zeros((world_lengths.shape[1], batch_size), dtype=np.int64)
+    lengths[:, : len(sources)] = trained_lengths
+    send_bytes, send_offsets = lay_out_chunks(send_section_bytes)
+    receive_bytes, receive_offsets = lay_out_chunks(receive_section_bytes)
     if schema.loss_key is None:
-        loss_tokens, world_loss_tokens = len(rows), int(np.count_nonzero(rank_of >= 0))
+        loss_tokens, world_loss_tokens = len(sources), int(np.count_nonzero(rank_of >= 0))
     else:
         key = schema.jagged_keys.index(schema.loss_key)
-        loss_tokens = int(after[key].sum())
-        world_loss_tokens = int(lengths[:, key][rank_of >= 0].sum())
+        loss_tokens = int(lengths[key].sum())
+        world_loss_tokens = int(world_lengths[:, key][rank_of >= 0].sum())
     return Plan(
         rank=rank,
         schema=schema,
         rank_of=rank_of,
-        dealt_lengths=lengths,
+        world_lengths=world_lengths,
         sections=sections,
-        stay_rows=stay_rows,
+        kept_rows=kept_rows,
         send_rows=send_rows,
         send_counts=np.bincount(destinations, minlength=world_size),
         send_bytes=send_bytes,
         send_offsets=send_offsets,
         receive_bytes=receive_bytes,
         receive_offsets=receive_offsets,
-        receive_sizes=receive_sizes,
-        num_real=len(rows),
-        lengths=after,
+        receive_section_bytes=receive_section_bytes,
+        num_real=len(sources),
+        lengths=lengths,
         loss_tokens=loss_tokens,
         world_loss_tokens=world_loss_tokens,
     )
@@ -110,53 +149,67 @@ def make_plan(schema: BatchSchema, sizes: StepSizes, assignment: Assignment, ran
 
 @functools.cache
 def sections_of(schema: BatchSchema) -> tuple[Section, ...]:
-    """List what a chunk consists of, in order."""
+    """Return what a chunk consists of, in order."""
     sections: list[Section] = []
-    index = 0
+    first_key = 0
     for spec in schema.fields:
         if spec.dtype is None:
             continue
-        size = math.prod(spec.shape) * spec.dtype.itemsize
+        element_bytes = math.prod(spec.shape) * spec.dtype.itemsize
         if spec.keys is None:
-            sections.append(Section(field=spec.name, key=None, bytes=size))
+            sections.append(Section(field=spec.name, key=None, element_bytes=element_bytes))
             continue
-        keys = range(index, index + len(spec.keys))
-        index += len(spec.keys)
-        sections += [Section(field=spec.name, key=key, bytes=size) for key in keys]
+        keys = range(first_key, first_key + len(spec.keys))
+        first_key += len(spec.keys)
+        sections += [Section(field=spec.name, key=key, element_bytes=element_bytes) for key in keys]
         if spec.weights_dtype is not None:
-            size = spec.weights_dtype.itemsize
-            sections += [Section(field=spec.name, key=key, is_weights=True, bytes=size) for key in keys]
+            weight_bytes = spec.weights_dtype.itemsize
+            sections += [Section(field=spec.name, key=key, is_weights=True, element_bytes=weight_bytes) for key in keys]
     return tuple(sections)
 
 
 def row_bytes(sections: tuple[Section, ...], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the bytes of each row in each section: int64 [S, n], given lengths [K, n]."""
-    sizes = np.empty((len(sections), lengths.shape[1]), dtype=np.int64)
-    for section, row in zip(sections, sizes, strict=True):
-        row[:] = section.bytes
+    num_bytes = np.empty((len(sections), lengths.shape[1]), dtype=np.int64)
+    for section, bytes_of_rows in zip(sections, num_bytes, strict=True):
+        bytes_of_rows[:] = section.element_bytes
         if section.key is not None:
-            row *= lengths[section.key]
-    return sizes
+            bytes_of_rows *= lengths[section.key]
+    return num_bytes
 
 
 def sample_bytes(schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the bytes of each sample in all fields: int64 [n], given lengths [K, n]."""
-    sizes: NDArray[np.int64] = row_bytes(sections_of(schema), lengths).sum(axis=0)
-    return sizes
+    """Return the bytes of each sample over all fields: int64 [n], given lengths [K, n]."""
+    num_bytes: NDArray[np.int64] = row_bytes(sections_of(schema), lengths).sum(axis=0)
+    return num_bytes
 
 
-def _section_sizes(
+def aligned(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return sizes rounded up to a multiple of ALIGNMENT: int64 of the same shape."""
+    rounded: NDArray[np.int64] = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return rounded
+
+
+def lay_out_chunks(section_bytes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Lay chunks out in a buffer, one after the other, with aligned sections.
+
+    Args:
+        section_bytes: int64 [S, W], of each section of each chunk.
+
+    Returns:
+        The size of each chunk, int64 [W], and the start of each section of each chunk in the buffer, int64 [S, W].
+
+    """
+    aligned_bytes = aligned(section_bytes)
+    chunk_bytes = aligned_bytes.sum(axis=0)
+    chunk_starts = np.cumsum(chunk_bytes) - chunk_bytes
+    return chunk_bytes, chunk_starts + np.cumsum(aligned_bytes, axis=0) - aligned_bytes
+
+
+def _section_bytes(
     sections: tuple[Section, ...], lengths: NDArray[np.int64], peers: NDArray[np.integer], world_size: int
 ) -> NDArray[np.int64]:
-    """Add up the bytes of rows per section and peer: [S, W], given lengths [K, n] and ascending peers [n]."""
-    until = np.zeros((len(sections), len(peers) + 1), dtype=np.int64)
-    np.cumsum(row_bytes(sections, lengths), axis=1, out=until[:, 1:])
-    return np.diff(until[:, np.searchsorted(peers, np.arange(world_size + 1))], axis=1)
-
-
-def lay_out(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the size of each chunk [W] and where in the buffer each section of each begins [S, W], given [S, W]."""
-    aligned = -(-sizes // ALIGNMENT) * ALIGNMENT
-    chunks = aligned.sum(axis=0)
-    starts = np.cumsum(chunks) - chunks
-    return chunks, starts + np.cumsum(aligned, axis=0) - aligned
+    """Return the bytes of rows per section and peer: int64 [S, W], given lengths [K, n] and ascending peers [n]."""
+    cumulative = np.zeros((len(sections), len(peers) + 1), dtype=np.int64)
+    np.cumsum(row_bytes(sections, lengths), axis=1, out=cumulative[:, 1:])
+    return np.diff(cumulative[:, np.searchsorted(peers, np.arange(world_size + 1))], axis=1)

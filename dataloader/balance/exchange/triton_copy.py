@@ -1,4 +1,4 @@
-"""Ranges of bytes, copied on a GPU: by one Triton kernel for all, or by PyTorch's operators where Triton is missing."""
+"""Copies of byte ranges on a GPU: one Triton kernel for all of them, or PyTorch operators where Triton is missing."""
 
 import functools
 from collections.abc import Sequence
@@ -9,101 +9,108 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.exchange.byte_copy import Copies
+from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
 
 try:
-    import triton
-    import triton.language as tl
-except ImportError:  # builds of PyTorch for the CPU come without
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+except ImportError:  # CPU builds of PyTorch come without Triton
     triton = None
 
 HAS_TRITON = triton is not None
-_TILE = 8192  # bytes that one program copies
-_DESCRIPTION = 4 * 8  # bytes that describe a tile
-_WARPS = 4
+_TILE_BYTES = 8192  # copied by one program
+_DESCRIPTOR_BYTES = 4 * 8  # of one tile
+_NUM_WARPS = 4
 
 
-def tiles_of(copies: Copies) -> NDArray[np.int64]:
-    """Cut ranges into tiles: int64 [n, 4] of which memory, start there, start in the target, and bytes."""
-    counts = -(-copies.sizes // _TILE)
-    which = np.repeat(np.arange(len(counts)), counts)
-    begins = _TILE * (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts))
-    tiles = np.empty((len(which), 4), dtype=np.int64)
-    tiles[:, 0] = copies.which[which]
-    tiles[:, 1] = copies.starts[which] + begins
-    tiles[:, 2] = copies.targets[which] + begins
-    tiles[:, 3] = np.minimum(copies.sizes[which] - begins, _TILE)
+def tile_descriptors(copies: ByteCopies) -> NDArray[np.int64]:
+    """Split ranges into tiles.
+
+    Returns:
+        int64 [n, 4]: the number of the source buffer, the start in it, the start in the target, and the bytes of each
+        tile.
+
+    """
+    tiles_per_range = -(-copies.num_bytes // _TILE_BYTES)
+    range_of = np.repeat(np.arange(len(tiles_per_range)), tiles_per_range)
+    first_tile = np.cumsum(tiles_per_range) - tiles_per_range
+    offsets = _TILE_BYTES * (np.arange(len(range_of)) - np.repeat(first_tile, tiles_per_range))
+    tiles = np.empty((len(range_of), 4), dtype=np.int64)
+    tiles[:, 0] = copies.source[range_of]
+    tiles[:, 1] = copies.source_starts[range_of] + offsets
+    tiles[:, 2] = copies.target_starts[range_of] + offsets
+    tiles[:, 3] = np.minimum(copies.num_bytes[range_of] - offsets, _TILE_BYTES)
     return tiles
 
 
-def copy_by_kernel(tiles: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy tiles in one launch.
+def copy_with_kernel(descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
+    """Copy tiles in one kernel launch.
 
     Args:
-        tiles: as `tiles_of` gives them, as bytes: uint8 [32 n], on the GPU, aligned to 8 bytes.
-        sources: one or two memories: uint8, on the GPU.
+        descriptors: the bytes of `tile_descriptors`: uint8 [32 n], on the GPU, aligned to 8 bytes.
+        sources: one or two buffers: uint8, on the GPU.
         target: uint8, on the GPU.
 
     """
-    if count := tiles.numel() // _DESCRIPTION:
-        memories = (tiles, sources[0], sources[-1], target)
-        _compiled(target.device.index)[(count, 1, 1)](*[memory.data_ptr() for memory in memories])
+    if num_tiles := descriptors.numel() // _DESCRIPTOR_BYTES:
+        buffers = (descriptors, sources[0], sources[-1], target)
+        _compiled_kernel(target.device.index)[(num_tiles, 1, 1)](*[buffer.data_ptr() for buffer in buffers])
 
 
-def copy_by_operators(copies: Copies, sources: Sequence[Tensor], target: Tensor) -> None:
-    """Carry copies out with a gather for each source; on any device."""
+def copy_with_operators(copies: ByteCopies, sources: Sequence[Tensor], target: Tensor) -> None:
+    """Run copies with one gather per source buffer; on any device."""
     device = target.device
     for number, source in enumerate(sources):
-        chosen = copies.which == number
-        sizes = copies.sizes[chosen]
-        total = int(sizes.sum())
-        before = np.cumsum(sizes) - sizes
-        shifts = np.stack([copies.starts[chosen] - before, copies.targets[chosen] - before])
-        # The size of the result is known here, so that it is not read back from the device.
+        of_source = copies.source == number
+        num_bytes = copies.num_bytes[of_source]
+        total = int(num_bytes.sum())
+        first_byte = np.cumsum(num_bytes) - num_bytes
+        shifts = np.stack([copies.source_starts[of_source] - first_byte, copies.target_starts[of_source] - first_byte])
+        # Passing the size of the result avoids a synchronization to read it from the device.
         repeated = torch.repeat_interleave(
-            torch.from_numpy(shifts).to(device), torch.from_numpy(sizes).to(device), dim=1, output_size=total
+            torch.from_numpy(shifts).to(device), torch.from_numpy(num_bytes).to(device), dim=1, output_size=total
         )
-        places = repeated + torch.arange(total, device=device)
-        target.index_copy_(0, places[1], source.index_select(0, places[0]))
+        indices = repeated + torch.arange(total, device=device)
+        target.index_copy_(0, indices[1], source.index_select(0, indices[0]))
 
 
 if triton is not None:
-    _WORDS = tl.constexpr(_TILE // 8)
+    _TILE_WORDS = tl.constexpr(_TILE_BYTES // 8)
 
     @functools.cache
-    def _compiled(device: int) -> Any:
-        """Compile for a CUDA device.
+    def _compiled_kernel(device: int) -> Any:
+        """Compile the kernel for a CUDA device.
 
-        To launch the result, given addresses, takes half of the time that Triton needs to look it up for tensors.
+        Launching the result with addresses takes half the host time that Triton needs to look it up by its tensors.
         """
         with torch.cuda.device(device):
-            address = 1 << 40  # what an address looks like: it does not fit into 32 bits
-            return _copy_tiles.warmup(address, address, address, address, grid=(1,), num_warps=_WARPS)
+            address = 1 << 40  # any value beyond 32 bits, so that Triton types it as int64
+            return _copy_tile.warmup(address, address, address, address, grid=(1,), num_warps=_NUM_WARPS)
 
     @triton.jit
     def _copy_words(source, target, count, dtype: tl.constexpr):
         source = source.to(tl.pointer_type(dtype))
         target = target.to(tl.pointer_type(dtype))
-        for begin in range(0, count, _WORDS):
-            offsets = begin + tl.arange(0, _WORDS)
-            inside = offsets < count
-            tl.store(target + offsets, tl.load(source + offsets, mask=inside), mask=inside)
+        for begin in range(0, count, _TILE_WORDS):
+            offsets = begin + tl.arange(0, _TILE_WORDS)
+            mask = offsets < count
+            tl.store(target + offsets, tl.load(source + offsets, mask=mask), mask=mask)
 
-    @triton.jit(do_not_specialize=["tiles", "first", "second", "target"])
-    def _copy_tiles(tiles, first, second, target):
-        """Copy one tile, in the widest words that its addresses and its size are multiples of."""
-        tile = tiles.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
-        source = tl.load(tile + 1) + tl.where(tl.load(tile) == 0, first, second)
-        target = tl.load(tile + 2) + target
-        size = tl.load(tile + 3)
-        together = source | target | size
-        if together % 16 == 0:
-            # What is known of the numbers is told, so that two words are read and written at once.
+    @triton.jit(do_not_specialize=["descriptors", "first", "second", "target"])
+    def _copy_tile(descriptors, first, second, target):
+        """Copy one tile, in the widest words to which its addresses and its size are aligned."""
+        descriptor = descriptors.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
+        source = tl.load(descriptor + 1) + tl.where(tl.load(descriptor) == 0, first, second)
+        target = tl.load(descriptor + 2) + target
+        size = tl.load(descriptor + 3)
+        combined = source | target | size
+        if combined % 16 == 0:
+            # The hints let the compiler load and store two words at a time.
             source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
             _copy_words(source, target, tl.multiple_of(size // 8, 2), tl.int64)
-        elif together % 8 == 0:
+        elif combined % 8 == 0:
             _copy_words(source, target, size // 8, tl.int64)
-        elif together % 4 == 0:
+        elif combined % 4 == 0:
             _copy_words(source, target, size // 4, tl.int32)
         else:
             _copy_words(source, target, size, tl.uint8)

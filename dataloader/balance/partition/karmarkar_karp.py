@@ -1,4 +1,14 @@
-"""Largest differencing with equal counts: the usual way, and the measure of ours."""
+"""Karmarkar-Karp: the largest differencing method with equal counts. The baseline that the other strategies beat.
+
+Each run of W slots in descending order starts as a group of W parts of one slot. The two groups with the largest spread
+(heaviest minus lightest part) are merged, the heaviest part of one with the lightest part of the other, until one group
+remains. Karmarkar and Karp, "The differencing method of set partitioning", 1982; with equal counts and more than two
+parts Michiels, Korst, Aarts and van Leeuwen, "Performance ratios for the differencing method applied to the balanced
+number partitioning problem", 2003.
+
+Cost: O(B (B + W log W)). Trade-off: every rank gets one slot of each sorted run of W, so a heavy tail of costs stays
+uneven, and nearly all slots change ranks.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,10 +18,7 @@ from evenrank.core.compiled import compiled
 
 @compiled
 def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int) -> NDArray[np.int32]:
-    """Largest differencing with equal counts (Karmarkar and Karp, 1982; for more parts Michiels et al., 2003).
-
-    Each run of W slots in descending order starts as W parts of one slot. The two groups of parts with the largest
-    spread are merged, the heaviest part of one with the lightest of the other, and so on, until one group is left.
+    """Assign slots by largest differencing.
 
     Args:
         costs: int64 [W * B].
@@ -19,18 +26,19 @@ def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_siz
         world_size: W.
 
     Returns:
-        int32 [W * B], the rank of each slot; each rank B times.
+        int32 [W * B], the rank of each slot; each rank occurs B times.
 
     """
     num_groups = len(costs) // world_size
-    sums = costs[order].copy().reshape(num_groups, world_size)  # of each part, descending
-    heads = order.copy().reshape(num_groups, world_size)  # each part is a chain of slots: first, last, and who follows
+    sums = costs[order].copy().reshape(num_groups, world_size)  # of each part, descending within a group
+    # Each part is a linked list of slots.
+    heads = order.copy().reshape(num_groups, world_size)
     tails = heads.copy()
-    follows = np.full(len(costs), -1, dtype=np.int64)
+    next_slot = np.full(len(costs), -1, dtype=np.int64)
     spread = sums[:, 0] - sums[:, world_size - 1]
     alive = np.ones(num_groups, dtype=np.bool_)
     for _ in range(num_groups - 1):
-        first, second = -1, -1  # the two with the largest spread; the lower index among equals
+        first, second = -1, -1  # the groups with the largest spread, ties by the lower index
         for group in range(num_groups):
             if alive[group]:
                 if first < 0 or spread[group] > spread[first]:
@@ -40,7 +48,7 @@ def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_siz
         for part in range(world_size):
             other = world_size - 1 - part
             sums[first, part] += sums[second, other]
-            follows[tails[first, part]] = heads[second, other]
+            next_slot[tails[first, part]] = heads[second, other]
             tails[first, part] = tails[second, other]
         descending = np.argsort(-sums[first], kind="mergesort")
         sums[first] = sums[first][descending]
@@ -49,10 +57,10 @@ def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_siz
         spread[first] = sums[first, 0] - sums[first, world_size - 1]
         alive[second] = False
     rank_of = np.empty(len(costs), dtype=np.int32)
-    last = np.argmax(alive)
+    remaining = np.argmax(alive)
     for part in range(world_size):
-        slot = heads[last, part]
+        slot = heads[remaining, part]
         while slot >= 0:
             rank_of[slot] = part
-            slot = follows[slot]
+            slot = next_slot[slot]
     return rank_of

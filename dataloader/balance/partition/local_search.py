@@ -1,133 +1,144 @@
-"""Levelling: the heaviest rank swaps a slot with another rank, again and again."""
+"""Local search: the heaviest rank swaps a slot with another rank, until it is light enough or no swap helps.
+
+Interchange between two ranks, as in Finn and Horowitz, "A linear time approximation algorithm for multiprocessor
+scheduling", 1979, but one slot for one slot, so counts stay equal. The partner is the lightest rank that has a slot to
+offer. If none of the lightest has one, the heaviest rank takes one of the cheapest slots of any rank below the target:
+a rank with one very expensive slot becomes lighter only through cheaper slots next to it, and the lightest ranks need
+not have these.
+
+Cost: O(B + log W) for most swaps; the number of swaps depends on the start. Trade-off: it stops in a local optimum, so
+the start matters (see `lpt_swap`).
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.dataloader.balance.partition.rank_loads import Dealt, heaviest_rank, hide, lightest_rank, show, swap
+from evenrank.dataloader.balance.partition.rank_loads import (
+    RankLoads,
+    heaviest_rank,
+    hide,
+    lightest_rank,
+    show_all,
+    swap,
+)
 
-_LIGHTEST = 16  # ranks that the heaviest one is tried with first
-_CHEAPEST = 256  # of the cheapest slots of ranks that have room, those that are looked at if none of these helps
+_LIGHTEST_RANKS = 16  # partners that are tried first
+_CHEAPEST_SLOTS = 256  # candidates that are tried if no partner helps
 
 
 @compiled
-def swap_down(dealt: Dealt, costs: NDArray[np.int64], order: NDArray[np.int64], target: int) -> None:
-    """Swap slots of the heaviest rank with those of others until no load is above `target`, or no swap is found.
+def local_search(state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], target: int) -> None:
+    """Swap slots of the heaviest rank until no load is above `target`, or no swap makes it lighter.
 
     Args:
-        dealt: who has what; changed in place. Its heaviest load only ever becomes smaller.
+        state: changed in place; the heaviest load never grows.
         costs: int64 [W * B].
         order: int64 [W * B], the slots by descending cost.
         target: the load that is good enough.
 
     """
     while True:
-        heavy = heaviest_rank(dealt)
-        if dealt.loads[heavy] <= target:
+        heavy = heaviest_rank(state)
+        if state.loads[heavy] <= target:
             return
-        i, light, j = _level_with_lightest(dealt, heavy)
+        i, light, j = _swap_with_lightest(state, heavy)
         if i < 0:
-            i, light, j = _take_cheapest(dealt, costs, order, heavy, target)
+            i, light, j = _swap_for_cheapest(state, costs, order, heavy, target)
         if i < 0:
             return
-        swap(dealt, heavy, i, light, j)
+        swap(state, heavy, i, light, j)
 
 
 @compiled
-def _level_with_lightest(dealt: Dealt, heavy: int) -> tuple[int, int, int]:
-    """Find the swap that best levels the heaviest rank with the lightest one that has any to offer.
+def _swap_with_lightest(state: RankLoads, heavy: int) -> tuple[int, int, int]:
+    """Find the best swap of the heaviest rank with the lightest rank that has one to offer.
 
     Returns:
-        Position in slots[heavy], the other rank, position in its slots; -1 if there is none.
+        Index in slots[heavy], the other rank, index in its slots; the first is -1 if there is none.
 
     """
-    hidden = np.empty(_LIGHTEST, dtype=np.int64)
-    count, i, light, j = 0, -1, -1, -1
-    while count < _LIGHTEST:
-        light = lightest_rank(dealt)
-        gap = dealt.loads[heavy] - dealt.loads[light]
-        if gap <= 0:  # also once the heaviest is the lightest that is left
+    i, light, j = -1, -1, -1
+    for _ in range(min(_LIGHTEST_RANKS, len(state.loads))):
+        light = lightest_rank(state)
+        gap = state.loads[heavy] - state.loads[light]
+        if gap <= 0:
             break
-        i, j = _best_swap(dealt.costs[heavy], dealt.costs[light], gap)
+        i, j = _best_swap(state.costs[heavy], state.costs[light], gap)
         if i >= 0:
             break
-        hidden[count] = light
-        count += 1
-        hide(dealt, light)
-    for rank in hidden[:count]:
-        show(dealt, rank)
+        hide(state, light)
+    show_all(state)
     return i, light, j
 
 
 @compiled
 def _best_swap(heavy: NDArray[np.int64], light: NDArray[np.int64], gap: int) -> tuple[int, int]:
-    """Find the swap that levels two ranks best.
+    """Find the swap that makes two loads most nearly equal.
 
     Args:
-        heavy: the costs of the rank with the larger load, descending.
-        light: those of the other, likewise.
+        heavy: costs of the slots of the rank with the larger load, descending.
+        light: those of the other rank, descending.
         gap: the difference of their loads, positive.
 
     Returns:
-        Positions in `heavy` and `light`; -1, -1 if no swap narrows the gap.
+        Indices in `heavy` and `light`; -1, -1 if no swap narrows the gap.
 
     """
-    best_i, best_j, best_left = -1, -1, gap
+    best_i, best_j, best_gap = -1, -1, gap
     j = 0
     for i in range(len(heavy)):
-        # Moving a difference of gap / 2 would level them. As heavy[i] falls, so does the partner sought.
+        # Moving a difference of gap / 2 would equalize them. As heavy[i] falls, so does the cost sought in `light`.
         while j < len(light) and 2 * light[j] > 2 * heavy[i] - gap:
             j += 1
         for candidate in (j - 1, j):
             if 0 <= candidate < len(light):
-                left = abs(gap - 2 * (heavy[i] - light[candidate]))
-                if left < best_left:
-                    best_i, best_j, best_left = i, candidate, left
+                new_gap = abs(gap - 2 * (heavy[i] - light[candidate]))
+                if new_gap < best_gap:
+                    best_i, best_j, best_gap = i, candidate, new_gap
     return best_i, best_j
 
 
 @compiled
-def _take_cheapest(
-    dealt: Dealt, costs: NDArray[np.int64], order: NDArray[np.int64], heavy: int, target: int
+def _swap_for_cheapest(
+    state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], heavy: int, target: int
 ) -> tuple[int, int, int]:
-    """Find a cheap slot of any rank below `target` for which the heaviest can give one away.
-
-    A rank with a giant can only become lighter by cheaper slots beside it, and the lightest ranks need not have them.
+    """Find the best swap of the heaviest rank for one of the cheapest slots of ranks below `target`.
 
     Returns:
-        As `_level_with_lightest`.
+        As `_swap_with_lightest`.
 
     """
-    best_i, best_slot, best_load = -1, -1, dealt.loads[heavy]
-    mine = dealt.costs[heavy]
-    seen = 0
-    for at in range(len(order) - 1, -1, -1):
-        slot = order[at]
-        other = dealt.rank_of[slot]
-        if other == heavy or dealt.loads[other] >= target:
+    best_i, best_slot, best_load = -1, -1, state.loads[heavy]
+    heavy_costs = state.costs[heavy]
+    tried = 0
+    for index in range(len(order) - 1, -1, -1):
+        slot = order[index]
+        other = state.rank_of[slot]
+        if other == heavy or state.loads[other] >= target:
             continue
-        i = _position(mine, 2 * costs[slot] + dealt.loads[heavy] - dealt.loads[other])
+        i = _count_above_half(heavy_costs, 2 * costs[slot] + state.loads[heavy] - state.loads[other])
         for candidate in (i - 1, i):
-            if 0 <= candidate < len(mine):
-                difference = mine[candidate] - costs[slot]
-                load = max(dealt.loads[heavy] - difference, dealt.loads[other] + difference)
+            if 0 <= candidate < len(heavy_costs):
+                difference = heavy_costs[candidate] - costs[slot]
+                load = max(state.loads[heavy] - difference, state.loads[other] + difference)
                 if load < best_load:
                     best_i, best_slot, best_load = candidate, slot, load
-        seen += 1
-        if seen == _CHEAPEST:
+        tried += 1
+        if tried == _CHEAPEST_SLOTS:
             break
     if best_i < 0:
         return -1, -1, -1
-    light = dealt.rank_of[best_slot]
+    light = state.rank_of[best_slot]
     j = 0
-    while dealt.slots[light, j] != best_slot:
+    while state.slots[light, j] != best_slot:
         j += 1
     return best_i, light, j
 
 
 @compiled
-def _position(costs: NDArray[np.int64], doubled: int) -> int:
-    """Return how many of the costs, in descending order, are above `doubled` / 2."""
+def _count_above_half(costs: NDArray[np.int64], doubled: int) -> int:
+    """Return how many of the costs, which descend, are above `doubled` / 2."""
     low, high = 0, len(costs)
     while low < high:
         middle = (low + high) // 2

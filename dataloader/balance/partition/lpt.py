@@ -1,56 +1,68 @@
-"""Longest first: the most expensive slot goes to the lightest rank with room."""
+"""LPT, longest processing time first: each slot, most expensive first, goes to the lightest rank with room.
+
+Graham, "Bounds on multiprocessing timing anomalies", 1969, with a limit of B slots per rank. A rank that takes a long
+sample early has many open places at the end, which cheap samples fill. So each open place counts as a cheap sample
+from the start (a low quantile of the costs); otherwise such a rank also takes medium samples, and ends too heavy.
+
+Cost: O(W B log W). Trade-off: fast, but the last slots leave differences that only swaps remove (see `lpt_swap`).
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.dataloader.balance.partition.tournament_tree import ABSENT, enter, load_shift, play_all, rank_bits
+from evenrank.dataloader.balance.partition.tournament_tree import (
+    NO_ENTRY,
+    build,
+    empty_tree,
+    load_shift,
+    make_entry,
+    rank_bits,
+    update,
+)
 
-NOBODY_STAYS = -1
+IGNORE_HOME = -1
 
 
 @compiled
-def longest_first(
-    costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int, percent: int, stay_below: int
+def lpt(
+    costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int, open_place_percentile: int, keep_below: int
 ) -> NDArray[np.int32]:
-    """Give each slot, the most expensive first, to the rank with the least load that has room for it.
-
-    A rank that took a long sample early has many places open at the end, and cheap samples come into them. So a rank
-    counts, for each place that is still open, a cheap sample, and takes none that leaves no room for those.
+    """Assign each slot, most expensive first, to the lightest rank with room.
 
     Args:
         costs: int64 [W * B].
         order: int64 [W * B], the slots by descending cost.
         world_size: W.
-        percent: the quantile of the costs that is counted for an open place.
-        stay_below: a slot stays with its own rank if that has room and its load stays at or below this.
+        open_place_percentile: percentile of the costs, from the cheapest, that an open place counts as.
+        keep_below: a slot stays on its own rank if that has room and its load remains at most this; IGNORE_HOME treats
+            all ranks alike.
 
     Returns:
-        int32 [W * B], the rank of each slot; each rank B times.
+        int32 [W * B], the rank of each slot; each rank occurs B times.
 
     """
     size = len(costs)
     batch_size = size // world_size
-    open_place = costs[order[size - 1 - size * percent // 100]]
+    open_place = costs[order[size - 1 - size * open_place_percentile // 100]]
     bits = rank_bits(world_size)
     shift = load_shift(costs.sum() + batch_size * open_place, bits)
-    is_rank = (1 << bits) - 1
-    loads = np.full(world_size, batch_size * open_place)
-    places = np.full(world_size, batch_size)
+    loads = np.full(world_size, batch_size * open_place)  # open places included
+    room = np.full(world_size, batch_size)
     rank_of = np.empty(size, dtype=np.int32)
-    tree = np.full(2 << bits, ABSENT)
+    tree = empty_tree(bits)
     for rank in range(world_size):
-        tree[(1 << bits) + rank] = (loads[rank] >> shift) << bits | rank
-    play_all(tree)
+        tree[(1 << bits) + rank] = make_entry(loads[rank], rank, bits, shift)
+    build(tree)
     for slot in order:
         added = costs[slot] - open_place
-        rank = tree[1] & is_rank
-        if stay_below >= 0:
+        rank = tree[1] & ((1 << bits) - 1)
+        if keep_below >= 0:
             home = slot // batch_size
-            if places[home] and loads[home] + added <= stay_below:
+            if room[home] and loads[home] + added <= keep_below:
                 rank = home
         rank_of[slot] = rank
         loads[rank] += added
-        places[rank] -= 1
-        enter(tree, rank, (loads[rank] >> shift) << bits | rank if places[rank] else ABSENT)
+        room[rank] -= 1
+        update(tree, rank, make_entry(loads[rank], rank, bits, shift) if room[rank] else NO_ENTRY)
     return rank_of

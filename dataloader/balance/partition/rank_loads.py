@@ -1,4 +1,8 @@
-"""Slots as they are dealt to ranks, in a form in which two can change places quickly."""
+"""The working state of swap-based algorithms: the slots and the load of each rank, and which rank is lightest.
+
+Slots of a rank are kept sorted by cost, and two tournament trees give the heaviest and the lightest rank, so a swap
+costs O(B + log W). The lightest ranks can be hidden one after the other, to visit them in ascending order of load.
+"""
 
 from typing import NamedTuple
 
@@ -6,30 +10,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.dataloader.balance.partition.tournament_tree import ABSENT, enter, load_shift, play_all, rank_bits
+from evenrank.dataloader.balance.partition.tournament_tree import (
+    NO_ENTRY,
+    build,
+    empty_tree,
+    load_shift,
+    make_entry,
+    rank_bits,
+    update,
+)
 
 
-class Dealt(NamedTuple):
-    """Who has what; all arrays are changed in place."""
+class RankLoads(NamedTuple):
+    """An assignment under construction; all arrays are changed in place."""
 
     rank_of: NDArray[np.int32]  # [W * B]: the rank of each slot
-    slots: NDArray[np.int64]  # [W, B]: of each rank, by descending cost, then ascending slot
-    costs: NDArray[np.int64]  # [W, B]: of these slots
-    loads: NDArray[np.int64]  # [W]: sum of the costs of each rank
-    lightest: NDArray[np.int64]  # a tournament for the least load
-    heaviest: NDArray[np.int64]  # one for the largest: loads enter it negative
-    bits: int  # of a rank in their entries
-    shift: int  # bits that loads lose in them
+    slots: NDArray[np.int64]  # [W, B]: the slots of each rank, by descending cost, then ascending slot
+    costs: NDArray[np.int64]  # [W, B]: the costs of these slots
+    loads: NDArray[np.int64]  # [W]: the sum of the costs of each rank
+    lightest: NDArray[np.int64]  # tournament tree of the loads
+    heaviest: NDArray[np.int64]  # tournament tree of the negated loads
+    bits: int  # of a rank in an entry
+    shift: int  # low bits that loads lose in an entry
+    hidden: NDArray[np.int64]  # [W]: the first num_hidden[0] are ranks missing from `lightest`
+    num_hidden: NDArray[np.int64]  # [1]
 
 
 @compiled
-def deal(costs: NDArray[np.int64], order: NDArray[np.int64], rank_of: NDArray[np.int32], world_size: int) -> Dealt:
-    """Look at an assignment; `rank_of` is kept, and changes with what is swapped.
+def make_rank_loads(
+    costs: NDArray[np.int64], order: NDArray[np.int64], rank_of: NDArray[np.int32], world_size: int
+) -> RankLoads:
+    """Return the state of an assignment.
 
     Args:
         costs: int64 [W * B].
         order: int64 [W * B], the slots by descending cost.
-        rank_of: int32 [W * B], each rank B times.
+        rank_of: int32 [W * B], each rank B times; not copied, so swaps change it.
         world_size: W.
 
     """
@@ -46,61 +62,73 @@ def deal(costs: NDArray[np.int64], order: NDArray[np.int64], rank_of: NDArray[np
         loads[rank] += costs[slot]
     bits = rank_bits(world_size)
     shift = load_shift(loads.sum(), bits)
-    lightest, heaviest = np.full(2 << bits, ABSENT), np.full(2 << bits, ABSENT)
+    lightest, heaviest = empty_tree(bits), empty_tree(bits)
     for rank in range(world_size):
-        lightest[(1 << bits) + rank] = (loads[rank] >> shift) << bits | rank
-        heaviest[(1 << bits) + rank] = (-(loads[rank] >> shift)) << bits | rank
-    play_all(lightest)
-    play_all(heaviest)
-    return Dealt(rank_of, slots, slot_costs, loads, lightest, heaviest, bits, shift)
+        lightest[(1 << bits) + rank] = make_entry(loads[rank], rank, bits, shift)
+        heaviest[(1 << bits) + rank] = _negated_entry(loads[rank], rank, bits, shift)
+    build(lightest)
+    build(heaviest)
+    hidden, num_hidden = np.empty(world_size, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    return RankLoads(rank_of, slots, slot_costs, loads, lightest, heaviest, bits, shift, hidden, num_hidden)
 
 
 @compiled
-def heaviest_rank(dealt: Dealt) -> int:
+def heaviest_rank(state: RankLoads) -> int:
     """Return the rank with the largest load."""
-    return int(dealt.heaviest[1] & ((1 << dealt.bits) - 1))
+    return int(state.heaviest[1] & ((1 << state.bits) - 1))
 
 
 @compiled
-def lightest_rank(dealt: Dealt) -> int:
-    """Return the rank with the least load of those that are not hidden."""
-    return int(dealt.lightest[1] & ((1 << dealt.bits) - 1))
+def lightest_rank(state: RankLoads) -> int:
+    """Return the rank with the smallest load among those that are not hidden; not all ranks may be hidden."""
+    return int(state.lightest[1] & ((1 << state.bits) - 1))
 
 
 @compiled
-def hide(dealt: Dealt, rank: int) -> None:
-    """Let `lightest_rank` pass over a rank."""
-    enter(dealt.lightest, rank, ABSENT)
+def hide(state: RankLoads, rank: int) -> None:
+    """Make `lightest_rank` skip a rank until `show_all`."""
+    update(state.lightest, rank, NO_ENTRY)
+    state.hidden[state.num_hidden[0]] = rank
+    state.num_hidden[0] += 1
 
 
 @compiled
-def show(dealt: Dealt, rank: int) -> None:
-    """Let `lightest_rank` find a rank, at the load that it has now."""
-    enter(dealt.lightest, rank, (dealt.loads[rank] >> dealt.shift) << dealt.bits | rank)
+def show_all(state: RankLoads) -> None:
+    """Make `lightest_rank` find all ranks again."""
+    for rank in state.hidden[: state.num_hidden[0]]:
+        update(state.lightest, rank, make_entry(state.loads[rank], rank, state.bits, state.shift))
+    state.num_hidden[0] = 0
 
 
 @compiled
-def swap(dealt: Dealt, rank: int, i: int, other: int, j: int) -> None:
-    """Let slots[rank, i] and slots[other, j] change places."""
-    mine, theirs = dealt.slots[rank, i], dealt.slots[other, j]
-    dealt.rank_of[mine], dealt.rank_of[theirs] = other, rank
-    cost, other_cost = dealt.costs[rank, i], dealt.costs[other, j]
-    dealt.loads[rank] -= cost - other_cost
-    dealt.loads[other] += cost - other_cost
-    _replace(dealt.slots[rank], dealt.costs[rank], i, theirs, other_cost)
-    _replace(dealt.slots[other], dealt.costs[other], j, mine, cost)
+def swap(state: RankLoads, rank: int, i: int, other: int, j: int) -> None:
+    """Exchange slots[rank, i] and slots[other, j]; no rank may be hidden."""
+    slot, other_slot = state.slots[rank, i], state.slots[other, j]
+    state.rank_of[slot], state.rank_of[other_slot] = other, rank
+    cost, other_cost = state.costs[rank, i], state.costs[other, j]
+    state.loads[rank] -= cost - other_cost
+    state.loads[other] += cost - other_cost
+    _replace(state.slots[rank], state.costs[rank], i, other_slot, other_cost)
+    _replace(state.slots[other], state.costs[other], j, slot, cost)
     for changed in (rank, other):
-        show(dealt, changed)
-        enter(dealt.heaviest, changed, (-(dealt.loads[changed] >> dealt.shift)) << dealt.bits | changed)
+        load = state.loads[changed]
+        update(state.lightest, changed, make_entry(load, changed, state.bits, state.shift))
+        update(state.heaviest, changed, _negated_entry(load, changed, state.bits, state.shift))
 
 
 @compiled
-def _replace(slots: NDArray[np.int64], costs: NDArray[np.int64], at: int, slot: int, cost: int) -> None:
-    """Put `slot` in the place of slots[at] and keep the order by descending cost, then ascending slot."""
-    while at > 0 and (costs[at - 1] < cost or (costs[at - 1] == cost and slots[at - 1] > slot)):
-        slots[at], costs[at] = slots[at - 1], costs[at - 1]
-        at -= 1
-    while at + 1 < len(slots) and (costs[at + 1] > cost or (costs[at + 1] == cost and slots[at + 1] < slot)):
-        slots[at], costs[at] = slots[at + 1], costs[at + 1]
-        at += 1
-    slots[at], costs[at] = slot, cost
+def _negated_entry(load: int, rank: int, bits: int, shift: int) -> int:
+    # Negated after the shift, which would round a negative load the other way.
+    return (-(load >> shift)) << bits | rank
+
+
+@compiled
+def _replace(slots: NDArray[np.int64], costs: NDArray[np.int64], i: int, slot: int, cost: int) -> None:
+    """Put `slot` in the position of slots[i], then restore the order: descending cost, then ascending slot."""
+    while i > 0 and (costs[i - 1] < cost or (costs[i - 1] == cost and slots[i - 1] > slot)):
+        slots[i], costs[i] = slots[i - 1], costs[i - 1]
+        i -= 1
+    while i + 1 < len(slots) and (costs[i + 1] > cost or (costs[i + 1] == cost and slots[i + 1] < slot)):
+        slots[i], costs[i] = slots[i + 1], costs[i + 1]
+        i += 1
+    slots[i], costs[i] = slot, cost

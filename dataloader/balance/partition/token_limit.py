@@ -1,109 +1,123 @@
-"""Where no rank may have more than so many tokens."""
+"""Balance under a limit to the tokens of each rank: first by tokens until the limit holds, then by cost within it.
+
+Tokens are levelled with `lpt_swap` until no rank is above the limit. Then costs are levelled by swaps, as in
+`local_search`, of which only those are allowed that keep both ranks within the limit.
+
+Cost: that of `lpt_swap`, and O(16 B^2) for each swap, because all pairs are tried. Trade-off: heuristic; for a limit
+close to the mean of the ranks it can miss an assignment that exists.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
-from evenrank.dataloader.balance.partition.lpt_swap import longest_first_and_swaps
-from evenrank.dataloader.balance.partition.radix_sort import descending
-from evenrank.dataloader.balance.partition.rank_loads import Dealt, deal, heaviest_rank, hide, lightest_rank, show, swap
+from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
+from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.dataloader.balance.partition.rank_loads import (
+    RankLoads,
+    heaviest_rank,
+    hide,
+    lightest_rank,
+    make_rank_loads,
+    show_all,
+    swap,
+)
 
-_LIGHTEST = 16  # ranks that the heaviest one is tried with
+_LIGHTEST_RANKS = 16  # partners that are tried
 
 
 @compiled
-def level_within(
+def balance_within_token_limit(
     costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    tokens: NDArray[np.int64],
     order: NDArray[np.int64],
     world_size: int,
     max_tokens: int,
     target: int,
 ) -> NDArray[np.int32]:
-    """Deal by tokens, most first, until no rank has more than `max_tokens`; then level the costs within that.
+    """Assign slots such that no rank has more than `max_tokens`, and level the costs within that limit.
 
     Args:
         costs: int64 [W * B].
-        sizes: int64 [W * B], the tokens of each slot.
+        tokens: int64 [W * B], of each slot.
         order: int64 [W * B], the slots by descending cost.
         world_size: W.
         max_tokens: of a rank.
         target: the load that is good enough.
 
     Returns:
-        int32 [W * B], the rank of each slot. If some rank has more than `max_tokens`, no better way was found.
+        int32 [W * B], the rank of each slot. If a rank has more than `max_tokens`, no better assignment was found.
 
     """
-    rank_of = longest_first_and_swaps(sizes, descending(sizes), world_size, max_tokens)
-    tokens = np.zeros(world_size, dtype=np.int64)
-    for slot in range(len(sizes)):
-        tokens[rank_of[slot]] += sizes[slot]
-    if tokens.max() <= max_tokens:
-        _swap_down_within(deal(costs, order, rank_of, world_size), sizes, tokens, max_tokens, target)
+    rank_of = lpt_swap(tokens, argsort_descending(tokens), world_size, max_tokens)
+    tokens_of_rank = np.zeros(world_size, dtype=np.int64)
+    for slot in range(len(tokens)):
+        tokens_of_rank[rank_of[slot]] += tokens[slot]
+    if tokens_of_rank.max() <= max_tokens:
+        state = make_rank_loads(costs, order, rank_of, world_size)
+        _swap_within_limit(state, tokens, tokens_of_rank, max_tokens, target)
     return rank_of
 
 
 @compiled
-def _swap_down_within(
-    dealt: Dealt,
-    sizes: NDArray[np.int64],
+def _swap_within_limit(
+    state: RankLoads,
     tokens: NDArray[np.int64],
+    tokens_of_rank: NDArray[np.int64],
     max_tokens: int,
     target: int,
 ) -> None:
-    """Swap slots as `swap_down` does, but only where neither rank gets more than `max_tokens` by it.
+    """Swap slots of the heaviest rank until no load is above `target`, or no swap is found that keeps the limit.
 
     Args:
-        dealt: who has what; no rank has more than `max_tokens`. Changed in place.
-        sizes: int64 [W * B], the tokens of each slot.
-        tokens: int64 [W], the tokens of each rank; changed in place.
+        state: no rank has more than `max_tokens`; changed in place.
+        tokens: int64 [W * B], of each slot.
+        tokens_of_rank: int64 [W]; changed in place.
         max_tokens: of a rank.
         target: the load that is good enough.
 
     """
-    hidden = np.empty(min(_LIGHTEST, len(dealt.loads)), dtype=np.int64)
     while True:
-        heavy = heaviest_rank(dealt)
-        if dealt.loads[heavy] <= target:
+        heavy = heaviest_rank(state)
+        if state.loads[heavy] <= target:
             return
         i, light, j = -1, -1, -1
-        count = 0
-        while i < 0 and count < len(hidden):
-            light = lightest_rank(dealt)
-            if dealt.loads[light] >= dealt.loads[heavy]:
+        for _ in range(min(_LIGHTEST_RANKS, len(state.loads))):
+            light = lightest_rank(state)
+            if state.loads[light] >= state.loads[heavy]:
                 break
-            i, j = _best_swap_within(dealt, sizes, tokens, max_tokens, heavy, light)
-            hidden[count] = light
-            count += 1
-            hide(dealt, light)
-        for rank in hidden[:count]:
-            show(dealt, rank)
+            i, j = _best_swap_within_limit(state, tokens, tokens_of_rank, max_tokens, heavy, light)
+            if i >= 0:
+                break
+            hide(state, light)
+        show_all(state)
         if i < 0:
             return
-        difference = sizes[dealt.slots[heavy, i]] - sizes[dealt.slots[light, j]]
-        tokens[heavy] -= difference
-        tokens[light] += difference
-        swap(dealt, heavy, i, light, j)
+        difference = tokens[state.slots[heavy, i]] - tokens[state.slots[light, j]]
+        tokens_of_rank[heavy] -= difference
+        tokens_of_rank[light] += difference
+        swap(state, heavy, i, light, j)
 
 
 @compiled
-def _best_swap_within(
-    dealt: Dealt,
-    sizes: NDArray[np.int64],
+def _best_swap_within_limit(
+    state: RankLoads,
     tokens: NDArray[np.int64],
+    tokens_of_rank: NDArray[np.int64],
     max_tokens: int,
     heavy: int,
     light: int,
 ) -> tuple[int, int]:
-    """Find the swap that levels two ranks best, among all pairs that leave both within `max_tokens`."""
-    gap = dealt.loads[heavy] - dealt.loads[light]
-    best_i, best_j, best_left = -1, -1, gap
-    for i in range(dealt.slots.shape[1]):
-        given = dealt.slots[heavy, i]
-        for j in range(dealt.slots.shape[1]):
-            taken = dealt.slots[light, j]
-            left = abs(gap - 2 * (dealt.costs[heavy, i] - dealt.costs[light, j]))
-            grows = sizes[given] - sizes[taken]
-            if left < best_left and tokens[light] + grows <= max_tokens and tokens[heavy] - grows <= max_tokens:
-                best_i, best_j, best_left = i, j, left
+    """Find the swap that makes two loads most nearly equal, among those that keep both ranks within `max_tokens`."""
+    gap = state.loads[heavy] - state.loads[light]
+    best_i, best_j, best_gap = -1, -1, gap
+    for i in range(state.slots.shape[1]):
+        given = state.slots[heavy, i]
+        for j in range(state.slots.shape[1]):
+            taken = state.slots[light, j]
+            new_gap = abs(gap - 2 * (state.costs[heavy, i] - state.costs[light, j]))
+            growth = tokens[given] - tokens[taken]
+            fits = tokens_of_rank[light] + growth <= max_tokens and tokens_of_rank[heavy] - growth <= max_tokens
+            if new_gap < best_gap and fits:
+                best_i, best_j, best_gap = i, j, new_gap
     return best_i, best_j

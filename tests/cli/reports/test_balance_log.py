@@ -1,4 +1,4 @@
-"""The log of a job read back: every value, torn ends, lines that are none; and summed up by hand."""
+"""Logs read back: every value, torn last lines, lines that are not records; and their summary."""
 
 import dataclasses
 import json
@@ -7,14 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenrank.cli.reports.balance_log import LogRecord, column, places, read_json_lines, sum_up, typical
+from evenrank.cli.reports.balance_log import (
+    column,
+    cumulative_steps,
+    read_json_lines,
+    typical_record,
+)
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.metrics import MetricsSummary, summarize
+from evenrank.dataloader.balance.metrics import LogRecord, combine, log_key, summarize
 from evenrank.dataloader.balance.writers import JsonLines
 from tests.dataloader.balance.test_writers import STEPS, step, write
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_records_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with JsonLines(path, every=2, window=3) as log:
         for metrics in STEPS:
@@ -25,7 +30,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     for record, steps in ((first, STEPS[:2]), (second, STEPS[1:4])):
         written = dataclasses.asdict(summarize(steps))
         assert {name: getattr(record, name) for name in written} == written
-        assert (record.samples, record.tokens, record.bytes) == (4, 40, 320)
+        assert (record.samples, record.tokens, record.sample_bytes) == (4, 40, 320)
         assert (record.before.tolist(), record.after.tolist()) == (steps[-1].before.tolist(), steps[-1].after.tolist())
         assert record.lower_bound == 4
         assert record.before.dtype == record.after.dtype == np.int64
@@ -33,9 +38,8 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 def test_a_record_has_the_fields_of_a_line(tmp_path: Path) -> None:
     write(tmp_path / "log.jsonl", step(0))
-    names = [field.name for field in dataclasses.fields(LogRecord)]
-    assert sorted(names) == sorted(json.loads((tmp_path / "log.jsonl").read_text()))
-    assert {field.name for field in dataclasses.fields(MetricsSummary)} <= set(names)
+    keys = [log_key(field) for field in dataclasses.fields(LogRecord)]
+    assert sorted(keys) == sorted(json.loads((tmp_path / "log.jsonl").read_text()))
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -45,7 +49,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     ends = [text.index(b"\n") + 1, len(text)]
     for size in range(len(text) + 1):
         path.write_bytes(text[:size])
-        # Where only the end of the line is missing, the line is whole.
+        # A line that lacks only its newline is complete.
         assert [record.step for record in read_json_lines(path)] == [0, 1][: sum(size >= end - 1 for end in ends)]
 
 
@@ -57,7 +61,7 @@ def test_fields_of_a_later_version_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"step": None}, "'step' is null"),
         ({"step": 1.5}, "'step' is 1.5"),
@@ -75,7 +79,7 @@ def test_fields_of_a_later_version_do_not_matter(tmp_path: Path) -> None:
         ({"before": [1, 2, 3]}, "'before' and 'after' differ in length"),
     ],
 )
-def test_a_bad_value_is_named_with_its_line(tmp_path: Path, change: dict[str, object], said: str) -> None:
+def test_a_bad_value_is_named_with_its_line(tmp_path: Path, change: dict[str, object], reason: str) -> None:
     path = tmp_path / "log.jsonl"
     write(path, *STEPS)
     lines = path.read_text().splitlines()
@@ -83,37 +87,37 @@ def test_a_bad_value_is_named_with_its_line(tmp_path: Path, change: dict[str, ob
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError) as raised:
         read_json_lines(path)
-    assert str(raised.value).startswith(f"{path}, line 3 is not a record of balancing metrics: {said}")
+    assert str(raised.value).startswith(f"{path}, line 3 is not a record of balancing metrics: {reason}")
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     [
         (b"", "it is not JSON"),
-        (b'{"epoch": 0, "st', "it is not JSON"),  # torn, and yet not the last
+        (b'{"epoch": 0, "st', "it is not JSON"),  # torn, but not the last line
         (b"\xff\xfe", "it is not JSON"),
         (b"[" * 100_000, "it is not JSON"),
         (b"[1]", "it is not an object"),
-        (b"{}", "'epoch' is missing"),
+        (b"{}", "'steps' is missing"),
     ],
 )
-def test_a_line_that_is_no_record_is_told_with_its_number(tmp_path: Path, line: bytes, said: str) -> None:
+def test_a_line_that_is_not_a_record_is_named_with_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "log.jsonl"
     write(path, step(0))
     whole = path.read_bytes()
     path.write_bytes(whole + line + b"\n" + whole)
-    with pytest.raises(DataError, match=f"line 2 is not a record of balancing metrics: {said}; give a file that"):
+    with pytest.raises(DataError, match=f"line 2 is not a record of balancing metrics: {reason}; give a file that"):
         read_json_lines(path)
 
 
-def test_a_log_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(DataError, match=f"{path} cannot be read: {said}; give a file that on_step=JsonLines"):
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(DataError, match=f"{path} cannot be read: {reason}; give a file that on_step=JsonLines"):
             read_json_lines(path)
 
 
-def test_steps_are_counted_on_where_a_job_was_resumed(tmp_path: Path) -> None:
+def test_steps_are_added_up_where_a_job_was_resumed(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for every, number in ((1, 3), (2, 5), (2, 2), (1, 1)):
         with JsonLines(path, every=every) as log:
@@ -121,10 +125,10 @@ def test_steps_are_counted_on_where_a_job_was_resumed(tmp_path: Path) -> None:
                 log(metrics)
     records = read_json_lines(path)
     assert column(records, "seen").tolist() == [1, 2, 3, 2, 4, 2, 1]
-    assert places(records).tolist() == [1, 2, 3, 5, 7, 9, 10]
+    assert cumulative_steps(records).tolist() == [1, 2, 3, 5, 7, 9, 10]
 
 
-def test_records_are_summed_up_by_their_steps(tmp_path: Path) -> None:
+def test_records_of_different_numbers_of_steps_combine_to_the_summary_of_all_steps(tmp_path: Path) -> None:
     # Records of 3 steps and of 2, the second of a job that was resumed with another `every`.
     for every, steps in ((3, STEPS[:3]), (2, STEPS[3:])):
         with JsonLines(tmp_path / "log.jsonl", every=every, window=every) as log:
@@ -132,39 +136,10 @@ def test_records_are_summed_up_by_their_steps(tmp_path: Path) -> None:
                 log(metrics)
     records = read_json_lines(tmp_path / "log.jsonl")
     assert column(records, "steps").tolist() == [3, 2]
-    summary = sum_up(records)
-    assert summary.records == 2
-    for name, value in dataclasses.asdict(summarize(STEPS)).items():
-        if name != "steps":
-            assert getattr(summary, name) == pytest.approx(value), name
-    # Before, the heaviest are 6, 8, 10, 8 and 6; after, 4, 4, 5, 4 and 6; the bound is 4.
-    assert summary.ratio_before == pytest.approx(38 / 20)
-    assert summary.ratio_after == pytest.approx(23 / 20)
-    assert summary.speedup == pytest.approx(38 / 23)
-    assert summary.worst_after == 1.5
-    assert summary.bytes_between_hosts == 20
-    assert (summary.samples, summary.tokens, summary.bytes, summary.moved_bytes) == (4, 40, 320, 80)
-
-
-def test_parts_are_of_all_samples_and_tokens(tmp_path: Path) -> None:
-    more = dataclasses.replace(step(0), samples=12, moved_samples=12, tokens=160, moved_tokens=160)
-    nothing = dataclasses.replace(step(0), samples=0, moved_samples=0, tokens=0, moved_tokens=0)
-    write(tmp_path / "log.jsonl", step(0), more, nothing)
-    summary = sum_up(read_json_lines(tmp_path / "log.jsonl"))
-    assert (summary.moved_samples, summary.moved_tokens) == (13 / 16, 170 / 200)
-
-
-def test_steps_without_any_work_are_in_balance(tmp_path: Path) -> None:
-    empty = dataclasses.replace(
-        step(0, before=(0, 0), after=(0, 0)), lower_bound=0, samples=0, moved_samples=0, tokens=0, moved_tokens=0
-    )
-    write(tmp_path / "log.jsonl", empty)
-    summary = sum_up(read_json_lines(tmp_path / "log.jsonl"))
-    assert (summary.ratio_before, summary.ratio_after, summary.speedup) == (1, 1, 1)
-    assert (summary.moved_samples, summary.moved_tokens) == (0, 0)
+    assert dataclasses.asdict(combine(records)) == pytest.approx(dataclasses.asdict(summarize(STEPS)))
 
 
 @pytest.mark.parametrize(("heaviest", "chosen"), [([9], 9), ([9, 5, 7], 7), ([4, 8, 5, 6], 5), ([5, 5, 9], 5)])
-def test_the_typical_step_is_the_median(tmp_path: Path, heaviest: list[int], chosen: int) -> None:
+def test_the_typical_record_has_the_median_imbalance(tmp_path: Path, heaviest: list[int], chosen: int) -> None:
     write(tmp_path / "log.jsonl", *(step(0, before=(load, 1)) for load in heaviest))
-    assert typical(read_json_lines(tmp_path / "log.jsonl")).before.max() == chosen
+    assert typical_record(read_json_lines(tmp_path / "log.jsonl")).before.max() == chosen

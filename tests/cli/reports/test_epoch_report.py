@@ -6,13 +6,14 @@ from rich.console import Console
 from evenrank.cli.balance_walk import Walk
 from evenrank.cli.reports.epoch_report import draw_loads, load_table
 from evenrank.dataloader.balance import StepMetrics
+from evenrank.dataloader.balance.settings import StrategyName
 
 
-def _walk(strategy: str, after: list[list[int]]) -> Walk:
+def _walk(strategy: StrategyName, after: list[list[int]]) -> Walk:
     before = [[30, 10], [10, 20]]
     return Walk(
         strategy=strategy,
-        samples=8,
+        num_samples=8,
         metrics=[
             StepMetrics(
                 epoch=0,
@@ -24,7 +25,7 @@ def _walk(strategy: str, after: list[list[int]]) -> Walk:
                 moved_samples=step,
                 tokens=40,
                 moved_tokens=step * 10,
-                bytes=400,
+                sample_bytes=400,
                 moved_bytes=step * 100,
                 gather_seconds=0.001,
                 plan_seconds=0.002,
@@ -37,17 +38,17 @@ def _walk(strategy: str, after: list[list[int]]) -> Walk:
 WALKS = [_walk("identity", [[30, 10], [10, 20]]), _walk("lpt-swap", [[20, 20], [15, 15]])]
 
 
-def test_the_table_fits_into_80_columns_and_says_what_was_won() -> None:
+def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
     console = Console(width=80)
     with console.capture() as capture:
         console.print(load_table(WALKS))
-    rows = {words[0]: words[1:] for line in capture.get().splitlines() if (words := line.split())}
+    rows = {cells[0]: cells[1:] for line in capture.get().splitlines() if (cells := line.split())}
     # Ratios 30/20 and 20/15; idle 1 - 70/100; speed-up (30 + 20) / (20 + 15); one of eight samples moved.
     assert rows["identity"] == ["1.417", "1.417", "1.500", "30.0%", "30.0%", "1.00x", "12%", "2.00"]
     assert rows["lpt-swap"] == ["1.417", "1.000", "1.000", "30.0%", "0.0%", "1.43x", "12%", "2.00"]
 
 
-def test_the_picture_is_written(tmp_path: Path) -> None:
+def test_the_plot_is_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "balance.png"
     draw_loads(WALKS, path, title="two ranks")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What comes out of a Balancer, on real Gloo groups of 1 to 4 processes."""
+"""The batches of a Balancer, on real Gloo groups of 1 to 4 processes."""
 
 import itertools
 import warnings
@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,18 +15,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
-from evenrank.dataloader.balance.exchange.byte_copy import as_bytes
-from evenrank.dataloader.balance.exchange.exchange import EXCHANGES
+from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
+from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.settings import ExchangeName, OnOverflow, StrategyName
 from evenrank.dataloader.batch import JaggedBatch, dense, lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
+from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
-Step = list[list[tuple[int, int]]]  # one rank's samples in a step: the lengths of their four keys, in pairs
+Step = list[list[tuple[int, int]]]  # a rank's samples in a step: the lengths of their four keys, in pairs
 
 
-def _tokens(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
+def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
     return lengths["a"] + lengths["b"] * 2 + lengths["weighted.a"] + lengths["c"]
 
 
@@ -43,12 +44,12 @@ def _batches(rank: int, steps: list[Step], batch_size: int) -> list[RichBatch]:
 
 
 def _balance(
-    rank: int, world_size: int, steps: list[list[Step]], batch_size: int, strategy: str
+    rank: int, world_size: int, steps: list[list[Step]], batch_size: int, strategy: StrategyName
 ) -> list[dict[str, Any]]:
     batches = _batches(rank, steps[rank], batch_size)
     metrics: list[StepMetrics] = []
     with Balancer(batches, cost=_tokens, strategy=strategy, on_step=metrics.append) as balancer:
-        seen = [
+        seen: list[dict[str, Any]] = [
             {
                 "samples": samples_of(batch),
                 "rows": batch.batch_size,
@@ -59,15 +60,15 @@ def _balance(
             }
             for batch in balancer
         ]
-    for one, metric in zip(seen, metrics, strict=True):
-        one["after"] = metric.after.tolist()
-        one["before"] = metric.before.tolist()
+    for batch_seen, metric in zip(seen, metrics, strict=True):
+        batch_seen["after"] = metric.after.tolist()
+        batch_seen["before"] = metric.before.tolist()
     return seen
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
-    """A batch size, and each rank's steps: partial batches, empty ones, ranks that end early or have no data."""
+    """Draw a batch size and each rank's steps: partial and empty batches, ranks that end early or have no batches."""
     batch_size = draw(st.integers(1, 4))
     length = st.one_of(st.just(0), st.integers(0, 30))
     sample = st.tuples(length, length, length, length).map(lambda n: [(n[0], n[1]), (n[2], n[3])])
@@ -75,34 +76,35 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
     return batch_size, draw(st.lists(steps, min_size=1, max_size=4))
 
 
-def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]) -> None:
+def _check_world(ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]]) -> None:
     batch_size, steps = world
     world_size = len(steps)
     seen = ranks.run(world_size, _balance, steps, batch_size, strategy)
-    dealt = [_batches(rank, of_rank, batch_size) for rank, of_rank in enumerate(steps)]
-    num_steps = max(len(of_rank) for of_rank in steps)
-    assert [len(of_rank) for of_rank in seen] == [num_steps] * world_size
+    loaded = [_batches(rank, steps_of_rank, batch_size) for rank, steps_of_rank in enumerate(steps)]
+    num_steps = max(len(steps_of_rank) for steps_of_rank in steps)
+    assert [len(seen_by_rank) for seen_by_rank in seen] == [num_steps] * world_size
     for number in range(num_steps):
-        before = [of_rank[number] for of_rank in dealt if number < len(of_rank)]
-        after = [of_rank[number] for of_rank in seen]
-        samples = [sample for one in after for sample in one["samples"]]
-        # The same samples, each once, whole.
+        before = [batches[number] for batches in loaded if number < len(batches)]
+        after = [seen_by_rank[number] for seen_by_rank in seen]
+        samples = [sample for batch_seen in after for sample in batch_seen["samples"]]
+        # The same samples, each once, complete.
         assert sorted(samples, key=lambda sample: sample["id"]) == [s for batch in before for s in samples_of(batch)]
         total = sum(batch.loss_tokens for batch in before)
-        for rank, one in enumerate(after):
-            ids = [sample["id"] for sample in one["samples"]]
-            assert ids == sorted(ids)  # ascending, and real ones first
-            assert one["rows"] == batch_size >= len(ids)
-            assert one["padding"] == 0
-            assert one["loss"] == (sum(len(sample["weighted c values"]) for sample in one["samples"]), total)
-            assert one["step"] == (number, number + 1)
-            assert one["longest"]
+        for rank, batch_seen in enumerate(after):
+            ids = [sample["id"] for sample in batch_seen["samples"]]
+            assert ids == sorted(ids)
+            assert batch_seen["rows"] == batch_size >= len(ids)
+            assert batch_seen["padding"] == 0
+            loss_tokens = sum(len(sample["weighted c values"]) for sample in batch_seen["samples"])
+            assert batch_seen["loss"] == (loss_tokens, total)
+            assert batch_seen["step"] == (number, number + 1)
+            assert batch_seen["longest"]
             if strategy == "identity":
-                mine = dealt[rank][number] if number < len(dealt[rank]) else None
-                assert one["samples"] == ([] if mine is None else samples_of(mine))
+                own = samples_of(loaded[rank][number]) if number < len(loaded[rank]) else []
+                assert batch_seen["samples"] == own
         assert after[0]["after"] == [
-            sum(int(_tokens_of(sample)) for sample in one["samples"]) for one in after
-        ]  # the metrics say what was trained
+            sum(_tokens_of(sample) for sample in batch_seen["samples"]) for batch_seen in after
+        ]
         assert max(after[0]["after"]) <= max(after[0]["before"]) or strategy == "karmarkar-karp"
 
 
@@ -115,13 +117,13 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 @settings(max_examples=40)
 @given(world=worlds())
 def test_balancing_never_loses_duplicates_or_alters_a_sample(
-    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
+    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]]
 ) -> None:
     _check_world(ranks, strategy, world)
 
 
-def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: str) -> list[Any]:
-    """Every bit of every batch that comes out."""
+def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: ExchangeName) -> list[Any]:
+    """Return every bit of every balanced batch."""
     with Balancer(_batches(rank, steps[rank], batch_size), cost=_tokens, exchange=exchange) as balancer:
         seen = []
         for batch in balancer:
@@ -132,7 +134,10 @@ def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, 
                     tensors = [value.values(), value.lengths(), *([] if weights is None else [weights])]
                 else:
                     tensors = [] if value is None else [value]
-                parts += [(name, one.dtype, one.shape, as_bytes(one.contiguous()).numpy().tobytes()) for one in tensors]
+                parts += [
+                    (name, tensor.dtype, tensor.shape, as_bytes(tensor.contiguous()).numpy().tobytes())
+                    for tensor in tensors
+                ]
             seen.append(parts)
         return seen
 
@@ -141,22 +146,22 @@ def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, 
 @given(world=worlds())
 def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: tuple[int, list[list[Step]]]) -> None:
     batch_size, steps = world
-    seen = [ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in EXCHANGES]
+    seen = [ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in COLLECTIVES]
     assert len(seen) == 2
     assert seen[0] == seen[1]
 
 
-def _limited(rank: int, world_size: int, on_overflow: str) -> list[tuple[int, int]]:
+def _limited(rank: int, world_size: int, on_overflow: OnOverflow) -> list[tuple[int, int]]:
     samples = [[(20, 0), (0, 0)], [(10, 0), (0, 0)]] if rank == 0 else [[(2, 0), (0, 0)], [(4, 0), (0, 0)]]
     batches = _batches(rank, [samples], 2)
     seen: list[StepMetrics] = []
     limit = 26 if on_overflow == "raise" else 10
-    # The cost is the same for all, so nothing would move but for the limit.
+    # All samples cost the same, so only the limit makes any of them move.
     with (
         warnings.catch_warnings(),
         Balancer(
             batches,
-            cost=_one_each,
+            cost=one_per_sample,
             strategy="min-move",
             max_tokens_per_rank=limit,
             on_overflow=on_overflow,
@@ -169,12 +174,9 @@ def _limited(rank: int, world_size: int, on_overflow: str) -> list[tuple[int, in
     return tokens
 
 
-def _one_each(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
-    return np.ones(len(num_candidates), dtype=np.int64)
-
-
-def test_no_rank_gets_more_tokens_than_allowed(ranks: RankPool) -> None:
-    for on_overflow in ("raise", "warn"):
+def test_no_rank_exceeds_the_token_limit(ranks: RankPool) -> None:
+    overflows: tuple[OnOverflow, ...] = ("raise", "warn")
+    for on_overflow in overflows:
         by_rank = ranks.run(2, _limited, on_overflow)
         assert sorted(tokens for ((tokens, _),) in by_rank) == [14, 22]
         assert [count for ((_, count),) in by_rank] == [2, 2]
@@ -185,7 +187,7 @@ def test_no_rank_gets_more_tokens_than_allowed(ranks: RankPool) -> None:
 @settings(max_examples=1500)
 @given(world=worlds())
 def test_balancing_never_loses_duplicates_or_alters_a_sample_in_many_rounds(
-    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
+    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]]
 ) -> None:
     _check_world(ranks, strategy, world)
 
@@ -202,7 +204,7 @@ def _walk(rank: int, world_size: int, path: Path, stop: int | None, state: Any, 
         return trained, balancer.state_dict(after=batch)
 
 
-def test_training_resumes_on_another_world_size_with_the_samples_that_are_left(
+def test_training_resumes_on_another_world_size_with_the_remaining_samples(
     ranks: RankPool, small_dataset: Path
 ) -> None:
     first = ranks.run(3, _walk, small_dataset, 4, None, 8)
@@ -210,40 +212,40 @@ def test_training_resumes_on_another_world_size_with_the_samples_that_are_left(
     assert states[0] == states[1] == states[2]
     assert states[0]["position"] == 4 * 3 * 8
     second = ranks.run(2, _walk, small_dataset, None, states[0], 16)
-    trained = [sample for of_rank, _ in first + second for sample in of_rank]
+    trained = [sample for samples, _ in first + second for sample in samples]
     assert sorted(trained) == list(range(states[0]["num_samples"]))
 
 
-def _by_hand(rank: int, world_size: int) -> list[list[int]]:
+def _start_launch_finish(rank: int, world_size: int) -> list[list[int]]:
     batches = _batches(rank, [[[(rank, 1), (1, 1)]], [[(1, 1), (rank, 1)]]], 2)
     with Balancer(batches, cost=_tokens) as balancer:
-        seen = []
+        seen: list[list[int]] = []
         for batch in [*batches, None]:
             balanced = balancer.finish(balancer.launch(balancer.start(batch)))
             seen.append([] if balanced is None else [sample["id"] for sample in samples_of(balanced)])
         return seen
 
 
-def test_the_three_states_can_be_walked_by_hand(ranks: RankPool) -> None:
-    by_rank = ranks.run(2, _by_hand)
-    steps = [sorted(itertools.chain.from_iterable(of_step)) for of_step in zip(*by_rank, strict=True)]
+def test_start_launch_and_finish_can_be_called_directly(ranks: RankPool) -> None:
+    by_rank = ranks.run(2, _start_launch_finish)
+    steps = [sorted(itertools.chain.from_iterable(ids)) for ids in zip(*by_rank, strict=True)]
     assert steps == [[0, 1000], [10, 1010], []]
 
 
 def test_a_step_is_launched_and_finished_once() -> None:
     with Balancer(_batches(0, [[[(1, 1), (1, 1)]]], 2), cost=_tokens) as balancer:
         handle = balancer.start(rich_batch([[(1, 1), (1, 1)]]))
-        with pytest.raises(ConfigError, match="finished once, after it is launched; this one is started"):
+        with pytest.raises(ConfigError, match="can be finished once, after it is launched; this one is started"):
             balancer.finish(handle)
         balancer.launch(handle)
-        with pytest.raises(ConfigError, match="launched once, after it is started; this one is launched"):
+        with pytest.raises(ConfigError, match="can be launched once, after it is started; this one is launched"):
             balancer.launch(handle)
         assert balancer.finish(handle) is not None
-        with pytest.raises(ConfigError, match="finished once, after it is launched; this one is finished"):
+        with pytest.raises(ConfigError, match="can be finished once, after it is launched; this one is finished"):
             balancer.finish(handle)
 
 
-def test_a_default_device_of_torch_does_not_matter() -> None:
+def test_torchs_default_device_does_not_matter() -> None:
     batches = _batches(0, [[[(3, 1), (2, 1)]]], 1)
     with torch.device("meta"), Balancer(batches, cost=_tokens) as balancer:
         (batch,) = balancer
@@ -252,28 +254,25 @@ def test_a_default_device_of_torch_does_not_matter() -> None:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DenseBatch(JaggedBatch):
-    """Without any jagged key, and with a fill that is not equal to itself."""
+    """A batch without jagged keys, with a fill that differs from itself."""
 
     ids: torch.Tensor = dense(fill=float("nan"))
 
 
-def _one_a_sample(lengths: dict[str, np.ndarray], num_candidates: np.ndarray) -> np.ndarray:
-    return np.ones(len(num_candidates), dtype=np.int64)
-
-
-def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
-    num_real = 4 * (1 - rank)  # all samples lie on rank 0
+def _balance_dense(rank: int, world_size: int, exchange: ExchangeName) -> list[float]:
+    num_real = 4 * (1 - rank)  # all samples are on rank 0
     ids = torch.full((4,), float("nan"), dtype=torch.float64)
     ids[:num_real] = torch.arange(num_real)
     batches = [DenseBatch(batch_size=4, num_real=num_real, ids=ids)]
-    with Balancer(batches, cost=_one_a_sample, exchange=exchange) as balancer:
+    with Balancer(batches, cost=one_per_sample, exchange=exchange) as balancer:
         (batch,) = balancer
     assert batch.ids[batch.num_real :].isnan().all()
-    return batch.ids[: batch.num_real].tolist()
+    ids_left: list[float] = batch.ids[: batch.num_real].tolist()
+    return ids_left
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
+@pytest.mark.parametrize("exchange", COLLECTIVES)
+def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: ExchangeName) -> None:
     shares = ranks.run(2, _balance_dense, exchange)
     assert [len(share) for share in shares] == [2, 2]
     assert sorted(itertools.chain.from_iterable(shares)) == [0, 1, 2, 3]

@@ -1,6 +1,6 @@
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,12 +8,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.cost import HSTUCost, SelfAttentionCost, batch_costs, cost_shift, tokens_of
-from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.balance.cost import HSTUCost, SelfAttentionCost, cost_shift, count_tokens, scaled_costs
+from tests.dataloader.balance.costs import Ints
 
 
 class _HSTULayer(torch.nn.Module):
-    """The matrix products of one layer, as in the paper, with all of the attention matrix."""
+    """The matrix products of one layer, as in the paper, with the full attention matrix."""
 
     def __init__(self, hidden: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -23,12 +23,13 @@ class _HSTULayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         u, v, q, k = (part.view(-1, *self.shape).transpose(0, 1) for part in self.uvqk(x).chunk(4, dim=-1))
-        mixed = torch.nn.functional.silu(q @ k.transpose(1, 2)) @ v
-        return x + self.out((mixed * u).transpose(0, 1).reshape(len(x), -1))
+        attended = torch.nn.functional.silu(q @ k.transpose(1, 2)) @ v
+        output: torch.Tensor = x + self.out((attended * u).transpose(0, 1).reshape(len(x), -1))
+        return output
 
 
 @pytest.mark.parametrize(("hidden", "heads", "head_dim", "tokens"), [(8, 2, 3, 5), (16, 4, 4, 33), (12, 1, 32, 1)])
-def test_flops_are_those_that_pytorch_counts_forward_and_backward(
+def test_hstu_flops_equal_pytorchs_count_of_forward_and_backward(
     hidden: int, heads: int, head_dim: int, tokens: int
 ) -> None:
     layers = torch.nn.Sequential(*(_HSTULayer(hidden, heads, head_dim) for _ in range(3)))
@@ -40,7 +41,7 @@ def test_flops_are_those_that_pytorch_counts_forward_and_backward(
 
 
 class _TransformerLayer(torch.nn.Module):
-    """The matrix products of one layer, with all of the attention matrix."""
+    """The matrix products of one layer, with the full attention matrix."""
 
     def __init__(self, hidden: int, heads: int, head_dim: int, inner: int) -> None:
         super().__init__()
@@ -51,16 +52,17 @@ class _TransformerLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.view(-1, *self.shape).transpose(0, 1) for part in self.qkv(x).chunk(3, dim=-1))
-        mixed = torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v
-        x = x + self.out(mixed.transpose(0, 1).reshape(len(x), -1))
-        return x + self.ffn(x)
+        attended = torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v
+        x = x + self.out(attended.transpose(0, 1).reshape(len(x), -1))
+        output: torch.Tensor = x + self.ffn(x)
+        return output
 
 
 @pytest.mark.parametrize(
     ("hidden", "heads", "head_dim", "multiplier", "tokens"),
     [(8, 2, 3, 4, 5), (16, 4, 4, 8 / 3, 33), (12, 1, 32, 1, 1)],
 )
-def test_flops_of_self_attention_are_those_that_pytorch_counts(
+def test_self_attention_flops_equal_pytorchs_count(
     hidden: int, heads: int, head_dim: int, multiplier: float, tokens: int
 ) -> None:
     inner = int(multiplier * hidden)
@@ -87,7 +89,7 @@ def test_heads_are_counted_once(make: Callable[..., HSTUCost | SelfAttentionCost
 
 
 @_KINDS
-def test_every_cost_of_a_model_knows_its_tokens_and_what_the_longest_sample_costs(
+def test_every_model_cost_counts_tokens_and_knows_the_longest_samples_cost(
     make: Callable[..., HSTUCost | SelfAttentionCost],
 ) -> None:
     cost = make(
@@ -115,8 +117,8 @@ def test_a_cost_that_would_wrap_around_is_refused(make: Callable[..., HSTUCost |
 
 
 def test_self_attention_is_the_sum_of_its_products() -> None:
-    # w = 6 is not hidden = 8, and 8/3 of 8 is 21.3.
-    shape = {"hidden": 8, "heads": 2, "head_dim": 3, "layers": 2, "ffn_multiplier": 8 / 3}
+    # heads * head_dim = 6 differs from hidden = 8, and 8/3 of 8 is 21.3.
+    shape: Any = {"hidden": 8, "heads": 2, "head_dim": 3, "layers": 2, "ffn_multiplier": 8 / 3}
     tokens = np.array([0, 1, 10])
     linear = 8 * 8 * 6 + 4 * 8 * 21
     full, causal = (SelfAttentionCost(**shape, causal=causal).of_tokens(tokens).tolist() for causal in (False, True))
@@ -124,7 +126,7 @@ def test_self_attention_is_the_sum_of_its_products() -> None:
     assert causal == [3 * 2 * (linear * s + 2 * 6 * s * s) for s in (0, 1, 10)]
 
 
-def test_what_makes_no_model_is_refused() -> None:
+def test_impossible_model_shapes_are_refused() -> None:
     with pytest.raises(ConfigError, match="layers must be at least 1, got 0"):
         HSTUCost(hidden=8, heads=1, head_dim=8, layers=0)
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, got -1"):
@@ -134,25 +136,25 @@ def test_what_makes_no_model_is_refused() -> None:
             SelfAttentionCost(hidden=8, heads=1, head_dim=8, layers=1, ffn_multiplier=wrong)
 
 
-def test_tokens_are_what_the_cost_says_or_else_all_values() -> None:
+def test_tokens_are_counted_by_the_cost_or_else_all_values_count() -> None:
     lengths = {"item_id": np.array([5, 0]), "action": np.array([4, 1])}
     cost = HSTUCost(hidden=1, heads=1, head_dim=1, layers=1)
-    assert tokens_of(cost, lengths, 2).tolist() == [5, 0]
-    assert tokens_of(lambda lengths, candidates: candidates, lengths, 2).tolist() == [9, 1]
-    assert tokens_of(lambda lengths, candidates: candidates, {}, 3).tolist() == [0, 0, 0]
+    assert count_tokens(cost, lengths, 2).tolist() == [5, 0]
+    assert count_tokens(lambda lengths, candidates: candidates, lengths, 2).tolist() == [9, 1]
+    assert count_tokens(lambda lengths, candidates: candidates, {}, 3).tolist() == [0, 0, 0]
 
 
 def test_causal_attention_costs_half() -> None:
-    shape = {"hidden": 8, "heads": 2, "head_dim": 4, "layers": 1}
+    shape: Any = {"hidden": 8, "heads": 2, "head_dim": 4, "layers": 1}
     tokens = np.array([10])
     full, causal = (HSTUCost(**shape, causal=causal).of_tokens(tokens).item() for causal in (False, True))
     assert full == 3 * (10 * 10 * 8 * 8 + 4 * 10 * 10 * 8)
     assert causal == 3 * (10 * 10 * 8 * 8 + 2 * 10 * 10 * 8)
 
 
-def test_tokens_are_items_and_whatever_else_is_a_token() -> None:
+def test_tokens_are_items_and_optionally_actions_and_contextual_keys() -> None:
     lengths = {"item_id": np.array([5, 0]), "action": np.array([4, 0]), "sex": np.array([1, 1])}
-    shape = {"hidden": 1, "heads": 1, "head_dim": 1, "layers": 1}
+    shape: Any = {"hidden": 1, "heads": 1, "head_dim": 1, "layers": 1}
     assert HSTUCost(**shape).tokens(lengths).tolist() == [5, 0]
     assert HSTUCost(**shape, interleave_actions=True).tokens(lengths).tolist() == [9, 0]
     assert HSTUCost(**shape, interleave_actions=True, contextual=("sex",)).tokens(lengths).tolist() == [10, 1]
@@ -160,32 +162,28 @@ def test_tokens_are_items_and_whatever_else_is_a_token() -> None:
         HSTUCost(**shape, contextual=("age",)).tokens(lengths)
 
 
-def _batch(rows: int) -> JaggedBatch:
-    return JaggedBatch(batch_size=rows, num_real=rows)
-
-
-def test_the_history_may_be_another_key() -> None:
+def test_the_history_can_be_another_key() -> None:
     cost = HSTUCost(hidden=4, heads=1, head_dim=4, layers=1, history_key="semantic_id")
     assert cost.tokens({"semantic_id": np.array([9, 0])}).tolist() == [9, 0]
 
 
-def test_a_step_of_the_longest_samples_adds_up_within_62_bits() -> None:
+def test_a_step_of_the_longest_samples_sums_within_62_bits() -> None:
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, max_tokens=100_000)
     samples = 16_384 * 128
     longest = {"item_id": np.array([100_000])}
-    scaled = batch_costs(cost, _batch(1), longest, world_size=samples)
+    scaled = scaled_costs(cost, longest, np.zeros(1, dtype=np.int64), num_real=1, world_size=samples)
     assert 2**60 < int(scaled[0]) * samples <= 2**62
     assert cost_shift(cost, 8) == 0
 
 
-def test_scaling_is_a_power_of_two_that_depends_on_the_configuration_alone() -> None:
+def test_the_scale_is_a_power_of_two_that_depends_on_the_configuration_alone() -> None:
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
     samples = 3 * 2**18
     shift = cost_shift(cost, samples)
     lengths = {"item_id": np.array([1, 77, 4096])}
-    scaled = batch_costs(cost, _batch(3), lengths, world_size=samples // 3)
+    scaled = scaled_costs(cost, lengths, np.zeros(3, dtype=np.int64), num_real=3, world_size=samples // 3)
     assert shift > 0
-    assert scaled.tolist() == [c >> shift for c in cost(lengths, np.zeros(3)).tolist()]
+    assert scaled.tolist() == [c >> shift for c in cost(lengths, np.zeros(3, dtype=np.int64)).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +192,16 @@ def test_scaling_is_a_power_of_two_that_depends_on_the_configuration_alone() -> 
         (np.array([0.5, 1.0]), r"must return int64 of shape \(2,\), got float64"),
         (np.array([1]), r"got int64 of shape \(1,\)"),
         (np.array([1, -5]), "must not be negative, got -5"),
-        (np.array([1, 2**60]), "cost of 1152921504606846976 is too large to be added up over 8 samples"),
+        (np.array([1, 2**60]), "cost of 1152921504606846976 is too large to be summed over 8 samples"),
     ],
 )
-def test_what_a_cost_returns_is_checked(returned: np.ndarray, message: str) -> None:
+def test_what_a_cost_returns_is_checked(returned: Ints, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        batch_costs(lambda lengths, candidates: returned, _batch(2), {}, world_size=4)
+        scaled_costs(lambda lengths, candidates: returned, {}, np.zeros(2, dtype=np.int64), num_real=2, world_size=4)
 
 
-def test_padding_costs_nothing_whatever_the_function_says() -> None:
-    batch = replace(_batch(3), num_real=1)
-    assert batch_costs(lambda lengths, candidates: np.array([5, 6, -7]), batch, {}, world_size=4).tolist() == [5, 0, 0]
+def test_padding_costs_0_whatever_the_cost_returns() -> None:
+    returned = np.array([5, 6, -7])
+    no_candidates = np.zeros(3, dtype=np.int64)
+    scaled = scaled_costs(lambda lengths, candidates: returned, {}, no_candidates, num_real=1, world_size=4)
+    assert scaled.tolist() == [5, 0, 0]

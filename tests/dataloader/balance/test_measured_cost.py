@@ -9,24 +9,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import MeasuredCost
 from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.datasets.distributions import Lognormal
+from tests.dataloader.balance.costs import Ints
 
 A, B, C = 0.004, 3e-7, 2e-10  # seconds of a step, of a token, of a pair of tokens
 
 
-def _steps(count: int = 200, seed: int = 0, batch_size: int = 16) -> np.ndarray:
+def _steps(count: int = 200, seed: int = 0, batch_size: int = 16) -> Ints:
     lengths = Lognormal(mean=512, std=512).sample(np.random.default_rng(seed), count * batch_size)
     return lengths.reshape(count, batch_size)
 
 
-def _times(steps: np.ndarray, a: float = A, b: float = B, c: float = C, noise: float = 0.0) -> np.ndarray:
+def _times(steps: NDArray[Any], a: float = A, b: float = B, c: float = C, noise: float = 0.0) -> NDArray[np.float64]:
     tokens = steps.astype(np.float64)
     exact = a + b * tokens.sum(axis=1) + c * (tokens**2).sum(axis=1)
-    return exact * (1 + noise * np.random.default_rng(1).standard_normal(len(steps)))
+    times: NDArray[np.float64] = exact * (1 + noise * np.random.default_rng(1).standard_normal(len(steps)))
+    return times
 
 
 def _seconds(cost: MeasuredCost) -> tuple[float, float]:
@@ -40,11 +43,11 @@ def test_exact_times_give_the_coefficients_back() -> None:
     assert cost.seconds_per_step == pytest.approx(A, rel=1e-6)
     assert cost.steps == 200
     assert cost.r2 == pytest.approx(1.0)
-    assert MeasuredCost.fit(steps, _times(steps)) == cost  # nothing is drawn
+    assert MeasuredCost.fit(steps, _times(steps)) == cost  # deterministic
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_and_far_outliers_do_not_bend_the_fit(seed: int) -> None:
+def test_noise_and_far_outliers_do_not_bias_the_fit(seed: int) -> None:
     steps = _steps(2000, seed)
     times = _times(steps, noise=0.003)
     times[seed::20] *= 10  # a checkpoint was written
@@ -53,7 +56,7 @@ def test_noise_and_far_outliers_do_not_bend_the_fit(seed: int) -> None:
     assert 0.99 < cost.r2 < 1
 
 
-def test_outliers_that_are_the_longest_steps_are_outliers_too() -> None:
+def test_outliers_among_the_longest_steps_are_found() -> None:
     steps = _steps(2000)
     times = _times(steps, noise=0.003)
     longest = np.argsort(times)[-40:]
@@ -61,18 +64,18 @@ def test_outliers_that_are_the_longest_steps_are_outliers_too() -> None:
     assert _seconds(MeasuredCost.fit(steps, times)) == pytest.approx((B, C), rel=0.02)
 
 
-def test_steps_may_have_different_numbers_of_samples() -> None:
+def test_steps_can_have_different_numbers_of_samples() -> None:
     steps = [row[: 1 + index % 16] for index, row in enumerate(_steps())]
     times = [A + B * step.sum() + C * (step.astype(float) ** 2).sum() for step in steps]
     assert _seconds(MeasuredCost.fit(steps, times)) == pytest.approx((B, C), rel=1e-6)
-    assert MeasuredCost.fit([*steps, []], [*times, A]).steps == 201  # a rank may have had nothing to train
+    assert MeasuredCost.fit([*steps, np.empty(0, dtype=np.int64)], [*times, A]).steps == 201  # an empty rank
 
 
 @pytest.mark.parametrize(("b", "c"), [(B, 0.0), (0.0, C)])
-def test_a_model_without_one_of_the_terms_gets_nothing_for_it(b: float, c: float) -> None:
+def test_a_term_that_the_times_lack_is_fitted_as_0(b: float, c: float) -> None:
     steps = _steps()
-    found = _seconds(MeasuredCost.fit(steps, _times(steps, b=b, c=c)))
-    assert found == pytest.approx((b, c), rel=1e-5, abs=1e-6 * (b or c))
+    fitted = _seconds(MeasuredCost.fit(steps, _times(steps, b=b, c=c)))
+    assert fitted == pytest.approx((b, c), rel=1e-5, abs=1e-6 * (b or c))
 
 
 def test_coefficients_are_never_negative() -> None:
@@ -88,7 +91,7 @@ def test_coefficients_are_never_negative() -> None:
     assert _seconds(cost) == pytest.approx((B, C), rel=0.02)
 
 
-def test_costs_are_whole_numbers_in_proportion_and_leave_room_for_adding_up() -> None:
+def test_costs_are_proportional_integers_that_can_be_summed() -> None:
     steps = _steps()
     cost = MeasuredCost.fit(steps, _times(steps), interleave_actions=True)
     lengths = {"item_id": np.array([1, 40, 65_536]), "action": np.array([0, 40, 65_536])}
@@ -106,13 +109,13 @@ def test_costs_are_whole_numbers_in_proportion_and_leave_room_for_adding_up() ->
     c=st.floats(1e-14, 1e-8),
     tokens=st.lists(st.integers(1, 131_072), min_size=1, max_size=20),
 )
-def test_costs_are_in_proportion_whatever_the_model(b: float, c: float, tokens: list[int]) -> None:
-    # Steps of one sample each: sums have no error of their own.
+def test_costs_are_proportional_for_every_model(b: float, c: float, tokens: list[int]) -> None:
+    # Steps of one sample each, so that sums have no rounding error.
     steps = np.arange(1, 41)[:, np.newaxis] * 3000
     cost = MeasuredCost.fit(steps, _times(steps, b=b, c=c))
     counts = np.array(tokens)
-    found_b, found_c = _seconds(cost)
-    seconds = found_b * counts + found_c * counts.astype(np.float64) ** 2
+    fitted_b, fitted_c = _seconds(cost)
+    seconds = fitted_b * counts + fitted_c * counts.astype(np.float64) ** 2
     assert np.ldexp(cost.of_tokens(counts).astype(np.float64), -cost.fraction_bits) == pytest.approx(seconds, rel=1e-9)
     assert seconds == pytest.approx(b * counts + c * counts.astype(np.float64) ** 2, rel=1e-6)
     assert cost.of_tokens(np.array([131_072])).tolist() == [cost.max_cost]
@@ -129,55 +132,63 @@ def test_a_sample_whose_cost_would_wrap_around_is_refused() -> None:
 
 
 GOOD = _steps()
-FILLED = np.concatenate([GOOD[:, :8] % 1000, 1000 - GOOD[:, :8] % 1000], axis=1)  # 8,000 tokens each
-ALIKE = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0)  # 1..16 samples of 64 tokens
+PACKED = np.concatenate([GOOD[:, :8] % 1000, 1000 - GOOD[:, :8] % 1000], axis=1)  # 8,000 tokens each
+SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0)  # 1..16 samples of 64 tokens
 
 
 @pytest.mark.parametrize(
     ("lengths", "seconds", "message"),
     [
-        (GOOD[:19], _times(GOOD[:19]), "19 steps are too few to fit a cost to; time at least 20"),
+        (GOOD[:19], _times(GOOD[:19]), "19 steps are too few to fit a cost; time at least 20"),
         (GOOD, _times(GOOD)[:-1], r"one time for each step, got 200 steps and \(199,\) times"),
         (
             GOOD,
             np.where(np.arange(200) == 3, -1.0, _times(GOOD)),
-            "1 of 200 are not, the first -1.0 seconds, of step 3; time",
+            "1 of 200 are not, the first -1.0 seconds of step 3; time",
         ),
         (
             GOOD,
             np.where(np.arange(200) == 3, np.nan, _times(GOOD)),
-            "1 of 200 are not, the first nan seconds, of step 3; time",
+            "1 of 200 are not, the first nan seconds of step 3; time",
         ),
         (
             GOOD,
             np.where(np.arange(200) > 7, np.inf, _times(GOOD)),
-            "192 of 200 are not, the first inf seconds, of step 8",
+            "192 of 200 are not, the first inf seconds of step 8",
         ),
-        (np.full((200, 4), 100), np.linspace(1, 2, 200), "too much alike: their tokens vary by 0.0%, at least 2% are"),
-        (FILLED, _times(FILLED), r"vary by 0.0%, .*not balanced \(strategy=\"identity\"\) nor filled up"),
-        (ALIKE, _times(ALIKE), "lengths are too much alike: tokens explain all but 0.00% of their squares, 0.1% must"),
+        (np.full((200, 4), 100), np.linspace(1, 2, 200), "too similar: their tokens vary by 0.0%, at least 2% is"),
+        (PACKED, _times(PACKED), r"vary by 0.0%, .*neither balanced \(strategy=\"identity\"\) nor packed"),
+        (
+            SIMILAR,
+            _times(SIMILAR),
+            "lengths are too similar: tokens explain all but 0.00% of their squares, at least",
+        ),
         (
             GOOD * 1.0,
             _times(GOOD),
-            r"whole numbers of its samples' tokens, \[samples\]; step 0 has float64 of shape \(16,",
+            r"lengths must be integers \[samples\] for each step; step 0 has float64 of shape \(16,",
         ),
         (GOOD.sum(axis=1), _times(GOOD), r"step 0 has int64 of shape \(\)"),
-        (GOOD - 10_000, _times(GOOD), r"step 0 has a sample of -9,\d+ tokens, they must be from 0 to 131,072; correct"),
+        (
+            GOOD - 10_000,
+            _times(GOOD),
+            r"step 0 has a sample of -9,\d+ tokens, which must be between 0 and 131,072",
+        ),
         (
             GOOD + 131_072,
             _times(GOOD),
-            r"step 0 has a sample of 13\d,\d+ tokens, they must be from 0 to 131,072; correct",
+            r"step 0 has a sample of 13\d,\d+ tokens, which must be between 0 and 131,072",
         ),
-        (GOOD, np.random.default_rng(0).uniform(1, 2, 200), "tokens, at least 80% are needed; time forward"),
-        (GOOD, 1 - _times(GOOD), "time of the 200 steps does not grow with tokens; time forward"),
+        (GOOD, np.random.default_rng(0).uniform(1, 2, 200), "200 times, at least 80% is needed; time the forward"),
+        (GOOD, 1 - _times(GOOD), "time of the 200 steps does not grow with tokens; time the forward"),
         (
             GOOD,
             _times(GOOD) * np.where(np.arange(200) % 10 < 3, 10, 1),
-            "60 of 200 steps are far from what their tokens explain, at most 25% may be; time forward and",
+            "60 of 200 times are far from what the tokens of their steps explain, at most 25% may be; time the",
         ),
     ],
 )
-def test_a_poor_fit_is_refused_with_the_reason(lengths: np.ndarray, seconds: np.ndarray, message: str) -> None:
+def test_a_poor_fit_is_refused_with_the_reason(lengths: Ints, seconds: NDArray[np.float64], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MeasuredCost.fit(lengths, seconds)
 
@@ -190,7 +201,7 @@ def test_a_poor_fit_is_refused_with_the_reason(lengths: np.ndarray, seconds: np.
     seconds=st.floats(0, 10),
     contextual=st.lists(st.text(max_size=5), max_size=3).map(tuple),
 )
-def test_what_is_saved_is_loaded_and_ranks_see_that_it_is_the_same(
+def test_a_saved_cost_is_loaded_equal_and_described_equally(
     tmp_path_factory: pytest.TempPathFactory,
     linear: int,
     quadratic: int,
@@ -227,25 +238,25 @@ def _saved(tmp_path: Path) -> Path:
     ("change", "message"),
     [
         ({"linear": -1}, "cost.json: linear must be finite and not negative, got -1; fit the cost again"),
-        ({"linear": 1.5}, r"cost.json: linear is 1.5, of another type; fit the cost again"),
-        ({"linear": True}, "linear is True, of another type"),
+        ({"linear": 1.5}, r"cost.json: linear has the wrong type, 1.5; fit the cost again"),
+        ({"linear": True}, "linear has the wrong type, True"),
         ({"linear": 0, "quadratic": 0}, "linear and quadratic must not both be 0"),
         ({"linear": 2**46}, r"linear 70368744177664 and .* of max_tokens, 131,072, must cost less than 2\^62; fit"),
         ({"fraction_bits": -3}, "fraction_bits must be finite and not negative, got -3"),
         ({"seconds_per_step": -0.5}, "seconds_per_step must be finite and not negative, got -0.5"),
         ({"seconds_per_step": float("nan")}, "seconds_per_step must be finite and not negative, got nan"),
-        ({"r2": 1.5}, "r2 must be from 0 to 1, got 1.5"),
+        ({"r2": 1.5}, "r2 must be between 0 and 1, got 1.5"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"contextual": ["sex", 1]}, r"contextual is \['sex', 1\], of another type"),
-        ({"quadratic": None}, "quadratic is None"),
-        ({"contextual": "sex"}, "contextual is 'sex'"),
-        ({"interleave_actions": 1}, "interleave_actions is 1"),
+        ({"contextual": ["sex", 1]}, r"contextual has the wrong type, \['sex', 1\]"),
+        ({"quadratic": None}, "quadratic has the wrong type, None"),
+        ({"contextual": "sex"}, "contextual has the wrong type, 'sex'"),
+        ({"interleave_actions": 1}, "interleave_actions has the wrong type, 1"),
         ({"version": 2}, "has version 2, this evenrank reads 1"),
         ({"version": None}, "has version None, this evenrank reads 1"),
         ({"format": "other"}, "is not a measured cost"),
     ],
 )
-def test_a_file_that_was_meddled_with_is_refused_by_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_file_with_an_invalid_field_is_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = _saved(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=message):
@@ -253,7 +264,7 @@ def test_a_file_that_was_meddled_with_is_refused_by_field(tmp_path: Path, change
 
 
 @pytest.mark.parametrize("field", ["linear", "fraction_bits", "history_key", "r2"])
-def test_a_file_that_lacks_a_field_is_refused_by_it(tmp_path: Path, field: str) -> None:
+def test_a_file_that_lacks_a_field_is_refused_by_name(tmp_path: Path, field: str) -> None:
     path = _saved(tmp_path)
     values = json.loads(path.read_text())
     del values[field]
@@ -262,15 +273,15 @@ def test_a_file_that_lacks_a_field_is_refused_by_it(tmp_path: Path, field: str) 
         MeasuredCost.load(path)
 
 
-def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none.json could not be read as a measured cost: .*No such file"):
+def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none.json cannot be read as a measured cost: .*No such file"):
         MeasuredCost.load(tmp_path / "none.json")
     (tmp_path / "text.json").write_text("seconds")
-    with pytest.raises(DataError, match=r"text.json could not be read as a measured cost: Expecting value"):
+    with pytest.raises(DataError, match=r"text.json cannot be read as a measured cost: Expecting value"):
         MeasuredCost.load(tmp_path / "text.json")
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one_whole(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_leaves_nothing_and_keeps_the_old_one(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     before = path.read_bytes()
     with pytest.raises(DataError, match=r"none/cost.json could not be written: No such file or directory"):
@@ -282,7 +293,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one_whole(tmp_
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_write_that_fails_halfway_leaves_the_old_file(
+def test_a_write_that_fails_halfway_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     path = _saved(tmp_path)
@@ -293,7 +304,7 @@ def test_a_write_that_fails_halfway_leaves_the_old_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[failing], fail)
+        patch.setattr(os if failing == "fsync" else Path, failing, fail)
         with pytest.raises(DataError, match=r"cost.json could not be written: No space left on device"):
             other.save(path)
     assert path.read_bytes() == before

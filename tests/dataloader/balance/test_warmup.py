@@ -1,52 +1,53 @@
+import importlib
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
+from numba.core.dispatcher import Dispatcher
 
+from evenrank.dataloader.balance.partition import strategies
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.warmup import compile_ahead
-from evenrank.datasets.distributions import Lognormal
+from evenrank.dataloader.balance.warmup import warm_up
 
-_PLAN_AFTER_COMPILING = """
+_PLAN_AFTER_WARM_UP = """
 import numpy as np
 from numba.core import event
-from evenrank.dataloader.balance.warmup import compile_ahead
+from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.balance.partition.strategies import STRATEGIES, partition
 
-compile_ahead()
+warm_up()
 rng = np.random.default_rng(0)
-costs, sizes = rng.integers(0, 1 << 40, 512), rng.integers(0, 1000, 512)
+costs, tokens = rng.integers(0, 1 << 40, 512), rng.integers(0, 1000, 512)
 with event.install_recorder("numba:compile") as recorder:
     for strategy in STRATEGIES:
-        partition(costs, 64, strategy=strategy, sizes=sizes)
-        partition(costs, 64, strategy=strategy, sizes=sizes, max_tokens_per_rank=4100, on_overflow="warn")
+        partition(costs, 64, strategy=strategy, tokens=tokens)
+        partition(costs, 64, strategy=strategy, tokens=tokens, max_tokens_per_rank=4100, on_overflow="warn")
 print(len(recorder.buffer))
 """
 
 
-def test_planning_compiles_nothing_after_compiling_ahead() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _PLAN_AFTER_COMPILING]
+def test_planning_compiles_nothing_after_warm_up() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _PLAN_AFTER_WARM_UP]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
 
 
-def test_the_main_thread_goes_on_during_a_long_plan() -> None:
-    world_size = 1 << 16
-    tokens = Lognormal(mean=512, std=512).sample(np.random.default_rng(0), world_size * 32)
-    costs = 10 * tokens * 1024 + 4 * tokens**2
-    compile_ahead()
-    planning = threading.Thread(target=partition, args=(costs, world_size), kwargs={"sizes": tokens})
-    # Waits are counted in turns of this loop, which needs the interpreter's lock for each. A plan that held it would
-    # leave a handful.
-    turns = 0
-    planning.start()
-    while planning.is_alive():
-        turns += 1
-    assert turns > 50_000
+def _compiled_functions() -> list[Dispatcher]:
+    folder = Path(strategies.__file__).parent
+    modules = [importlib.import_module(f"{strategies.__package__}.{path.stem}") for path in folder.glob("[!_]*.py")]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
 
 
-def test_compiling_from_several_threads_at_once_is_safe() -> None:
-    threads = [threading.Thread(target=compile_ahead) for _ in range(4)]
+def test_all_compiled_loops_of_planning_release_the_gil() -> None:
+    functions = _compiled_functions()
+    assert len(functions) > 30
+    for function in functions:
+        assert function.targetoptions["nogil"], function
+
+
+def test_warm_up_from_several_threads_at_once_is_safe() -> None:
+    threads = [threading.Thread(target=warm_up) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,7 +1,6 @@
-"""Metrics of steps as lines of JSON and as scalars of TensorBoard: what is in them, and that nothing is lost."""
+"""Metrics as JSON lines and as scalars of TensorBoard: their contents, and that nothing is lost."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import resource
@@ -17,14 +16,14 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import writers
-from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics
+from evenrank.dataloader.balance.metrics import StepMetrics, shown_fields
 from evenrank.dataloader.balance.writers import JsonLines, TensorBoard
 
 
 def step(
     number: int, *, epoch: int = 0, before: tuple[int, ...] = (6, 2), after: tuple[int, ...] = (4, 4)
 ) -> StepMetrics:
-    """A step with a lower bound of 4, in which 1 of 4 samples, 10 of 40 tokens and 80 of 320 bytes move."""
+    """Return a step with a lower bound of 4, in which 1 of 4 samples, 10 of 40 tokens and 80 of 320 bytes move."""
     return StepMetrics(
         epoch=epoch,
         step=number,
@@ -35,7 +34,7 @@ def step(
         moved_samples=1,
         tokens=40,
         moved_tokens=10,
-        bytes=320,
+        sample_bytes=320,
         moved_bytes=80,
         bytes_between_hosts=20,
         gather_seconds=0.25,
@@ -45,7 +44,7 @@ def step(
     )
 
 
-# Heaviest ranks 6, 8, 10, 8, 6 before and 4, 4, 5, 4, 6 after; in the fourth step nothing is dealt.
+# Heaviest loads 6, 8, 10, 8, 6 before balancing and 4, 4, 5, 4, 6 after.
 STEPS = [
     step(0),
     step(1, before=(8, 0)),
@@ -67,7 +66,7 @@ def write(path: Path, *steps: StepMetrics) -> None:
             log(metrics)
 
 
-def test_a_line_says_what_a_step_did(tmp_path: Path) -> None:
+def test_a_line_has_all_metrics_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "log.jsonl"
     write(path, step(7, epoch=2, before=(6, 2), after=(3, 5)))
     assert lines(path) == [
@@ -100,7 +99,7 @@ def test_a_line_says_what_a_step_did(tmp_path: Path) -> None:
     ]
 
 
-def test_a_record_after_every_so_many_steps_sums_up_the_last_few(tmp_path: Path) -> None:
+def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "log.jsonl", every=2, window=3) as log:
         for metrics in STEPS:
             log(metrics)
@@ -117,7 +116,7 @@ def test_a_record_after_every_so_many_steps_sums_up_the_last_few(tmp_path: Path)
     assert (second["before"], second["after"]) == ([8, 8], [4, 4])
 
 
-def test_a_window_may_be_shorter_than_the_way_to_the_next_record(tmp_path: Path) -> None:
+def test_a_window_can_be_shorter_than_the_distance_between_records(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "log.jsonl", every=4, window=1) as log:
         for metrics in STEPS:
             log(metrics)
@@ -135,7 +134,7 @@ def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) 
 
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 16])
-def test_a_log_is_continued_behind_its_last_whole_line(
+def test_a_log_is_continued_after_its_last_complete_line(
     tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "_BLOCK", block)
@@ -146,17 +145,17 @@ def test_a_log_is_continued_behind_its_last_whole_line(
     for size in range(len(text) + 1):
         path.write_bytes(text[:size])
         write(path, STEPS[2])
-        # Where only the end of the line is missing, the line is whole.
-        whole = sum(size >= end - 1 for end in ends[1:])
-        assert [line["heaviest_before"] for line in lines(path)] == [*[6, 8][:whole], 10], size
-        assert path.read_bytes().startswith(text[: ends[whole]])
+        # A line that lacks only its newline is complete.
+        complete = sum(size >= end - 1 for end in ends[1:])
+        assert [line["heaviest_before"] for line in lines(path)] == [*[6, 8][:complete], 10], size
+        assert path.read_bytes().startswith(text[: ends[complete]])
 
 
 @pytest.mark.parametrize("text", ["notes", "notes\n", '{"loss": 1}\n', '{"epoch": 0}\nnotes', "\n", "\0\1"])
-def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_log_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(text)
-    with pytest.raises(DataError, match=r"log\.jsonl exists and is no log of balancing metrics; choose another file"):
+    with pytest.raises(DataError, match=r"log\.jsonl exists and is not a log of balancing metrics; choose another"):
         JsonLines(path)
     assert path.read_text() == text
 
@@ -165,7 +164,7 @@ def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, text: str)
     ("name", "message"),
     [("folder", "Is a directory"), ("file/log", "Not a directory"), ("file/a/b", "Not a directory")],
 )
-def test_places_that_cannot_be_written_are_told_at_once(tmp_path: Path, name: str, message: str) -> None:
+def test_paths_that_cannot_be_written_are_reported_at_once(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=f"{name} cannot be written: {message}; choose another file"):
@@ -173,8 +172,8 @@ def test_places_that_cannot_be_written_are_told_at_once(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("writer", [JsonLines, TensorBoard])
-def test_a_missing_permission_is_told_at_once(tmp_path: Path, writer: type[JsonLines | TensorBoard]) -> None:
-    writer(tmp_path / "before").close()  # imports all that it needs
+def test_a_missing_permission_is_reported_at_once(tmp_path: Path, writer: type[JsonLines | TensorBoard]) -> None:
+    writer(tmp_path / "before").close()  # so that all imports are done
     (tmp_path / "locked").mkdir(mode=0o555)
     with _unprivileged(), pytest.raises(DataError, match="log cannot be written: Permission denied; choose another f"):
         writer(tmp_path / "locked" / "log")
@@ -182,7 +181,7 @@ def test_a_missing_permission_is_told_at_once(tmp_path: Path, writer: type[JsonL
 
 @contextlib.contextmanager
 def _unprivileged() -> Iterator[None]:
-    """Let permissions hold for the administrator too."""
+    """Drop root's privileges, to which permissions do not apply."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -206,19 +205,19 @@ def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
     assert [line["seen"] for line in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_a_full_disk_ends_the_log_and_the_next_one_mends_it(tmp_path: Path) -> None:
+def test_a_full_disk_closes_the_log_and_the_next_writer_repairs_it(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = JsonLines(path)
     log(STEPS[0])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A limit on the size of files stands in for a disk that is full: the second line fits in half.
+    # A limit to the file size simulates a full disk; half of the second line fits.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size * 3 // 2, limits[1]))
     try:
-        with pytest.raises(DataError, match=r"log\.jsonl could not be written: File too large; make room there"):
+        with pytest.raises(DataError, match=r"log\.jsonl could not be written: File too large; free some space"):
             log(STEPS[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(ConfigError, match="this JsonLines is closed; make a new one"):
+    with pytest.raises(ConfigError, match="this JsonLines is closed; create a new one"):
         log(STEPS[2])
     log.close()
     assert not path.read_text().endswith("\n")
@@ -226,16 +225,15 @@ def test_a_full_disk_ends_the_log_and_the_next_one_mends_it(tmp_path: Path) -> N
     assert [(line["epoch"], line["step"]) for line in lines(path)] == [(0, 0), (1, 0)]
 
 
-def test_tensorboard_reads_the_values_back(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_labelled_metric(tmp_path: Path) -> None:
     with TensorBoard(tmp_path / "runs", every=2, window=3) as board:
         for metrics in STEPS:
             board(metrics)
     with pytest.raises(ConfigError, match="this TensorBoard is closed"):
         board(STEPS[0])
     scalars = _scalars(tmp_path / "runs")
-    names = {field.name for field in dataclasses.fields(MetricsSummary)} - {"steps"}
-    assert set(scalars) == {f"balance/{name}" for name in names}
-    # The steps grow over the epochs, and the values are those of steps 1 to 2 and of steps 2 to 4.
+    assert set(scalars) == {f"balance/{entry.name}" for entry in shown_fields()}
+    # Steps are counted across epochs; the values summarize steps 1 to 2 and steps 2 to 4.
     assert scalars["balance/ratio_before"] == [(2, 1.75), (4, pytest.approx(26 / 12))]
     assert scalars["balance/worst_after"] == [(2, 1), (4, 1.25)]
     assert scalars["balance/speedup"] == [(2, 1.75), (4, 2)]
@@ -247,7 +245,7 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
-    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_tensorboard_writes_after_every_tenth_step(tmp_path: Path) -> None:
@@ -255,7 +253,7 @@ def test_tensorboard_writes_after_every_tenth_step(tmp_path: Path) -> None:
         for number in range(120):
             board(step(number))
     times = _scalars(tmp_path)["balance/plan_seconds"]
-    assert [at for at, _ in times] == list(range(10, 121, 10))
+    assert [seen for seen, _ in times] == list(range(10, 121, 10))
     assert times[0][1] == pytest.approx(0.5 * 4.5)  # mean of steps 0 to 9
     assert times[-1][1] == pytest.approx(0.5 * 69.5)  # of the last hundred, 20 to 119
 
@@ -269,15 +267,15 @@ def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_place_of_the_folder_is_told_at_once(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="file cannot be written: File exists; choose another folder"):
         TensorBoard(tmp_path / "file")
 
 
-def test_writing_lines_needs_no_other_packages() -> None:
+def test_json_lines_need_no_optional_packages() -> None:
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard'])); "
+        "import sys; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard', 'torch'])); "
         "import evenrank.dataloader.balance.writers"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

@@ -6,15 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
-from evenrank.dataloader.collate.spans import pick_rows
+from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.datasets import open_store
-from tests.dataloader.collate.test_sequences import STORE
+from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.collate.stores import STORE
 
-# Items 10..12 and 30..35 of STORE; codes are (item // 10, item % 10), item 12 has none.
+# The codes of an item are (item // 10, item % 10); item 12 has none.
 CODES = np.stack([np.arange(40) // 10, np.arange(40) % 10])
 CODES[:, 12] = -1
 
@@ -23,40 +25,35 @@ def _collate(rows: list[int], **options: Any) -> SemanticIdBatch:
     table = CodeTable(codes=CODES.T.astype(np.int32), codebook_sizes=(4, 10))
     collate = SemanticIdCollate(**{"table": table, "max_history_length": 100, "label_offsets": False, **options})
     ids = np.array(rows, dtype=np.int64)
-    (batch,) = collate(pick_rows([STORE], ids), ids, batch_size=3)
+    (batch,) = collate(group_by_store([STORE], ids), ids, batch_size=3)
     return batch
 
 
-def _rows(batch: SemanticIdBatch, field: str, key: str) -> list[list[int]]:
-    jagged = getattr(batch, field)[key]
-    return [row.tolist() for row in torch.split(jagged.values(), jagged.lengths().tolist())]
-
-
-def test_each_event_is_a_token_of_each_levels_codebook_and_the_last_is_the_target() -> None:
+def test_each_event_is_one_token_per_level_and_the_last_event_is_the_target() -> None:
     batch = _collate([2], max_history_length=3)
-    # Events 30..35: history 32 33 34, target 35; tokens of the second level begin behind the 4 of the first.
-    assert _rows(batch, "features", "semantic_id") == [[3, 4 + 2, 3, 4 + 3, 3, 4 + 4], [], []]
-    assert _rows(batch, "features", "age") == [[9], [], []]
-    assert _rows(batch, "labels", "label") == [[3, 5], [], []]
+    # Events 30..35: history 32 33 34, target 35; tokens of the second level follow the 4 of the first.
+    assert rows_of(batch.features, "semantic_id") == [[3, 4 + 2, 3, 4 + 3, 3, 4 + 4], [], []]
+    assert rows_of(batch.features, "age") == [[9], [], []]
+    assert rows_of(batch.labels, "label") == [[3, 5], [], []]
     assert batch.sample_ids.tolist() == [2, -1, -1]
     assert (batch.num_real, batch.loss_tokens) == (1, 2)
     assert batch.max_lengths == {"sex": 1, "age": 1, "semantic_id": 6, "label": 2}
 
 
 def test_labels_can_have_the_offsets_of_their_levels() -> None:
-    assert _rows(_collate([2], label_offsets=True), "labels", "label") == [[3, 4 + 5], [], []]
+    assert rows_of(_collate([2], label_offsets=True).labels, "label") == [[3, 4 + 5], [], []]
 
 
-def test_a_row_with_an_item_without_a_code_is_never_looked_up() -> None:
-    with pytest.raises(IndexError, match="an item without a code"):
+def test_a_row_with_an_item_without_a_code_is_refused() -> None:
+    with pytest.raises(IndexError, match="a row has an item without a code; it is not a sample"):
         _collate([0])
 
 
-def test_users_with_items_without_codes_are_left_out_and_reported(
+def test_users_with_items_without_codes_are_left_out_and_logged(
     small_dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(small_dataset)
-    codes = np.zeros((2, 400), dtype=np.int64)  # the dataset's items go beyond 399
+    codes = np.zeros((2, 400), dtype=np.int64)  # the dataset has items above 399
     codes[:, 3] = -1
     np.save(tmp_path / "codes.npy", codes)
     config = SemanticIdConfig(batch_size=16, codes=tmp_path / "codes.npy", max_history_length=4)
@@ -71,12 +68,12 @@ def test_users_with_items_without_codes_are_left_out_and_reported(
     }
     assert loader.num_dropped == len(uncoded) + len(empty) == len(store) - loader.num_samples
     assert f"{len(uncoded)} of {len(store)} rows are left out: an item without a code" in caplog.text
-    ids = sorted(sample for batch in loader for sample in batch.sample_ids[: batch.num_real].tolist())
+    ids = sorted(sample for batch in loader for sample in ids_of(batch))
     assert ids == sorted(set(range(len(store))) - set(uncoded) - set(empty))
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".npy"])
-def test_tables_are_read_from_tensor_files(tmp_path: Path, suffix: str) -> None:
+def test_code_tables_are_read_from_tensor_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"codes{suffix}"
     if suffix == ".pt":
         torch.save(torch.from_numpy(CODES), path)
@@ -96,7 +93,7 @@ class _Harmful:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".npy"])
-def test_no_code_of_a_file_is_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_file_is_never_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / f"codes{suffix}"
     if suffix == ".pt":
@@ -117,20 +114,20 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, suffix: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (np.zeros(5, dtype=np.int64), r"must be a tensor of whole numbers \[levels, items\], it is int64 \(5,\)"),
-        (np.zeros((2, 5)), "must be a tensor of whole numbers"),
-        (np.zeros((500, 3), dtype=np.int64), "has 500 levels of 3 items; transpose it"),
+        (np.zeros(5, dtype=np.int64), r"must contain an integer tensor \[levels, items\], got int64 \(5,\)"),
+        (np.zeros((2, 5)), "must contain an integer tensor"),
+        (np.zeros((500, 3), dtype=np.int64), "has 500 levels of 3 items, more than 64 levels; transpose the table"),
         (np.full((2, 5), -2), "has codes from -2 to -2"),
         (np.array([[1, -1], [1, 1]]), "has codes for item 1 in some levels only"),
     ],
 )
-def test_other_tables_are_refused(tmp_path: Path, table: np.ndarray, message: str) -> None:
+def test_malformed_tables_are_refused(tmp_path: Path, table: NDArray[Any], message: str) -> None:
     np.save(tmp_path / "codes.npy", table)
     with pytest.raises(DataError, match=message):
         read_codes(tmp_path / "codes.npy")
 
 
-def test_codes_outside_of_their_codebooks_are_refused(tmp_path: Path) -> None:
+def test_codes_beyond_their_codebooks_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "codes.npy", CODES)
-    with pytest.raises(DataError, match=r"has codes up to \[3, 9\] in its levels, codebook_sizes \[4, 9\]"):
+    with pytest.raises(DataError, match=r"has codes up to \[3, 9\] in its levels, got codebook_sizes \[4, 9\]"):
         read_codes(tmp_path / "codes.npy", (4, 9))

@@ -15,10 +15,10 @@ def _seen(*batches: list[int]) -> SeenItems:
 
 
 @pytest.mark.parametrize("large", [70_000, 2**20, 2**40])
-def test_items_of_one_set_that_another_lacks_are_counted(large: int) -> None:
-    one = _seen([1, 2, 2, large], [3, large + 1], [])
-    other = _seen([2, 4, large], [5])
-    assert one.without(other) == 3  # 1, 3 and large + 1
-    assert other.without(one) == 2
-    assert one.without(one) == 0
-    assert SeenItems().without(one) == 0
+def test_items_of_one_set_that_are_missing_from_another_are_counted(large: int) -> None:
+    first = _seen([1, 2, 2, large], [3, large + 1], [])
+    second = _seen([2, 4, large], [5])
+    assert first.count_missing_from(second) == 3  # 1, 3 and large + 1
+    assert second.count_missing_from(first) == 2  # 4 and 5
+    assert first.count_missing_from(first) == 0
+    assert SeenItems().count_missing_from(first) == 0

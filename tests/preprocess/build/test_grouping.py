@@ -3,12 +3,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.datasets.schema import user_hash
-from evenrank.preprocess.build.requests import find_requests
 from evenrank.preprocess.build.sequences import build_sequences
 
 EVENTS = st.lists(
     st.tuples(
-        st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1)),  # users: few, and any
+        st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1)),  # users: few, and any 64-bit integer
         st.integers(0, 4),  # items
         st.integers(0, 2),  # actions
         st.integers(0, 5),  # times, with many ties
@@ -19,7 +18,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=300)
 @given(EVENTS)
-def test_sequences_are_those_of_a_plain_grouping(events: list[tuple[int, int, int, int]]) -> None:
+def test_sequences_match_a_plain_grouping(events: list[tuple[int, int, int, int]]) -> None:
     users, items, actions, times = (np.array([event[i] for event in events], dtype=np.int64) for i in range(4))
     sequences, duplicates = build_sequences(
         {"user_id": users, "item_id": items, "action": actions.astype(np.int32), "timestamp_ms": times}
@@ -36,29 +35,10 @@ def test_sequences_are_those_of_a_plain_grouping(events: list[tuple[int, int, in
     assert duplicates == len(events) - len(set(events))
 
 
-def test_many_users_outgrow_the_first_hash_table() -> None:
+def test_the_hash_table_of_users_grows() -> None:
     users = np.random.default_rng(0).permutation(np.arange(50_000) * 2**32)
     zeros = np.zeros(len(users), dtype=np.int64)
     columns = {"user_id": users, "item_id": users, "action": zeros.astype(np.int32), "timestamp_ms": zeros}
     sequences, _ = build_sequences(columns)
     assert sequences.values("item_id").tolist() == sequences.user_ids.tolist()
     assert sorted(sequences.user_ids.tolist()) == sorted(users.tolist())
-
-
-def _requests(times: list[int], gap: int, day: int) -> list[tuple[int, int, int]]:
-    found = find_requests(np.array([0, len(times)]), np.array(times), gap, day)
-    return list(zip(*(column.tolist() for column in found), strict=True))
-
-
-def test_a_request_begins_at_the_first_event_and_then_a_gap_after_the_last_one() -> None:
-    # 14 is 4 after the request at 10, 15 is 5 after it; the next one counts from 15.
-    assert _requests([10, 14, 15, 19, 20], gap=5, day=0) == [(0, 10, 0), (0, 15, 2), (0, 20, 4)]
-
-
-def test_requests_and_histories_begin_anew_with_each_date() -> None:
-    assert _requests([95, 98, 101, 103, 120], gap=10, day=100) == [(0, 95, 0), (0, 101, 0), (0, 120, 2)]
-
-
-def test_rows_have_requests_of_their_own() -> None:
-    rows, times, ends = find_requests(np.array([0, 1, 1, 3]), np.array([7, 3, 9]), 5, 0)
-    assert (rows.tolist(), times.tolist(), ends.tolist()) == ([0, 2, 2], [7, 3, 9], [0, 0, 1])

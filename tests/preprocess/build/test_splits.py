@@ -8,7 +8,7 @@ from evenrank.preprocess.build.splits import parse_split
     "text",
     ["user:0", "user:1", "user:0.25", "leave-last:1", "time:0", "time:2015-01-01", "time:2015-01-01T00:00Z", "none"],
 )
-def test_splits_are_known_by_their_text(text: str) -> None:
+def test_valid_splits_keep_their_text(text: str) -> None:
     assert parse_split(text).text == text
 
 
@@ -16,6 +16,6 @@ def test_splits_are_known_by_their_text(text: str) -> None:
     "text",
     ["", "user", "user:-0.1", "user:x", "user:nan", "leave-last:0", "leave-last:x", "time:", "time:tomorrow", "nobody"],
 )
-def test_what_is_not_a_split_is_refused_with_what_is(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not a split; there are user:FRACTION .*leave-last:N .*time:.* and none"):
+def test_invalid_splits_raise_an_error_that_lists_the_valid_ones(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"invalid split .*; expected user:FRACTION .*leave-last:N .*time:.* or none"):
         parse_split(text)

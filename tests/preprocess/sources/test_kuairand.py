@@ -1,4 +1,4 @@
-"""KuaiRand from hand-made raw files of each layout; every value is checked by hand."""
+"""Hand-written KuaiRand files in each layout, with every output value checked."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def log_line(
     profile: object = 0,
     tab: object = 1,
 ) -> str:
-    """Return a line of a log; `flags` are is_click to long_view."""
+    """Return a line of a log; `flags` are the columns is_click to long_view."""
     return f"{user},{video},20220415,1320,{time},{flags},{play},{duration},0,0,{profile},0,{tab}"
 
 
@@ -62,7 +62,7 @@ PURE = kuairand("kuairand-pure")
 def read_pure(
     tmp_path: Path, *lines: str, header: str = LOG_HEADER, users: tuple[str, ...] = (USERS_HEADER, *USERS)
 ) -> Interactions:
-    """Read a dataset whose first log holds these lines."""
+    """Read a dataset whose first log consists of a header and these lines."""
     first, second = PURE.logs
     files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.users: users}
     return read_kuairand(PURE, write(tmp_path / "KuaiRand-Pure", files))
@@ -133,7 +133,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     assert [source.path for source in interactions.sources()] == [f"{folder_name}/data/{x}" for x in (*logs, users)]
 
 
-def test_features_are_coded_by_sorted_value_and_0_where_they_are_empty(tmp_path: Path) -> None:
+def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> None:
     context = read_pure(tmp_path, log_line()).context
     assert context is not None
     assert context.labels == {
@@ -148,7 +148,7 @@ def test_features_are_coded_by_sorted_value_and_0_where_they_are_empty(tmp_path:
     assert context.features.rows() == [(1, 2, 1, 1, 1, 2), (2, 1, 2, 2, 2, 1), (3, 0, 3, 0, 0, 1)]
 
 
-def test_columns_of_the_features_are_found_by_name(tmp_path: Path) -> None:
+def test_feature_columns_are_found_by_name(tmp_path: Path) -> None:
     header = (
         "register_days_range,friend_user_num_range,other,fans_user_num_range,follow_user_num_range,user_id,"
         "user_active_degree"
@@ -168,10 +168,10 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
     [
         *(
             (
-                log_line(flags=",".join("2" if place == at else "0" for place in range(7))),
+                log_line(flags=",".join("2" if index == flag else "0" for index in range(7))),
                 f"{name} must be 0 or 1",
             )
-            for at, name in enumerate(BIT_NAMES)
+            for flag, name in enumerate(BIT_NAMES)
         ),
         (log_line(flags="-1,0,0,0,0,0,0"), "is_click must be 0 or 1"),
         (log_line(flags="256,0,0,0,0,0,0"), "is_click must be 0 or 1"),
@@ -179,20 +179,20 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
         (log_line(profile=2), "is_profile_enter must be 0 or 1"),
         (log_line(time=-1), "time_ms is not in the years 1970 to 9999"),
         (log_line(time=253_402_300_800_000), "time_ms is not in the years 1970 to 9999"),
-        (log_line(time="soon"), "time_ms is not a 64-bit number"),
-        (log_line(user="x1"), "user_id is not a 64-bit number"),
-        (log_line(user=""), "user_id is not a 64-bit number"),
-        (log_line(video=9_223_372_036_854_775_808), "video_id is not a 64-bit number"),
+        (log_line(time="soon"), "time_ms is not a 64-bit integer"),
+        (log_line(user="x1"), "user_id is not a 64-bit integer"),
+        (log_line(user=""), "user_id is not a 64-bit integer"),
+        (log_line(video=9_223_372_036_854_775_808), "video_id is not a 64-bit integer"),
         (log_line(video=-1), "video_id must not be negative"),
-        (log_line(play="1.5"), "play_time_ms is not a 64-bit number"),
-        (log_line(duration=""), "duration_ms is not a 64-bit number"),
-        (log_line(tab=""), "tab is not a 64-bit number"),
-        (GOOD.rsplit(",", 1)[0], "18 fields where 19 are expected"),
-        ("1", "1 fields where 19 are expected"),
-        (GOOD + ",1", "20 fields where 19 are expected"),
+        (log_line(play="1.5"), "play_time_ms is not a 64-bit integer"),
+        (log_line(duration=""), "duration_ms is not a 64-bit integer"),
+        (log_line(tab=""), "tab is not a 64-bit integer"),
+        (GOOD.rsplit(",", 1)[0], "expected 19 fields, got 18"),
+        ("1", "expected 19 fields, got 1"),
+        (GOOD + ",1", "expected 19 fields, got 20"),
     ],
 )
-def test_bad_rows_are_found(tmp_path: Path, line: str, reason: str) -> None:
+def test_bad_rows_are_found_with_their_reason(tmp_path: Path, line: str, reason: str) -> None:
     first, second = read_pure(tmp_path, GOOD, line, GOOD).parts
     assert first.events.select("is_good").collect().to_series().to_list() == [True, False, True]
     assert first.events.collect().get_column("is_good").to_list() == [True, False, True]
@@ -200,30 +200,30 @@ def test_bad_rows_are_found(tmp_path: Path, line: str, reason: str) -> None:
     assert second.find_bad(10) == []
 
 
-def test_columns_that_nobody_asks_for_are_not_read(tmp_path: Path) -> None:
+def test_unused_columns_are_not_parsed(tmp_path: Path) -> None:
     plan = read_pure(tmp_path, GOOD).parts[0].events.explain()
-    assert "PROJECT 15/20 COLUMNS" in plan, plan  # all but date, hourmin, two stay times and is_rand
+    assert "PROJECT 15/20 COLUMNS" in plan, plan  # all but date, hourmin, the two stay times and is_rand
 
 
 @pytest.mark.parametrize(
     "header", [LOG_HEADER.replace("video_id", "item_id"), LOG_HEADER.removesuffix(",tab"), LOG_HEADER + ",x", GOOD]
 )
-def test_a_wrong_header_is_one_line(tmp_path: Path, header: str) -> None:
-    begins = re.escape(f"begins with {header[:80]!r} where '{LOG_HEADER}' is expected")
-    with pytest.raises(DataError, match=rf"log_standard_4_08_to_4_21_pure\.csv {begins}; is it another file\?"):
+def test_an_unexpected_header_raises(tmp_path: Path, header: str) -> None:
+    message = re.escape(f"starts with {header[:80]!r}, expected '{LOG_HEADER}'; check that it is the right file")
+    with pytest.raises(DataError, match=rf"log_standard_4_08_to_4_21_pure\.csv {message}"):
         read_pure(tmp_path, GOOD, header=header)
 
 
-def test_a_log_without_events_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"4_21_pure\.csv holds no event; unpack or download it again"):
+def test_a_log_without_events_raises(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"4_21_pure\.csv contains no events; unpack or download it again"):
         read_pure(tmp_path)
 
 
 @pytest.mark.parametrize("name", PURE.files)
-def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_raises(tmp_path: Path, name: str) -> None:
     read_pure(tmp_path, GOOD)
     (tmp_path / "KuaiRand-Pure" / name).unlink()
-    with pytest.raises(DataError, match=f"{name} cannot be read: No such file or directory"):
+    with pytest.raises(DataError, match=f"{name} cannot be read: No such file or directory; check the path"):
         read_kuairand(PURE, tmp_path / "KuaiRand-Pure")
 
 
@@ -232,21 +232,27 @@ def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
     [
         (
             (USERS_HEADER.replace(",fans_user_num_range", "").replace("user_id", "id"), *USERS),
-            r"user_features_pure.csv has no column user_id, fans_user_num_range; unpack or download it again",
+            r"user_features_pure.csv lacks column user_id, fans_user_num_range; unpack or download it again",
         ),
-        ((), "has no column user_id, user_active_degree, "),
-        ((USERS_HEADER,), "holds no user; unpack or download it again"),
+        ((), "lacks column user_id, user_active_degree, "),
+        ((USERS_HEADER,), "contains no users; unpack or download it again"),
         (
             (USERS_HEADER, USERS[0], USERS[1] + ",x"),
-            r"line 3 \('2,full_active,.*\): 31 fields with a whole number as us",
+            r"line 3 \('2,full_active,.*\): expected 31 fields with an integer as user_id",
         ),
-        ((USERS_HEADER, USERS[0], "2,full_active"), r"line 3 \('2,full_active'\): 31 fields with a whole number as us"),
-        ((USERS_HEADER, "x" + USERS[0]), r"line 2 \('x1,high_active,.*\): 31 fields with a whole number as user_id"),
-        ((USERS_HEADER, ""), r"line 2 \(''\): 31 fields"),
+        (
+            (USERS_HEADER, USERS[0], "2,full_active"),
+            r"line 3 \('2,full_active'\): expected 31 fields with an integer as user_id",
+        ),
+        (
+            (USERS_HEADER, "x" + USERS[0]),
+            r"line 2 \('x1,high_active,.*\): expected 31 fields with an integer as user_id",
+        ),
+        ((USERS_HEADER, ""), r"line 2 \(''\): expected 31 fields"),
         ((USERS_HEADER, USERS[0], USERS[0]), "user 1 appears twice among the users' features"),
     ],
 )
-def test_wrong_features_are_one_line(tmp_path: Path, users: tuple[str, ...], message: str) -> None:
+def test_invalid_features_raise_one_line(tmp_path: Path, users: tuple[str, ...], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read_pure(tmp_path, GOOD, users=users)
     assert "\n" not in str(caught.value)

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.control.wire import Header, StepSizes, decode, encode
-from evenrank.dataloader.balance.exchange.device import CpuCarrier
-from evenrank.dataloader.balance.exchange.exchange import AllToAll
+from evenrank.dataloader.balance.control.wire import Header, StepMetadata, decode, encode
+from evenrank.dataloader.balance.exchange.collectives import AllToAll
+from evenrank.dataloader.balance.exchange.device import CpuDevice
+from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, make_plan, sample_bytes
 from evenrank.dataloader.balance.partition.strategies import Assignment
 from evenrank.dataloader.batch import lengths_of, schema_of
@@ -17,7 +18,7 @@ from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
-    """Padded batches of all ranks and any assignment that gives no rank more than a batch."""
+    """Draw padded batches of all ranks, and any assignment within the batch size."""
     world_size, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     length = st.integers(0, 5)
     batches, counts = [], []
@@ -26,15 +27,14 @@ def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
         pairs = [[(a, b), (c, d)] for a, b, c, d in rows]
         counts.append(len(rows))
         batches.append(pad_batch(rich_batch(pairs, first_id=10 * rank), batch_size))
-    places = [rank for rank in range(world_size) for _ in range(batch_size)]
-    dealt = draw(st.permutations(places))
+    shuffled_ranks = draw(st.permutations([rank for rank in range(world_size) for _ in range(batch_size)]))
     rank_of = np.full((world_size, batch_size), -1, dtype=np.int32)
     for rank, count in enumerate(counts):
-        rank_of[rank, :count] = dealt[rank * batch_size : rank * batch_size + count]
+        rank_of[rank, :count] = shuffled_ranks[rank * batch_size : rank * batch_size + count]
     return batches, Assignment(rank_of=rank_of)
 
 
-def _sizes(batches: list[RichBatch]) -> StepSizes:
+def _metadata(batches: list[RichBatch]) -> StepMetadata:
     schema = schema_of(batches[0])
     messages = [
         encode(
@@ -50,29 +50,30 @@ def _sizes(batches: list[RichBatch]) -> StepSizes:
 
 @settings(max_examples=200)
 @given(worlds())
-def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[list[RichBatch], Assignment]) -> None:
+def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[RichBatch], Assignment]) -> None:
     batches, assignment = world
     world_size = len(batches)
-    schema, sizes = schema_of(batches[0]), _sizes(batches)
-    plans = [make_plan(schema, sizes, assignment, rank) for rank in range(world_size)]
+    schema, metadata = schema_of(batches[0]), _metadata(batches)
+    plans = [make_plan(schema, metadata, assignment, rank) for rank in range(world_size)]
 
-    # What each plan sends is what the others' plans expect, to the byte.
+    # Each plan sends what the others' plans expect, to the byte.
     sent = np.stack([plan.send_bytes for plan in plans])
     assert np.array_equal(sent, np.stack([plan.receive_bytes for plan in plans]).T)
     assert all((plan.send_offsets % ALIGNMENT == 0).all() for plan in plans)
-    assert all(plan.send_bytes[rank] == 0 for rank, plan in enumerate(plans))  # what stays is never sent
+    assert all(plan.send_bytes[rank] == 0 for rank, plan in enumerate(plans))  # samples that stay are not sent
 
-    # An all-to-all in one process: cut the send buffers into chunks, and hand them over.
-    exchange = AllToAll(None, CpuCarrier())
+    # An all-to-all in one process: split the send buffers into chunks, and concatenate them at the receivers.
+    exchange = Exchange(AllToAll(), None, CpuDevice(), world_size=1)
     prepared = [exchange.prepare(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
-    flights = [exchange.launch(one) for one in prepared]
-    chunks = [torch.split(one.sent, plan.send_bytes.tolist()) for one, plan in zip(prepared, plans, strict=True)]
+    in_flight = [exchange.launch(step) for step in prepared]
+    chunks = [
+        torch.split(step.send_buffer, plan.send_bytes.tolist()) for step, plan in zip(prepared, plans, strict=True)
+    ]
     for rank in range(world_size):
         received = torch.cat([chunks[source][rank] for source in range(world_size)])
-        # Without a process group, what was sent is what arrives.
-        flight = replace(flights[rank], prepared=replace(prepared[rank], received=received))
-        exchange.finish(flight)
-        after = flight.prepared.balanced()
+        step = replace(in_flight[rank], prepared=replace(prepared[rank], receive_buffer=received))
+        exchange.finish(step)
+        after = step.prepared.balanced_batch()
         assert isinstance(after, RichBatch)
         expected = [
             sample
@@ -89,19 +90,19 @@ def test_carrying_plans_out_moves_each_sample_whole_to_its_rank(world: tuple[lis
         assert after.world_loss_tokens == sum(batch.loss_tokens for batch in batches)
 
 
-def test_messages_are_read_as_they_were_written() -> None:
+def test_metadata_survives_encoding() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
     schema = schema_of(batch)
-    header = Header(schema_hash=2**62, status=1, ended=1, num_real=2, epoch=3, step=4, position=2**40, data=5)
-    sizes = decode(encode(header, schema, np.array([7, 2**61]), lengths_of(batch))[np.newaxis], schema)
-    assert sizes.headers.tolist() == [[2**62, 1, 1, 2, 3, 4, 2**40, 5]]
-    assert sizes.header("position").tolist() == [2**40]
-    assert sizes.num_real.tolist() == [2]
-    assert sizes.costs.tolist() == [[7, 2**61]]
-    assert sizes.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]
+    header = Header(schema_hash=2**62, status=1, ended=1, num_real=2, epoch=3, step=4, position=2**40, loader_hash=5)
+    metadata = decode(encode(header, schema, np.array([7, 2**61]), lengths_of(batch))[np.newaxis], schema)
+    assert metadata.headers.tolist() == [[2**62, 1, 1, 2, 3, 4, 2**40, 5]]
+    assert metadata.header("position").tolist() == [2**40]
+    assert metadata.num_real.tolist() == [2]
+    assert metadata.costs.tolist() == [[7, 2**61]]
+    assert metadata.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]
 
 
-def test_the_bytes_of_a_sample_are_those_of_all_its_fields() -> None:
+def test_the_bytes_of_a_sample_include_all_its_fields() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 0)]])
     dense = sum(
         value[0].numel() * value.element_size() for _, value in batch.tensors() if isinstance(value, torch.Tensor)

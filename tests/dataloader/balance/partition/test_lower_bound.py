@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from evenrank.dataloader.balance.partition.strategies import lower_bound
-from tests.dataloader.balance.partition.steps import smallest_heaviest_load
+from tests.dataloader.balance.partition.steps import optimal_heaviest_load
 
 
 @pytest.mark.parametrize(
@@ -19,17 +19,17 @@ from tests.dataloader.balance.partition.steps import smallest_heaviest_load
         ([0, 0], 2, 0),
     ],
 )
-def test_what_must_come_together_is_counted(costs: list[int], world_size: int, bound: int) -> None:
+def test_costs_that_must_share_a_rank_are_counted(costs: list[int], world_size: int, bound: int) -> None:
     assert lower_bound(np.array(costs), world_size) == bound
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (2, 2), (2, 4), (3, 2), (3, 3), (4, 2), (5, 2)])
-def test_nothing_is_below_the_bound(world_size: int, batch_size: int) -> None:
+def test_no_assignment_is_below_the_bound(world_size: int, batch_size: int) -> None:
     rng = np.random.default_rng(world_size * 10 + batch_size)
-    met = 0
+    num_tight = 0
     for _ in range(60):
         costs = (rng.pareto(0.7, world_size * batch_size) * 10).astype(np.int64)
-        bound, best = lower_bound(costs, world_size), smallest_heaviest_load(costs, world_size)
-        assert bound <= best
-        met += bound == best
-    assert met >= 15  # and it is often reached
+        bound, optimum = lower_bound(costs, world_size), optimal_heaviest_load(costs, world_size)
+        assert bound <= optimum
+        num_tight += bound == optimum
+    assert num_tight >= 15  # of 60

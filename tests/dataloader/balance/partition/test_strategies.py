@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.partition.strategies import (
@@ -10,22 +11,22 @@ from evenrank.dataloader.balance.partition.strategies import (
     lower_bound,
     partition,
 )
+from evenrank.dataloader.balance.settings import StrategyName
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
-from tests.dataloader.balance.partition.steps import smallest_heaviest_load, steps
+from tests.dataloader.balance.partition.steps import Step, optimal_heaviest_load, steps
 
-Step = tuple[np.ndarray, np.ndarray]
-LENGTHS = {"lognormal": Lognormal(mean=512, std=512), "zipf": Zipf(exponent=1.2)}
-NEVER_WORSE = [strategy for strategy in STRATEGIES if strategy != "karmarkar-karp"]
+LENGTHS: dict[str, Distribution] = {"lognormal": Lognormal(mean=512, std=512), "zipf": Zipf(exponent=1.2)}
+NEVER_WORSE: list[StrategyName] = [strategy for strategy in STRATEGIES if strategy != "karmarkar-karp"]
 
 
-def _check(strategy: str, step: Step) -> None:
-    """What holds of every assignment: whole, within the batch, above the bound, the same every time."""
+def _check(strategy: StrategyName, step: Step) -> None:
+    """Check what holds for every assignment: complete, within the batch size, above the bound, deterministic."""
     costs, num_real = step
     world_size, batch_size = costs.shape
     is_real = np.arange(batch_size) < num_real[:, np.newaxis]
     real_costs = np.where(is_real, costs, 0)
     tokens = costs % 1000
-    assignment = partition(costs, world_size, strategy=strategy, num_real=num_real, sizes=tokens)
+    assignment = partition(costs, world_size, strategy=strategy, num_real=num_real, tokens=tokens)
     rank_of = assignment.rank_of
     assert rank_of.shape == costs.shape
     assert (rank_of[~is_real] == -1).all()
@@ -39,41 +40,41 @@ def _check(strategy: str, step: Step) -> None:
         assert loads.max() <= real_costs.sum(axis=1).max()
     if strategy == "identity":
         assert not assignment.moved.any()
-    again = partition(costs.copy(), world_size, strategy=strategy, num_real=num_real, sizes=tokens)
+    again = partition(costs.copy(), world_size, strategy=strategy, num_real=num_real, tokens=tokens)
     assert np.array_equal(again.rank_of, rank_of)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=1250)  # 5,000 over the strategies
+@settings(max_examples=1250)  # 5,000 assignments
 @given(step=steps())
-def test_every_assignment_is_whole_within_the_batch_size_and_no_worse(strategy: str, step: Step) -> None:
-    _check(strategy, step)
+def test_every_assignment_is_complete_within_the_batch_size_and_no_worse(step: Step) -> None:
+    for strategy in STRATEGIES:
+        _check(strategy, step)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=25_000)  # 100,000 over the strategies
+@settings(max_examples=25_000)  # 100,000 assignments
 @given(step=steps(max_world_size=17, max_batch_size=12))
-def test_every_assignment_is_whole_within_the_batch_size_and_no_worse_in_many_rounds(strategy: str, step: Step) -> None:
-    _check(strategy, step)
+def test_every_assignment_is_complete_within_the_batch_size_and_no_worse_in_many_rounds(step: Step) -> None:
+    for strategy in STRATEGIES:
+        _check(strategy, step)
 
 
 @pytest.mark.parametrize("strategy", ["lpt-swap", "min-move"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 2), (2, 4), (3, 2), (3, 3), (4, 2)])
-def test_tiny_cases_come_close_to_the_optimum(strategy: str, world_size: int, batch_size: int) -> None:
+def test_tiny_cases_come_close_to_the_optimum(strategy: StrategyName, world_size: int, batch_size: int) -> None:
     rng = np.random.default_rng(world_size * 10 + batch_size)
     ratios = []
     for _ in range(60):
         costs = rng.integers(0, 100, world_size * batch_size)
-        best = smallest_heaviest_load(costs, world_size)
-        found = int(partition(costs, world_size, strategy=strategy, tolerance=0).loads(costs).max())
-        assert found >= best
-        ratios.append(found / max(best, 1))
+        optimum = optimal_heaviest_load(costs, world_size)
+        heaviest = int(partition(costs, world_size, strategy=strategy, tolerance=0).loads(costs).max())
+        assert heaviest >= optimum
+        ratios.append(heaviest / max(optimum, 1))
     assert np.mean(ratios) < 1.02
     assert max(ratios) < 1.25
 
 
-def _draw(lengths: Distribution, world_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw(lengths: Distribution, world_size: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     tokens = lengths.sample(np.random.default_rng(seed), world_size * 32)
     return tokens, 10 * tokens * 1024**2 + 4 * tokens**2 * 1024
 
@@ -83,12 +84,12 @@ def _draw(lengths: Distribution, world_size: int, seed: int) -> tuple[np.ndarray
 def test_skewed_lengths_are_levelled_to_a_thousandth(world_size: int, lengths: Distribution) -> None:
     ratios = {}
     for strategy in STRATEGIES:
-        found = []
+        ratios_of_seeds = []
         for seed in range(20):
             _, costs = _draw(lengths, world_size, seed)
             loads = partition(costs, world_size, strategy=strategy).loads(costs)
-            found.append(loads.max() / lower_bound(costs, world_size))
-        ratios[strategy] = float(np.median(found))
+            ratios_of_seeds.append(loads.max() / lower_bound(costs, world_size))
+        ratios[strategy] = float(np.median(ratios_of_seeds))
     assert ratios["lpt-swap"] <= 1.001
     assert ratios["min-move"] <= 1.001
     assert ratios["lpt-swap"] < ratios["karmarkar-karp"] < ratios["identity"]
@@ -96,41 +97,41 @@ def test_skewed_lengths_are_levelled_to_a_thousandth(world_size: int, lengths: D
 
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_min_move_reaches_a_hundredth_with_a_tenth_of_the_tokens(world_size: int) -> None:
-    moved: dict[str, list[float]] = {"lpt-swap": [], "min-move": []}
+    moved: dict[StrategyName, list[float]] = {"lpt-swap": [], "min-move": []}
     for seed in range(20):
         tokens, costs = _draw(LENGTHS["lognormal"], world_size, seed)
-        for strategy, parts in moved.items():
-            assignment = partition(costs, world_size, strategy=strategy, sizes=tokens, tolerance=0.01)
+        for strategy, fractions in moved.items():
+            assignment = partition(costs, world_size, strategy=strategy, tokens=tokens, tolerance=0.01)
             assert assignment.loads(costs).max() <= 1.01 * lower_bound(costs, world_size)
-            parts.append(tokens.reshape(world_size, -1)[assignment.moved].sum() / tokens.sum())
+            fractions.append(tokens.reshape(world_size, -1)[assignment.moved].sum() / tokens.sum())
     assert np.median(moved["min-move"]) < 0.1
     assert np.median(moved["lpt-swap"]) > 0.7
 
 
 @pytest.mark.parametrize("strategy", ["lpt-swap", "karmarkar-karp"])
-def test_parts_are_named_so_that_more_tokens_stay(strategy: str) -> None:
+def test_relabelling_keeps_more_tokens_on_their_ranks(strategy: StrategyName) -> None:
     tokens, costs = _draw(LENGTHS["lognormal"], 8, 0)
-    bare = partition(costs, 8, strategy=strategy)
-    named = partition(costs, 8, strategy=strategy, sizes=tokens)
-    assert sorted(bare.loads(costs)) == sorted(named.loads(costs))
+    unlabelled = partition(costs, 8, strategy=strategy)
+    relabelled = partition(costs, 8, strategy=strategy, tokens=tokens)
+    assert sorted(unlabelled.loads(costs)) == sorted(relabelled.loads(costs))
     rows = tokens.reshape(8, -1)
-    assert rows[named.moved].sum() < 0.9 * rows[bare.moved].sum()
+    assert rows[relabelled.moved].sum() < 0.9 * rows[unlabelled.moved].sum()
 
 
-def test_nobody_moves_where_the_dealt_samples_are_even_already() -> None:
+def test_nothing_moves_if_ranks_are_even_before_balancing() -> None:
     costs = np.array([[5, 1, 1], [3, 2, 2]])
     for strategy in NEVER_WORSE:
         assert not partition(costs, 2, strategy=strategy).moved.any()
 
 
-def test_only_what_has_to_move_moves() -> None:
-    # 40 against 20: a swap of 10 and 20 levels them, and nothing else moves.
+def test_min_move_moves_only_what_has_to_move() -> None:
+    # 40 and 20: swapping a 20 for a 10 levels them, and nothing else moves.
     assignment = partition(np.array([[20, 20], [10, 10]]), 2, strategy="min-move")
     assert assignment.moved.sum() == 2
     assert assignment.loads(np.array([[20, 20], [10, 10]])).tolist() == [30, 30]
 
 
-def test_an_empty_rank_gets_its_share() -> None:
+def test_empty_ranks_get_their_share() -> None:
     costs = np.array([[4, 4, 0], [9, 9, 9], [7, 7, 7]])
     for strategy in ("lpt-swap", "min-move", "karmarkar-karp"):
         loads = partition(costs, 3, strategy=strategy, num_real=np.array([2, 0, 0])).loads(costs)
@@ -143,31 +144,32 @@ def test_ties_are_broken_by_position() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["lpt-swap", "min-move"])
-def test_one_giant_gets_the_smallest_samples_beside_it(strategy: str) -> None:
+def test_a_giant_shares_its_rank_with_the_smallest_samples(strategy: StrategyName) -> None:
     costs = np.array([100, 1, 5, 3, 4, 2])
     rank_of = partition(costs, 2, strategy=strategy).rank_of.reshape(-1)
     assert np.flatnonzero(rank_of == rank_of[0]).tolist() == [0, 1, 5]
 
 
-def test_costs_up_to_the_limit_are_levelled() -> None:
+def test_costs_up_to_2_to_the_62_are_levelled() -> None:
     costs = np.array([2**60, 2**60, 2**59, 2**59, 2**59, 2**59])
     loads = partition(costs, 2, tolerance=0).loads(costs)
     assert loads.tolist() == [2**61, 2**61]
 
 
-# Memory
+# Limits to the tokens of a rank
 
 
-def _loads(assignment: Assignment, values: np.ndarray) -> list[int]:
-    return sorted(assignment.loads(values).tolist())
+def _loads(assignment: Assignment, values: NDArray[np.int64]) -> list[int]:
+    loads: list[int] = assignment.loads(values).tolist()
+    return sorted(loads)
 
 
 @pytest.mark.parametrize("strategy", ["karmarkar-karp", "lpt-swap", "min-move"])
-def test_no_rank_has_more_tokens_than_allowed_where_that_can_be(strategy: str) -> None:
-    # By cost alone 90 + 10 against 50 + 50, with 190 and 110 tokens; the limit allows only 90 + 50 against 10 + 50.
+def test_no_rank_has_more_tokens_than_allowed_where_that_can_be(strategy: StrategyName) -> None:
+    # By cost alone 90 + 10 and 50 + 50, with 190 and 110 tokens; the limit only allows 90 + 50 and 10 + 50.
     costs, tokens = np.array([[90, 10], [50, 50]]), np.array([[100, 90], [50, 60]])
-    assert _loads(partition(costs, 2, strategy=strategy, sizes=tokens), costs) == [100, 100]
-    limited = partition(costs, 2, strategy=strategy, sizes=tokens, max_tokens_per_rank=160)
+    assert _loads(partition(costs, 2, strategy=strategy, tokens=tokens), costs) == [100, 100]
+    limited = partition(costs, 2, strategy=strategy, tokens=tokens, max_tokens_per_rank=160)
     assert _loads(limited, tokens) == [150, 150]
     assert _loads(limited, costs) == [60, 140]
 
@@ -175,9 +177,9 @@ def test_no_rank_has_more_tokens_than_allowed_where_that_can_be(strategy: str) -
 def test_costs_are_levelled_within_the_limit() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 1000, 64)
-    costs = rng.integers(1, 1000, 64)  # has nothing to do with the tokens
+    costs = rng.integers(1, 1000, 64)  # independent of the tokens
     limit = -(-int(tokens.sum()) // 8) + 20
-    assignment = partition(costs, 8, sizes=tokens, max_tokens_per_rank=limit)
+    assignment = partition(costs, 8, tokens=tokens, max_tokens_per_rank=limit)
     assert _loads(assignment, tokens)[-1] <= limit
     assert _loads(assignment, costs)[-1] < 1.02 * lower_bound(costs, 8)
 
@@ -185,58 +187,59 @@ def test_costs_are_levelled_within_the_limit() -> None:
 def test_a_limit_that_cannot_be_kept_is_an_error_with_the_numbers_or_a_warning() -> None:
     costs = np.array([[5, 5], [1, 1]])
     with pytest.raises(
-        ConfigError, match=r"max_tokens_per_rank = 5 cannot be kept: a rank has 6 tokens at best; the l"
+        ConfigError,
+        match="max_tokens_per_rank = 5 cannot be kept: the best assignment found has a rank with 6 tokens; the l",
     ):
-        partition(costs, 2, sizes=costs, max_tokens_per_rank=5)
-    with pytest.warns(TokenLimitWarning, match="max_tokens_per_rank = 5 is not kept"):
-        assignment = partition(costs, 2, sizes=costs, max_tokens_per_rank=5, on_overflow="warn")
+        partition(costs, 2, tokens=costs, max_tokens_per_rank=5)
+    with pytest.warns(TokenLimitWarning, match="max_tokens_per_rank = 5 is exceeded in some steps"):
+        assignment = partition(costs, 2, tokens=costs, max_tokens_per_rank=5, on_overflow="warn")
     assert _loads(assignment, costs) == [6, 6]
 
 
 def test_identity_never_moves_for_the_limit() -> None:
     costs = np.array([[5, 5], [1, 1]])
-    assert not partition(costs, 2, strategy="identity", sizes=costs, max_tokens_per_rank=10).moved.any()
-    with pytest.raises(ConfigError, match="a rank has 10 tokens at best"):
-        partition(costs, 2, strategy="identity", sizes=costs, max_tokens_per_rank=9)
+    assert not partition(costs, 2, strategy="identity", tokens=costs, max_tokens_per_rank=10).moved.any()
+    with pytest.raises(ConfigError, match="the best assignment found has a rank with 10 tokens"):
+        partition(costs, 2, strategy="identity", tokens=costs, max_tokens_per_rank=9)
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 3), (2, 4), (3, 2), (3, 3)])
-def test_ways_to_keep_the_tightest_limit_are_rarely_missed(world_size: int, batch_size: int) -> None:
+def test_the_tightest_limit_is_rarely_missed(world_size: int, batch_size: int) -> None:
     rng = np.random.default_rng(world_size * 10 + batch_size)
     missed, tries = 0, 200
     for _ in range(tries):
         tokens = rng.integers(0, 100, world_size * batch_size)
         costs = rng.integers(0, 100, world_size * batch_size)
-        limit = max(smallest_heaviest_load(tokens, world_size), 1)  # below this nobody finds a way
+        limit = max(optimal_heaviest_load(tokens, world_size), 1)  # below this no assignment keeps it
         try:
-            found = partition(costs, world_size, sizes=tokens, max_tokens_per_rank=limit)
-            assert found.loads(tokens).max() <= limit
+            assignment = partition(costs, world_size, tokens=tokens, max_tokens_per_rank=limit)
+            assert assignment.loads(tokens).max() <= limit
         except ConfigError:
             missed += 1
-        # With a tenth more than that a way is always found.
-        partition(costs, world_size, sizes=tokens, max_tokens_per_rank=-(-limit * 11 // 10))
+        # A limit 10 % above that is always kept.
+        partition(costs, world_size, tokens=tokens, max_tokens_per_rank=-(-limit * 11 // 10))
     assert missed / tries <= 0.2
 
 
-def test_the_limit_is_kept_wherever_longest_first_keeps_it() -> None:
+def test_the_limit_is_kept_wherever_balancing_by_tokens_keeps_it() -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)
         tokens = Lognormal(mean=512, std=512).sample(rng, 256)
         costs = rng.permutation(tokens) ** 2
         limit = int(partition(tokens, 8).loads(tokens).max())
-        assert partition(costs, 8, sizes=tokens, max_tokens_per_rank=limit).loads(tokens).max() <= limit
+        assert partition(costs, 8, tokens=tokens, max_tokens_per_rank=limit).loads(tokens).max() <= limit
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"strategy": "random"}, "'random'; there are identity, karmarkar-karp, lpt-swap, min-move"),
+        ({"strategy": "random"}, "'random'; known are identity, karmarkar-karp, lpt-swap, min-move"),
         ({"world_size": 4}, "got 6 for 4"),
         ({"num_real": np.array([4, 0])}, r"num_real must be 0..3 for each of 2 ranks, got \[4, 0\]"),
-        ({"sizes": np.arange(5)}, "sizes must be one for each of 6 rows, got 5"),
-        ({"sizes": np.arange(6) - 1}, r"sizes must not be negative and add up to at most 2\^62, got -1..4"),
-        ({"max_tokens_per_rank": 5}, "max_tokens_per_rank needs the sizes of the samples"),
-        ({"max_tokens_per_rank": 0, "sizes": np.arange(6)}, "max_tokens_per_rank must be at least 1, got 0"),
+        ({"tokens": np.arange(5)}, "tokens must have one value for each of 6 rows, got 5"),
+        ({"tokens": np.arange(6) - 1}, r"tokens must not be negative and must sum to at most 2\^62, got -1..4"),
+        ({"max_tokens_per_rank": 5}, "max_tokens_per_rank needs the tokens of the samples"),
+        ({"max_tokens_per_rank": 0, "tokens": np.arange(6)}, "max_tokens_per_rank must be at least 1, got 0"),
         ({"on_overflow": "ignore"}, "on_overflow must be one of raise, warn, got 'ignore'"),
         ({"tolerance": 1.0}, "tolerance must be at least 0 and below 1, got 1.0"),
     ],
@@ -247,12 +250,12 @@ def test_wrong_arguments_name_the_value(arguments: dict[str, object], message: s
 
 
 @pytest.mark.parametrize("costs", [np.array([-1, 3]), np.array([2**62, 2**61])])
-def test_costs_that_cannot_be_added_up_are_refused(costs: np.ndarray) -> None:
-    with pytest.raises(ConfigError, match=r"costs must not be negative and add up to at most 2\^62"):
+def test_costs_that_cannot_be_summed_are_refused(costs: NDArray[np.int64]) -> None:
+    with pytest.raises(ConfigError, match=r"costs must not be negative and must sum to at most 2\^62"):
         partition(costs, 2)
 
 
-def test_the_smallest_heaviest_load_of_the_tests_is_right() -> None:
+def test_the_exhaustive_search_of_the_tests_is_right() -> None:
     costs = np.array([7, 5, 3, 1])
     pairs = [(7 + other, 16 - 7 - other) for other in (5, 3, 1)]
-    assert smallest_heaviest_load(costs, 2) == min(max(pair) for pair in pairs) == 8
+    assert optimal_heaviest_load(costs, 2) == min(max(pair) for pair in pairs) == 8

@@ -1,8 +1,14 @@
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.partition.tournament_tree import ABSENT, enter, load_shift, play_all, rank_bits
+from evenrank.dataloader.balance.partition.tournament_tree import (
+    build,
+    empty_tree,
+    load_shift,
+    make_entry,
+    rank_bits,
+    update,
+)
 
 
 @settings(max_examples=200)
@@ -14,18 +20,18 @@ def test_the_lightest_rank_wins_and_the_lower_one_among_equals(
     loads: list[int], changes: list[tuple[int, int]]
 ) -> None:
     world_size, bits = len(loads), rank_bits(len(loads))
-    tree = np.full(2 << bits, ABSENT)
+    tree = empty_tree(bits)
     for rank, load in enumerate(loads):
-        tree[(1 << bits) + rank] = load << bits | rank
-    play_all(tree)
+        tree[(1 << bits) + rank] = make_entry(load, rank, bits, 0)
+    build(tree)
     assert tree[1] & ((1 << bits) - 1) == min(range(world_size), key=lambda rank: (loads[rank], rank))
-    for place, load in changes:
-        loads[place % world_size] = load
-        enter(tree, place % world_size, load << bits | place % world_size)
+    for rank, load in ((number % world_size, load) for number, load in changes):
+        loads[rank] = load
+        update(tree, rank, make_entry(load, rank, bits, 0))
         assert tree[1] & ((1 << bits) - 1) == min(range(world_size), key=lambda rank: (loads[rank], rank))
 
 
-def test_loads_of_any_size_fit_beside_a_rank() -> None:
+def test_loads_lose_only_the_bits_that_do_not_fit_next_to_a_rank() -> None:
     assert load_shift(2**40, 10) == 0
     assert load_shift(2**52 - 1, 10) == 0
     assert load_shift(2**52, 10) == 1

@@ -7,26 +7,28 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.metrics import measure_step
 from evenrank.dataloader.balance.partition.strategies import STRATEGIES, lower_bound, partition
-from evenrank.dataloader.balance.partition.two_level import partition_by_host
+from evenrank.dataloader.balance.partition.two_level import assign_by_host
+from evenrank.dataloader.balance.settings import PartitionSettings, StrategyName
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
-from tests.dataloader.balance.partition.steps import VALUES
+from tests.dataloader.balance.partition.steps import costs as step_costs
 from tests.dataloader.rich_batch import rich_batch, samples_of
 from tests.ranks import RankPool
 
-LENGTHS = {"lognormal": Lognormal(mean=512, std=512), "zipf": Zipf(exponent=1.2)}
+LENGTHS: dict[str, Distribution] = {"lognormal": Lognormal(mean=512, std=512), "zipf": Zipf(exponent=1.2)}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_every_sample_gets_one_rank_and_no_rank_more_than_a_batch(strategy: str, data: st.DataObject) -> None:
+def test_every_sample_gets_one_rank_and_no_rank_exceeds_the_batch_size(
+    strategy: StrategyName, data: st.DataObject
+) -> None:
     hosts, ranks_per_host, batch_size = (data.draw(st.integers(1, 4)) for _ in range(3))
     world_size = hosts * ranks_per_host
-    size = world_size * batch_size
-    costs = np.array(data.draw(st.lists(VALUES, min_size=size, max_size=size)))
+    costs = data.draw(step_costs(world_size * batch_size))
     num_real = np.array(data.draw(st.lists(st.integers(0, batch_size), min_size=world_size, max_size=world_size)))
-    rank_of = partition_by_host(
-        costs, (hosts, ranks_per_host), strategy=strategy, sizes=costs % 1000, num_real=num_real
+    rank_of = assign_by_host(
+        costs, (hosts, ranks_per_host), PartitionSettings(strategy=strategy), tokens=costs % 1000, num_real=num_real
     ).rank_of
     is_real = np.arange(batch_size) < num_real[:, np.newaxis]
     assert (rank_of[~is_real] == -1).all()
@@ -37,7 +39,7 @@ def test_every_sample_gets_one_rank_and_no_rank_more_than_a_batch(strategy: str,
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("topology", [(2, 4), (4, 8), (16, 8)])
-def test_at_most_half_of_what_flat_balancing_sends_goes_between_hosts(
+def test_two_levels_send_at_most_half_of_the_flat_partitions_bytes_between_hosts(
     topology: tuple[int, int], lengths: Distribution
 ) -> None:
     world_size = topology[0] * topology[1]
@@ -46,43 +48,43 @@ def test_at_most_half_of_what_flat_balancing_sends_goes_between_hosts(
         tokens = lengths.sample(np.random.default_rng(seed), world_size * 32)
         costs = 10 * tokens * 1024**2 + 4 * tokens**2 * 1024
         shape = (world_size, 32)
-        ways = {
-            "flat": partition(costs, world_size, sizes=tokens),
-            "by host": partition_by_host(costs, topology, sizes=tokens, tolerance=0.01),
+        assignments = {
+            "flat": partition(costs, world_size, tokens=tokens),
+            "by host": assign_by_host(costs, topology, PartitionSettings(tolerance=0.01), tokens=tokens),
         }
-        for name, assignment in ways.items():
+        for name, assignment in assignments.items():
             metrics = measure_step(
                 assignment,
                 costs=costs.reshape(shape),
                 tokens=tokens.reshape(shape),
-                sizes=tokens.reshape(shape) * 16,
+                sample_bytes=tokens.reshape(shape) * 16,
                 ranks_per_host=topology[1],
             )
             sent[name] += metrics.bytes_between_hosts
-        assert ways["by host"].loads(costs).max() <= 1.021 * lower_bound(costs, world_size)
+        assert assignments["by host"].loads(costs).max() <= 1.021 * lower_bound(costs, world_size)
     assert sent["by host"] <= 0.5 * sent["flat"]
 
 
-def test_what_stays_on_its_host_is_not_counted_as_sent_between_hosts() -> None:
+def test_samples_that_stay_on_their_host_are_not_counted_as_sent_between_hosts() -> None:
     costs = np.array([[9, 9], [1, 1], [5, 5], [5, 5]])
-    assignment = partition_by_host(costs, (2, 2), sizes=costs)
-    metrics = measure_step(assignment, costs=costs, tokens=costs, sizes=costs, ranks_per_host=2)
-    # Both hosts have 20: the first is levelled within itself.
+    assignment = assign_by_host(costs, (2, 2), PartitionSettings(), tokens=costs)
+    metrics = measure_step(assignment, costs=costs, tokens=costs, sample_bytes=costs, ranks_per_host=2)
+    # Both hosts have a load of 20; the first is levelled within itself.
     assert assignment.loads(costs).tolist() == [10, 10, 10, 10]
     assert metrics.moved_bytes == 10
     assert metrics.bytes_between_hosts == 0
 
 
-def test_the_limit_of_tokens_is_kept_within_hosts() -> None:
+def test_the_token_limit_is_kept_within_hosts() -> None:
     costs, tokens = np.array([[90, 10], [50, 50]] * 2), np.array([[100, 90], [50, 60]] * 2)
-    assignment = partition_by_host(costs, (2, 2), sizes=tokens, max_tokens_per_rank=160)
+    assignment = assign_by_host(costs, (2, 2), PartitionSettings(max_tokens_per_rank=160), tokens=tokens)
     assert assignment.loads(tokens).max() <= 160
 
 
 @pytest.mark.parametrize("topology", [(3, 1), (0, 2), (2, 2)])
-def test_a_topology_of_another_world_is_refused(topology: tuple[int, int]) -> None:
+def test_a_topology_of_another_world_size_is_refused(topology: tuple[int, int]) -> None:
     with pytest.raises(
-        ConfigError, match=r"topology is hosts and ranks per host, \d times \d is not the world size, 1"
+        ConfigError, match=r"topology is \(hosts, ranks per host\): \d \* \d differs from the world size, 1"
     ):
         Balancer([], cost=HSTUCost(hidden=1, heads=1, head_dim=1, layers=1), topology=topology)
 

@@ -1,0 +1,41 @@
+from .batch import JaggedBatch as JaggedBatch
+from .batch import SemanticIdBatch as SemanticIdBatch
+from .batch import SequenceBatch as SequenceBatch
+from .batch import dense as dense
+from .batch import host as host
+from .config import LoaderConfig as LoaderConfig
+from .config import SemanticIdConfig as SemanticIdConfig
+from .loader import Loader as Loader
+from .loader import build_loader as build_loader
+from .pad import PaddedBatches as PaddedBatches
+from .pad import pad_batch as pad_batch
+from .random_batches import RandomBatches as RandomBatches
+from .random_batches import RandomData as RandomData
+from .random_batches import random_codes as random_codes
+from .samples import Mixture as Mixture
+from .stream_loader import StreamConfig as StreamConfig
+from .stream_loader import StreamLoader as StreamLoader
+from .stream_loader import build_stream_loader as build_stream_loader
+from .stream_loader import merge_stream_states as merge_stream_states
+
+__all__ = [
+    "JaggedBatch",
+    "Loader",
+    "LoaderConfig",
+    "Mixture",
+    "PaddedBatches",
+    "RandomBatches",
+    "RandomData",
+    "SemanticIdBatch",
+    "SemanticIdConfig",
+    "SequenceBatch",
+    "StreamConfig",
+    "StreamLoader",
+    "build_loader",
+    "build_stream_loader",
+    "dense",
+    "host",
+    "merge_stream_states",
+    "pad_batch",
+    "random_codes",
+]

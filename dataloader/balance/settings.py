@@ -1,0 +1,92 @@
+"""How steps are balanced: the options of a partition and those of a Balancer, with their defaults."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+from evenrank.core.errors import ConfigError
+
+StrategyName = Literal["identity", "karmarkar-karp", "lpt-swap", "min-move"]
+ExchangeName = Literal["all-to-all", "all-gather"]
+OnOverflow = Literal["raise", "warn"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionSettings:
+    """How the samples of a step are assigned to ranks."""
+
+    strategy: StrategyName = "lpt-swap"
+    """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
+    `karmarkar-karp` is the baseline; `identity` moves nothing."""
+
+    tolerance: float = 0.001
+    """Relative tolerance, from 0 to below 1: a heaviest load of (1 + tolerance) * lower bound is good enough."""
+
+    max_tokens_per_rank: int | None = None
+    """Limit to the tokens of a rank in a step, so that it fits in device memory; None: no limit."""
+
+    on_overflow: OnOverflow = "raise"
+    """What to do in a step where that limit cannot be kept: raise on all ranks, or warn and exceed it."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(StrategyName):
+            raise ConfigError(f"no strategy is called {self.strategy!r}; known are {_listed(StrategyName)}")
+        if not 0 <= self.tolerance < 1:
+            raise ConfigError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
+        if self.max_tokens_per_rank is not None and self.max_tokens_per_rank < 1:
+            raise ConfigError(f"max_tokens_per_rank must be at least 1, got {self.max_tokens_per_rank}")
+        if self.on_overflow not in get_args(OnOverflow):
+            raise ConfigError(f"on_overflow must be one of {_listed(OnOverflow)}, got {self.on_overflow!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalancerSettings:
+    """How a Balancer works."""
+
+    partition: PartitionSettings = field(default_factory=PartitionSettings)
+    """How samples are assigned to ranks."""
+
+    topology: tuple[int, int] | None = None
+    """Hosts and ranks per host, for ranks that are numbered host by host; None: all ranks are equally close."""
+
+    exchange: ExchangeName = "all-to-all"
+    """The collective that moves samples."""
+
+    lookahead: int = 2
+    """Steps whose metadata is gathered ahead of the step that trains, at least 1."""
+
+    timeout: timedelta = timedelta(minutes=30)
+    """How long a collective waits for other ranks."""
+
+    def __post_init__(self) -> None:
+        if self.exchange not in get_args(ExchangeName):
+            raise ConfigError(f"no exchange is called {self.exchange!r}; known are {_listed(ExchangeName)}")
+        if self.lookahead < 1:
+            raise ConfigError(f"lookahead must be at least 1, got {self.lookahead}")
+
+    def shared(self) -> dict[str, Any]:
+        """Return the options that must be the same on all ranks, by name."""
+        options = {"topology": self.topology, "exchange": self.exchange, "lookahead": self.lookahead}
+        return dataclasses.asdict(self.partition) | options
+
+
+DEFAULTS = BalancerSettings()
+
+
+def check_topology(topology: tuple[int, int], world_size: int) -> None:
+    """Check that a topology has `world_size` ranks.
+
+    Raises:
+        ConfigError: it has another number of ranks.
+
+    """
+    hosts, ranks_per_host = topology
+    if hosts < 1 or ranks_per_host < 1 or hosts * ranks_per_host != world_size:
+        raise ConfigError(
+            f"topology is (hosts, ranks per host): {hosts} * {ranks_per_host} differs from the world size, {world_size}"
+        )
+
+
+def _listed(names: object) -> str:
+    return ", ".join(get_args(names))

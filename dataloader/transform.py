@@ -1,0 +1,19 @@
+"""Transforms of batches, and the random generators that are passed to them."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from evenrank.dataloader.batch import JaggedBatch
+
+_WORD_MASK = 0xFFFFFFFFFFFFFFFF
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+Transform = Callable[[Batch, np.random.Generator], Batch]
+"""Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
+
+
+def make_rng(seed: int, *counters: int) -> np.random.Generator:
+    """Return the random generator for a seed, which may be negative, and counters such as epoch and position."""
+    return np.random.default_rng([seed & _WORD_MASK, *counters])

@@ -1,0 +1,9 @@
+from .build.filters import Filters as Filters
+from .build.requests import RequestRule as RequestRule
+from .pipeline import PreprocessConfig as PreprocessConfig
+from .pipeline import preprocess as preprocess
+from .sources.catalog import DATASETS as DATASETS
+from .sources.synthetic import SyntheticConfig as SyntheticConfig
+from .sources.tabular_config import TabularConfig as TabularConfig
+
+__all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "TabularConfig", "preprocess"]

@@ -1,0 +1,104 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, combine, measure_step, summarize
+from evenrank.dataloader.balance.partition.strategies import Assignment
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepMetrics:
+    count = st.integers(0, 1000)
+    before = np.array(draw(st.lists(count, min_size=2, max_size=2)))
+    samples, tokens, sample_bytes = draw(count), draw(count), draw(count)
+    seconds = st.floats(0, 10)
+    return StepMetrics(
+        epoch=0,
+        step=0,
+        before=before,
+        after=np.array([-(-before.sum() // 2), before.sum() // 2]),
+        lower_bound=-(-int(before.sum()) // 2),
+        samples=samples,
+        moved_samples=draw(st.integers(0, samples)),
+        tokens=tokens,
+        moved_tokens=draw(st.integers(0, tokens)),
+        sample_bytes=sample_bytes,
+        moved_bytes=draw(st.integers(0, sample_bytes)),
+        gather_seconds=draw(seconds),
+        plan_seconds=draw(seconds),
+        exchange_seconds=draw(seconds),
+        waited_seconds=draw(seconds),
+    )
+
+
+@given(st.lists(st.lists(steps(), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_combined_summaries_equal_the_summary_of_all_their_steps(chunks: list[list[StepMetrics]]) -> None:
+    combined = combine([summarize(chunk) for chunk in chunks])
+    together = summarize([step for chunk in chunks for step in chunk])
+    assert dataclasses.asdict(combined) == pytest.approx(dataclasses.asdict(together))
+
+
+def test_a_summary_of_two_steps() -> None:
+    first = StepMetrics(
+        epoch=0,
+        step=0,
+        before=np.array([6, 2]),
+        after=np.array([4, 4]),
+        lower_bound=4,
+        samples=4,
+        moved_samples=1,
+        tokens=40,
+        moved_tokens=10,
+        sample_bytes=320,
+        moved_bytes=80,
+        bytes_between_hosts=20,
+        gather_seconds=0.25,
+    )
+    second = dataclasses.replace(
+        first, before=np.array([0, 10]), after=np.array([6, 4]), samples=12, moved_samples=12, gather_seconds=0.75
+    )
+    summary = summarize([first, second])
+    assert summary.steps == 2
+    assert summary.ratio_before == pytest.approx((6 / 4 + 10 / 4) / 2)
+    assert summary.ratio_after == pytest.approx((1 + 6 / 4) / 2)
+    assert summary.worst_after == 1.5
+    assert summary.speedup == pytest.approx(16 / 10)
+    assert summary.moved_samples == pytest.approx(13 / 16)
+    assert summary.moved_tokens == pytest.approx(20 / 80)
+    assert (summary.moved_bytes, summary.bytes_between_hosts, summary.gather_seconds) == (80, 20, 0.5)
+    assert (summary.heaviest_before, summary.heaviest_after) == (8, 5)
+    assert (summary.samples, summary.tokens, summary.sample_bytes) == (8, 40, 320)
+
+
+def test_no_steps_are_balanced_perfectly() -> None:
+    summary = summarize([])
+    assert summary == MetricsSummary()
+    assert (summary.steps, summary.ratio_before, summary.ratio_after, summary.worst_after) == (0, 1, 1, 1)
+    assert (summary.speedup, summary.moved_samples, summary.plan_seconds) == (1, 0, 0)
+
+
+def test_steps_that_cost_nothing_are_balanced_perfectly() -> None:
+    zeros = np.zeros((2, 1), dtype=np.int64)
+    nothing = Assignment(rank_of=np.full((2, 1), -1, dtype=np.int32))
+    summary = summarize([measure_step(nothing, costs=zeros, tokens=zeros, sample_bytes=zeros)])
+    assert (summary.ratio_before, summary.ratio_after, summary.speedup) == (1, 1, 1)
+    assert (summary.moved_samples, summary.moved_tokens) == (0, 0)
+
+
+def test_a_step_is_measured_before_and_after() -> None:
+    # Row 1 of rank 0 goes to rank 1, on another host; row 0 of rank 1 to rank 0; the last row of rank 1 is padding.
+    assignment = Assignment(rank_of=np.array([[0, 1], [0, -1]], dtype=np.int32))
+    costs = np.array([[5, 3], [2, 0]])
+    metrics = measure_step(
+        assignment, costs=costs, tokens=costs * 10, sample_bytes=costs * 100, ranks_per_host=1, epoch=3, step=7
+    )
+    assert (metrics.epoch, metrics.step) == (3, 7)
+    assert (metrics.before.tolist(), metrics.after.tolist()) == ([8, 2], [7, 3])
+    assert metrics.lower_bound == 5
+    assert (metrics.samples, metrics.moved_samples) == (3, 2)
+    assert (metrics.tokens, metrics.moved_tokens) == (100, 50)
+    assert (metrics.sample_bytes, metrics.moved_bytes, metrics.bytes_between_hosts) == (1000, 500, 500)
+    assert metrics.ratio_before == 8 / 5

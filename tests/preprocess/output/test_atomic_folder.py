@@ -1,0 +1,109 @@
+"""Replacing the folder of a dataset, in particular by runs that are killed or must not replace it."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from evenrank.core.errors import DataError
+from evenrank.datasets.schema import read_manifest
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+from evenrank.preprocess.output import atomic_folder
+
+
+def _preprocess_and_wait_before_replacing(out: Path, written: Connection) -> None:
+    def wait(partial: Path, out: Path) -> None:
+        written.send("written")
+        signal.pause()
+
+    atomic_folder._put_in_place = wait
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=20)))
+
+
+def test_a_killed_run_keeps_the_old_dataset_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    old = preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=10)))
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_preprocess_and_wait_before_replacing, args=(out, sender))
+    process.start()
+    sender.close()
+    assert receiver.recv() == "written"  # raises EOFError if the process fails
+    with pytest.raises(DataError, match=r"out is being written by another process; wait for it"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=out))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert read_manifest(out) == old
+    new = preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=30)))
+    assert read_manifest(out) == new
+    assert sum(split.rows for split in new.splits.values()) == 30
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("precious")
+    with pytest.raises(DataError, match="contains files but is not a dataset"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out"))
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
+
+
+def test_a_folder_of_another_program_with_a_manifest_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "extension"
+    out.mkdir()
+    (out / "manifest.json").write_text('{"manifest_version": 3, "name": "not ours"}')
+    with pytest.raises(DataError, match="extension contains files but is not a dataset"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=out))
+    config = PreprocessConfig(dataset="synthetic", out=tmp_path / "data", synthetic=SyntheticConfig(num_users=5))
+    preprocess(config)
+    (tmp_path / "data" / "notes.txt").write_text("precious")
+    with pytest.raises(DataError, match=r"data contains 'notes.txt' besides a dataset; move it away"):
+        preprocess(config)
+    assert (tmp_path / "data" / "notes.txt").read_text() == "precious"
+
+
+def test_a_dataset_of_another_schema_version_is_replaced(tmp_path: Path) -> None:
+    config = PreprocessConfig(dataset="synthetic", out=tmp_path / "data", synthetic=SyntheticConfig(num_users=5))
+    preprocess(config)
+    path = tmp_path / "data" / "manifest.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 0'))
+    preprocess(config)
+    assert read_manifest(tmp_path / "data").schema_version == 1
+
+
+def test_a_symbolic_link_is_kept_and_its_target_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for num_users in (10, 20):
+        out = tmp_path / "link"
+        preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=num_users)))
+    assert sum(split.rows for split in read_manifest(tmp_path / "real").splits.values()) == 20
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="is or contains the current folder"):
+        preprocess(PreprocessConfig(dataset="synthetic", out=Path(".")))
+
+
+def test_a_leftover_partial_output_is_removed_even_if_it_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").write_text("left behind")
+    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=5)))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic_folder, "_exchange_folders", lambda first, second: False)
+    for num_users in (10, 20):
+        preprocess(
+            PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=num_users))
+        )
+    assert sum(split.rows for split in read_manifest(tmp_path / "out").splits.values()) == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
