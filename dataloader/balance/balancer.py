@@ -17,7 +17,7 @@ import enum
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,12 +26,12 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, EvenrankError, RankError
+from evenrank.core.errors import ConfigError, RankError
+from evenrank.dataloader.balance.arguments import settle_arguments
 from evenrank.dataloader.balance.control.all_gather import make_all_gather
-from evenrank.dataloader.balance.control.process_group import FailFastGroup, is_distributed, rank_and_world_size
+from evenrank.dataloader.balance.control.process_group import FailFastGroup, Group, members_of
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
-from evenrank.dataloader.balance.exchange.device import make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.settings import (
@@ -42,7 +42,7 @@ from evenrank.dataloader.balance.settings import (
     PartitionSettings,
     StrategyName,
 )
-from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner, consistent_settings
+from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.protocols import Stateful
@@ -79,11 +79,10 @@ class Handle:
 
 
 class Balancer(Generic[Batch]):
-    """Balances every step over all ranks of the default process group; iterate over it instead of over the loader.
+    """Balances every step over the ranks of a process group; iterate over it instead of over the loader.
 
     The samples of a step, over all ranks, are the same as before balancing, each once; only who trains which sample
-    changes. Every rank must create its Balancer and iterate over it in the same way. Without a default process group
-    there is one rank.
+    changes. Every rank of the group must create its Balancer and iterate over it in the same way.
 
     Args:
         batches: this rank's batches, dataclasses derived from JaggedBatch with one schema; iterated over once per
@@ -99,6 +98,9 @@ class Balancer(Generic[Batch]):
             only as far as hosts are uneven, and `strategy` applies among the ranks of a host. None: all ranks are
             equally close.
         exchange: `all-to-all`, or `all-gather`, which moves more bytes and gives the same batches.
+        group: the data-parallel ranks, over which samples are balanced: a process group, or a device mesh of one
+            dimension such as `mesh["dp"]`. It is never communicated over itself. None: the default process group or,
+            without one, this process alone. Ranks, topology and logs count the ranks of this group.
         device: where batches are exchanged and where the balanced batches are: None or `cpu`, over Gloo, or a CUDA
             device, over NCCL. The batches of the loader are on the CPU in either case, pinned or not. The exchange of
             the next step starts when the current stream, and the device's default stream, have completed the work
@@ -127,6 +129,7 @@ class Balancer(Generic[Batch]):
         on_overflow: OnOverflow = DEFAULTS.partition.on_overflow,
         topology: tuple[int, int] | None = DEFAULTS.topology,
         exchange: ExchangeName = DEFAULTS.exchange,
+        group: Group | None = None,
         device: torch.device | str | None = None,
         lookahead: int = DEFAULTS.lookahead,
         timeout: timedelta = DEFAULTS.timeout,
@@ -136,46 +139,65 @@ class Balancer(Generic[Batch]):
         self._on_step = on_step
         self._closed = False
         warm_up()
-        rank, world_size = rank_and_world_size()
-        # Every rank creates these in this order. The metadata all-gather and the exchange of different steps overlap,
-        # so each has a communicator of its own.
-        self._all_gather = make_all_gather(timeout)
-        self._device = make_device(device)
-        self._group = FailFastGroup(timeout, backend=self._device.backend) if is_distributed() else None
+        members = members_of(group)
+        self._settings, self._device, settled = settle_arguments(
+            lambda: BalancerSettings(
+                partition=PartitionSettings(
+                    strategy=strategy,
+                    tolerance=tolerance,
+                    max_tokens_per_rank=max_tokens_per_rank,
+                    on_overflow=on_overflow,
+                ),
+                topology=topology,
+                exchange=exchange,
+                lookahead=lookahead,
+                timeout=timeout,
+            ),
+            device=device,
+            cost=cost,
+            batches=batches,
+            members=members,
+            timeout=timeout,
+        )
+        self._num_steps = settled.num_steps
+        # The metadata all-gather and the exchange of different steps overlap, so each has a communicator of its own.
+        self._all_gather = make_all_gather(members, settled.hosts, timeout)
+        self._group = None
+        if members.store is not None:
+            self._group = FailFastGroup(
+                members.substore("exchange"),
+                members.rank,
+                members.world_size,
+                timeout,
+                backend=self._device.backend,
+            )
         # One thread, so that all-gathers of successive steps keep their order.
         self._background = ThreadPoolExecutor(
             1, thread_name_prefix="evenrank-balancer", initializer=self._device.use_in_thread
         )
-
-        def make_settings() -> BalancerSettings:
-            partition = PartitionSettings(
-                strategy=strategy, tolerance=tolerance, max_tokens_per_rank=max_tokens_per_rank, on_overflow=on_overflow
-            )
-            return BalancerSettings(
-                partition=partition, topology=topology, exchange=exchange, lookahead=lookahead, timeout=timeout
-            )
-
-        try:
-            self._settings = consistent_settings(make_settings, cost, self._all_gather, world_size=world_size)
-        except EvenrankError:
-            self.close()
-            raise
         self._planner = StepPlanner(
             batches,
             cost=cost,
             settings=self._settings,
             all_gather=self._all_gather,
-            rank=rank,
-            world_size=world_size,
+            rank=members.rank,
+            world_size=members.world_size,
         )
         self._exchange = Exchange(
-            COLLECTIVES[self._settings.exchange], self._group, self._device, world_size=world_size
+            COLLECTIVES[self._settings.exchange], self._group, self._device, world_size=members.world_size
         )
         self._exchange.connect()
 
     def __len__(self) -> int:
-        """Return the steps of an epoch, if the loader knows them."""
-        return len(cast(Sized, self._batches))
+        """Return the steps of an epoch: the batches of the rank with the most.
+
+        Raises:
+            TypeError: the loader of a rank does not know how many batches it has.
+
+        """
+        if self._num_steps is None:
+            raise TypeError(f"the loader, a {type(self._batches).__name__}, has no length, on this rank or another one")
+        return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:
         if self._closed:

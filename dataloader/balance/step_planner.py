@@ -6,21 +6,19 @@ that left, and an error reaches all ranks.
 
 import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError, one_line
+from evenrank.core.errors import one_line
 from evenrank.dataloader.balance.control.all_gather import MetadataAllGather, all_gather_objects
 from evenrank.dataloader.balance.control.consistency import (
     check_batch,
     check_headers,
     check_settings,
     common_schema,
-    describe_cost,
     raise_reported_errors,
     report_schema,
 )
@@ -38,7 +36,7 @@ from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_by
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import Assignment, assign, real_rows
 from evenrank.dataloader.balance.partition.two_level import assign_by_host
-from evenrank.dataloader.balance.settings import BalancerSettings, check_topology
+from evenrank.dataloader.balance.settings import BalancerSettings
 from evenrank.dataloader.batch import BatchSchema, JaggedBatch, lengths_of
 from evenrank.dataloader.pad import empty_batch
 from evenrank.dataloader.protocols import HasIdentity
@@ -59,41 +57,6 @@ class PlannedStep:
 
 
 NOTHING_LEFT = PlannedStep(plan=None, batch=None, metrics=None)
-
-
-def consistent_settings(
-    make_settings: Callable[[], BalancerSettings], cost: Cost, all_gather: MetadataAllGather, *, world_size: int
-) -> BalancerSettings:
-    """Return the settings of a Balancer, after checking them and comparing them between ranks.
-
-    Collective: every rank must call this.
-
-    Args:
-        make_settings: returns this rank's settings, or raises a ConfigError.
-        cost: this rank's cost; it must be the same on all ranks.
-        all_gather: of all ranks.
-        world_size: the number of ranks.
-
-    Raises:
-        ConfigError: the settings are invalid on this rank.
-        RankError: they are invalid on another rank, or differ between ranks.
-
-    """
-    settings, error = None, None
-    try:
-        settings = make_settings()
-        if settings.topology is not None:
-            check_topology(settings.topology, world_size)
-    except ConfigError as raised:
-        settings, error = None, raised
-    shared = {} if settings is None else settings.shared() | {"cost": describe_cost(cost)}
-    reports = all_gather_objects(all_gather, (None if error is None else one_line(error), shared))
-    if error is not None:
-        raise error
-    raise_reported_errors([message for message, _ in reports])
-    check_settings([options for _, options in reports])
-    assert settings is not None
-    return settings
 
 
 class StepPlanner:

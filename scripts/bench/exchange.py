@@ -41,7 +41,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
 from evenrank.dataloader.balance.control.all_gather import make_all_gather
-from evenrank.dataloader.balance.control.process_group import FailFastGroup
+from evenrank.dataloader.balance.control.process_group import FailFastGroup, members_of
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
@@ -74,7 +74,7 @@ def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
 def plan_steps(batch_size: int, steps: int, strategy: StrategyName) -> list[tuple[SequenceBatch, Plan]]:
     """All-gather and plan steps, as a Balancer does in the background."""
     settings = BalancerSettings(partition=PartitionSettings(strategy=strategy, tolerance=TOLERANCE))
-    all_gather = make_all_gather(TIMEOUT)
+    all_gather = make_all_gather(members_of(None), None, TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     planner = StepPlanner([], cost=COST, settings=settings, all_gather=all_gather, rank=rank, world_size=world_size)
     steps_with_plans = []
@@ -202,7 +202,10 @@ def send_order(plan: Plan, device: torch.device) -> tuple[Tensor, tuple[list[int
 def measure(batch_size: int, steps: int, strategy: StrategyName, device: torch.device) -> dict[str, Any]:
     """Time all variants on the same planned steps."""
     exchange_device = make_device(device)
-    group = FailFastGroup(TIMEOUT, backend=exchange_device.backend)
+    members = members_of(None)
+    assert members.store is not None
+    group = FailFastGroup(members.store, members.rank, members.world_size, TIMEOUT, backend=exchange_device.backend)
+    baseline_group = dist.new_group(backend=exchange_device.backend)
     cpu_group = dist.group.WORLD
     assert cpu_group is not None
     planned = [
@@ -233,10 +236,10 @@ def measure(batch_size: int, steps: int, strategy: StrategyName, device: torch.d
     rows = [torch.from_numpy(numbers).to(device) for numbers in trained_rows]
     orders = [send_order(plan, device) for plan in plans]
     variants["gather-select"] = lambda step: [
-        gather_select(field, rows[step], group.process_group) for field in jagged_fields(on_device[step])
+        gather_select(field, rows[step], baseline_group) for field in jagged_fields(on_device[step])
     ]
     variants["per-field"] = lambda step: [
-        per_field(field, *orders[step], group.process_group) for field in jagged_fields(on_device[step])
+        per_field(field, *orders[step], baseline_group) for field in jagged_fields(on_device[step])
     ]
     for baseline in ("gather-select", "per-field"):
         check_equal(results, variants[baseline](0)[0], plans[0].num_real)
@@ -251,12 +254,13 @@ def measure(batch_size: int, steps: int, strategy: StrategyName, device: torch.d
         send_buffers[step],
         plans[step].receive_bytes.tolist(),
         plans[step].send_bytes.tolist(),
-        group=group.process_group,
+        group=baseline_group,
     )
     rounds = [{name: timed(run, steps, device, cpu_group) for name, run in variants.items()} for _ in range(ROUNDS)]
     row |= {name: round(statistics.median(times[name] for times in rounds), 4) for name in variants}
     row["ours_over_raw"] = round(row["ours"] / row["raw"], 2)
     group.close()
+    dist.destroy_process_group(baseline_group)
     return row
 
 

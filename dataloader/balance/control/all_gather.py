@@ -1,7 +1,6 @@
 """All-gathers of small metadata messages over Gloo, flat or hierarchical: one equally sized message from each rank."""
 
 import pickle
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.control.process_group import FailFastGroup, is_distributed
+from evenrank.dataloader.balance.control.process_group import FailFastGroup, Members
 
 # Above this number of ranks the all-gather is hierarchical: a ring over all ranks takes as many hops as ranks.
-_MAX_RANKS_OF_FLAT_ALL_GATHER = 512
+MAX_RANKS_OF_FLAT_ALL_GATHER = 512
 
 
 class MetadataAllGather(ABC):
@@ -47,8 +45,8 @@ class SingleRankAllGather(MetadataAllGather):
 class FlatAllGather(MetadataAllGather):
     """One all-gather over all ranks."""
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._group = FailFastGroup(timeout)
+    def __init__(self, members: Members, timeout: timedelta) -> None:
+        self._group = FailFastGroup(members.substore("control"), members.rank, members.world_size, timeout)
 
     def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the messages of all ranks: uint8 [W, n]."""
@@ -63,29 +61,33 @@ class HierarchicalAllGather(MetadataAllGather):
     """Within each host, then between the first ranks of the hosts, then a broadcast within each host.
 
     Args:
+        members: all ranks.
         hosts: the host name of each rank.
         timeout: how long a collective waits for other ranks.
 
     """
 
-    def __init__(self, hosts: Sequence[str], timeout: timedelta) -> None:
+    def __init__(self, members: Members, hosts: Sequence[str], timeout: timedelta) -> None:
         self._ranks_by_host = [
             [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)
         ]
-        self._rank = dist.get_rank()
-        self._ranks_of_host = next(ranks for ranks in self._ranks_by_host if self._rank in ranks)
-        # Every rank must create every group, in the same order.
-        self._host_groups = [FailFastGroup(timeout, ranks) for ranks in self._ranks_by_host]
-        self._host_group = self._host_groups[self._ranks_by_host.index(self._ranks_of_host)]
-        self._leader_group = FailFastGroup(timeout, [ranks[0] for ranks in self._ranks_by_host])
+        host = next(index for index, ranks in enumerate(self._ranks_by_host) if members.rank in ranks)
+        ranks_of_host = self._ranks_by_host[host]
+        self._host_group = FailFastGroup(
+            members.substore(f"control/host {host}"), ranks_of_host.index(members.rank), len(ranks_of_host), timeout
+        )
+        self._leader_group: FailFastGroup | None = None  # on the first rank of each host
+        if members.rank == ranks_of_host[0]:
+            self._leader_group = FailFastGroup(
+                members.substore("control/leaders"), host, len(self._ranks_by_host), timeout
+            )
 
     def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the messages of all ranks: uint8 [W, n]."""
         messages_of_host = _all_gather(message, self._host_group)
         world_size = sum(len(ranks) for ranks in self._ranks_by_host)
         messages = np.empty((world_size, len(message)), dtype=np.uint8)
-        leader = self._ranks_of_host[0]
-        if leader == self._rank:
+        if self._leader_group is not None:
             # Hosts may have different numbers of ranks, but the messages of an all-gather have one size.
             max_ranks = max(len(ranks) for ranks in self._ranks_by_host)
             padded = np.zeros((max_ranks, len(message)), dtype=np.uint8)
@@ -93,26 +95,28 @@ class HierarchicalAllGather(MetadataAllGather):
             by_host = _all_gather(padded.reshape(-1), self._leader_group).reshape(-1, max_ranks, len(message))
             for ranks, of_host in zip(self._ranks_by_host, by_host, strict=True):
                 messages[ranks] = of_host[: len(ranks)]
-        with self._host_group.guard():
-            dist.broadcast(torch.from_numpy(messages), src=leader, group=self._host_group.process_group)
+        self._host_group.broadcast(torch.from_numpy(messages), root=0)
         return messages
 
     def close(self) -> None:
         """Destroy the process groups."""
-        for group in (*self._host_groups, self._leader_group):
-            group.close()
+        self._host_group.close()
+        if self._leader_group is not None:
+            self._leader_group.close()
 
 
-def make_all_gather(timeout: timedelta) -> MetadataAllGather:
-    """Return the all-gather for the ranks of the default process group. Collective: every rank must call this."""
-    if not is_distributed():
+def make_all_gather(members: Members, hosts: Sequence[str] | None, timeout: timedelta) -> MetadataAllGather:
+    """Return the all-gather for these ranks. Collective: every rank must call this.
+
+    Args:
+        members: the ranks.
+        hosts: the host name of each rank, for a hierarchical all-gather; None: a flat one.
+        timeout: how long a collective waits for other ranks.
+
+    """
+    if members.store is None:
         return SingleRankAllGather()
-    world_size = dist.get_world_size()
-    if world_size <= _MAX_RANKS_OF_FLAT_ALL_GATHER:
-        return FlatAllGather(timeout)
-    hosts = [""] * world_size
-    dist.all_gather_object(hosts, _host_name())
-    return HierarchicalAllGather(hosts, timeout)
+    return FlatAllGather(members, timeout) if hosts is None else HierarchicalAllGather(members, hosts, timeout)
 
 
 def all_gather_objects(gather: MetadataAllGather, value: Any) -> list[Any]:
@@ -125,14 +129,9 @@ def all_gather_objects(gather: MetadataAllGather, value: Any) -> list[Any]:
     return [pickle.loads(message[:size].tobytes()) for message, size in zip(messages, num_bytes, strict=True)]
 
 
-def _host_name() -> str:
-    return socket.gethostname()
-
-
 def _all_gather(message: NDArray[np.uint8], group: FailFastGroup) -> NDArray[np.uint8]:
-    with group.guard():
-        messages = torch.empty((dist.get_world_size(group.process_group), len(message)), dtype=torch.uint8)
-        # Copied because torch warns of arrays that are not writable, such as those of a pickle.
-        dist.all_gather(list(messages), torch.from_numpy(message.copy()), group=group.process_group)
+    messages = torch.empty((group.world_size, len(message)), dtype=torch.uint8)
+    # Copied because torch warns of arrays that are not writable, such as those of a pickle.
+    group.all_gather(list(messages), torch.from_numpy(message.copy()))
     gathered: NDArray[np.uint8] = messages.numpy()
     return gathered

@@ -10,9 +10,64 @@ from typing import Any
 import numpy as np
 
 from evenrank.core.errors import RankError, one_line
+from evenrank.dataloader.balance.control.all_gather import MAX_RANKS_OF_FLAT_ALL_GATHER
 from evenrank.dataloader.balance.control.wire import StepMetadata
 from evenrank.dataloader.batch import BatchSchema, JaggedBatch, check_contents, schema_of
 from evenrank.dataloader.pad import empty_batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What a rank reports when its Balancer is created."""
+
+    error: str | None
+    """Why it cannot be created, in one line; None if it can."""
+
+    settings: Mapping[str, Any]
+    """The settings that must be the same on all ranks, by name."""
+
+    hardware: str | None
+    """Identifies the device if no other rank can use it."""
+
+    num_batches: int | None
+    """Batches of an epoch of its loader, if the loader knows."""
+
+    host: str
+    """Name of its host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What ranks have settled when their Balancers are created."""
+
+    num_steps: int | None
+    """Steps of an epoch: the batches of the rank with the most; None if a loader does not know."""
+
+    hosts: tuple[str, ...] | None
+    """Host name of each rank if the all-gather is hierarchical."""
+
+
+def judge_ranks(reports: Sequence[RankReport]) -> Settled:
+    """Return what all ranks settle.
+
+    Raises:
+        RankError: a rank failed, or ranks are inconsistent.
+
+    """
+    raise_reported_errors([report.error for report in reports])
+    check_settings([report.settings for report in reports])
+    rank_of_device: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        if report.hardware is not None and (other := rank_of_device.setdefault(report.hardware, rank)) != rank:
+            raise RankError(
+                f"ranks {other} and {rank} use the same GPU of host {report.host}; call "
+                "torch.cuda.set_device(local_rank) first, or pass each rank its own device"
+            )
+    numbers = [report.num_batches for report in reports if report.num_batches is not None]
+    return Settled(
+        num_steps=max(numbers) if len(numbers) == len(reports) else None,
+        hosts=tuple(report.host for report in reports) if len(reports) > MAX_RANKS_OF_FLAT_ALL_GATHER else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +144,29 @@ def raise_reported_errors(errors: Sequence[str | None]) -> None:
         errors: per rank, its error in one line, or None.
 
     Raises:
-        RankError: with the message of each rank that failed.
+        RankError: with each error and the ranks that it occurred on.
 
     """
-    if failures := [f"rank {rank} failed: {error}" for rank, error in enumerate(errors) if error is not None]:
-        raise RankError("; ".join(failures))
+    ranks_by_error: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        if error is not None:
+            ranks_by_error.setdefault(error, []).append(rank)
+    if ranks_by_error:
+        raise RankError("; ".join(f"{_ranks(ranks)} failed: {error}" for error, ranks in ranks_by_error.items()))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as text, such as `ranks 0 to 3 and 7`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return f"ranks {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def check_batch(batch: JaggedBatch, schema: BatchSchema) -> None:

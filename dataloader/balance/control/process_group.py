@@ -1,68 +1,203 @@
-"""A process group that is torn down on every rank when one rank fails."""
+"""The ranks that balance together, and process groups that are torn down on every rank when one rank fails."""
 
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+    Store,
+)
 
-from evenrank.core.errors import RankError, first_line
+from evenrank.core.errors import ConfigError, RankError, first_line
+
+Group = dist.ProcessGroup | DeviceMesh
+"""The ranks that balance together: a process group, or a device mesh of one dimension."""
 
 
-def is_distributed() -> bool:
-    """Return whether there is a default process group."""
-    return dist.is_available() and dist.is_initialized()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Members:
+    """The ranks that balance together, as seen from one of them."""
+
+    rank: int
+    """This process's rank among them."""
+
+    world_size: int
+    """How many there are."""
+
+    store: Store | None
+    """Shared by them alone; None if there is only one rank, without a process group."""
+
+    def substore(self, name: str) -> Store:
+        """Return a part of the store, in which keys of other parts do not exist."""
+        assert self.store is not None
+        return PrefixStore(name, self.store)
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank in the default process group and its size; 0 and 1 without one."""
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+def members_of(group: Group | None) -> Members:
+    """Return the ranks of a group; their store is empty, however often this is called for the same group.
+
+    Every rank of the group must call this equally often.
+
+    Args:
+        group: None: the default process group or, without one, this process alone.
+
+    Raises:
+        ConfigError: it is not a group of which this process is a rank.
+
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Members(rank=0, world_size=1, store=None)
+        group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"group is a device mesh of the dimensions {group.mesh_dim_names or group.ndim}; pass one dimension, "
+                'such as mesh["dp"], or several flattened into one'
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        raise ConfigError(
+            "this process is not a rank of the group; create the Balancer on the group's ranks only"
+            if is_outside
+            else f"group must be a process group or a device mesh, got {type(group).__name__}"
+        )
+    rank = group.rank()
+    store = group.get_group_store()
+    # Each rank counts for itself, so that the number does not depend on which rank comes first.
+    number = store.add(f"evenrank/members/{rank}", 1)
+    return Members(rank=rank, world_size=group.size(), store=PrefixStore(f"evenrank/{number}", store))
+
+
+class Work(Protocol):
+    """A collective in flight that the host must wait for."""
+
+    def wait(self) -> Any:
+        """Return once the collective is complete."""
+        ...
 
 
 class FailFastGroup:
-    """A process group of its own, Gloo or NCCL, that ends on all ranks within seconds when one of them is lost.
+    """Collectives over Gloo or NCCL that end on all ranks within seconds when one of them is lost.
 
     When a rank is lost, only its neighbors in a collective notice; the others would wait for the timeout. Gloo closes
     its connections when the last reference to the group is dropped. So a rank that notices drops the group at once,
-    its neighbors notice in turn, and so on. For this to work, callers must keep the FailFastGroup and never its
-    `process_group` in a variable, because a traceback would keep that reference alive.
+    its neighbors notice in turn, and so on.
 
-    Collective: every rank of the default group must create it, also ranks that are not in `ranks`.
+    Only the ranks of the group create it: unlike `dist.new_group`, which all ranks of the default group must call in
+    the same order, and whose names depend on how many groups each of them has created before.
+
+    Collective: every rank must call the constructor.
 
     Args:
+        store: empty, and shared by the ranks of the group alone.
+        rank: of this process in the group.
+        world_size: number of ranks of the group.
         timeout: how long a collective waits for other ranks.
-        ranks: ranks of the group; None: all.
         backend: `gloo` or `nccl`.
+
+    Raises:
+        RankError: a rank is lost, or did not respond in time.
 
     """
 
-    def __init__(self, timeout: timedelta, ranks: Sequence[int] | None = None, backend: str = "gloo") -> None:
-        group = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
-        # A rank outside the group gets a number instead, and never uses it.
-        self.process_group = group if isinstance(group, dist.ProcessGroup) else None
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, backend: str = "gloo") -> None:
+        self.world_size = world_size
+        # Nothing else may refer to it; a traceback would keep that reference alive.
+        self._backend: Any = None
+        try:
+            if backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            else:
+                self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        except RuntimeError as error:
+            raise _rank_lost(error) from None
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work | None:
+        """Gather every rank's `tensor` into this rank's `outputs`, one per rank. Collective: every rank must call this.
+
+        Args:
+            outputs: as many equally sized tensors as there are ranks.
+            tensor: of the same size on all ranks.
+            async_op: return what the caller waits for under `guard`; otherwise the collective is complete (on a GPU:
+                enqueued on the current stream), and None is returned.
+
+        """
+        options = AllgatherOptions()
+        options.asyncOp = async_op
+        with self.guard():
+            return _completed(self._backend.allgather([list(outputs)], [tensor], options), async_op)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, output_splits: list[int], splits: list[int], *, async_op: bool = False
+    ) -> Work | None:
+        """Send each rank its part of `tensor`. Collective: every rank must call this.
+
+        Args:
+            output: what this rank receives, in rank order.
+            tensor: what it sends, in rank order.
+            output_splits: elements received from each rank.
+            splits: elements sent to each rank.
+            async_op: see `all_gather`.
+
+        """
+        options = AllToAllOptions()
+        options.asyncOp = async_op
+        with self.guard():
+            return _completed(self._backend.alltoall_base(output, tensor, output_splits, splits, options), async_op)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Send `tensor` of rank `root` to all ranks. Collective: every rank must call this."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        with self.guard():
+            _completed(self._backend.broadcast([tensor], options), False)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an error of a collective into one line, and tear down the group.
+        """Turn an error of a collective, or of waiting for one, into one line, and tear down the group.
 
         Raises:
             RankError: a rank is lost or did not answer in time, now or in an earlier collective.
 
         """
-        if self.process_group is None:
+        if self._backend is None:
             raise RankError("a rank is lost or does not respond, as an earlier error reported; see its own error")
         try:
             yield
         except RuntimeError as error:
-            reason = first_line(error)
-            traceback.clear_frames(error.__traceback__)  # they refer to the process group
+            lost = _rank_lost(error)
+            traceback.clear_frames(error.__traceback__)  # they refer to the backend
             self.close()
-            raise RankError(f"a rank is lost or does not respond ({reason}); see its own error") from None
+            raise lost from None
 
     def close(self) -> None:
-        """Destroy the process group; closing twice does nothing."""
-        process_group, self.process_group = self.process_group, None
-        # Destroying the default group has destroyed this one already.
-        if process_group is not None and dist.is_initialized():
-            dist.destroy_process_group(process_group)
+        """Close all connections; closing twice does nothing."""
+        if self._backend is not None:
+            self._backend.shutdown()
+        self._backend = None
+
+
+def _completed(work: Work | None, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def _rank_lost(error: RuntimeError) -> RankError:
+    return RankError(f"a rank is lost or does not respond ({first_line(error)}); see its own error")

@@ -3,14 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.dataloader.balance.control.process_group import FailFastGroup
+from evenrank.dataloader.balance.control.process_group import FailFastGroup, Work
 from evenrank.dataloader.balance.exchange.batch_buffer import RowLayout
 from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_chunks, row_bytes
@@ -68,14 +66,6 @@ class CollectiveLayout:
         )
 
 
-class Work(Protocol):
-    """A collective in flight that the host must wait for."""
-
-    def wait(self) -> Any:
-        """Return once the collective is complete."""
-        ...
-
-
 class Collective(ABC):
     """A collective that brings every rank the samples that it trains."""
 
@@ -97,7 +87,7 @@ class Collective(ABC):
             layout: of the two buffers.
             send: uint8 [send_bytes].
             receive: uint8 [receive_bytes], to be filled.
-            group: all ranks. Only the FailFastGroup may be kept in a variable; see its docstring.
+            group: all ranks.
             async_op: return at once what the host waits for; otherwise the collective is enqueued on the current
                 stream, and None is returned.
 
@@ -142,10 +132,7 @@ class AllToAll(Collective):
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
     ) -> Work | None:
         """Start the all-to-all."""
-        work: Work | None = dist.all_to_all_single(
-            receive, send, layout.receive_splits, layout.send_splits, group=group.process_group, async_op=async_op
-        )
-        return work
+        return group.all_to_all(receive, send, layout.receive_splits, layout.send_splits, async_op=async_op)
 
 
 class AllGather(Collective):
@@ -192,9 +179,7 @@ class AllGather(Collective):
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
     ) -> Work | None:
         """Start the all-gather."""
-        chunks = list(receive.split(layout.receive_splits))
-        work: Work | None = dist.all_gather(chunks, send, group=group.process_group, async_op=async_op)
-        return work
+        return group.all_gather(receive.split(layout.receive_splits), send, async_op=async_op)
 
 
 COLLECTIVES: Mapping[ExchangeName, Collective] = {"all-to-all": AllToAll(), "all-gather": AllGather()}

@@ -25,6 +25,9 @@ class ExchangeDevice(ABC):
     backend: str
     """Backend of the process group that connects such devices."""
 
+    hardware: str | None
+    """What identifies the device among those of all hosts; None if several ranks can share it."""
+
     async_collectives: bool
     """Collectives return work that the host waits for; otherwise they are enqueued on the current stream."""
 
@@ -79,6 +82,7 @@ class CpuDevice(ExchangeDevice):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.backend = "gloo"
+        self.hardware = None
         self.async_collectives = True
 
     def use_in_thread(self) -> None:
@@ -129,15 +133,19 @@ class CudaDevice(ExchangeDevice):
         device: a CUDA device.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
 
     """
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device on this host; pass device=None")
+        if device.index is not None and device.index >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"device is {device}, but this host has {count} CUDA devices; pass cuda:0..{count - 1}")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.backend = "nccl"
+        # Not the index, which is 0 on all ranks if each of them sees its own device only.
+        self.hardware = str(torch.cuda.get_device_properties(self.device).uuid)
         self.async_collectives = False
         # High priority, so that small kernels of the exchange do not queue behind large ones of the training.
         self._side_stream = torch.cuda.Stream(self.device, priority=-1)

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenrank.dataloader.balance.control.process_group import FailFastGroup
+from evenrank.dataloader.balance.control.process_group import FailFastGroup, Work
 from evenrank.dataloader.balance.exchange.batch_buffer import lay_out_output, lay_out_rows, output_fields, write_batch
 from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
-from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout, Work
+from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice
 from evenrank.dataloader.balance.exchange.plan import Plan
 from evenrank.dataloader.batch import JaggedBatch
@@ -176,10 +176,9 @@ class Exchange:
     def _start(self, layout: CollectiveLayout, send_buffer: Tensor, receive_buffer: Tensor) -> Work | None:
         if self._group is None:
             return None
-        with self._group.guard():
-            return self._collective.start(
-                layout, send_buffer, receive_buffer, self._group, async_op=self._device.async_collectives
-            )
+        return self._collective.start(
+            layout, send_buffer, receive_buffer, self._group, async_op=self._device.async_collectives
+        )
 
     def _wait(self, work: Work | None) -> None:
         if self._group is not None and work is not None:
