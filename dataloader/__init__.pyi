@@ -3,6 +3,8 @@ from .batch import SemanticIdBatch as SemanticIdBatch
 from .batch import SequenceBatch as SequenceBatch
 from .batch import dense as dense
 from .batch import host as host
+from .collate.jagged import JaggedCollate as JaggedCollate
+from .collate.jagged import jagged as jagged
 from .config import LoaderConfig as LoaderConfig
 from .config import SemanticIdConfig as SemanticIdConfig
 from .loader import Loader as Loader
@@ -20,6 +22,7 @@ from .stream_loader import merge_stream_states as merge_stream_states
 
 __all__ = [
     "JaggedBatch",
+    "JaggedCollate",
     "Loader",
     "LoaderConfig",
     "Mixture",
@@ -35,6 +38,7 @@ __all__ = [
     "build_stream_loader",
     "dense",
     "host",
+    "jagged",
     "merge_stream_states",
     "pad_batch",
     "random_codes",

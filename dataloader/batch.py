@@ -22,6 +22,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from evenrank.dataloader.rows import select_rows
+
 FIELD_SEPARATOR = "."
 
 
@@ -30,9 +32,25 @@ def host(default: Any = dataclasses.MISSING) -> Any:
     return field(default=default, metadata={"host": True})
 
 
-def dense(fill: float = 0, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a dense tensor field [batch_size, ...] and the fill value of its padding rows."""
-    return field(default=default, metadata={"fill": fill})
+def dense(
+    fill: float = 0,
+    default: Any = dataclasses.MISSING,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: Sequence[int] | None = None,
+) -> Any:
+    """Declare a dense tensor [batch_size, ...]: a field of a batch class, or an entry of a JaggedCollate.
+
+    Args:
+        fill: value of its padding rows.
+        default: of the field.
+        dtype: what a JaggedCollate converts to; None: what `torch.as_tensor` makes of the first sample's value.
+        shape: of a row that a JaggedCollate makes; None: that of the first sample's value.
+
+    """
+    return field(
+        default=default, metadata={"fill": fill, "dtype": dtype, "shape": None if shape is None else tuple(shape)}
+    )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -72,6 +90,68 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
             if not entry.metadata.get("host"):
                 yield entry.name, getattr(self, entry.name)
 
+    def fill_values(self) -> dict[str, float]:
+        """Return the fill value of the padding rows of every field, by name."""
+        return {entry.name: entry.metadata.get("fill", 0) for entry in dataclasses.fields(self)}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a batch with other values of these fields, by name."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def without_samples(
+        cls,
+        batch_size: int,
+        tensors: Mapping[str, Any],
+        fill_values: Mapping[str, float],
+        loss_key: tuple[str, str] | None,
+    ) -> Self:
+        """Return a batch of padding only, given what `tensors()`, `fill_values()` and `loss_key()` of others return."""
+        return cls(batch_size=batch_size, num_real=0, **tensors)
+
+    def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
+        """Return the batch of these rows, in this order, over all fields; on a GPU, this synchronizes.
+
+        `loss_tokens` and `max_lengths` are those of the rows, the other metadata are kept.
+
+        Args:
+            rows: [n], each in 0..batch_size-1; a row may occur several times or not at all, but padding only after
+                the last sample.
+
+        Raises:
+            IndexError: a row is out of range.
+            ValueError: padding comes before a sample.
+
+        """
+        chosen = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows, dtype=np.int64).reshape(-1)
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.batch_size:
+            raise IndexError(f"rows must be in 0..{self.batch_size - 1}, got {chosen.min()} to {chosen.max()}")
+        is_real = chosen < self.num_real
+        num_real = int(is_real.sum())
+        if not is_real[:num_real].all():
+            raise ValueError(f"rows have padding, {self.num_real} and above, before a sample; put padding last")
+        tensors: dict[str, Any] = {}
+        lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
+        for name, value in self.tensors():
+            if isinstance(value, KeyedJaggedTensor):
+                tensors[name], counts = select_rows(value, chosen)
+                lengths |= {(name, key): counts[index] for index, key in enumerate(value.keys())}
+            elif value is not None:
+                tensors[name] = value[torch.from_numpy(chosen).to(value.device)]
+        loss_key = self.loss_key()
+        names = name_keys(tuple(lengths))
+        return self.replace(
+            batch_size=len(chosen),
+            num_real=num_real,
+            loss_tokens=num_real if loss_key is None else int(lengths[loss_key].sum()),
+            max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
+            **tensors,
+        )
+
+    def slice(self, start: int, stop: int) -> Self:
+        """Return the batch of rows start..stop-1, where bounds count as in a Python slice; see `index_select`."""
+        return self.index_select(range(self.batch_size)[start:stop])
+
     def __repr__(self) -> str:
         parts = [f"num_real={self.num_real}/{self.batch_size}", f"epoch={self.epoch}", f"step={self.step}"]
         for name, value in self.tensors():
@@ -98,8 +178,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
                 value.record_stream(stream)
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
-        mapped = {name: function(value) for name, value in self.tensors() if value is not None}
-        return dataclasses.replace(self, **mapped)
+        return self.replace(**{name: function(value) for name, value in self.tensors() if value is not None})
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -206,11 +285,8 @@ class BatchSchema:
         return tuple((spec.name, key) for spec in self.fields for key in spec.keys or ())
 
     def lengths_by_key(self, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Name the rows of lengths [K, ...] by their keys; a key that an earlier field has too is named `field.key`."""
-        named: dict[str, NDArray[np.int64]] = {}
-        for (field_name, key), lengths_of_key in zip(self.jagged_keys, lengths, strict=True):
-            named[key if key not in named else f"{field_name}{FIELD_SEPARATOR}{key}"] = lengths_of_key
-        return named
+        """Name the rows of lengths [K, ...] by their keys, see `name_keys`."""
+        return dict(zip(name_keys(self.jagged_keys), lengths, strict=True))
 
     def max_lengths(self, lengths: NDArray[np.int64]) -> dict[str, int]:
         """Return the longest row of each key, given lengths [K, B]."""
@@ -232,17 +308,20 @@ class BatchSchema:
         return differences
 
 
+def name_keys(jagged_keys: Sequence[tuple[str, str]]) -> list[str]:
+    """Return one name per field and key: the key, or `field.key` if an earlier field has the same key."""
+    names: list[str] = []
+    for field_name, key in jagged_keys:
+        names.append(key if key not in names else f"{field_name}{FIELD_SEPARATOR}{key}")
+    return names
+
+
 def _describe_field(spec: FieldSpec | None) -> str:
     if spec is None or spec.dtype is None:
         return "None"
     weights = "" if spec.weights_dtype is None else f" with {spec.weights_dtype} weights"
     keys = "" if spec.keys is None else f" of keys {', '.join(spec.keys)}"
     return f"{spec.dtype}{list(spec.shape) if spec.shape else ''}{keys}{weights}"
-
-
-def fill_values(batch: JaggedBatch) -> dict[str, float]:
-    """Return the fill value of the padding rows of every field."""
-    return {entry.name: entry.metadata.get("fill", 0) for entry in dataclasses.fields(batch)}
 
 
 def schema_of(batch: JaggedBatch) -> BatchSchema:
@@ -253,7 +332,7 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
 
     """
     specs = []
-    fills = fill_values(batch)
+    fills = batch.fill_values()
     for name, value in batch.tensors():
         if value is None:
             specs.append(FieldSpec(name=name, keys=None, dtype=None))

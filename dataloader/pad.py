@@ -1,9 +1,8 @@
 """Padding of batches to `batch_size` rows, and empty batches for ranks that run out of data early."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batch import BatchSchema, FieldSpec, JaggedBatch, fill_values, keyed_jagged_tensor
+from evenrank.dataloader.batch import BatchSchema, FieldSpec, JaggedBatch, keyed_jagged_tensor
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch", bound=JaggedBatch)
@@ -30,7 +29,7 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
         raise ValueError(f"a batch of {batch.batch_size} rows cannot be padded to {batch_size}; raise batch_size")
     if num_padding == 0:
         return batch
-    fills = fill_values(batch)
+    fills = batch.fill_values()
     padded: dict[str, Any] = {}
     for name, value in batch.tensors():
         if isinstance(value, KeyedJaggedTensor):
@@ -39,16 +38,18 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
             padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, value.weights_or_none())
         elif isinstance(value, Tensor):
             padded[name] = torch.cat([value, value.new_full((num_padding, *value.shape[1:]), fills[name])])
-    return dataclasses.replace(batch, batch_size=batch_size, **padded)
+    return batch.replace(batch_size=batch_size, **padded)
 
 
 def empty_batch(schema: BatchSchema) -> JaggedBatch:
     """Return a batch of this schema without samples, for a rank that has run out of data."""
-    fields: dict[str, Any] = {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields}
     lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
-    return schema.batch_type(
-        batch_size=schema.batch_size, num_real=0, max_lengths=schema.max_lengths(lengths), **fields
-    )
+    return schema.batch_type.without_samples(
+        schema.batch_size,
+        {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields},
+        {spec.name: spec.fill for spec in schema.fields},
+        schema.loss_key,
+    ).replace(max_lengths=schema.max_lengths(lengths))
 
 
 def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tensor | None":
@@ -99,6 +100,17 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         self._collate = collate
         self._drop_last = drop_last
         self._num_batches = num_batches
+
+    def __len__(self) -> int:
+        """Return the number of batches.
+
+        Raises:
+            TypeError: the samples have no length.
+
+        """
+        num_samples = len(cast(Sized, self._samples))
+        num_full, num_left = divmod(num_samples, self._batch_size)
+        return max(num_full + (num_left > 0 and not self._drop_last), self._num_batches or 0)
 
     def __iter__(self) -> Iterator[Batch]:
         for group in self._groups():

@@ -117,7 +117,7 @@ class StepPlanner:
             return NOTHING_LEFT
         epoch, number, position = (int(step.header(name)[ranks_with_data[0]]) for name in ("epoch", "step", "position"))
         if batch is None:
-            batch = dataclasses.replace(empty_batch(schema), epoch=epoch, step=number, position=position)
+            batch = empty_batch(schema).replace(epoch=epoch, step=number, position=position)
         is_real = real_rows(schema.batch_size, self._world_size, step.num_real)
         lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
         tokens = count_tokens(self._cost, schema.lengths_by_key(lengths), is_real.size).reshape(is_real.shape)

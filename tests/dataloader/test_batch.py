@@ -3,9 +3,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor, schema_of
-from tests.dataloader.rich_batch import rich_batch, samples_of
+from evenrank.dataloader.batch import JaggedBatch, check_contents, keyed_jagged_tensor, lengths_of, schema_of
+from evenrank.dataloader.pad import pad_batch
+from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
 BATCH = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
 
@@ -89,3 +92,46 @@ def test_pinned_batches_are_copied_to_the_gpu_without_synchronization() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert moved.first.values().is_cuda
     assert samples_of(moved.to("cpu")) == samples_of(BATCH)
+
+
+@st.composite
+def _batches_and_rows(draw: st.DrawFn) -> tuple[RichBatch, list[int]]:
+    length = st.integers(0, 5)
+    samples = draw(st.lists(st.tuples(length, length, length, length), min_size=1, max_size=5))
+    batch = pad_batch(rich_batch([[(a, b), (c, d)] for a, b, c, d in samples]), len(samples) + draw(st.integers(0, 2)))
+    real = draw(st.lists(st.integers(0, len(samples) - 1), min_size=1, max_size=7))
+    padding = [batch.batch_size - 1] * draw(st.integers(0, 2)) if batch.batch_size > len(samples) else []
+    return batch, real + padding
+
+
+@given(_batches_and_rows())
+def test_index_select_takes_rows_of_all_fields(case: tuple[RichBatch, list[int]]) -> None:
+    batch, rows = case
+    samples = samples_of(batch)
+    for kind in (list, np.array, torch.tensor):
+        chosen = batch.index_select(kind(rows))
+        expected = [samples[row] for row in rows if row < batch.num_real]
+        assert samples_of(chosen) == expected
+        assert (chosen.batch_size, chosen.num_real) == (len(rows), len(expected))
+        assert chosen.loss_tokens == sum(len(sample["weighted c values"]) for sample in expected)
+        assert chosen.max_lengths == schema_of(chosen).max_lengths(lengths_of(chosen))
+        assert chosen.ids[chosen.num_real :].tolist() == [-1] * (len(rows) - len(expected))
+        check_contents(chosen)
+
+
+def test_slice_takes_bounds_like_python() -> None:
+    batch = pad_batch(rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 1)], [(2, 2), (2, 2)]]), 4)
+    for start, stop, samples in [(0, 2, [0, 1]), (1, 4, [1, 2]), (-2, 4, [2]), (2, 99, [2])]:
+        part = batch.slice(start, stop)
+        assert samples_of(part) == [samples_of(batch)[sample] for sample in samples]
+        assert part.ids.tolist() == batch.ids[start:stop].tolist()
+    assert batch.slice(3, 1).batch_size == 0
+    assert batch.slice(0, 2).replace(world_loss_tokens=7).slice(0, 1).world_loss_tokens == 7
+
+
+def test_wrong_rows_are_an_error() -> None:
+    batch = pad_batch(rich_batch([[(1, 2), (3, 4)]]), 2)
+    with pytest.raises(IndexError, match=r"rows must be in 0\.\.1, got -1 to 2"):
+        batch.index_select([-1, 2])
+    with pytest.raises(ValueError, match="rows have padding, 1 and above, before a sample; put padding last"):
+        batch.index_select([1, 0])

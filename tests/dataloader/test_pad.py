@@ -74,3 +74,18 @@ def test_a_batch_without_rows_can_be_padded() -> None:
     batch = pad_batch(rich_batch([]), 2)
     assert isinstance(batch.first, KeyedJaggedTensor)
     assert batch.first.stride() == 2
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_batches", [None, 1, 4])
+@pytest.mark.parametrize("num_samples", [0, 1, 4, 5])
+def test_length_is_the_number_of_batches(num_samples: int, num_batches: int | None, drop_last: bool) -> None:
+    batches = PaddedBatches(
+        range(num_samples), batch_size=2, collate=_collate, drop_last=drop_last, num_batches=num_batches
+    )
+    assert len(batches) == len(list(batches))
+
+
+def test_batches_of_samples_without_a_length_have_none() -> None:
+    with pytest.raises(TypeError, match="'generator' has no len"):
+        len(PaddedBatches((n for n in range(3)), batch_size=2, collate=_collate))

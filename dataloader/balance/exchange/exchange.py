@@ -69,7 +69,7 @@ class PreparedStep:
 
     def balanced_batch(self) -> JaggedBatch:
         """Return the new batch; its tensors hold their values once the exchange is finished."""
-        return dataclasses.replace(self.loaded_batch, **self.new_fields)
+        return self.loaded_batch.replace(**self.new_fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,217 @@
+"""`JaggedCollate`: anyone's samples, as dicts of arrays -> JaggedBatches."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.batch import JaggedBatch, host, keyed_jagged_tensor, name_keys
+from evenrank.dataloader.pad import pad_batch
+
+
+class Jagged(NamedTuple):
+    """How a JaggedCollate stores values of which each sample has any number; see `jagged`."""
+
+    dtype: torch.dtype
+    field: str
+
+
+def jagged(dtype: torch.dtype = torch.int64, *, field: str = "features") -> Jagged:
+    """Declare values of which each sample has any number, for a JaggedCollate.
+
+    Args:
+        dtype: of the values; the same for all keys of a field.
+        field: the KeyedJaggedTensor of the batch that the key belongs to.
+
+    """
+    return Jagged(dtype, field)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class CollatedBatch(JaggedBatch):
+    """A batch of a JaggedCollate. Its tensors are attributes, such as `batch.features` and `batch.label`."""
+
+    values: dict[str, KeyedJaggedTensor | Tensor | None] = host()
+    """The tensors by name."""
+    fills: Mapping[str, float] = host()
+    """The fill value of the padding rows of every tensor."""
+    counted: tuple[str, str] | None = host(None)
+    """What `loss_key` returns."""
+
+    def loss_key(self) -> tuple[str, str] | None:
+        """Return the field and key that the JaggedCollate was given."""
+        return self.counted
+
+    def tensors(self) -> Iterator[tuple[str, KeyedJaggedTensor | Tensor | None]]:
+        """Yield name and value of every tensor, KeyedJaggedTensors first."""
+        yield from self.values.items()
+
+    def fill_values(self) -> dict[str, float]:
+        """Return the fill value of the padding rows of every tensor, by name."""
+        return dict(self.fills)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a batch with other values of these tensors or other fields, by name."""
+        values = {name: changes.pop(name, value) for name, value in self.values.items()}
+        return dataclasses.replace(self, values=values, **changes)
+
+    @classmethod
+    def without_samples(
+        cls,
+        batch_size: int,
+        tensors: Mapping[str, Any],
+        fill_values: Mapping[str, float],
+        loss_key: tuple[str, str] | None,
+    ) -> Self:
+        """Return a batch of padding only, given what `tensors()`, `fill_values()` and `loss_key()` of others return."""
+        return cls(batch_size=batch_size, num_real=0, values=dict(tensors), fills=dict(fill_values), counted=loss_key)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(f"a batch of {', '.join(self.__dict__.get('values', ()))} has no {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("values", ()):
+            self.__dict__["values"] = {**self.values, name: value}
+        else:
+            super().__setattr__(name, value)
+
+
+class JaggedCollate:
+    """Makes a JaggedBatch of samples that are dicts of arrays; the `collate_fn` of a DataLoader.
+
+        collate = JaggedCollate({"item_id": jagged(), "label": dense(dtype=torch.float32)})
+        batch = collate([{"item_id": [7, 3, 9], "label": 1}, {"item_id": [4], "label": 0}])
+        batch.features["item_id"].lengths()  # [3, 1]
+        batch.label  # [1., 0.]
+
+    Args:
+        declarations: for each name that the batch has, `jagged()`, or `dense()`: one array per sample of the same
+            shape, or a number. Samples may have other names too, which are left out. A dense `num_candidates` tells
+            costs how many of the last items are candidates.
+        batch_size: pad to this many rows; None: as many rows as samples. A Balancer pads what is shorter itself.
+        loss_key: field and key whose lengths count the loss tokens, such as ("features", "item_id"); None: each sample
+            is one loss token.
+
+    Raises:
+        ConfigError: a declaration is invalid, or `loss_key` is not among them.
+
+    """
+
+    def __init__(
+        self,
+        declarations: Mapping[str, Any],
+        *,
+        batch_size: int | None = None,
+        loss_key: tuple[str, str] | None = None,
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        self._batch_size = batch_size
+        self._loss_key = loss_key
+        self._keys: dict[str, list[str]] = {}  # of each jagged field
+        self._dtypes: dict[str, torch.dtype] = {}  # of each jagged field
+        self._dense: dict[str, Mapping[str, Any]] = {}
+        for name, declaration in declarations.items():
+            if isinstance(declaration, Jagged):
+                self._add_jagged(name, declaration)
+            elif isinstance(declaration, dataclasses.Field) and "fill" in declaration.metadata:
+                self._dense[name] = dict(declaration.metadata)
+            else:
+                raise ConfigError(f"{name!r} must be jagged() or dense(), got {declaration!r}")
+        for name in (*self._keys, *self._dense):
+            if not name.isidentifier() or hasattr(JaggedBatch, name) or name in CollatedBatch.__dataclass_fields__:
+                raise ConfigError(f"a batch cannot have a tensor called {name!r}; rename it")
+            if name in self._keys and name in self._dense:
+                raise ConfigError(f"{name!r} is declared as dense and as the field of jagged keys; rename one of them")
+        if loss_key is not None and loss_key[1] not in self._keys.get(loss_key[0], ()):
+            raise ConfigError(f"loss_key is {loss_key}, but the jagged keys are {self._keys}")
+        self._fills = dict.fromkeys(self._keys, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
+
+    def _add_jagged(self, name: str, declaration: Jagged) -> None:
+        field, dtype = declaration.field, declaration.dtype
+        if self._dtypes.setdefault(field, dtype) != dtype:
+            raise ConfigError(
+                f"{name!r} is {dtype}, but {self._keys[field][0]!r} of the same field is {self._dtypes[field]}; pass "
+                "one of them another field="
+            )
+        self._keys.setdefault(field, []).append(name)
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> CollatedBatch:
+        """Return the batch of these samples.
+
+        Raises:
+            DataError: a sample lacks a name, or its value does not fit the declaration.
+
+        """
+        values: dict[str, KeyedJaggedTensor | Tensor | None] = {}
+        lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
+        for field, keys in self._keys.items():
+            columns = [_concatenate(_column(samples, key), key, self._dtypes[field]) for key in keys]
+            values[field] = keyed_jagged_tensor(
+                keys, torch.cat([flat for flat, _ in columns]), np.stack([counts for _, counts in columns])
+            )
+            lengths |= {(field, key): counts for key, (_, counts) in zip(keys, columns, strict=True)}
+        for name, declared in self._dense.items():
+            values[name] = _stack(_column(samples, name), name, declared["dtype"], declared["shape"])
+        names = name_keys(tuple(lengths))
+        batch = CollatedBatch(
+            batch_size=len(samples),
+            num_real=len(samples),
+            loss_tokens=len(samples) if self._loss_key is None else int(lengths[self._loss_key].sum()),
+            max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
+            values=values,
+            fills=self._fills,
+            counted=self._loss_key,
+        )
+        return batch if self._batch_size is None else pad_batch(batch, self._batch_size)
+
+
+def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    try:
+        return [sample[name] for sample in samples]
+    except (KeyError, IndexError, TypeError):
+        index, sample = next((i, s) for i, s in enumerate(samples) if not isinstance(s, Mapping) or name not in s)
+        has = f"it has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"it is a {type(sample)}"
+        raise DataError(
+            f"sample {index} of a batch has no {name!r}: {has}; samples must be dicts with all names"
+        ) from None
+
+
+def _concatenate(column: Sequence[Any], name: str, dtype: torch.dtype) -> tuple[Tensor, NDArray[np.int64]]:
+    """Return all samples' values, one after the other, and how many each sample has: int64 [n]."""
+    arrays = [np.atleast_1d(np.asarray(value)) for value in column]
+    target = torch.empty(0, dtype=dtype).numpy().dtype
+    for index, array in enumerate(arrays):
+        if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, target, "same_kind")):
+            raise DataError(
+                f"sample {index} of a batch has {name!r} of dtype {array.dtype} and shape {array.shape}; jagged values "
+                f"must have one dimension and a dtype that fits {dtype}"
+            )
+    flat = np.concatenate([np.empty(0, dtype=target), *(array.astype(target, copy=False) for array in arrays)])
+    return torch.from_numpy(flat), np.array([len(array) for array in arrays], dtype=np.int64)
+
+
+def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> Tensor:
+    """Return the samples' values: [n, *shape]."""
+    if not column:
+        if dtype is None or shape is None:
+            raise ConfigError(f"a batch without samples needs dense(dtype=..., shape=...) of {name!r}; declare both")
+        return torch.empty((0, *shape), dtype=dtype)
+    tensors = [torch.as_tensor(value, dtype=dtype) for value in column]
+    expected = (tuple(tensors[0].shape) if shape is None else shape, tensors[0].dtype)
+    for index, tensor in enumerate(tensors):
+        if (actual := (tuple(tensor.shape), tensor.dtype)) != expected:
+            raise DataError(
+                f"sample {index} of a batch has {name!r} of shape {actual[0]} and {actual[1]}, expected {expected[0]} "
+                f"and {expected[1]}; declare it as jagged(), or with dense(dtype=..., shape=...)"
+            )
+    return torch.stack(tensors)

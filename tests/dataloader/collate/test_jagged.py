@@ -1,0 +1,132 @@
+"""Batches of samples that are dicts of arrays."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader import JaggedCollate, dense, jagged, pad_batch
+from evenrank.dataloader.batch import check_contents, schema_of
+from evenrank.dataloader.pad import empty_batch
+
+SAMPLES: list[dict[str, Any]] = [
+    {"item_id": [7, 3, 9], "price": [0.5, 1.5, 2.5], "user": 4, "label": 1, "extra": "left out"},
+    {"item_id": np.array([], dtype=np.int32), "price": (), "user": np.int64(5), "label": 0, "extra": None},
+    {"item_id": torch.tensor([4]), "price": torch.tensor([3.5]), "user": [6], "label": torch.tensor(1)},
+]
+DECLARATIONS: dict[str, Any] = {
+    "item_id": jagged(),
+    "user": jagged(),
+    "price": jagged(torch.float32, field="prices"),
+    "label": dense(fill=-1, dtype=torch.float32, shape=()),
+}
+
+
+def _rows(field: Any, key: str) -> list[list[float]]:
+    return [row.tolist() for row in field[key].to_dense()]
+
+
+@pytest.mark.parametrize("batch_size", [None, 3, 5])
+def test_batch_has_all_declared_values_and_padding(batch_size: int | None) -> None:
+    batch = JaggedCollate(DECLARATIONS, batch_size=batch_size, loss_key=("features", "item_id"))(SAMPLES)
+    padding = (batch_size or 3) - 3
+    assert (batch.batch_size, batch.num_real, batch.loss_tokens) == (3 + padding, 3, 4)
+    assert _rows(batch.features, "item_id") == [[7, 3, 9], [], [4]] + [[]] * padding
+    assert _rows(batch.features, "user") == [[4], [5], [6]] + [[]] * padding
+    assert _rows(batch.prices, "price") == [[0.5, 1.5, 2.5], [], [3.5]] + [[]] * padding
+    assert batch.label.tolist() == [1, 0, 1] + [-1] * padding
+    assert batch.max_lengths == {"item_id": 3, "user": 1, "price": 3}
+    assert batch.features.values().dtype == torch.int64
+    assert batch.label.dtype == torch.float32
+    check_contents(batch)
+    assert [spec.fill for spec in schema_of(batch).fields if spec.name == "label"] == [-1]
+
+
+def test_dense_values_without_a_dtype_are_those_of_torch() -> None:
+    collate = JaggedCollate({"a": dense(), "b": dense(), "c": dense(), "d": dense()})
+    batch = collate([{"a": 2, "b": 0.5, "c": np.float64(2), "d": np.ones((2, 3), dtype=np.int16)}] * 2)
+    assert [getattr(batch, name).dtype for name in "abcd"] == [torch.int64, torch.float32, torch.float64, torch.int16]
+    assert batch.d.shape == (2, 2, 3)
+    assert batch.loss_tokens == 2  # one per sample
+
+
+def test_no_samples_make_a_batch_of_the_same_schema() -> None:
+    collate = JaggedCollate(DECLARATIONS)
+    assert schema_of(pad_batch(collate([]), 3)) == schema_of(collate(SAMPLES))
+    with pytest.raises(ConfigError, match=r"needs dense\(dtype=\.\.\., shape=\.\.\.\) of 'x'"):
+        JaggedCollate({"x": dense()})([])
+
+
+def test_batch_is_pickled_replaced_emptied_and_selected_like_any_other() -> None:
+    batch = JaggedCollate(DECLARATIONS, loss_key=("prices", "price"))(SAMPLES)
+    copy = pickle.loads(pickle.dumps(batch))
+    assert copy.label.tolist() == [1, 0, 1]
+    assert schema_of(copy) == schema_of(batch)
+    doubled = batch.replace(label=batch.label * 2, epoch=3)
+    assert (doubled.label.tolist(), doubled.epoch, batch.label.tolist()) == ([2, 0, 2], 3, [1, 0, 1])
+    batch.label = batch.label + 1
+    assert (batch.label.tolist(), doubled.label.tolist()) == ([2, 1, 2], [2, 0, 2])
+    empty = empty_batch(schema_of(batch))
+    assert schema_of(empty) == schema_of(batch)
+    assert empty.num_real == 0
+    chosen = batch.index_select([2, 0])
+    assert _rows(chosen.features, "item_id") == [[4], [7, 3, 9]]
+    assert (chosen.label.tolist(), chosen.loss_tokens) == ([2, 2], 4)
+    with pytest.raises(AttributeError, match="a batch of features, prices, label has no 'labels'"):
+        _ = batch.labels
+
+
+@pytest.mark.processes
+def test_workers_of_a_data_loader_make_the_same_batches() -> None:
+    collate = JaggedCollate(DECLARATIONS)
+    loader: Any = DataLoader(SAMPLES * 3, batch_size=4, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
+    batches = list(loader)
+    assert [batch.num_real for batch in batches] == [4, 4, 1]
+    assert [_rows(batch.features, "item_id") for batch in batches][1:] == [[[], [4], [7, 3, 9], []], [[4]]]
+
+
+@pytest.mark.parametrize(
+    ("declarations", "options", "message"),
+    [
+        ({"a": "jagged"}, {}, r"'a' must be jagged\(\) or dense\(\), got 'jagged'"),
+        ({"step": dense()}, {}, "a batch cannot have a tensor called 'step'; rename it"),
+        ({"batch_size": dense()}, {}, "a batch cannot have a tensor called 'batch_size'"),
+        ({"a": jagged(field="to")}, {}, "a batch cannot have a tensor called 'to'"),
+        ({"features": dense(), "a": jagged()}, {}, "'features' is declared as dense and as the field of jagged keys"),
+        (
+            {"a": jagged(), "b": jagged(torch.float32)},
+            {},
+            "'b' is torch.float32, but 'a' of the same field",
+        ),
+        ({"a": jagged()}, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"a": jagged()}, {"loss_key": ("features", "b")}, r"loss_key is \('features', 'b'\), but the jagged keys are"),
+    ],
+)
+def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JaggedCollate(declarations, **options)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"a": [1]}, "sample 1 of a batch has no 'b': it has a; samples must be dicts with all names"),
+        ([1, 2], "sample 1 of a batch has no 'a': it is a <class 'list'>; samples must be dicts with all names"),
+        (
+            {"a": [0.5], "b": 1},
+            "'a' of dtype float64 and shape \\(1,\\);",
+        ),
+        ({"a": [[1]], "b": 1}, "'a' of dtype int64 and shape \\(1, 1\\)"),
+        (
+            {"a": [1], "b": [1, 2]},
+            "'b' of shape \\(2,\\) and torch.int64",
+        ),
+    ],
+)
+def test_sample_that_does_not_fit_is_an_error(sample: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        JaggedCollate({"a": jagged(), "b": dense()})([{"a": [], "b": 1}, sample])
