@@ -15,7 +15,8 @@ from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
-from evenrank.dataloader.protocols import HasIdentity, Stateful
+from evenrank.dataloader.node import EpochNode
+from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
 from evenrank.dataloader.transform import Transform, make_rng
 from evenrank.dataloader.workers import Workers
@@ -60,8 +61,8 @@ def build_loader(
     return Loader(stores, collate, config, rank=rank, world_size=world_size, mixture=mixture, transform=transform)
 
 
-class Loader(Stateful, HasIdentity, Generic[Batch]):
-    """The batches of one rank; each iteration is one epoch.
+class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
+    """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Every rank yields the same number of batches. If the samples of the last step do not fill it, its last ranks have
     fewer samples or none, see `num_real`. A loader can be pickled; unpickling maps the same files.
@@ -83,6 +84,7 @@ class Loader(Stateful, HasIdentity, Generic[Batch]):
         mixture: Mixture | None = None,
         transform: Transform[Batch] | None = None,
     ) -> None:
+        super().__init__()
         self._stores = tuple(stores)
         self._collate = collate
         self._config = config
@@ -108,7 +110,11 @@ class Loader(Stateful, HasIdentity, Generic[Batch]):
         return sum(len(samples.left_out) for samples in self._samples)
 
     def __len__(self) -> int:
-        """Return the number of batches of the next iteration."""
+        """Return the number of batches of a whole epoch, whatever state was loaded."""
+        return self._schedule(0).num_steps
+
+    def remaining_batches(self) -> int:
+        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
         return self._schedule(self._start[1]).num_steps
 
     @property
@@ -163,7 +169,7 @@ class Loader(Stateful, HasIdentity, Generic[Batch]):
         self._workers.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_order"}
+        return {name: value for name, value in super().__getstate__().items() if name != "_order"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -219,6 +225,9 @@ class Loader(Stateful, HasIdentity, Generic[Batch]):
         self._start = self._after_last = (state["epoch"], state["position"])
         if state["position"] and self._schedule(state["position"]).num_steps == 0:
             self._start = (state["epoch"] + 1, 0)
+
+    def _is_ended(self, state: Mapping[str, Any]) -> bool:
+        return self.epoch > int(state["epoch"])
 
     def identity(self) -> dict[str, int | str]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""

@@ -1,7 +1,7 @@
 """The optional methods of iterables of batches: resuming, and checking that all ranks read the same data.
 
-A Balancer accepts any iterable of batches. It passes `state_dict` and `load_state_dict` on to a `Stateful` one, and
-compares the identities of `HasIdentity` ones between ranks.
+A Balancer accepts any iterable of batches (see adapt.py). It passes `state_dict` and `load_state_dict` on to a
+`Stateful` one, and compares the identities of `HasIdentity` ones between ranks.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ class Stateful(Protocol):
         """Return the position as values that can be pickled and saved with a checkpoint.
 
         Args:
-            after: a batch that was yielded, from its `epoch` and `position`; None: the one yielded last. Consumers that
-                pull batches ahead of training pass the batch that was trained last.
+            after: a batch that was yielded, of which only `epoch` and `position` are used; None: the one yielded last.
+                Consumers that pull batches ahead of training pass the batch that was trained last.
 
         """
         ...

@@ -16,7 +16,8 @@ import numpy as np
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.config import ReadConfig, check_rank
-from evenrank.dataloader.protocols import HasIdentity, Stateful
+from evenrank.dataloader.node import EpochNode
+from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.transform import Transform, make_rng
 from evenrank.dataloader.windows import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.datasets.order import permute
@@ -74,8 +75,8 @@ def build_stream_loader(
     return StreamLoader(source, config, stream, rank=rank, world_size=world_size, transform=transform)
 
 
-class StreamLoader(Stateful, HasIdentity, Generic[Batch]):
-    """The batches of one rank; each iteration is one epoch.
+class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
+    """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Ranks may yield different numbers of batches; a Balancer handles that.
 
@@ -94,6 +95,7 @@ class StreamLoader(Stateful, HasIdentity, Generic[Batch]):
         world_size: int,
         transform: Transform[Batch] | None = None,
     ) -> None:
+        super().__init__()
         self._source = source
         self._config = config
         self._stream = stream
@@ -163,14 +165,15 @@ class StreamLoader(Stateful, HasIdentity, Generic[Batch]):
         """Return the positions in this rank's shards after a batch, or after the one yielded last.
 
         Merged with the states of all other ranks (see `merge_stream_states`), it can be loaded with any world size,
-        batch size and number of workers.
+        batch size and number of workers. Before the first batch it has the positions in all shards.
 
         Raises:
             StateError: the batch was yielded too long ago.
 
         """
         if not self._snapshots:
-            return self._state(_Snapshot(self._epoch, self._position, self._own_shard_positions()))
+            of_all = {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in self._shards}
+            return self._state(_Snapshot(self._epoch, self._position, of_all))
         last = self._snapshots[-1]
         epoch, position = (last.epoch, last.position) if after is None else (after.epoch, after.position)
         # A rank that ran out of data before the others has stayed at its last snapshot.
@@ -219,6 +222,9 @@ class StreamLoader(Stateful, HasIdentity, Generic[Batch]):
             self._epoch, self._position, self._shard_positions = state["epoch"] + 1, 0, {}
         else:
             self._epoch, self._position, self._shard_positions = state["epoch"], state["position"], shard_positions
+
+    def _is_ended(self, state: Mapping[str, Any]) -> bool:
+        return self.epoch > int(state["epoch"])
 
     def identity(self) -> dict[str, int | str]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""

@@ -1,31 +1,35 @@
 """The arguments of a Balancer: checked on each rank and compared between ranks, before any process group is created."""
 
 import socket
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 
 from evenrank.core.errors import RankError, one_line
+from evenrank.dataloader.adapt import Source
 from evenrank.dataloader.balance.control.consistency import RankReport, Settled, describe_cost, judge_ranks
 from evenrank.dataloader.balance.control.process_group import Members
 from evenrank.dataloader.balance.control.settle import settle
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.settings import BalancerSettings, check_topology
+from evenrank.dataloader.batch import JaggedBatch
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 def settle_arguments(
     make_settings: Callable[[], BalancerSettings],
+    batches: Iterable[Batch],
     *,
     device: torch.device | str | None,
     cost: Cost,
-    batches: object,
     members: Members,
     timeout: timedelta,
-) -> tuple[BalancerSettings, ExchangeDevice, Settled]:
-    """Check this rank's arguments and compare them between ranks, before any process group is created.
+) -> tuple[BalancerSettings, ExchangeDevice, Source[Batch], Settled]:
+    """Check this rank's arguments and compare them between ranks.
 
     Collective: every rank must call this.
 
@@ -34,12 +38,13 @@ def settle_arguments(
         RankError: they are invalid on another rank, or differ between ranks.
 
     """
-    settings, exchange_device, error = None, None, None
+    settings, exchange_device, source, error = None, None, None, None
     shared: dict[str, Any] = {}
     try:
         settings = make_settings()
         if settings.topology is not None:
             check_topology(settings.topology, members.world_size)
+        source = Source(batches, rank=members.rank, world_size=members.world_size)
         exchange_device = make_device(device)
         shared = settings.shared() | {"cost": describe_cost(cost), "device": exchange_device.device.type}
     except Exception as raised:  # reported to all ranks
@@ -48,7 +53,7 @@ def settle_arguments(
         error=None if error is None else one_line(error),
         settings=shared,
         hardware=None if exchange_device is None else exchange_device.hardware,
-        num_batches=_length(batches),
+        num_batches=None if source is None else source.length(),
         host=socket.gethostname(),
     )
     try:
@@ -58,12 +63,6 @@ def settle_arguments(
             raise error from None
         raise
     assert settings is not None
+    assert source is not None
     assert exchange_device is not None
-    return settings, exchange_device, settled
-
-
-def _length(batches: object) -> int | None:
-    try:
-        return len(cast(Sized, batches))
-    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
-        return None
+    return settings, exchange_device, source, settled

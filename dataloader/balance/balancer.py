@@ -17,7 +17,7 @@ import enum
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 
 from evenrank.core.errors import ConfigError, RankError
+from evenrank.dataloader.adapt import Position
 from evenrank.dataloader.balance.arguments import settle_arguments
 from evenrank.dataloader.balance.control.all_gather import make_all_gather
 from evenrank.dataloader.balance.control.process_group import FailFastGroup, Group, members_of
@@ -45,7 +46,7 @@ from evenrank.dataloader.balance.settings import (
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.protocols import Stateful
+from evenrank.dataloader.node import EpochNode
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -78,7 +79,7 @@ class Handle:
     """Time to pack, to wait for the collective and to unpack, on the training thread."""
 
 
-class Balancer(Generic[Batch]):
+class Balancer(EpochNode[Batch], Generic[Batch]):
     """Balances every step over the ranks of a process group; iterate over it instead of over the loader.
 
     The samples of a step, over all ranks, are the same as before balancing, each once; only who trains which sample
@@ -97,6 +98,8 @@ class Balancer(Generic[Batch]):
         topology: hosts and ranks per host, for ranks that are numbered host by host. Samples then move between hosts
             only as far as hosts are uneven, and `strategy` applies among the ranks of a host. None: all ranks are
             equally close.
+        batch_size: rows of every balanced batch; shorter batches of the loader are padded to it. None: as many as the
+            longest batch of any rank so far has. It may be larger than any batch, never smaller.
         exchange: `all-to-all`, or `all-gather`, which moves more bytes and gives the same batches.
         group: the data-parallel ranks, over which samples are balanced: a process group, or a device mesh of one
             dimension such as `mesh["dp"]`. It is never communicated over itself. None: the default process group or,
@@ -130,17 +133,19 @@ class Balancer(Generic[Batch]):
         topology: tuple[int, int] | None = DEFAULTS.topology,
         exchange: ExchangeName = DEFAULTS.exchange,
         group: Group | None = None,
+        batch_size: int | None = DEFAULTS.batch_size,
         device: torch.device | str | None = None,
         lookahead: int = DEFAULTS.lookahead,
         timeout: timedelta = DEFAULTS.timeout,
         on_step: Callable[[StepMetrics], None] | None = None,
     ) -> None:
-        self._batches = batches
+        super().__init__()
         self._on_step = on_step
         self._closed = False
+        self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         warm_up()
         members = members_of(group)
-        self._settings, self._device, settled = settle_arguments(
+        self._settings, self._device, self._source, settled = settle_arguments(
             lambda: BalancerSettings(
                 partition=PartitionSettings(
                     strategy=strategy,
@@ -150,12 +155,13 @@ class Balancer(Generic[Batch]):
                 ),
                 topology=topology,
                 exchange=exchange,
+                batch_size=batch_size,
                 lookahead=lookahead,
                 timeout=timeout,
             ),
+            batches,
             device=device,
             cost=cost,
-            batches=batches,
             members=members,
             timeout=timeout,
         )
@@ -176,7 +182,7 @@ class Balancer(Generic[Batch]):
             1, thread_name_prefix="evenrank-balancer", initializer=self._device.use_in_thread
         )
         self._planner = StepPlanner(
-            batches,
+            self._source.identity,
             cost=cost,
             settings=self._settings,
             all_gather=self._all_gather,
@@ -196,13 +202,13 @@ class Balancer(Generic[Batch]):
 
         """
         if self._num_steps is None:
-            raise TypeError(f"the loader, a {type(self._batches).__name__}, has no length, on this rank or another one")
+            raise TypeError("the loader has no length, on this rank or on another one")
         return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:
         if self._closed:
             raise ConfigError("the Balancer is closed; create a new one")
-        source = iter(self._batches)
+        source = iter(self._source)
         started: deque[Handle] = deque()
         launched: deque[Handle] = deque()
         try:
@@ -214,6 +220,7 @@ class Balancer(Generic[Batch]):
                 self._await_plan(started[0])
                 self._unpack(launched[0])
                 launched.append(self.launch(started.popleft()))
+                self._note_hand_out(launched[0], is_last=launched[1].in_flight is None)
                 # User code can raise on one rank alone, so it runs after the collective was launched on all ranks.
                 yield self._hand_out(launched.popleft())
         except RankError as error:
@@ -263,15 +270,42 @@ class Balancer(Generic[Batch]):
         """
         _check_state(handle, State.LAUNCHED, "can be finished once, after it is launched")
         self._unpack(handle)
-        return None if handle.in_flight is None else self._hand_out(handle)
+        if handle.in_flight is None:
+            return None
+        self._note_hand_out(handle, is_last=False)
+        return self._hand_out(handle)
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the loader's position after a given batch; pass it, because batches are pulled ahead of training."""
-        return self._stateful_batches().state_dict(after=after)
+        """Return the position after the batch handed out last, or after another one.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration of the loader continue from a state that `state_dict` returned."""
-        self._stateful_batches().load_state_dict(state)
+        Reading ahead does not show. The state is that of the loader if its `state_dict` takes `after` as well, such as
+        a Loader's; it resumes on any number of ranks. The state of any other loader is the one it had when the batch
+        was pulled from it; every rank has to save and load its own, on the same number of ranks.
+
+        Args:
+            after: a batch that was handed out, of which only `epoch` and `position` are used. Pass the one trained last
+                if something pulls batches ahead of training. None: the one handed out last.
+
+        Raises:
+            ConfigError: the loader has no state.
+            StateError: the batch was handed out too long ago.
+
+        """
+        return self._source.state_after(self._handed_out if after is None else Position(after.epoch, after.position))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration continue from a state that `state_dict` returned.
+
+        Raises:
+            ConfigError: the loader has no state.
+            StateError: the state does not match the loader.
+
+        """
+        self._source.load_state(state)
+        self._handed_out = None
+
+    def _is_ended(self, state: Mapping[str, Any]) -> bool:
+        return self._source.is_ended(state)
 
     def close(self) -> None:
         """End the background thread and the process groups; on every rank. Closing twice does nothing."""
@@ -289,13 +323,6 @@ class Balancer(Generic[Batch]):
     ) -> None:
         self.close()
 
-    def _stateful_batches(self) -> Stateful:
-        if not isinstance(self._batches, Stateful):
-            raise ConfigError(
-                f"the loader, a {type(self._batches).__name__}, has no state_dict and load_state_dict; use one that has"
-            )
-        return self._batches
-
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()
         _, prepared = handle.planned.result()
@@ -308,6 +335,14 @@ class Balancer(Generic[Batch]):
             started = time.perf_counter()
             self._exchange.finish(handle.in_flight)
             handle.exchange_seconds += time.perf_counter() - started
+
+    def _note_hand_out(self, handle: Handle, *, is_last: bool) -> None:
+        """Make the position after a step that of `state_dict`."""
+        batch = handle.planned.result()[0].batch
+        assert batch is not None
+        self._handed_out = Position(batch.epoch, batch.position)
+        if is_last:
+            self._source.end_epoch(self._handed_out)
 
     def _hand_out(self, handle: Handle) -> Batch:
         assert handle.in_flight is not None

@@ -53,6 +53,9 @@ class BalancerSettings:
     exchange: ExchangeName = "all-to-all"
     """The collective that moves samples."""
 
+    batch_size: int | None = None
+    """Rows of every balanced batch; None: those of the longest batch of any rank so far."""
+
     lookahead: int = 2
     """Steps whose metadata is gathered ahead of the step that trains, at least 1."""
 
@@ -62,13 +65,15 @@ class BalancerSettings:
     def __post_init__(self) -> None:
         if self.exchange not in get_args(ExchangeName):
             raise ConfigError(f"no exchange is called {self.exchange!r}; known are {_listed(ExchangeName)}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
         if self.lookahead < 1:
             raise ConfigError(f"lookahead must be at least 1, got {self.lookahead}")
 
     def shared(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, by name."""
-        options = {"topology": self.topology, "exchange": self.exchange, "lookahead": self.lookahead}
-        return dataclasses.asdict(self.partition) | options
+        names = ("topology", "exchange", "batch_size", "lookahead")
+        return dataclasses.asdict(self.partition) | {name: getattr(self, name) for name in names}
 
 
 DEFAULTS = BalancerSettings()

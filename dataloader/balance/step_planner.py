@@ -6,6 +6,7 @@ that left, and an error reaches all ranks.
 
 import dataclasses
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,7 @@ from evenrank.dataloader.balance.partition.strategies import Assignment, assign,
 from evenrank.dataloader.balance.partition.two_level import assign_by_host
 from evenrank.dataloader.balance.settings import BalancerSettings
 from evenrank.dataloader.batch import BatchSchema, JaggedBatch, lengths_of
-from evenrank.dataloader.pad import empty_batch
-from evenrank.dataloader.protocols import HasIdentity
+from evenrank.dataloader.pad import empty_batch, pad_batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class StepPlanner:
     """Plans one step after the other, together with all other ranks.
 
     Args:
-        batches: this rank's loader, asked for its `identity()` if it has one.
+        identity: returns what this rank's loader must have in common with those of all others, by name.
         cost: what a sample costs.
         settings: how steps are balanced; the same on all ranks.
         all_gather: of all ranks.
@@ -74,7 +74,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        batches: object,
+        identity: Callable[[], Mapping[str, Any]],
         *,
         cost: Cost,
         settings: BalancerSettings,
@@ -82,7 +82,7 @@ class StepPlanner:
         rank: int,
         world_size: int,
     ) -> None:
-        self._batches = batches
+        self._identity = identity
         self._cost = cost
         self._settings = settings
         self._all_gather = all_gather
@@ -105,12 +105,12 @@ class StepPlanner:
         """
         started = time.perf_counter()
         if self._schema is None:
-            self._schema = self._common_schema(batch, error)
-            if self._schema is None:
+            common = self._common_schema(batch, error)
+            if common is None:
                 return NOTHING_LEFT
-            self._schema_hash = hash63(self._schema)
+            self._schema, self._schema_hash = common, hash63(common)
+        batch, step = self._gather_metadata(self._schema, batch, error)
         schema = self._schema
-        step = self._gather_metadata(schema, batch, error)
         gathered = time.perf_counter()
         ranks_with_data = np.flatnonzero(step.header("ended") == 0)
         if len(ranks_with_data) == 0:
@@ -147,41 +147,55 @@ class StepPlanner:
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
         reports = all_gather_objects(self._all_gather, (report_schema(batch, error), self._identity()))
-        schema = common_schema([report for report, _ in reports])
+        schema = common_schema([report for report, _ in reports], self._settings.batch_size)
         check_settings([identity for _, identity in reports])
         return schema
 
-    def _identity(self) -> dict[str, Any]:
-        return dict(self._batches.identity()) if isinstance(self._batches, HasIdentity) else {}
+    def _gather_metadata(
+        self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None
+    ) -> tuple[JaggedBatch | None, StepMetadata]:
+        """All-gather the messages of a step; raise on every rank if one of them has failed.
 
-    def _gather_metadata(self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None) -> StepMetadata:
-        """All-gather the messages of a step; raise on every rank if one of them has failed."""
+        Returns:
+            This rank's batch, padded to the batch size of all ranks, and the metadata.
+
+        """
+        num_rows = 0 if batch is None else batch.batch_size
         costs: NDArray[np.int64] = np.zeros(schema.batch_size, dtype=np.int64)
         lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
         if batch is not None and error is None:
             try:
-                check_batch(batch, schema)
-                lengths = lengths_of(batch)
-                costs = self._costs(batch, schema, lengths)
+                check_batch(batch, schema, max_batch_size=self._settings.batch_size)
+                if num_rows <= schema.batch_size:
+                    batch = pad_batch(batch, schema.batch_size)
+                    lengths = lengths_of(batch)
+                    costs = self._costs(batch, schema, lengths)
             except Exception as raised:  # reported to all ranks below
                 error = raised
+        identity = self._identity()
         header = Header(
             schema_hash=self._schema_hash,
             status=STATUS_OK if error is None else STATUS_FAILED,
             ended=int(batch is None and error is None),
             num_real=0 if batch is None or error is not None else batch.num_real,
+            num_rows=num_rows,
             epoch=0 if batch is None else batch.epoch,
             step=0 if batch is None else batch.step,
             position=0 if batch is None else batch.position,
-            loader_hash=hash63({name: value for name, value in self._identity().items() if name != "rank"}),
+            loader_hash=hash63({name: value for name, value in identity.items() if name != "rank"}),
         )
         step = decode(self._all_gather.all_gather(encode(header, schema, costs, lengths)), schema)
         if (step.header("status") != STATUS_OK).any():
             raise_reported_errors(all_gather_objects(self._all_gather, None if error is None else one_line(error)))
         if (step.header("loader_hash") != header.loader_hash).any():
-            check_settings(all_gather_objects(self._all_gather, self._identity()))
+            check_settings(all_gather_objects(self._all_gather, identity))
         check_headers(step)
-        return step
+        longest = int(step.header("num_rows").max())
+        if longest > schema.batch_size:  # its lengths did not fit into this rank's message, or another's
+            longer = dataclasses.replace(schema, batch_size=longest)
+            self._schema, self._schema_hash = longer, hash63(longer)
+            return self._gather_metadata(longer, batch, error)
+        return batch, step
 
     def _costs(self, batch: JaggedBatch, schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         candidates = getattr(batch, "num_candidates", None)

@@ -58,6 +58,8 @@ def rich_batch(lengths: Sequence[Sequence[tuple[int, int]]], first_id: int = 0) 
 
 def samples_of(batch: RichBatch) -> list[dict[str, Any]]:
     """Return every value of each sample of a batch, so that equal samples compare equal."""
+    if batch.batch_size == 0:
+        return []  # TorchRec cannot split what has no rows
     samples: list[dict[str, Any]] = [
         {
             "id": batch.ids[row].item(),

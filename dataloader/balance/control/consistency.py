@@ -1,15 +1,16 @@
 """Consistency checks between ranks, before anything moves: a difference is an error on every rank, never a hang."""
 
+import dataclasses
 import itertools
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from evenrank.core.errors import RankError, one_line
+from evenrank.core.errors import ConfigError, RankError, one_line
 from evenrank.dataloader.balance.control.all_gather import MAX_RANKS_OF_FLAT_ALL_GATHER
 from evenrank.dataloader.balance.control.wire import StepMetadata
 from evenrank.dataloader.batch import BatchSchema, JaggedBatch, check_contents, schema_of
@@ -96,7 +97,7 @@ def report_schema(batch: JaggedBatch | None, error: Exception | None) -> SchemaR
 
 def describe_cost(cost: object) -> str:
     """Return a description of a cost that is the same in all processes for equal costs."""
-    text = repr(cost) if is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
+    text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -122,8 +123,12 @@ def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
                 raise RankError(f"{name} differs between ranks: {first} on rank 0, {value} on rank {rank}")
 
 
-def common_schema(reports: Sequence[SchemaReport]) -> BatchSchema | None:
+def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None) -> BatchSchema | None:
     """Return the schema of all ranks that have batches; None if no rank has any.
+
+    Args:
+        reports: of all ranks.
+        batch_size: of the schema; None: that of the longest batch.
 
     Raises:
         RankError: a rank failed, or two ranks differ; the message names ranks, fields and values.
@@ -131,6 +136,9 @@ def common_schema(reports: Sequence[SchemaReport]) -> BatchSchema | None:
     """
     raise_reported_errors([report.error for report in reports])
     known = [(rank, report.schema) for rank, report in enumerate(reports) if report.schema is not None]
+    if batch_size is None:
+        batch_size = max((schema.batch_size for _, schema in known if schema.batch_size), default=1)
+    known = [(rank, dataclasses.replace(schema, batch_size=batch_size)) for rank, schema in known]
     for (rank, schema), (other_rank, other) in itertools.pairwise(known):
         if differences := schema.differences(other):
             raise RankError(f"batches differ between rank {rank} and rank {other_rank}: {'; '.join(differences)}")
@@ -169,15 +177,26 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def check_batch(batch: JaggedBatch, schema: BatchSchema) -> None:
-    """Check that a batch has the common schema, and that its lengths match its contents.
+def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> None:
+    """Check that a batch has the common schema except for its rows, and that its lengths match its contents.
+
+    Args:
+        batch: before padding.
+        schema: of all ranks.
+        max_batch_size: most rows that the batch may have; None: any number.
 
     Raises:
         ValueError: it has not, or they do not; the message names the fields.
+        ConfigError: it has too many rows.
 
     """
-    if differences := schema.differences(schema_of(batch)):
+    if differences := schema.differences(dataclasses.replace(schema_of(batch), batch_size=schema.batch_size)):
         raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
+    if max_batch_size is not None and batch.batch_size > max_batch_size:
+        raise ConfigError(
+            f"a batch has {batch.batch_size} rows, but the Balancer's batch_size is {max_batch_size}; raise it, or "
+            "leave it out"
+        )
     check_contents(batch)
 
 

@@ -2,7 +2,7 @@
 
 Its size follows from the batches' schema, so it is all-gathered without exchanging sizes first:
 
-    header    8 x int64    schema hash, status, ended, num_real, epoch, step, position, loader hash
+    header    9 x int64    schema hash, status, ended, num_real, num_rows, epoch, step, position, loader hash
     costs     B x int64
     lengths   K x B int32  in schema order
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader.batch import BatchSchema
 
-_HEADER_WORDS = 8
+_HEADER_WORDS = 9
 HEADER_BYTES = 8 * _HEADER_WORDS
 
 STATUS_OK = 0
@@ -39,6 +39,9 @@ class Header:
     num_real: int
     """Samples of the rank in this step."""
 
+    num_rows: int = 0
+    """Rows of the rank's batch before padding; if it has more than the schema, the message lacks its samples."""
+
     epoch: int = 0
     """Epoch of the rank's batch."""
 
@@ -52,7 +55,7 @@ class Header:
     """Hash of the loader's identity, which can change when a state is loaded."""
 
     def words(self) -> NDArray[np.int64]:
-        """Return the header as int64 [8]."""
+        """Return the header as int64 [9]."""
         return np.array([getattr(self, name) for name in _WORDS], dtype=np.int64)
 
 
@@ -64,7 +67,7 @@ class StepMetadata:
     """The messages of all ranks in a step. W ranks, B rows per rank, K jagged keys."""
 
     headers: NDArray[np.int64]
-    """[W, 8]."""
+    """[W, 9]."""
 
     costs: NDArray[np.int64]
     """[W, B], 0 for padding."""

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,14 @@ def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
     return lengths["a"] + lengths["b"] * 2 + lengths["weighted.a"] + lengths["c"]
 
 
-def _batches(rank: int, steps: list[Step], batch_size: int) -> list[RichBatch]:
-    return [
-        replace(
-            pad_batch(rich_batch(samples, first_id=1000 * rank + 10 * number), batch_size),
-            step=number,
-            position=number + 1,
-        )
-        for number, samples in enumerate(steps)
-    ]
+def _batches(rank: int, steps: list[Step], batch_size: int | None) -> list[RichBatch]:
+    """Return a rank's batches, padded to `batch_size` rows; None: not padded."""
+    batches = [rich_batch(samples, first_id=1000 * rank + 10 * number) for number, samples in enumerate(steps)]
+    return batches if batch_size is None else [pad_batch(batch, batch_size) for batch in batches]
 
 
 def _balance(
-    rank: int, world_size: int, steps: list[list[Step]], batch_size: int, strategy: StrategyName
+    rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: StrategyName
 ) -> list[dict[str, Any]]:
     batches = _batches(rank, steps[rank], batch_size)
     metrics: list[StepMetrics] = []
@@ -76,11 +71,16 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
     return batch_size, draw(st.lists(steps, min_size=1, max_size=4))
 
 
-def _check_world(ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]]) -> None:
+def _check_world(
+    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]], is_padded: bool = True
+) -> None:
     batch_size, steps = world
     world_size = len(steps)
-    seen = ranks.run(world_size, _balance, steps, batch_size, strategy)
-    loaded = [_batches(rank, steps_of_rank, batch_size) for rank, steps_of_rank in enumerate(steps)]
+    seen = ranks.run(world_size, _balance, steps, batch_size if is_padded else None, strategy)
+    most_rows = 1
+    loaded = [
+        _batches(rank, steps_of_rank, batch_size if is_padded else None) for rank, steps_of_rank in enumerate(steps)
+    ]
     num_steps = max(len(steps_of_rank) for steps_of_rank in steps)
     assert [len(seen_by_rank) for seen_by_rank in seen] == [num_steps] * world_size
     for number in range(num_steps):
@@ -90,10 +90,11 @@ def _check_world(ranks: RankPool, strategy: StrategyName, world: tuple[int, list
         # The same samples, each once, complete.
         assert sorted(samples, key=lambda sample: sample["id"]) == [s for batch in before for s in samples_of(batch)]
         total = sum(batch.loss_tokens for batch in before)
+        most_rows = max(most_rows, *(batch.batch_size for batch in before))
         for rank, batch_seen in enumerate(after):
             ids = [sample["id"] for sample in batch_seen["samples"]]
             assert ids == sorted(ids)
-            assert batch_seen["rows"] == batch_size >= len(ids)
+            assert batch_seen["rows"] == most_rows >= len(ids)
             assert batch_seen["padding"] == 0
             loss_tokens = sum(len(sample["weighted c values"]) for sample in batch_seen["samples"])
             assert batch_seen["loss"] == (loss_tokens, total)
@@ -115,11 +116,25 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @settings(max_examples=40)
-@given(world=worlds())
+@given(world=worlds(), is_padded=st.booleans())
 def test_balancing_never_loses_duplicates_or_alters_a_sample(
-    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]]
+    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]], is_padded: bool
 ) -> None:
-    _check_world(ranks, strategy, world)
+    _check_world(ranks, strategy, world, is_padded)
+
+
+def _rows(rank: int, world_size: int, batch_size: int | None) -> list[tuple[int, int]]:
+    """Return rows and samples of the balanced batches of loaders that yield batches of 1, 3, ... rows."""
+    batches = _batches(rank, [[[(1, 1), (1, 1)]] * rows for rows in ([1, 3, 2] if rank == 0 else [2, 1])], None)
+    with Balancer(batches, cost=_tokens, batch_size=batch_size) as balancer:
+        return [(batch.batch_size, batch.num_real) for batch in [*balancer, *balancer]]
+
+
+def test_shorter_batches_are_padded_to_the_longest_so_far_or_to_the_batch_size(ranks: RankPool) -> None:
+    for batch_size, rows in [(None, [2, 3, 3, 3, 3, 3]), (5, [5] * 6)]:
+        first, second = ranks.run(2, _rows, batch_size)
+        assert [number for number, _ in first] == [number for number, _ in second] == rows
+        assert [one + other for (_, one), (_, other) in zip(first, second, strict=True)] == [3, 4, 2] * 2
 
 
 def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: ExchangeName) -> list[Any]:

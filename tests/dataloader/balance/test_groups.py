@@ -176,4 +176,4 @@ def _length(rank: int, world_size: int, num_batches: list[int | None]) -> int | 
 def test_length_is_that_of_the_rank_with_the_most_batches(ranks: RankPool) -> None:
     assert ranks.run(3, _length, [2, 5, 0]) == [5, 5, 5]
     for message in ranks.run(2, _length, [2, None]):
-        assert message.endswith(", has no length, on this rank or another one")
+        assert message.endswith("the loader has no length, on this rank or on another one")

@@ -93,9 +93,11 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[Ri
 def test_metadata_survives_encoding() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
     schema = schema_of(batch)
-    header = Header(schema_hash=2**62, status=1, ended=1, num_real=2, epoch=3, step=4, position=2**40, loader_hash=5)
+    header = Header(
+        schema_hash=2**62, status=1, ended=1, num_real=2, num_rows=6, epoch=3, step=4, position=2**40, loader_hash=5
+    )
     metadata = decode(encode(header, schema, np.array([7, 2**61]), lengths_of(batch))[np.newaxis], schema)
-    assert metadata.headers.tolist() == [[2**62, 1, 1, 2, 3, 4, 2**40, 5]]
+    assert metadata.headers.tolist() == [[2**62, 1, 1, 2, 6, 3, 4, 2**40, 5]]
     assert metadata.header("position").tolist() == [2**40]
     assert metadata.num_real.tolist() == [2]
     assert metadata.costs.tolist() == [[7, 2**61]]

@@ -1,0 +1,243 @@
+"""`Source`: anyone's batches as a Balancer pulls them, each checked, with a position, and with a state after it.
+
+loader                                          position of a batch         state after it
+state_dict(after=batch), such as our loaders'   the loader's own            the loader's own
+state_dict(), such as StatefulDataLoader's      counted here                a snapshot, taken when it was pulled
+neither, such as DataLoader's                   counted here                an error, once it is asked for
+"""
+
+import inspect
+import pickle
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.nodes import BaseNode
+from torchdata.nodes import Loader as NodeLoader
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.core.errors import ConfigError, StateError
+from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.node import EpochNode
+from evenrank.dataloader.protocols import HasIdentity
+
+_STATE_VERSION = 1
+# Snapshots that are kept: more than a Balancer and a pipeline behind it pull ahead of training.
+_KEPT_SNAPSHOTS = 256
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+class Position(NamedTuple):
+    """Where a batch is; all that a loader's `state_dict(after=...)` needs of it."""
+
+    epoch: int
+    position: int
+
+
+class _Snapshot(NamedTuple):
+    """The state of a loader after a batch was pulled, or after it had no more."""
+
+    position: Position
+    is_end: bool
+    state: bytes  # pickled, as loaders may go on changing what they return
+
+
+class Source(Generic[Batch]):
+    """The batches of one rank.
+
+    Args:
+        batches: an iterable of JaggedBatches; iterated over once per epoch. A node of torchdata is reset in between.
+        rank: of this process, under which snapshots are saved.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: it is not an iterable of batches.
+
+    """
+
+    def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int) -> None:
+        check_batches(batches)
+        self._batches: Any = batches
+        if isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
+            self._batches = NodeLoader(batches)
+        self._rank = rank
+        self._world_size = world_size
+        state_dict = getattr(self._batches, "state_dict", None)
+        self._has_state = callable(state_dict) and callable(getattr(self._batches, "load_state_dict", None))
+        self._has_positions = self._has_state and "after" in inspect.signature(cast(Any, state_dict)).parameters
+        self._next = Position(0, 0)  # of the next iteration, where positions are counted here
+        self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
+        self._snapshots: deque[_Snapshot] = deque(maxlen=_KEPT_SNAPSHOTS)
+        self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of the next epoch."""
+        if self._has_positions:
+            # Taken before anything is pulled ahead.
+            self._state_at_start = self._batches.state_dict()
+            for batch in self._batches:
+                _check_batch(batch)
+                yield batch
+            return
+        epoch, position = self._next
+        self._next = Position(epoch + 1, 0)
+        iterator = iter(self._batches)  # some loaders know their state from here on only
+        self._take_snapshot(Position(epoch, position))
+        for batch in iterator:
+            _check_batch(batch)
+            position += 1
+            self._take_snapshot(Position(epoch, position))
+            # A copy, because a loader may yield the same batch again.
+            yield batch.replace(epoch=epoch, step=position - 1, position=position)
+        self._take_snapshot(Position(epoch, position), is_end=True)
+
+    def length(self) -> int | None:
+        """Return the batches of an epoch; None if they are not known."""
+        try:
+            return len(cast(Sized, self._batches))
+        except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
+            return None
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name; see HasIdentity."""
+        return dict(self._batches.identity()) if isinstance(self._batches, HasIdentity) else {}
+
+    def end_epoch(self, position: Position) -> None:
+        """Take note that no rank has a batch after this position."""
+        self._ends = {position.epoch: position.position}
+
+    def state_after(self, position: Position | None) -> dict[str, Any]:
+        """Return the state after a position that was handed out; None: before anything was.
+
+        Raises:
+            ConfigError: the loader has no state.
+            StateError: the position was handed out too long ago.
+
+        """
+        if not self._has_state:
+            raise ConfigError(
+                f"the loader, a {type(self._batches).__name__}, has no state_dict and load_state_dict; use torchdata's "
+                "StatefulDataLoader, a loader of evenrank, or one that has"
+            )
+        if self._has_positions:
+            if position is not None:
+                return cast(dict[str, Any], self._batches.state_dict(after=position))
+            return cast(dict[str, Any], self._state_at_start or self._batches.state_dict())
+        return self._state_of(self._find_snapshot(position))
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration continue after the position of a state.
+
+        Raises:
+            ConfigError: the loader has no state.
+            StateError: the state is of another version or number of ranks, or damaged.
+
+        """
+        if not self._has_state:
+            self.state_after(None)  # raises
+        self._state_at_start = None
+        self._snapshots.clear()
+        self._ends.clear()
+        if self._has_positions:
+            self._batches.load_state_dict(state)
+            return
+        if state.get("version") != _STATE_VERSION or not isinstance(state.get("ranks"), Mapping):
+            raise StateError(
+                f"the state has version {state.get('version')!r} and no states of ranks; load one that the state_dict "
+                "of a Balancer over such a loader returned"
+            )
+        if state["world_size"] != self._world_size or str(self._rank) not in state["ranks"]:
+            raise StateError(
+                f"the state is of {state['world_size']} ranks, with that of ranks {', '.join(state['ranks'])}; this is "
+                f"rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many ranks, "
+                "each with its own state, or use build_loader, which resumes on any number"
+            )
+        self._batches.load_state_dict(pickle.loads(state["ranks"][str(self._rank)]))
+        position = Position(state["epoch"], state["position"])
+        self._next = Position(position.epoch + 1, 0) if state["is_end"] else position
+        self._snapshots.append(_Snapshot(position, state["is_end"], state["ranks"][str(self._rank)]))
+
+    def is_ended(self, state: Mapping[str, Any]) -> bool:
+        """Return whether nothing is left of the epoch of a state, which was just loaded."""
+        if self._has_positions:
+            return bool(getattr(self._batches, "epoch", state.get("epoch")) != state.get("epoch"))
+        return bool(state["is_end"])
+
+    def _take_snapshot(self, position: Position, *, is_end: bool = False) -> None:
+        if self._has_state:
+            self._snapshots.append(_Snapshot(position, is_end, pickle.dumps(self._batches.state_dict())))
+
+    def _find_snapshot(self, position: Position | None) -> _Snapshot:
+        if not self._snapshots:
+            self._take_snapshot(self._next)
+        if position is None:
+            return self._snapshots[0]
+        # A rank that had no more batches before the others stays at its last one, until the others end too.
+        is_end = self._ends.get(position.epoch) == position.position
+        candidates = [
+            snapshot
+            for snapshot in self._snapshots
+            if snapshot.position.epoch == position.epoch
+            and snapshot.position.position <= position.position
+            and (is_end or not snapshot.is_end)
+        ]
+        if not candidates:
+            raise StateError(
+                f"the state after position {position.position} of epoch {position.epoch} is no longer known; call "
+                f"state_dict within {_KEPT_SNAPSHOTS} steps of a batch"
+            )
+        return candidates[-1]._replace(position=position)
+
+    def _state_of(self, snapshot: _Snapshot) -> dict[str, Any]:
+        # States of ranks are bytes, so that all ranks' states have the same structure, whatever the loaders save.
+        return {
+            "version": _STATE_VERSION,
+            "epoch": snapshot.position.epoch,
+            "position": snapshot.position.position,
+            "is_end": snapshot.is_end,
+            "world_size": self._world_size,
+            "ranks": {str(self._rank): snapshot.state},
+        }
+
+
+def check_batches(batches: object) -> None:
+    """Check that an object may be an iterable of batches.
+
+    Raises:
+        ConfigError: it is something else; the message says what to pass instead.
+
+    """
+    if isinstance(batches, str | Path):
+        raise ConfigError(
+            f"batches is a path, {str(batches)!r}; pass build_loader(path, config, rank=..., world_size=...)"
+        )
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise ConfigError(
+            f"batches is a {type(batches).__name__}, a Dataset of samples; pass "
+            "DataLoader(dataset, batch_size=..., collate_fn=JaggedCollate({...}))"
+        )
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, JaggedBatch | Mapping | Tensor) or not is_iterable:
+        raise ConfigError(
+            f"batches must be an iterable of JaggedBatches, such as a loader; got a {type(batches).__name__}"
+        )
+
+
+def _check_batch(batch: object) -> None:
+    if isinstance(batch, JaggedBatch):
+        return
+    if isinstance(batch, KeyedJaggedTensor):
+        raise ConfigError(
+            "the loader yields KeyedJaggedTensors; derive a dataclass from JaggedBatch with a field for them, and "
+            "yield that"
+        )
+    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    raise ConfigError(
+        f"the loader yields a {type(batch).__name__}{names} instead of a JaggedBatch; pass its DataLoader "
+        "collate_fn=JaggedCollate({...}), or, if these are samples, pass PaddedBatches(samples, batch_size=..., "
+        "collate=JaggedCollate({...}))"
+    )
