@@ -1,0 +1,178 @@
+"""Loaders and Balancers as torchdata nodes: one harness, beside torchdata's own nodes."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import SequentialSampler
+from torchdata.nodes import (
+    BaseNode,
+    Batcher,
+    IterableWrapper,
+    MapStyleWrapper,
+    Mapper,
+    MultiNodeWeightedSampler,
+    ParallelMapper,
+    Prefetcher,
+    SamplerWrapper,
+)
+from torchdata.nodes import Loader as NodeLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from evenrank.dataloader import (
+    JaggedCollate,
+    LoaderConfig,
+    StreamConfig,
+    build_loader,
+    build_stream_loader,
+    dense,
+    jagged,
+)
+from evenrank.dataloader.balance import Balancer
+from tests.dataloader.balance.costs import one_per_sample
+
+Node = BaseNode[Any]
+MakeNode = Callable[[], Node]
+
+_COLLATE = JaggedCollate({"item_id": jagged(), "id": dense(dtype=torch.int64, shape=())})
+_SAMPLES = [{"item_id": list(range(i % 4)), "id": i} for i in range(11)]
+
+
+def _identity(item: Any) -> Any:
+    return item
+
+
+def _config(batch_size: int = 40) -> LoaderConfig:
+    return LoaderConfig(batch_size=batch_size, max_num_candidates=1, num_workers=1)
+
+
+def _loader(path: Path, batch_size: int = 40) -> Any:
+    return build_loader(path, _config(batch_size), rank=0, world_size=1)
+
+
+def _stream(path: Path) -> Any:
+    stream = StreamConfig(num_shards=3, buffer_rows=16, open_shards=2)
+    return build_stream_loader(path, _config(), stream, rank=0, world_size=1)
+
+
+def _balance(batches: Any) -> Balancer[Any]:
+    return Balancer(batches, cost=one_per_sample)
+
+
+def _own_samples(num_workers: int = 0) -> Any:
+    return StatefulDataLoader(_SAMPLES, batch_size=3, collate_fn=_COLLATE, shuffle=False, num_workers=num_workers)
+
+
+def _own_nodes() -> Node:
+    node = MapStyleWrapper(dict(enumerate(_SAMPLES)), SequentialSampler(_SAMPLES))
+    return Mapper(Batcher(node, 3, drop_last=False), _COLLATE)
+
+
+def _mixed(path: Path) -> Node:
+    return MultiNodeWeightedSampler(
+        {"a": _loader(path), "b": _loader(path, 25)},
+        {"a": 0.5, "b": 0.5},
+        stop_criteria="ALL_DATASETS_EXHAUSTED",
+        rank=0,
+        world_size=1,
+    )
+
+
+NODES: dict[str, Callable[[Path], Node]] = {
+    # torchdata's own, which set what is expected of ours
+    "torchdata: iterable": lambda path: IterableWrapper(range(7)),
+    "torchdata: sampler": lambda path: SamplerWrapper(SequentialSampler(_SAMPLES)),
+    "torchdata: prefetcher": lambda path: Prefetcher(IterableWrapper(range(7)), 2),
+    "loader": _loader,
+    "stream": _stream,
+    "balancer over a loader": lambda path: _balance(_loader(path)),
+    "balancer over a stream": lambda path: _balance(_stream(path)),
+    "balancer over a StatefulDataLoader": lambda path: _balance(_own_samples()),
+    "balancer over nodes": lambda path: _balance(_own_nodes()),
+    "balancer over a prefetcher over a loader": lambda path: _balance(Prefetcher(_loader(path), 3)),
+    "balancer over a mapper over a stream": lambda path: _balance(Mapper(_stream(path), _identity)),
+    "balancer over a mixture": lambda path: _balance(_mixed(path)),
+    "mapper over a loader": lambda path: Mapper(_loader(path), _identity),
+    "prefetcher over a balancer": lambda path: Prefetcher(_balance(_loader(path)), 2),
+    "mapper over a balancer over nodes": lambda path: Mapper(_balance(_own_nodes()), _identity),
+    "parallel mapper over a balancer": lambda path: ParallelMapper(
+        _balance(_loader(path)), _identity, 2, method="thread"
+    ),
+    "mixture of loaders": _mixed,
+}
+
+
+def _content(item: Any) -> Any:
+    """Return what identifies an item: a batch's samples."""
+    ids = getattr(item, "sample_ids", None) if not hasattr(item, "id") else item.id
+    return item if ids is None else ids[: item.num_real].tolist()
+
+
+def _take(iterator: Iterator[Any], count: int) -> list[Any]:
+    return [_content(next(iterator)) for _ in range(count)]
+
+
+def _rest(node: Node) -> list[Any]:
+    """Take all items through the interface of nodes; `for` begins another epoch of ours."""
+    items = []
+    while (item := next(node, None)) is not None:
+        items.append(_content(item))
+    return items
+
+
+@pytest.fixture
+def make_node(request: pytest.FixtureRequest, small_dataset: Path) -> MakeNode:
+    return lambda: NODES[request.param](small_dataset)
+
+
+@pytest.mark.parametrize("make_node", NODES, indirect=True)
+def test_node_resumes_after_every_step(make_node: MakeNode) -> None:
+    """Through torchdata's Loader, which moves on to the next epoch where nothing is left of one."""
+    loader = NodeLoader(make_node())
+    epochs = [[_content(item) for item in loader] for _ in range(3)]
+    assert len(epochs[0]) > 2
+    for step in range(len(epochs[0]) + 1):
+        stopped = NodeLoader(make_node())
+        assert _take(iter(stopped), step) == epochs[0][:step]
+        state = pickle.loads(pickle.dumps(stopped.state_dict()))
+        resumed = NodeLoader(make_node())
+        resumed.load_state_dict(state)
+        rest = [_content(item) for item in resumed]
+        following = [_content(item) for item in resumed]
+        if step < len(epochs[0]):
+            assert [rest, following] == [epochs[0][step:], epochs[1]]
+        else:
+            assert [rest, following] == [epochs[1], epochs[2]]
+
+
+@pytest.mark.parametrize("make_node", NODES, indirect=True)
+def test_reset_to_a_state_continues_exactly_there(make_node: MakeNode) -> None:
+    node = make_node()
+    node.reset()
+    epoch = _rest(node)
+    for step in range(len(epoch) + 1):
+        stopped = make_node()
+        stopped.reset()
+        assert _take(stopped, step) == epoch[:step]
+        node.reset(stopped.state_dict())
+        assert _rest(node) == epoch[step:]  # nothing at the end of the epoch
+
+
+def test_reset_begins_the_next_epoch_once(small_dataset: Path) -> None:
+    expected = [[_content(batch) for batch in epoch] for epoch in [_loader(small_dataset)] * 2]
+    node = _loader(small_dataset)
+    first = [_content(batch) for batch in node]
+    node.reset()
+    node.reset()
+    assert [first, [_content(next(node)) for _ in expected[1]]] == expected
+
+
+def test_node_is_pickled_without_its_iterator(small_dataset: Path) -> None:
+    node = _loader(small_dataset)
+    first = _content(next(node))
+    copy = pickle.loads(pickle.dumps(node))
+    copy.load_state_dict(node.state_dict())
+    assert _content(next(iter(copy))) == _content(next(node)) != first
