@@ -13,6 +13,7 @@ from .pad import PaddedBatches as PaddedBatches
 from .pad import pad_batch as pad_batch
 from .random_batches import RandomBatches as RandomBatches
 from .random_batches import RandomData as RandomData
+from .random_batches import RandomFeature as RandomFeature
 from .random_batches import random_codes as random_codes
 from .samples import Mixture as Mixture
 from .stream_loader import StreamConfig as StreamConfig
@@ -29,6 +30,7 @@ __all__ = [
     "PaddedBatches",
     "RandomBatches",
     "RandomData",
+    "RandomFeature",
     "SemanticIdBatch",
     "SemanticIdConfig",
     "SequenceBatch",

@@ -14,13 +14,27 @@ from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.transform import make_rng
-from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf
+from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, SCHEMA_VERSION, TIMESTAMP_MS, USER_ID, Manifest
-from evenrank.datasets.store import SequenceStore
-
-_MAX_ACTION = int(np.iinfo(EVENT_DTYPES[ACTION]).max)
+from evenrank.datasets.store import MultiValued, SequenceStore
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomFeature:
+    """A contextual feature of random batches with any number of values per sample."""
+
+    values: Distribution
+    """Of each value."""
+    lengths: Distribution
+    """Values of a sample."""
+    max_length: int
+    """Larger draws of `lengths` are set to it."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 0:
+            raise ConfigError(f"max_length must be at least 0, got {self.max_length}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +47,8 @@ class RandomData:
     """Item ids."""
     actions: Distribution = Uniform(low=0, high=9)
     """Actions, 0..2^31-1."""
-    contextual: Mapping[str, Distribution] = field(default_factory=dict)
-    """Values of each contextual feature, by name."""
+    contextual: Mapping[str, Distribution | RandomFeature] = field(default_factory=dict)
+    """Each contextual feature, by name; given as a distribution, it has one value per sample."""
     num_real: Distribution | None = None
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
@@ -122,14 +136,9 @@ class RandomBatches(HasIdentity, Generic[Batch]):
         lengths = np.maximum(self._data.lengths.sample(rng, num_samples), min_length)
         offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
         num_events = int(offsets[-1])
-        actions = self._data.actions.sample(rng, num_events)
-        if num_events and not 0 <= int(actions.min()) <= int(actions.max()) <= _MAX_ACTION:
-            raise ConfigError(
-                f"actions must be between 0 and {_MAX_ACTION}, got {int(actions.min())} to {int(actions.max())}; "
-                "choose another distribution of actions"
-            )
-        contextual = {name: values.sample(rng, num_samples) for name, values in self._data.contextual.items()}
-        events = {
+        actions = draw_actions(self._data.actions, rng, num_events)
+        contextual, multi_valued = self._draw_context(rng, num_samples)
+        events: dict[str, NDArray[np.integer]] = {
             ITEM_ID: self._data.items.sample(rng, num_events),
             ACTION: actions,
             TIMESTAMP_MS: np.arange(num_events),
@@ -152,7 +161,24 @@ class RandomBatches(HasIdentity, Generic[Batch]):
             offsets=offsets,
             events={name: values.astype(EVENT_DTYPES[name]) for name, values in events.items()},
             rows={USER_ID: np.arange(num_samples), **contextual},
+            multi_valued=multi_valued,
         )
+
+    def _draw_context(
+        self, rng: np.random.Generator, num_samples: int
+    ) -> tuple[dict[str, NDArray[np.int64]], dict[str, MultiValued]]:
+        """Draw the values of all contextual features, and where those of each sample begin in multi-valued ones."""
+        values: dict[str, NDArray[np.int64]] = {}
+        multi_valued: dict[str, MultiValued] = {}
+        for name, feature in self._data.contextual.items():
+            if isinstance(feature, RandomFeature):
+                lengths = np.clip(feature.lengths.sample(rng, num_samples), 0, feature.max_length)
+                offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+                values[name] = feature.values.sample(rng, int(offsets[-1]))
+                multi_valued[name] = MultiValued(offsets=offsets, max_length=feature.max_length)
+            else:
+                values[name] = feature.sample(rng, num_samples)
+        return values, multi_valued
 
 
 def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:

@@ -3,18 +3,25 @@
 Each draws int64 values in `low..high`. On command lines they are written as text:
 
     lognormal:mean=128,std=256,high=4096
+    zipf:exponent=1.2,high=none
+    histogram:path=out/ml-20m,column=length        (what a dataset contains, see `evenrank.datasets.histogram`)
 """
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH
+from evenrank.datasets.zipf import draw_zipf
+
+_MAX_VALUE = 2**63 - 1024  # the largest int64 that float64 represents
+_MAX_ACTION = int(np.iinfo(EVENT_DTYPES[ACTION]).max)
 
 
 class Distribution(Protocol):
@@ -93,37 +100,68 @@ class Lognormal:
 
 @dataclass(frozen=True, kw_only=True)
 class Zipf:
-    """P(k) proportional to k^-exponent for k = low..high."""
+    """P(k) proportional to (k + shift)^-exponent for k = low..high, without larger values."""
 
     exponent: float = 1.2
     """At least 0. The support is finite, so exponents of 1 and below are valid too."""
     low: int = 1
-    """Smallest value, at least 1."""
-    high: int = 4096
-    """Largest value."""
+    """Smallest value, at least 0."""
+    high: int | None = 4096
+    """Largest value; None: 2^63 - 1024, the largest int64 that float64 represents."""
+    shift: int = 0
+    """With low = 0 and shift = 1, value k has rank k + 1, as ids that are counted from 0 need."""
 
     def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
-        if self.low < 1 or self.exponent < 0:
-            raise ConfigError(f"low must be at least 1 and exponent at least 0, got {self.low} and {self.exponent}")
-
-    @cached_property
-    def _cumulative(self) -> NDArray[np.float64]:
-        mass = np.arange(self.low, self.high + 1, dtype=np.float64) ** -self.exponent
-        cumulative: NDArray[np.float64] = np.cumsum(mass)
-        cumulative /= cumulative[-1]
-        return cumulative
+        _check_range(self.low, _MAX_VALUE if self.high is None else self.high)
+        _check_zipf(self.exponent, 0, self.low, self.shift)
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
-        return self.low + np.searchsorted(self._cumulative, rng.random(size), side="right").astype(np.int64)
+        high = _MAX_VALUE if self.high is None else self.high
+        drawn = draw_zipf(rng, size, exponent=self.exponent, first=self.low + self.shift, span=high - self.low)
+        return np.minimum(self.low + drawn.astype(np.int64), high)  # float64 rounds values above 2^53
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedZipf:
+    """P(k) proportional to (k + shift)^-exponent for all k >= low, with larger values than `high` set to `high`.
+
+    With exponent 1.2, 17 % of the values are `high` = 4096; under Zipf 0.001 % are.
+    """
+
+    exponent: float = 1.2
+    """Above 1."""
+    low: int = 1
+    """Smallest value, at least 0."""
+    high: int = 4096
+    """Largest value."""
+    shift: int = 0
+    """As of Zipf."""
+
+    def __post_init__(self) -> None:
+        _check_range(self.low, self.high)
+        _check_zipf(self.exponent, math.nextafter(1, 2), self.low, self.shift)
+
+    def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
+        """Draw `size` values: int64 [size]."""
+        drawn = draw_zipf(rng, size, exponent=self.exponent, first=self.low + self.shift, span=math.inf)
+        return self.low + np.minimum(drawn, self.high - self.low).astype(np.int64)
+
+
+def _read_histogram(path: str, column: str = LENGTH, split: str = "train") -> Distribution:
+    # Imported here, because reading a dataset needs pyarrow and Numba, which drawing values does not.
+    from evenrank.datasets.histogram import Histogram
+
+    return Histogram.read(path, column, split=split)
 
 
 DISTRIBUTIONS: dict[str, Callable[..., Distribution]] = {
     "uniform": Uniform,
     "normal": Normal,
     "zipf": Zipf,
+    "clipped-zipf": ClippedZipf,
     "lognormal": Lognormal,
+    "histogram": _read_histogram,
 }
 
 
@@ -131,30 +169,70 @@ def parse_distribution(text: str) -> Distribution:
     """Parse a distribution from `name:parameter=value,...`; omitted parameters keep their defaults.
 
     Raises:
-        ConfigError: the name, a parameter or a value is unknown; the message lists the known ones.
+        ConfigError: the name, a parameter or a value is unknown, or a parameter is missing; the message lists the known
+            ones.
+        DataError: a dataset that is to be read is missing or malformed.
 
     """
     name, _, rest = text.partition(":")
     if name not in DISTRIBUTIONS:
         raise ConfigError(f"unknown distribution {name!r} (in {text!r}); known: {', '.join(DISTRIBUTIONS)}")
-    kind = DISTRIBUTIONS[name]
-    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, float] = {}
+    make = DISTRIBUTIONS[name]
+    parameters = inspect.signature(make).parameters
+    values: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, _, value = pair.partition("=")
-        if key not in types:
-            raise ConfigError(f"{name} has no parameter {key!r} (in {text!r}); known: {', '.join(types)}")
-        number = int if types[key] is int else float
-        try:
-            values[key] = number(value)
-        except ValueError as error:
-            raise ConfigError(f"{key} must be {number.__name__}, got {value!r} (in {text!r})") from error
-    return kind(**values)
+        if key not in parameters:
+            raise ConfigError(f"{name} has no parameter {key!r} (in {text!r}); known: {', '.join(parameters)}")
+        values[key] = _parse_value(key, value, parameters[key].annotation, text)
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    if missing := [key for key in required if key not in values]:
+        raise ConfigError(f"{name} needs {missing[0]} (in {text!r}); write {name}:{missing[0]}=...")
+    return make(**values)
+
+
+def draw_actions(actions: Distribution, rng: np.random.Generator, size: int) -> NDArray[np.int32]:
+    """Draw actions: int32 [size].
+
+    Raises:
+        ConfigError: one of them is not in 0..2^31-1.
+
+    """
+    drawn = actions.sample(rng, size)
+    if size and not 0 <= int(drawn.min()) <= int(drawn.max()) <= _MAX_ACTION:
+        raise ConfigError(
+            f"actions must be between 0 and {_MAX_ACTION}, got {int(drawn.min())} to {int(drawn.max())}; choose "
+            "another distribution of actions"
+        )
+    return drawn.astype(np.int32)
+
+
+def _parse_value(key: str, value: str, kind: object, text: str) -> int | float | str | None:
+    if kind is str:
+        return value
+    if kind == int | None and value == "none":
+        return None
+    number = float if kind is float else int
+    try:
+        return number(value)
+    except ValueError as error:
+        raise ConfigError(f"{key} must be {number.__name__}, got {value!r} (in {text!r})") from error
 
 
 def _check_range(low: int, high: int) -> None:
-    if not 0 <= low <= high:
-        raise ConfigError(f"low must be between 0 and high, got low={low} high={high}")
+    if not 0 <= low <= high <= _MAX_VALUE:
+        raise ConfigError(f"low must be between 0 and high, and high at most 2^63 - 1024, got low={low} high={high}")
+
+
+def _check_zipf(exponent: float, least_exponent: float, low: int, shift: int) -> None:
+    if not least_exponent <= exponent < math.inf:
+        rule = "above 1, for values without a limit to have probabilities" if least_exponent else "at least 0"
+        raise ConfigError(f"exponent must be finite and {rule}, got {exponent}")
+    if shift < 0 or low + shift < 1:
+        raise ConfigError(
+            f"low + shift must be at least 1 and shift at least 0, got low={low} shift={shift}; pass shift=1 for "
+            "values from 0"
+        )
 
 
 def _round_and_clip(values: NDArray[np.float64], low: int, high: int) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ offsets   [ 0       3        3     5 ]  row r has the events offsets[r]..offsets
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,16 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
 from evenrank.datasets.unpack import OFFSETS, TIME_ORDER, unpack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiValued:
+    """Where the values of a contextual feature begin that has any number of values per row."""
+
+    offsets: NDArray[np.int64]
+    """[rows + 1]: row r has the values offsets[r]..offsets[r+1]-1."""
+    max_length: int
+    """No row has more values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +45,9 @@ class SequenceStore:
     events: Mapping[str, NDArray[np.integer]]
     """Per list column: [interactions]."""
     rows: Mapping[str, NDArray[np.int64]]
-    """`user_id` and each contextual feature: [rows]."""
+    """`user_id` and each contextual feature: [rows], or all values of a multi-valued feature, row after row."""
+    multi_valued: Mapping[str, MultiValued] = field(default_factory=dict)
+    """The contextual features that have any number of values per row; datasets in folders have none."""
     num_targets: NDArray[np.int32] | None = None
     """[rows]: how many of the last events are prediction targets; None if the split has no such column."""
     time_order: NDArray[np.int64] | None = None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, SequenceBatch
 from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.spans import StoreRows, copy_events, find_spans
+from evenrank.dataloader.collate.spans import StoreRows, copy_context, copy_events, find_context, find_spans
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore
 
@@ -146,13 +146,12 @@ def layout_with_context(
     groups: Sequence[StoreRows], lengths: Mapping[str, NDArray[np.int64]], batch_size: int, num_batches: int
 ) -> Layout:
     """Lay out the contextual features, followed by keys with these lengths [n], and fill in the contextual values."""
-    contextual = groups[0].store.manifest.contextual
-    ones = np.ones(len(next(iter(lengths.values()))), dtype=np.int64)
-    layout = Layout({**dict.fromkeys(contextual, ones), **lengths}, batch_size, num_batches)
-    for name in contextual:
-        begins = layout.begins(name)
-        for store, rows, sample_indices in groups:
-            layout.values[begins[sample_indices]] = store.rows[name][rows]
+    num_samples = len(next(iter(lengths.values())))
+    context = {name: find_context(groups, name, num_samples) for name in groups[0].store.manifest.contextual}
+    context_lengths = {name: spans.lengths for name, spans in context.items()}
+    layout = Layout({**context_lengths, **lengths}, batch_size, num_batches)
+    for name, spans in context.items():
+        copy_context(groups, name, spans, layout.begins(name), layout.values)
     return layout
 
 

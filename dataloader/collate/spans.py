@@ -114,6 +114,33 @@ def copy_events(
         _copy_events(store.events[column], sample_indices, begins, lengths, out_begins, out)
 
 
+class ContextSpans(NamedTuple):
+    """The values of a contextual feature of n samples, as indices into the feature's values in their stores."""
+
+    begins: NDArray[np.int64]
+    """[n]: where the values begin."""
+    lengths: NDArray[np.int64]
+    """[n]: how many there are."""
+
+
+def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> ContextSpans:
+    """Find each sample's values of a contextual feature: one, or any number if the feature is multi-valued."""
+    begins, lengths = np.empty((2, num_samples), dtype=np.int64)
+    for store, rows, sample_indices in groups:
+        spans = store.multi_valued.get(name)
+        begins[sample_indices] = rows if spans is None else spans.offsets[rows]
+        lengths[sample_indices] = 1 if spans is None else spans.offsets[rows + 1] - spans.offsets[rows]
+    return ContextSpans(begins, lengths)
+
+
+def copy_context(
+    groups: Sequence[StoreRows], name: str, spans: ContextSpans, out_begins: NDArray[np.int64], out: NDArray[np.int64]
+) -> None:
+    """Copy the values of a contextual feature: sample i's to out[out_begins[i]] on."""
+    for store, _, sample_indices in groups:
+        _copy_events(store.rows[name], sample_indices, spans.begins, spans.lengths, out_begins, out)
+
+
 def copy_codes(
     groups: Sequence[StoreRows],
     column: str,

@@ -1,20 +1,21 @@
 """Interactions drawn from distributions: skewed, reproducible data for demonstrations, tests and benchmarks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
+from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
+from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, LENGTH, NUM_TARGETS, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.interactions import IS_GOOD, Context, EventPart, Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000
-_NUM_SEGMENTS = 8
 _USERS_PER_BLOCK = 16_384
 _BYTES_PER_EVENT = 20  # roughly what an event takes in a raw file
+_RESERVED = (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS)
 _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64, IS_GOOD: pl.Boolean}
 
 
@@ -28,32 +29,40 @@ class SyntheticConfig:
     """Number of events per user."""
     items: Distribution = field(default_factory=lambda: Zipf(exponent=1.05, high=50_000))
     """Item ids of events; under a Zipf distribution, ids are ranks of popularity."""
-    num_actions: int = 5
-    """Actions are uniform in 0..num_actions-1."""
+    actions: Distribution = field(default_factory=lambda: Uniform(low=0, high=4))
+    """Actions of events, 0..2^31-1."""
+    contextual: Mapping[str, Distribution] = field(default_factory=lambda: {"segment": Uniform(low=1, high=8)})
+    """Ids of each contextual feature, by name, at least 0; one value per user, 0 for missing."""
 
     def __post_init__(self) -> None:
-        if self.num_users < 1 or self.num_actions < 1:
+        if self.num_users < 1:
+            raise ConfigError(f"num_users must be at least 1, got {self.num_users}")
+        if reserved := [name for name in self.contextual if name in _RESERVED]:
             raise ConfigError(
-                f"num_users and num_actions must be at least 1, got {self.num_users} and {self.num_actions}"
+                f"a contextual feature cannot be called {reserved[0]!r}, a column of every dataset; rename it"
             )
 
 
 def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
-    """Return histories of all users, with one contextual feature, `segment`; each block is drawn when it is read."""
-    segments = np.random.default_rng((seed, 0)).integers(1, _NUM_SEGMENTS, config.num_users, endpoint=True)
+    """Return histories and contextual features of all users; each block of users is drawn when it is read."""
+    rng = np.random.default_rng((seed, 0))
+    contextual = {name: values.sample(rng, config.num_users) for name, values in config.contextual.items()}
     return Interactions(
         parts=[_part(config, seed, first) for first in range(0, config.num_users, _USERS_PER_BLOCK)],
         sources=tuple,
         context=Context(
-            features=pl.DataFrame({USER_ID: np.arange(1, config.num_users + 1), "segment": segments}),
-            labels={"segment": (None, *(f"segment {i}" for i in range(1, _NUM_SEGMENTS + 1)))},
+            features=pl.DataFrame({USER_ID: np.arange(1, config.num_users + 1), **contextual}),
+            labels={
+                name: (None, *(f"{name} {i}" for i in range(1, int(ids.max()) + 1))) for name, ids in contextual.items()
+            },
         ),
-        num_actions=config.num_actions,
+        num_actions=None,
         options={
             "num_users": config.num_users,
-            "num_actions": config.num_actions,
             "lengths": repr(config.lengths),
             "items": repr(config.items),
+            "actions": repr(config.actions),
+            "contextual": {name: repr(values) for name, values in config.contextual.items()},
         },
     )
 
@@ -81,7 +90,7 @@ def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl
         {
             USER_ID: np.repeat(np.arange(first + 1, last + 1), lengths),
             ITEM_ID: config.items.sample(rng, num_events),
-            ACTION: rng.integers(0, config.num_actions, num_events).astype(np.int32),
+            ACTION: draw_actions(config.actions, rng, num_events),
             TIMESTAMP_MS: elapsed + np.repeat(starts - elapsed_before_user, lengths),
             IS_GOOD: np.ones(num_events, dtype=bool),
         },

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,15 @@ import torch
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SemanticIdConfig, SequenceBatch, random_codes
+from evenrank.dataloader import (
+    LoaderConfig,
+    RandomBatches,
+    RandomData,
+    RandomFeature,
+    SemanticIdConfig,
+    SequenceBatch,
+    random_codes,
+)
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.batch import check_contents
 from evenrank.datasets.distributions import Uniform
@@ -44,6 +53,24 @@ def test_all_values_follow_their_distributions() -> None:
     assert set(_values(batches, "item_id").tolist()) == set(range(100, 200))
     assert set(_values(batches, "action").tolist()) == {3, 4, 5}
     assert set(_values(batches, "age").tolist()) == set(range(1, 8))
+
+
+def test_contextual_features_can_have_any_number_of_values() -> None:
+    tags = RandomFeature(values=Uniform(low=50, high=59), lengths=Uniform(low=0, high=9), max_length=4)
+    data = replace(DATA, contextual={"tags": tags, "age": Uniform(low=1, high=7)}, num_real=Uniform(low=0, high=16))
+    batches = _batches(data)
+    for batch in batches:
+        check_contents(batch)
+        assert batch.features.keys()[:2] == ["tags", "age"]
+        assert batch.features["age"].lengths().tolist() == [1] * batch.num_real + [0] * (16 - batch.num_real)
+    rows = [row for batch in batches for row in rows_of(batch.features, "tags")[: batch.num_real]]
+    assert {len(row) for row in rows} == {0, 1, 2, 3, 4}
+    assert np.mean([len(row) == 4 for row in rows]) > 0.5  # 4 to 9 values, cut to 4
+    assert {value for row in rows for value in row} == set(range(50, 60))
+    table = random_codes(200, levels=2, codebook_size=8)
+    (batch,) = RandomBatches(SemanticIdConfig(batch_size=16, codes=table), data, num_batches=1)
+    assert batch.features.keys() == ["tags", "age", "semantic_id"]
+    check_contents(batch)
 
 
 def test_candidates_and_tasks_follow_the_configuration() -> None:
@@ -128,6 +155,8 @@ def test_invalid_settings_are_refused_with_the_value() -> None:
         RandomBatches(LoaderConfig(batch_size=4), num_batches=1, rank=3, world_size=3)
     with pytest.raises(ConfigError, match="a contextual feature cannot be called 'item_id'"):
         RandomData(contextual={"item_id": Uniform(low=1, high=2)})
+    with pytest.raises(ConfigError, match="max_length must be at least 0, got -1"):
+        RandomFeature(values=Uniform(), lengths=Uniform(), max_length=-1)
     with pytest.raises(ConfigError, match="no extra events 'play_time_ms'"):
         RandomBatches(LoaderConfig(batch_size=4, extra_events=("play_time_ms",)), num_batches=1)
     with pytest.raises(ConfigError, match=r"actions must be between 0 and 2147483647, got [0-9]+ to [0-9]+; choose"):

@@ -1,0 +1,40 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenrank.core.errors import ConfigError
+from evenrank.datasets import open_store
+from evenrank.datasets.distributions import Uniform, Zipf
+from evenrank.datasets.histogram import Histogram
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+
+
+def test_every_feature_follows_its_distribution(tmp_path: Path) -> None:
+    synthetic = SyntheticConfig(
+        num_users=400,
+        lengths=Histogram.of(np.array([3, 3, 8])),
+        items=Zipf(low=0, high=30, shift=1),
+        actions=Uniform(low=2, high=3),
+        contextual={"country": Uniform(low=0, high=3), "device": Zipf(high=5)},
+    )
+    manifest = preprocess(
+        PreprocessConfig(dataset="synthetic", out=tmp_path / "out", split="none", synthetic=synthetic)
+    )
+    store = open_store(tmp_path / "out")
+    assert set(store.lengths.tolist()) == {3, 8}
+    assert set(store.events["item_id"].tolist()) == set(range(31))
+    assert set(store.events["action"].tolist()) == {2, 3}
+    assert set(store.rows["country"].tolist()) == {0, 1, 2, 3}
+    assert set(store.rows["device"].tolist()) == {1, 2, 3, 4, 5}
+    assert manifest.contextual == ("country", "device")
+    assert manifest.vocabulary_sizes == {"user_id": 401, "item_id": 31, "action": 4, "country": 4, "device": 6}
+    assert manifest.context_labels["country"] == (None, "country 1", "country 2", "country 3")
+    assert "observations=3" in manifest.options["lengths"]
+
+
+def test_the_name_of_a_column_is_no_contextual_feature() -> None:
+    with pytest.raises(ConfigError, match="a contextual feature cannot be called 'length', a column of every dataset"):
+        SyntheticConfig(contextual={"length": Uniform()})
+    with pytest.raises(ConfigError, match="num_users must be at least 1, got 0"):
+        SyntheticConfig(num_users=0)
