@@ -12,9 +12,9 @@ from .loader import build_loader as build_loader
 from .pad import PaddedBatches as PaddedBatches
 from .pad import pad_batch as pad_batch
 from .random_batches import RandomBatches as RandomBatches
-from .random_batches import RandomData as RandomData
-from .random_batches import RandomFeature as RandomFeature
 from .random_batches import random_codes as random_codes
+from .random_data import RandomData as RandomData
+from .random_data import RandomFeature as RandomFeature
 from .samples import Mixture as Mixture
 from .stream_loader import StreamConfig as StreamConfig
 from .stream_loader import StreamLoader as StreamLoader

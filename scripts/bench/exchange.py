@@ -49,7 +49,8 @@ from evenrank.dataloader.balance.exchange.plan import Plan
 from evenrank.dataloader.balance.settings import BalancerSettings, PartitionSettings, StrategyName
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.dataloader.random_batches import RandomBatches
+from evenrank.dataloader.random_data import RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)

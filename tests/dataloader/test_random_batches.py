@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import (
     LoaderConfig,
     RandomBatches,
@@ -118,6 +118,67 @@ def test_semantic_ids_are_codes_of_the_table() -> None:
         assert set(map(tuple, [*tokens.tolist(), *targets.tolist()])) <= known
 
 
+def _contents(batch: SequenceBatch) -> tuple[object, ...]:
+    tensors = (batch.features.lengths(), batch.features.values(), batch.sample_ids)
+    return (batch.epoch, batch.position, batch.num_real, *(tensor.tolist() for tensor in tensors))
+
+
+def test_distinct_batches_are_made_beforehand_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LoaderConfig(batch_size=16)
+    batches = RandomBatches(config, DATA, num_batches=8, num_distinct=3, rank=2, world_size=4)
+    monkeypatch.setattr(RandomBatches, "_make", None)  # nothing is drawn or collated from here on
+    cycled = list(batches)
+    assert len(batches) == len(cycled) == 8
+    assert [(batch.step, batch.position) for batch in cycled] == [(step, (step + 1) * 4 * 16) for step in range(8)]
+    monkeypatch.undo()
+    drawn = _batches(num_batches=3, rank=2)
+    for step, batch in enumerate(cycled):
+        check_contents(batch)
+        assert _contents(batch)[2:] == _contents(drawn[step % 3])[2:]
+
+
+@pytest.mark.parametrize("num_distinct", [None, 1, 3, 50])
+def test_after_a_stop_at_any_step_the_same_batches_follow(num_distinct: int | None) -> None:
+    def make(rank: int = 1) -> RandomBatches[SequenceBatch]:
+        config = LoaderConfig(batch_size=4)
+        return RandomBatches(config, FEW, num_batches=5, num_distinct=num_distinct, rank=rank, world_size=2)
+
+    batches = make()
+    yielded = [batch for _ in range(2) for batch in batches]
+    assert [batch.epoch for batch in yielded] == [0] * 5 + [1] * 5
+    for index, batch in enumerate(yielded):
+        resumed = make()
+        resumed.load_state_dict(make(rank=0).state_dict(after=batch))
+        assert resumed.state_dict() == batches.state_dict(after=batch)
+        remaining = len(resumed)
+        rest = list(resumed)
+        assert resumed.epoch == rest[0].epoch + 1
+        assert len(rest) == remaining == 5 - (index + 1) % 5
+        assert [batch.step for batch in rest] == list(range(remaining))
+        expected = [*yielded, *make()][index + 1 : index + 1 + remaining]
+        assert [_contents(batch)[1:] for batch in rest] == [_contents(batch)[1:] for batch in expected]
+        assert {batch.epoch for batch in rest} == {(index + 1) // 5}
+
+
+def test_a_state_of_other_batches_is_refused() -> None:
+    def make(batch_size: int = 4, seed: int = 0, **options: Any) -> RandomBatches[SequenceBatch]:
+        config = LoaderConfig(batch_size=batch_size, seed=seed)
+        return RandomBatches(config, **{"num_batches": 5, "world_size": 2, **options})
+
+    state = make().state_dict()
+    others = [make(batch_size=5), make(seed=1), make(num_batches=6), make(num_distinct=2), make(8, world_size=1)]
+    for other in others:
+        with pytest.raises(
+            StateError, match=r"the state of random batches has (seed|num_samples|fingerprint) .*; load"
+        ):
+            other.load_state_dict(state)
+    with pytest.raises(StateError, match="version 2, these batches 1"):
+        make().load_state_dict({**state, "version": 2})
+    for position in (3, -8, 48):
+        with pytest.raises(StateError, match=f"has position {position}, which is not after a step of 8 samples"):
+            make().load_state_dict({**state, "position": position})
+
+
 def _both_as_rank_0(rank: int, world_size: int) -> None:
     with Balancer(
         RandomBatches(LoaderConfig(batch_size=4), num_batches=2, rank=0, world_size=world_size),
@@ -151,6 +212,8 @@ def test_a_balancer_keeps_all_samples_of_ranks_with_few_or_none(ranks: RankPool)
 def test_invalid_settings_are_refused_with_the_value() -> None:
     with pytest.raises(ConfigError, match="num_batches must be at least 1, got 0"):
         RandomBatches(LoaderConfig(batch_size=4), num_batches=0)
+    with pytest.raises(ConfigError, match="num_distinct must be at least 1, got 0"):
+        RandomBatches(LoaderConfig(batch_size=4), num_batches=1, num_distinct=0)
     with pytest.raises(ConfigError, match="got rank 3 of 3"):
         RandomBatches(LoaderConfig(batch_size=4), num_batches=1, rank=3, world_size=3)
     with pytest.raises(ConfigError, match="a contextual feature cannot be called 'item_id'"):

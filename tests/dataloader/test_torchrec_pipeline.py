@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.dataloader.random_batches import RandomBatches
+from evenrank.dataloader.random_data import RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.dataloader.batches import ids_of
 from tests.ranks import RankPool

@@ -16,7 +16,8 @@ from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.settings import StrategyName
 from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.random_batches import RandomBatches, RandomData
+from evenrank.dataloader.random_batches import RandomBatches
+from evenrank.dataloader.random_data import RandomData
 from evenrank.datasets.distributions import Lognormal
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankPool
