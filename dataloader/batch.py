@@ -186,7 +186,9 @@ class SequenceBatch(JaggedBatch):
     """Histories and candidates of a sequential recommender."""
 
     features: KeyedJaggedTensor
-    """int64; keys: the contextual features, `item_id` (history, then candidates), `action`, any extra events."""
+    """int64; keys: `user_id` if configured, the contextual features, `item_id` (history, then candidates), `action`,
+    any extra events.
+    """
     labels: KeyedJaggedTensor | None = None
     """int64; key `label`: the actions of the candidates, or of the history."""
     num_candidates: Tensor = dense()
@@ -204,7 +206,9 @@ class SemanticIdBatch(JaggedBatch):
     """Histories as semantic ids: each event is `levels` tokens, one per codebook; the last event is the target."""
 
     features: KeyedJaggedTensor
-    """int64; keys: the contextual features, `semantic_id` (`levels` tokens per event of the history)."""
+    """int64; keys: `user_id` if configured, the contextual features, `semantic_id` (`levels` tokens per event of the
+    history).
+    """
     labels: KeyedJaggedTensor
     """int64; key `label`: the codes of the target, `levels` of them in every sample."""
     sample_ids: Tensor = dense(fill=-1)

@@ -26,6 +26,10 @@ class ReadConfig(ABC, Generic[Batch]):
     """Name of the split to read."""
     max_history_length: int = 512
     """Events of a history; longer histories keep their newest ones."""
+    user_id: bool = False
+    """Add a feature `user_id`, one id per sample, for an embedding table of users. The table needs
+    `manifest.vocabulary_sizes["user_id"]` rows, the largest id of all splits + 1.
+    """
     order: Order = "shuffle"
     """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows. `time`: by
     the time of each row's last event, for training in one pass over time. Streams and mixtures are always shuffled.
@@ -92,6 +96,7 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
         return SequenceCollate(
             max_history_length=self.max_history_length,
             max_num_candidates=self.max_num_candidates,
+            user_id=self.user_id,
             num_tasks=self.num_tasks,
             candidate_actions=self.candidate_actions,
             extra_events=tuple(self.extra_events),
@@ -114,6 +119,7 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
         return SemanticIdCollate(
             table=self.codes if isinstance(self.codes, CodeTable) else read_codes(self.codes, self.codebook_sizes),
             max_history_length=self.max_history_length,
+            user_id=self.user_id,
             label_offsets=self.label_offsets,
         )
 

@@ -40,6 +40,8 @@ class RandomData:
     """Actions, 0..2^31-1."""
     contextual: Mapping[str, Distribution | RandomFeature] = field(default_factory=dict)
     """Each contextual feature, by name; given as a distribution, it has one value per sample."""
+    users: Distribution = Uniform(low=0, high=999_999)
+    """User ids, of which batches have the feature `user_id` if the config says so."""
     num_real: Distribution | None = None
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
@@ -76,6 +78,7 @@ def draw_samples(
         ACTION: actions,
         TIMESTAMP_MS: np.arange(num_events),
     }
+    users = data.users.sample(rng, num_samples)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         dataset="random",
@@ -93,7 +96,7 @@ def draw_samples(
         split=split,
         offsets=offsets,
         events={name: values.astype(EVENT_DTYPES[name]) for name, values in events.items()},
-        rows={USER_ID: np.arange(num_samples), **contextual},
+        rows={USER_ID: users, **contextual},
         multi_valued=multi_valued,
     )
 

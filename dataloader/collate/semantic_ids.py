@@ -122,6 +122,8 @@ class SemanticIdCollate:
     """The codes of the items."""
     max_history_length: int
     """Events of a history, each of `levels` tokens; longer histories keep their newest events."""
+    user_id: bool
+    """Whether `user_id` is a feature."""
     label_offsets: bool
     """Whether labels are tokens, with the offsets of their levels, rather than codes."""
 
@@ -162,7 +164,9 @@ class SemanticIdCollate:
             groups, len(sample_ids), max_history_length=self.max_history_length, max_num_candidates=1
         )
         history_lengths, target_lengths = splits - begins, ends - splits  # in events
-        features = layout_with_context(groups, {SEMANTIC_ID: history_lengths * levels}, batch_size, num_batches)
+        features = layout_with_context(
+            groups, {SEMANTIC_ID: history_lengths * levels}, batch_size, num_batches, user_id=self.user_id
+        )
         feature_begins = features.begins(SEMANTIC_ID)
         copy_codes(groups, ITEM_ID, begins, history_lengths, feature_begins, codes, level_offsets, features.values)
         labels = Layout({LABEL: target_lengths * levels}, batch_size, num_batches)

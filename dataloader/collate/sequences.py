@@ -13,7 +13,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, SequenceBatch
 from evenrank.dataloader.collate.layout import Layout
 from evenrank.dataloader.collate.spans import StoreRows, copy_context, copy_events, find_context, find_spans
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.datasets.store import SequenceStore
 
 LABEL = "label"
@@ -68,6 +68,8 @@ class SequenceCollate:
     """Events of a history; longer histories keep their newest ones."""
     max_num_candidates: int
     """Candidates of a sample."""
+    user_id: bool
+    """Whether `user_id` is a feature."""
     num_tasks: int
     """Above 1: labels keep this many low bits. Above 0 without candidates: the history has labels."""
     candidate_actions: bool
@@ -109,7 +111,7 @@ class SequenceCollate:
         lengths = {ITEM_ID: item_lengths, ACTION: action_lengths}
         # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
         lengths |= {name: item_lengths if name == TIMESTAMP_MS else action_lengths for name in self.extra_events}
-        features = layout_with_context(groups, lengths, batch_size, num_batches)
+        features = layout_with_context(groups, lengths, batch_size, num_batches, user_id=self.user_id)
         for name, lengths_of_key in lengths.items():
             copy_events(groups, name, begins, lengths_of_key, features.begins(name), features.values)
 
@@ -143,11 +145,17 @@ class SequenceCollate:
 
 
 def layout_with_context(
-    groups: Sequence[StoreRows], lengths: Mapping[str, NDArray[np.int64]], batch_size: int, num_batches: int
+    groups: Sequence[StoreRows],
+    lengths: Mapping[str, NDArray[np.int64]],
+    batch_size: int,
+    num_batches: int,
+    *,
+    user_id: bool,
 ) -> Layout:
-    """Lay out the contextual features, followed by keys with these lengths [n], and fill in the contextual values."""
+    """Lay out user ids on request, contextual features, and keys with these lengths [n]; fill in all but these keys."""
     num_samples = len(next(iter(lengths.values())))
-    context = {name: find_context(groups, name, num_samples) for name in groups[0].store.manifest.contextual}
+    names = (*((USER_ID,) if user_id else ()), *groups[0].store.manifest.contextual)
+    context = {name: find_context(groups, name, num_samples) for name in names}
     context_lengths = {name: spans.lengths for name, spans in context.items()}
     layout = Layout({**context_lengths, **lengths}, batch_size, num_batches)
     for name, spans in context.items():

@@ -124,7 +124,7 @@ class ContextSpans(NamedTuple):
 
 
 def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> ContextSpans:
-    """Find each sample's values of a contextual feature: one, or any number if the feature is multi-valued."""
+    """Find each sample's values of a contextual feature or `user_id`: one, or any number if it is multi-valued."""
     begins, lengths = np.empty((2, num_samples), dtype=np.int64)
     for store, rows, sample_indices in groups:
         spans = store.multi_valued.get(name)
@@ -136,7 +136,7 @@ def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> Co
 def copy_context(
     groups: Sequence[StoreRows], name: str, spans: ContextSpans, out_begins: NDArray[np.int64], out: NDArray[np.int64]
 ) -> None:
-    """Copy the values of a contextual feature: sample i's to out[out_begins[i]] on."""
+    """Copy the values of a contextual feature or `user_id`: sample i's to out[out_begins[i]] on."""
     for store, _, sample_indices in groups:
         _copy_events(store.rows[name], sample_indices, spans.begins, spans.lengths, out_begins, out)
 

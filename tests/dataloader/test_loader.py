@@ -146,15 +146,18 @@ def test_time_order_is_that_of_the_rows_last_events(small_dataset: Path) -> None
 def test_a_mixture_numbers_the_rows_of_its_datasets_consecutively(small_dataset: Path) -> None:
     store = open_store(small_dataset)
     mixture = Mixture(weights={small_dataset: 1, str(small_dataset): 3}, num_samples=200)
-    loader = build_loader(mixture, LoaderConfig(batch_size=16, max_history_length=9), rank=0, world_size=1)
+    config = LoaderConfig(batch_size=16, max_history_length=9, user_id=True)
+    loader = build_loader(mixture, config, rank=0, world_size=1)
     seen = []
     for batch in loader:
         items = rows_of(batch.features, "item_id")
-        segments = batch.features["segment"].values().tolist()
+        users, segments = (batch.features[key].values().tolist() for key in ("user_id", "segment"))
+        assert max(users) < store.manifest.vocabulary_sizes["user_id"]
         for row, sample in enumerate(ids_of(batch)):
             span = slice(store.offsets[sample % len(store)], store.offsets[sample % len(store) + 1])
             assert items[row] == store.events["item_id"][span][-9:].tolist()
             assert segments[row] == store.rows["segment"][sample % len(store)]
+            assert users[row] == store.rows["user_id"][sample % len(store)]
         seen += ids_of(batch)
     assert (len(seen), sum(sample < len(store) for sample in seen)) == (200, 50)
 

@@ -118,6 +118,19 @@ def test_semantic_ids_are_codes_of_the_table() -> None:
         assert set(map(tuple, [*tokens.tolist(), *targets.tolist()])) <= known
 
 
+def test_users_follow_their_distribution() -> None:
+    data = replace(DATA, users=Uniform(low=7, high=9))
+    batches = _batches(data, user_id=True)
+    assert batches[0].features.keys() == ["user_id", "age", "item_id", "action"]
+    assert all(batch.features["user_id"].lengths().tolist() == [1] * 16 for batch in batches)
+    assert set(_values(batches, "user_id").tolist()) == {7, 8, 9}
+    # Whether ids are a feature does not change what is drawn.
+    without = _batches(data)
+    assert [_values(batches, key).tolist() for key in ("age", "item_id")] == [
+        _values(without, key).tolist() for key in ("age", "item_id")
+    ]
+
+
 def _contents(batch: SequenceBatch) -> tuple[object, ...]:
     tensors = (batch.features.lengths(), batch.features.values(), batch.sample_ids)
     return (batch.epoch, batch.position, batch.num_real, *(tensor.tolist() for tensor in tensors))

@@ -60,14 +60,15 @@ def test_every_sample_comes_once_per_epoch(parts: Path, world_size: int, num_wor
 
 def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
     store = open_store(parts)
-    (loader,) = _loaders(parts, 1, max_history_length=10, max_num_candidates=2)
+    (loader,) = _loaders(parts, 1, max_history_length=10, max_num_candidates=2, user_id=True)
     seen = 0
     for step, batch in enumerate(loader):
         items = rows_of(batch.features, "item_id")
         for row, sample in enumerate(ids_of(batch)):
             span = slice(store.offsets[sample], store.offsets[sample + 1])
             assert items[row] == store.events["item_id"][span][-12:].tolist()
-            assert batch.features["segment"].values()[row] == store.rows["segment"][sample]
+            for name in ("user_id", "segment"):
+                assert batch.features[name].values()[row] == store.rows[name][sample]
         assert (batch.step, batch.position, batch.batch_size) == (step, step + 1, 8)
         seen += batch.num_real
     assert seen == (store.lengths >= 2).sum()

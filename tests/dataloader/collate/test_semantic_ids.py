@@ -23,7 +23,8 @@ CODES[:, 12] = -1
 
 def _collate(rows: list[int], **options: Any) -> SemanticIdBatch:
     table = CodeTable(codes=CODES.T.astype(np.int32), codebook_sizes=(4, 10))
-    collate = SemanticIdCollate(**{"table": table, "max_history_length": 100, "label_offsets": False, **options})
+    defaults = {"table": table, "max_history_length": 100, "user_id": False, "label_offsets": False}
+    collate = SemanticIdCollate(**{**defaults, **options})
     ids = np.array(rows, dtype=np.int64)
     (batch,) = collate(group_by_store([STORE], ids), ids, batch_size=3)
     return batch
@@ -38,6 +39,13 @@ def test_each_event_is_one_token_per_level_and_the_last_event_is_the_target() ->
     assert batch.sample_ids.tolist() == [2, -1, -1]
     assert (batch.num_real, batch.loss_tokens) == (1, 2)
     assert batch.max_lengths == {"sex": 1, "age": 1, "semantic_id": 6, "label": 2}
+
+
+def test_user_ids_can_be_a_feature() -> None:
+    batch = _collate([2], user_id=True, max_history_length=1)
+    assert batch.features.keys() == ["user_id", "sex", "age", "semantic_id"]
+    assert rows_of(batch.features, "user_id") == [[3], [], []]
+    assert rows_of(batch.features, "semantic_id") == [[3, 4 + 4], [], []]
 
 
 def test_labels_can_have_the_offsets_of_their_levels() -> None:

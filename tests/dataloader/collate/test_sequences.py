@@ -19,6 +19,7 @@ def _collate(rows: list[int], **options: Any) -> SequenceBatch:
     defaults = {
         "max_history_length": 100,
         "max_num_candidates": 0,
+        "user_id": False,
         "num_tasks": 0,
         "candidate_actions": False,
         "extra_events": (),
@@ -41,6 +42,16 @@ def test_rows_come_in_the_requested_order() -> None:
     assert batch.loss_tokens == 9
     assert batch.sample_ids.tolist() == [2, 0, 1]
     assert (batch.batch_size, batch.num_real) == (3, 3)
+
+
+def test_user_ids_can_be_a_feature() -> None:
+    batch = _collate([2, 0], user_id=True)
+    assert batch.features.keys() == ["user_id", "sex", "age", "item_id", "action"]
+    assert rows_of(batch.features, "user_id") == [[3], [1]]
+    assert rows_of(batch.features, "sex") == [[2], [1]]
+    assert batch.loss_tokens == 9
+    assert batch.max_lengths is not None
+    assert batch.max_lengths["user_id"] == 1
 
 
 def test_the_newest_history_is_kept_and_the_last_events_are_candidates() -> None:
