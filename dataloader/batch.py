@@ -207,15 +207,17 @@ class SemanticIdBatch(JaggedBatch):
 
     features: KeyedJaggedTensor
     """int64; keys: `user_id` if configured, the contextual features, `semantic_id` (`levels` tokens per event of the
-    history).
+    history), `candidate_id` if configured (the `levels` tokens of the target).
     """
     labels: KeyedJaggedTensor
-    """int64; key `label`: the codes of the target, `levels` of them in every sample."""
+    """int64; key `label`: `levels` codes of each labeled event: the target or, with labels for the history, every event
+    but the first of a history, in time order.
+    """
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
     def loss_key(self) -> tuple[str, str] | None:
-        """Return the labels' key: each code of the target is a loss token."""
+        """Return the labels' key: each code of a labeled event is a loss token."""
         return ("labels", "label")
 
 

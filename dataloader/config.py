@@ -113,6 +113,12 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     """Per level of a file; None: the level's largest code + 1."""
     label_offsets: bool = False
     """Make labels tokens, with the offsets of their levels, instead of codes."""
+    history_labels: bool = False
+    """Add labels for the history: the codes of each of its events but the first, which no event precedes. They come
+    before those of the target, so labels are the codes of the event after each event of the history.
+    """
+    candidate_feature: bool = False
+    """Add a feature `candidate_id`, the tokens of the target, for teacher forcing."""
 
     def make_collate(self) -> SemanticIdCollate:
         """Read the codes and return the callable that makes batches of samples."""
@@ -121,6 +127,8 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
             max_history_length=self.max_history_length,
             user_id=self.user_id,
             label_offsets=self.label_offsets,
+            history_labels=self.history_labels,
+            candidate_feature=self.candidate_feature,
         )
 
 

@@ -19,6 +19,7 @@ from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 
 SEMANTIC_ID = "semantic_id"
+CANDIDATE_ID = "candidate_id"
 _NO_CODE = -1
 _MAX_LEVELS = 64  # more than any model uses: a table with more is probably transposed
 _EVENTS_PER_CHUNK = 1 << 24  # bounds the memory for checking a store
@@ -113,9 +114,11 @@ def _read_tensor(path: Path) -> NDArray[np.integer]:
 class SemanticIdCollate:
     """Collates samples into a SemanticIdBatch.
 
-    events    a b c d       max_history_length = 2, levels = 2
-    semantic_id             b1 b2 c1 c2
-    label                               d1 d2
+    events        a b c d       max_history_length = 2, levels = 2
+    semantic_id                 b1 b2 c1 c2
+    candidate_id                            d1 d2   (if `candidate_feature`)
+    label                                   d1 d2
+    label                             c1 c2 d1 d2   (if `history_labels`)
     """
 
     table: CodeTable
@@ -126,6 +129,10 @@ class SemanticIdCollate:
     """Whether `user_id` is a feature."""
     label_offsets: bool
     """Whether labels are tokens, with the offsets of their levels, rather than codes."""
+    history_labels: bool
+    """Whether the events of a history have labels too, except for its first."""
+    candidate_feature: bool
+    """Whether the tokens of the target are a feature."""
 
     def check(self, store: SequenceStore) -> None:
         """Accept every store: batches need no columns besides those of every dataset."""
@@ -163,21 +170,26 @@ class SemanticIdCollate:
         begins, splits, ends = find_spans(
             groups, len(sample_ids), max_history_length=self.max_history_length, max_num_candidates=1
         )
-        history_lengths, target_lengths = splits - begins, ends - splits  # in events
-        features = layout_with_context(
-            groups, {SEMANTIC_ID: history_lengths * levels}, batch_size, num_batches, user_id=self.user_id
-        )
-        feature_begins = features.begins(SEMANTIC_ID)
-        copy_codes(groups, ITEM_ID, begins, history_lengths, feature_begins, codes, level_offsets, features.values)
-        labels = Layout({LABEL: target_lengths * levels}, batch_size, num_batches)
-        label_begins = labels.begins(LABEL)
-        copy_codes(groups, ITEM_ID, splits, target_lengths, label_begins, codes, label_level_offsets, labels.values)
+        # The events of each key: where each sample's begin, and how many there are.
+        events = {SEMANTIC_ID: (begins, splits - begins)}
+        if self.candidate_feature:
+            events[CANDIDATE_ID] = (splits, ends - splits)
+        lengths = {key: num_events * levels for key, (_, num_events) in events.items()}
+        features = layout_with_context(groups, lengths, batch_size, num_batches, user_id=self.user_id)
+        for key, (firsts, num_events) in events.items():
+            out_begins = features.begins(key)
+            copy_codes(groups, ITEM_ID, firsts, num_events, out_begins, codes, level_offsets, features.values)
+        label_firsts = np.minimum(begins + 1, splits) if self.history_labels else splits
+        num_labeled = ends - label_firsts
+        labels = Layout({LABEL: num_labeled * levels}, batch_size, num_batches)
+        out_begins = labels.begins(LABEL)
+        copy_codes(groups, ITEM_ID, label_firsts, num_labeled, out_begins, codes, label_level_offsets, labels.values)
         ids = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
         max_lengths = zip(features.max_lengths(), labels.max_lengths(), strict=True)
         return [
             SemanticIdBatch(
                 batch_size=batch_size,
-                num_real=loss_tokens // levels,
+                num_real=min(max(len(sample_ids) - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens,
                 max_lengths=feature_max | label_max,
                 features=features_of_batch,

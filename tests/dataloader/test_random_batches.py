@@ -13,6 +13,7 @@ from evenrank.dataloader import (
     RandomBatches,
     RandomData,
     RandomFeature,
+    SemanticIdBatch,
     SemanticIdConfig,
     SequenceBatch,
     random_codes,
@@ -220,6 +221,42 @@ def test_a_balancer_keeps_all_samples_of_ranks_with_few_or_none(ranks: RankPool)
     ]
     balanced = itertools.chain.from_iterable(ranks.run(3, _balanced_ids))
     assert sorted(balanced) == sorted(drawn)
+
+
+CODES = random_codes(200, levels=3, codebook_size=8)
+
+
+def _semantic_ids(rank: int, world_size: int) -> RandomBatches[SemanticIdBatch]:
+    config = SemanticIdConfig(
+        batch_size=4, codes=CODES, max_history_length=12, history_labels=True, candidate_feature=True, user_id=True
+    )
+    return RandomBatches(config, DATA, num_batches=10, rank=rank, world_size=world_size)
+
+
+def _rows_by_id(batch: SemanticIdBatch) -> dict[int, list[list[int]]]:
+    fields = (batch.features, batch.labels)
+    columns = [rows_of(jagged, key)[: batch.num_real] for jagged in fields for key in jagged.to_dict()]
+    return dict(zip(ids_of(batch), map(list, zip(*columns, strict=True)), strict=True))
+
+
+def _balanced_semantic_ids(rank: int, world_size: int) -> list[tuple[dict[int, list[list[int]]], int, int | None]]:
+    cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, history_key="semantic_id", contextual=("candidate_id",))
+    with Balancer(_semantic_ids(rank, world_size), cost=cost) as balancer:
+        return [(_rows_by_id(batch), batch.loss_tokens, batch.world_loss_tokens) for batch in balancer]
+
+
+def test_balancing_semantic_ids_keeps_samples_labels_and_loss_tokens(ranks: RankPool) -> None:
+    loaded = list(zip(*(_semantic_ids(rank, 3) for rank in range(3)), strict=True))
+    balanced = list(zip(*ranks.run(3, _balanced_semantic_ids), strict=True))
+    for before, after in zip(loaded, balanced, strict=True):
+        rows_before = {key: rows for batch in before for key, rows in _rows_by_id(batch).items()}
+        assert rows_before == {key: rows for rows_of_rank, _, _ in after for key, rows in rows_of_rank.items()}
+        assert any(list(rows) != list(_rows_by_id(batch)) for (rows, _, _), batch in zip(after, before, strict=True))
+        num_labels = sum(len(batch.labels.values()) for batch in before)
+        assert num_labels == sum(batch.loss_tokens for batch in before)
+        for rows, loss_tokens, world_loss_tokens in after:
+            assert loss_tokens == sum(len(columns[-1]) for columns in rows.values())
+            assert world_loss_tokens == num_labels
 
 
 def test_invalid_settings_are_refused_with_the_value() -> None:

@@ -1,15 +1,19 @@
 import logging
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader
+from evenrank.dataloader.batch import check_contents
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.datasets import open_store
@@ -23,7 +27,9 @@ CODES[:, 12] = -1
 
 def _collate(rows: list[int], **options: Any) -> SemanticIdBatch:
     table = CodeTable(codes=CODES.T.astype(np.int32), codebook_sizes=(4, 10))
-    defaults = {"table": table, "max_history_length": 100, "user_id": False, "label_offsets": False}
+    defaults = {"table": table, "max_history_length": 100} | dict.fromkeys(
+        ("user_id", "label_offsets", "history_labels", "candidate_feature"), False
+    )
     collate = SemanticIdCollate(**{**defaults, **options})
     ids = np.array(rows, dtype=np.int64)
     (batch,) = collate(group_by_store([STORE], ids), ids, batch_size=3)
@@ -50,6 +56,66 @@ def test_user_ids_can_be_a_feature() -> None:
 
 def test_labels_can_have_the_offsets_of_their_levels() -> None:
     assert rows_of(_collate([2], label_offsets=True).labels, "label") == [[3, 4 + 5], [], []]
+
+
+def test_the_target_can_be_a_feature() -> None:
+    batch = _collate([2], max_history_length=1, candidate_feature=True)
+    assert batch.features.keys() == ["sex", "age", "semantic_id", "candidate_id"]
+    assert rows_of(batch.features, "semantic_id") == [[3, 4 + 4], [], []]
+    assert rows_of(batch.features, "candidate_id") == [[3, 4 + 5], [], []]  # tokens, although labels are codes
+    assert rows_of(batch.labels, "label") == [[3, 5], [], []]
+
+
+def test_each_event_of_the_history_can_have_the_next_one_as_its_label() -> None:
+    batch = _collate([2], max_history_length=3, history_labels=True)
+    assert rows_of(batch.features, "semantic_id") == [[3, 4 + 2, 3, 4 + 3, 3, 4 + 4], [], []]
+    assert rows_of(batch.labels, "label") == [[3, 3, 3, 4, 3, 5], [], []]
+    assert (batch.num_real, batch.loss_tokens) == (1, 6)
+    assert rows_of(_collate([2], max_history_length=1, history_labels=True).labels, "label") == [[3, 5], [], []]
+
+
+def test_a_sample_without_a_history_has_the_labels_of_its_target() -> None:
+    batch = _collate([2, 2], max_history_length=0, history_labels=True, label_offsets=True)
+    assert rows_of(batch.features, "semantic_id") == [[], [], []]
+    assert rows_of(batch.labels, "label") == [[3, 4 + 5], [3, 4 + 5], []]
+    assert (batch.num_real, batch.loss_tokens) == (2, 4)
+
+
+@given(
+    num_events=st.lists(st.integers(1, 12), max_size=10),
+    max_history_length=st.integers(0, 12),
+    batch_size=st.integers(1, 4),
+    options=st.fixed_dictionaries(
+        dict.fromkeys(("user_id", "label_offsets", "history_labels", "candidate_feature"), st.booleans())
+    ),
+)
+def test_loss_tokens_are_the_labels_and_every_labeled_event_follows_from_the_sample(
+    num_events: list[int], max_history_length: int, batch_size: int, options: dict[str, bool]
+) -> None:
+    offsets = np.concatenate([[0], np.cumsum(num_events)]).astype(np.int64)
+    items = np.random.default_rng(len(num_events)).integers(0, 40, offsets[-1])
+    store = replace(STORE, offsets=offsets, events={"item_id": items}, rows=dict.fromkeys(STORE.rows, offsets[:-1]))
+    codes = np.random.default_rng(1).integers(0, 9, (40, 2), dtype=np.int32)
+    table = CodeTable(codes=codes, codebook_sizes=(9, 9))
+    collate = SemanticIdCollate(table=table, max_history_length=max_history_length, **options)
+    ids = np.arange(len(num_events))
+    num_batches = -(-len(ids) // batch_size)
+    seen = 0
+    for batch in collate(group_by_store([store], ids), ids, batch_size=batch_size, num_batches=num_batches):
+        check_contents(batch)
+        assert batch.loss_tokens == len(batch.labels.values())
+        for row in range(batch.num_real):
+            shown = codes[items[offsets[seen] : offsets[seen + 1]][-max_history_length - 1 :]]
+            labeled = shown[min(1, len(shown) - 1) :] if options["history_labels"] else shown[-1:]
+            token_offsets = np.array([0, 9])
+            expected = labeled + token_offsets * options["label_offsets"]
+            assert rows_of(batch.labels, "label")[row] == expected.reshape(-1).tolist()
+            tokens = shown + token_offsets
+            assert rows_of(batch.features, "semantic_id")[row] == tokens[:-1].reshape(-1).tolist()
+            if options["candidate_feature"]:
+                assert rows_of(batch.features, "candidate_id")[row] == tokens[-1].tolist()
+            seen += 1
+    assert seen == len(num_events)
 
 
 def test_a_row_with_an_item_without_a_code_is_refused() -> None:
