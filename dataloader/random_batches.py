@@ -12,7 +12,8 @@ from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.dataloader.config import ReadConfig, check_rank
-from evenrank.dataloader.protocols import HasIdentity, Stateful
+from evenrank.dataloader.node import EpochNode
+from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.random_data import RandomData, draw_samples
 from evenrank.dataloader.transform import make_rng
 from evenrank.datasets.store import SequenceStore
@@ -22,7 +23,7 @@ _STATE_VERSION = 1
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class RandomBatches(Stateful, HasIdentity, Generic[Batch]):
+class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
     """Random batches of one rank; each iteration is one epoch, and all epochs have the same batches.
 
     Rank r's batch of step s depends only on seed, r and s. Lengths are raised to the number of candidates, or to 1 for
@@ -58,6 +59,7 @@ class RandomBatches(Stateful, HasIdentity, Generic[Batch]):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         check_rank(rank, world_size)
+        super().__init__()
         self._config = config
         self._data = RandomData() if data is None else data
         self._collate = config.make_collate()
@@ -71,7 +73,11 @@ class RandomBatches(Stateful, HasIdentity, Generic[Batch]):
         self._cycle = [self._make(step) for step in range(min(num_distinct or 0, num_batches))]
 
     def __len__(self) -> int:
-        """Return the number of batches of the next iteration."""
+        """Return the number of batches of a whole iteration, whatever state was loaded."""
+        return self._num_batches
+
+    def remaining_batches(self) -> int:
+        """Return the number of batches of the next iteration: fewer than a whole one's after `load_state_dict`."""
         return self._num_batches - self._start[1]
 
     @property
@@ -139,6 +145,9 @@ class RandomBatches(Stateful, HasIdentity, Generic[Batch]):
         is_complete = position == expected["num_samples"]
         self._start = (epoch + 1, 0) if is_complete else (epoch, position // self._samples_per_step)
         self._after_last = (epoch, position)
+
+    def _is_ended(self, state: Mapping[str, Any]) -> bool:
+        return self.epoch > int(state["epoch"])
 
     @property
     def _samples_per_step(self) -> int:

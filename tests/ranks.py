@@ -1,5 +1,6 @@
 """Runs functions on several ranks: real processes and Gloo groups, started once for the whole test run."""
 
+import atexit
 import faulthandler
 import multiprocessing
 import tempfile
@@ -75,9 +76,11 @@ class RankPool:
             if torch.cuda.is_available()
             else multiprocessing.get_context("forkserver")
         )
+        atexit.register(self.stop)  # also of a test run that is interrupted
         for _ in range(MAX_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._timeout), daemon=True)
+            # Not daemons, which may not start processes, such as the workers of a DataLoader.
+            process = context.Process(target=_serve, args=(theirs, self._timeout))
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)

@@ -262,3 +262,13 @@ def test_every_tensor_is_pinned_with_pin_memory() -> None:
 def test_a_rank_outside_the_world_is_refused(small_dataset: Path) -> None:
     with pytest.raises(ConfigError, match="rank must be between 0 and world_size - 1, got rank 2 of 2"):
         build_loader(small_dataset, LoaderConfig(batch_size=8), rank=2, world_size=2)
+
+
+def test_length_stays_that_of_an_epoch_after_a_state_is_loaded(small_dataset: Path) -> None:
+    (loader,) = _loaders(small_dataset, 1)
+    length = len(loader)
+    batches = list(loader)
+    loader.load_state_dict(loader.state_dict(after=batches[4]))
+    assert (len(loader), loader.remaining_batches()) == (length, length - 5)
+    assert len(list(loader)) == length - 5
+    assert (len(loader), loader.remaining_batches()) == (length, length)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.utils.data import SequentialSampler
 from torchdata.nodes import (
-    BaseNode,
     Batcher,
     IterableWrapper,
-    MapStyleWrapper,
     Mapper,
+    MapStyleWrapper,
     MultiNodeWeightedSampler,
     ParallelMapper,
     Prefetcher,
@@ -25,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from evenrank.dataloader import (
     JaggedCollate,
     LoaderConfig,
+    RandomBatches,
     StreamConfig,
     build_loader,
     build_stream_loader,
@@ -34,7 +34,7 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import Balancer
 from tests.dataloader.balance.costs import one_per_sample
 
-Node = BaseNode[Any]
+Node = Any  # a torchdata node, untyped
 MakeNode = Callable[[], Node]
 
 _COLLATE = JaggedCollate({"item_id": jagged(), "id": dense(dtype=torch.int64, shape=())})
@@ -56,6 +56,10 @@ def _loader(path: Path, batch_size: int = 40) -> Any:
 def _stream(path: Path) -> Any:
     stream = StreamConfig(num_shards=3, buffer_rows=16, open_shards=2)
     return build_stream_loader(path, _config(), stream, rank=0, world_size=1)
+
+
+def _random() -> Any:
+    return RandomBatches(_config(), num_batches=4, num_distinct=3)
 
 
 def _balance(batches: Any) -> Balancer[Any]:
@@ -88,6 +92,8 @@ NODES: dict[str, Callable[[Path], Node]] = {
     "torchdata: prefetcher": lambda path: Prefetcher(IterableWrapper(range(7)), 2),
     "loader": _loader,
     "stream": _stream,
+    "random batches": lambda path: _random(),
+    "balancer over random batches": lambda path: _balance(_random()),
     "balancer over a loader": lambda path: _balance(_loader(path)),
     "balancer over a stream": lambda path: _balance(_stream(path)),
     "balancer over a StatefulDataLoader": lambda path: _balance(_own_samples()),
@@ -117,7 +123,7 @@ def _take(iterator: Iterator[Any], count: int) -> list[Any]:
 
 def _rest(node: Node) -> list[Any]:
     """Take all items through the interface of nodes; `for` begins another epoch of ours."""
-    items = []
+    items: list[Any] = []
     while (item := next(node, None)) is not None:
         items.append(_content(item))
     return items

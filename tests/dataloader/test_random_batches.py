@@ -164,7 +164,8 @@ def test_after_a_stop_at_any_step_the_same_batches_follow(num_distinct: int | No
         resumed = make()
         resumed.load_state_dict(make(rank=0).state_dict(after=batch))
         assert resumed.state_dict() == batches.state_dict(after=batch)
-        remaining = len(resumed)
+        assert len(resumed) == 5
+        remaining = resumed.remaining_batches()
         rest = list(resumed)
         assert resumed.epoch == rest[0].epoch + 1
         assert len(rest) == remaining == 5 - (index + 1) % 5
