@@ -77,6 +77,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     """Loss tokens of this rank's batch."""
     world_loss_tokens: int | None = host(None)
     """Loss tokens of all ranks in this step; None before a Balancer has counted them."""
+    dp_size: int | None = host(None)
+    """Ranks of the Balancer's group, over which the loss tokens are counted; None before a Balancer."""
     max_lengths: Mapping[str, int] | None = host(None)
     """Longest row of each key; names are those of `BatchSchema.lengths_by_key`."""
 

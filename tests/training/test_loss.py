@@ -53,7 +53,7 @@ def _train(rank: int, world_size: int, path: Path, strategy: StrategyName) -> tu
     with Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1), strategy=strategy) as balancer:
         for batch in balancer:
             optimizer.zero_grad()
-            scale_loss(model(batch), batch, dp_size=world_size).backward()
+            scale_loss(model(batch), batch).backward()
             gradients.append(_gradients(model))
             optimizer.step()
     return gradients, loader.num_samples
@@ -83,9 +83,19 @@ def test_balanced_gradients_equal_those_of_unbalanced_training(ranks: RankPool, 
                     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
+def _batch(**changes: int) -> JaggedBatch:
+    return JaggedBatch(batch_size=1, num_real=0).replace(**changes)
+
+
+def test_gradients_are_averaged_over_the_ranks_that_balance_unless_others_are_given() -> None:
+    batch = _batch(world_loss_tokens=8, dp_size=4)
+    assert scale_loss(torch.tensor(3.0), batch).item() == 3 * 4 / 8
+    assert scale_loss(torch.tensor(3.0), batch, dp_size=2).item() == 3 * 2 / 8
+
+
 def test_zero_loss_tokens_give_a_zero_loss_with_zero_gradients() -> None:
     weight = torch.ones(2, requires_grad=True)
-    loss = scale_loss(weight.sum(), JaggedBatch(batch_size=1, num_real=0, world_loss_tokens=0), dp_size=2)
+    loss = scale_loss(weight.sum(), _batch(world_loss_tokens=0, dp_size=2))
     loss.backward()
     assert loss.item() == 0
     assert weight.grad is not None
@@ -94,4 +104,9 @@ def test_zero_loss_tokens_give_a_zero_loss_with_zero_gradients() -> None:
 
 def test_a_batch_without_world_loss_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no world_loss_tokens; iterate over a Balancer instead of the loader"):
-        scale_loss(torch.ones(()), JaggedBatch(batch_size=1, num_real=0), dp_size=2)
+        scale_loss(torch.ones(()), _batch(), dp_size=2)
+
+
+def test_a_batch_without_dp_size_is_refused_unless_it_is_given() -> None:
+    with pytest.raises(ConfigError, match="has no dp_size; iterate over a Balancer, or pass dp_size to scale_loss"):
+        scale_loss(torch.ones(()), _batch(world_loss_tokens=1))

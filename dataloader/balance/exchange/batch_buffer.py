@@ -223,6 +223,7 @@ def lay_out_output(plan: Plan) -> OutputLayout:
             "num_real": plan.num_real,
             "loss_tokens": plan.loss_tokens,
             "world_loss_tokens": plan.world_loss_tokens,
+            "dp_size": len(plan.rank_of),
             "max_lengths": schema.max_lengths(plan.lengths),
         },
     )

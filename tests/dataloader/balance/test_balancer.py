@@ -49,7 +49,7 @@ def _balance(
                 "samples": samples_of(batch),
                 "rows": batch.batch_size,
                 "padding": lengths_of(batch)[:, batch.num_real :].sum() + (batch.ids[batch.num_real :] + 1).abs().sum(),
-                "loss": (batch.loss_tokens, batch.world_loss_tokens),
+                "loss": (batch.loss_tokens, batch.world_loss_tokens, batch.dp_size),
                 "step": (batch.step, batch.position),
                 "longest": batch.max_lengths == schema_of(batch).max_lengths(lengths_of(batch)),
             }
@@ -97,7 +97,7 @@ def _check_world(
             assert batch_seen["rows"] == most_rows >= len(ids)
             assert batch_seen["padding"] == 0
             loss_tokens = sum(len(sample["weighted c values"]) for sample in batch_seen["samples"])
-            assert batch_seen["loss"] == (loss_tokens, total)
+            assert batch_seen["loss"] == (loss_tokens, total, world_size)
             assert batch_seen["step"] == (number, number + 1)
             assert batch_seen["longest"]
             if strategy == "identity":
