@@ -34,6 +34,7 @@ from evenrank.dataloader.balance.control.process_group import FailFastGroup, Gro
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
+from evenrank.dataloader.balance.log_line import StepLogger
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.settings import (
     DEFAULTS,
@@ -114,6 +115,9 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         timeout: how long a collective waits for other ranks.
         on_step: called on the training thread with the metrics of each step, before its batch is handed out; see
             `evenrank.dataloader.balance.writers`.
+        log_every: rank 0 logs a line for people every so many steps; see `evenrank.dataloader.balance.log_line`.
+        log_window: (start, stop): of the steps start..stop-1 only, counted from 0 over the epochs of this Balancer.
+            Both may differ between ranks.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -138,9 +142,10 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         lookahead: int = DEFAULTS.lookahead,
         timeout: timedelta = DEFAULTS.timeout,
         on_step: Callable[[StepMetrics], None] | None = None,
+        log_every: int | None = DEFAULTS.log_every,
+        log_window: tuple[int, int] | None = DEFAULTS.log_window,
     ) -> None:
         super().__init__()
-        self._on_step = on_step
         self._closed = False
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         warm_up()
@@ -158,6 +163,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
                 batch_size=batch_size,
                 lookahead=lookahead,
                 timeout=timeout,
+                log_every=log_every,
+                log_window=log_window,
             ),
             batches,
             device=device,
@@ -166,6 +173,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             timeout=timeout,
         )
         self._num_steps = settled.num_steps
+        log = StepLogger(every=log_every, window=log_window) if log_every is not None and members.rank == 0 else None
+        self._observers = [observe for observe in (log, on_step) if observe is not None]
         # The metadata all-gather and the exchange of different steps overlap, so each has a communicator of its own.
         self._all_gather = make_all_gather(members, settled.hosts, timeout)
         self._group = None
@@ -348,12 +357,12 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         assert handle.in_flight is not None
         batch = handle.in_flight.prepared.balanced_batch()
         metrics = handle.planned.result()[0].metrics
-        if self._on_step is not None and metrics is not None:
-            self._on_step(
-                dataclasses.replace(
-                    metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
-                )
+        if self._observers and metrics is not None:
+            metrics = dataclasses.replace(
+                metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
             )
+            for observe in self._observers:
+                observe(metrics)
         return cast(Batch, batch)
 
     def _start_next(self, source: Iterator[Batch]) -> Handle:

@@ -62,6 +62,12 @@ class BalancerSettings:
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective waits for other ranks."""
 
+    log_every: int | None = None
+    """Steps from one line of the log to the next, at least 1; None: no lines."""
+
+    log_window: tuple[int, int] | None = None
+    """Start and stop of the steps that are logged, start..stop-1; None: all."""
+
     def __post_init__(self) -> None:
         if self.exchange not in get_args(ExchangeName):
             raise ConfigError(f"no exchange is called {self.exchange!r}; known are {_listed(ExchangeName)}")
@@ -69,6 +75,14 @@ class BalancerSettings:
             raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
         if self.lookahead < 1:
             raise ConfigError(f"lookahead must be at least 1, got {self.lookahead}")
+        if self.log_every is not None and self.log_every < 1:
+            raise ConfigError(f"log_every must be at least 1, got {self.log_every}")
+        if self.log_window is not None:
+            start, stop = self.log_window
+            if not 0 <= start < stop:
+                raise ConfigError(f"log_window must be (start, stop) with 0 <= start < stop, got {self.log_window}")
+            if self.log_every is None:
+                raise ConfigError(f"log_window={self.log_window} needs log_every; log_every=1 logs each of these steps")
 
     def shared(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, by name."""
