@@ -9,6 +9,7 @@ from .config import LoaderConfig as LoaderConfig
 from .config import SemanticIdConfig as SemanticIdConfig
 from .loader import Loader as Loader
 from .loader import build_loader as build_loader
+from .loss_key import LossKey as LossKey
 from .pad import PaddedBatches as PaddedBatches
 from .pad import pad_batch as pad_batch
 from .random_batches import RandomBatches as RandomBatches
@@ -26,6 +27,7 @@ __all__ = [
     "JaggedCollate",
     "Loader",
     "LoaderConfig",
+    "LossKey",
     "Mixture",
     "PaddedBatches",
     "RandomBatches",

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from evenrank.dataloader.loss_key import LossKey, check_loss_key, loss_tokens
 from evenrank.dataloader.rows import select_rows
 
 FIELD_SEPARATOR = "."
@@ -82,8 +83,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     max_lengths: Mapping[str, int] | None = host(None)
     """Longest row of each key; names are those of `BatchSchema.lengths_by_key`."""
 
-    def loss_key(self) -> tuple[str, str] | None:
-        """Return the field and key whose lengths count the loss tokens; None: each sample is one loss token."""
+    def loss_key(self) -> LossKey | None:
+        """Return the key whose lengths count the loss tokens; None: each sample is one loss token."""
         return None
 
     def tensors(self) -> Iterator[tuple[str, "KeyedJaggedTensor | Tensor | None"]]:
@@ -106,7 +107,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         batch_size: int,
         tensors: Mapping[str, Any],
         fill_values: Mapping[str, float],
-        loss_key: tuple[str, str] | None,
+        loss_key: LossKey | None,
     ) -> Self:
         """Return a batch of padding only, given what `tensors()`, `fill_values()` and `loss_key()` of others return."""
         return cls(batch_size=batch_size, num_real=0, **tensors)
@@ -140,12 +141,11 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
                 lengths |= {(name, key): counts[index] for index, key in enumerate(value.keys())}
             elif value is not None:
                 tensors[name] = value[torch.from_numpy(chosen).to(value.device)]
-        loss_key = self.loss_key()
         names = name_keys(tuple(lengths))
         return self.replace(
             batch_size=len(chosen),
             num_real=num_real,
-            loss_tokens=num_real if loss_key is None else int(lengths[loss_key].sum()),
+            loss_tokens=int(loss_tokens(self.loss_key(), lengths, is_real).sum()),
             max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
             **tensors,
         )
@@ -198,9 +198,9 @@ class SequenceBatch(JaggedBatch):
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
-    def loss_key(self) -> tuple[str, str] | None:
-        """Return the labels' key, or that of the item ids in batches without labels."""
-        return ("features", "item_id") if self.labels is None else ("labels", "label")
+    def loss_key(self) -> LossKey | None:
+        """Return the labels' key or, in batches without labels, that of the item ids, each predicted from the last."""
+        return LossKey("features", "item_id", skip=1) if self.labels is None else LossKey("labels", "label")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -218,9 +218,9 @@ class SemanticIdBatch(JaggedBatch):
     sample_ids: Tensor = dense(fill=-1)
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
-    def loss_key(self) -> tuple[str, str] | None:
+    def loss_key(self) -> LossKey | None:
         """Return the labels' key: each code of a labeled event is a loss token."""
-        return ("labels", "label")
+        return LossKey("labels", "label")
 
 
 def keyed_jagged_tensor(
@@ -284,7 +284,7 @@ class BatchSchema:
     """Rows of a batch, per rank."""
     fields: tuple[FieldSpec, ...]
     """The tensor fields, in declared order."""
-    loss_key: tuple[str, str] | None
+    loss_key: LossKey | None
     """See `JaggedBatch.loss_key`."""
 
     @property
@@ -373,9 +373,11 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
             raise TypeError(
                 f"{name} must be a KeyedJaggedTensor, a tensor or None, or be declared with host(); got {type(value)}"
             )
-    return BatchSchema(
+    schema = BatchSchema(
         batch_type=type(batch), batch_size=batch.batch_size, fields=tuple(specs), loss_key=batch.loss_key()
     )
+    check_loss_key(schema.loss_key, schema.jagged_keys)
+    return schema
 
 
 def _check_on_cpu(name: str, tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batch import JaggedBatch, host, keyed_jagged_tensor, name_keys
+from evenrank.dataloader.loss_key import LossKey, check_loss_key, loss_tokens
 from evenrank.dataloader.pad import pad_batch
 
 
@@ -41,11 +42,11 @@ class CollatedBatch(JaggedBatch):
     """The tensors by name."""
     fills: Mapping[str, float] = host()
     """The fill value of the padding rows of every tensor."""
-    counted: tuple[str, str] | None = host(None)
+    counted: LossKey | None = host(None)
     """What `loss_key` returns."""
 
-    def loss_key(self) -> tuple[str, str] | None:
-        """Return the field and key that the JaggedCollate was given."""
+    def loss_key(self) -> LossKey | None:
+        """Return the loss key that the JaggedCollate was given."""
         return self.counted
 
     def tensors(self) -> Iterator[tuple[str, KeyedJaggedTensor | Tensor | None]]:
@@ -67,7 +68,7 @@ class CollatedBatch(JaggedBatch):
         batch_size: int,
         tensors: Mapping[str, Any],
         fill_values: Mapping[str, float],
-        loss_key: tuple[str, str] | None,
+        loss_key: LossKey | None,
     ) -> Self:
         """Return a batch of padding only, given what `tensors()`, `fill_values()` and `loss_key()` of others return."""
         return cls(batch_size=batch_size, num_real=0, values=dict(tensors), fills=dict(fill_values), counted=loss_key)
@@ -98,11 +99,11 @@ class JaggedCollate:
             shape, or a number. Samples may have other names too, which are left out. A dense `num_candidates` tells
             costs how many of the last items are candidates.
         batch_size: pad to this many rows; None: as many rows as samples. A Balancer pads what is shorter itself.
-        loss_key: field and key whose lengths count the loss tokens, such as ("features", "item_id"); None: each sample
-            is one loss token.
+        loss_key: the key whose lengths count the loss tokens, such as `LossKey("features", "item_id")`; None: each
+            sample is one loss token.
 
     Raises:
-        ConfigError: a declaration is invalid, or `loss_key` is not among them.
+        ConfigError: a declaration is invalid, or `loss_key` is not among the jagged keys.
 
     """
 
@@ -111,7 +112,7 @@ class JaggedCollate:
         declarations: Mapping[str, Any],
         *,
         batch_size: int | None = None,
-        loss_key: tuple[str, str] | None = None,
+        loss_key: LossKey | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
@@ -132,8 +133,7 @@ class JaggedCollate:
                 raise ConfigError(f"a batch cannot have a tensor called {name!r}; rename it")
             if name in self._keys and name in self._dense:
                 raise ConfigError(f"{name!r} is declared as dense and as the field of jagged keys; rename one of them")
-        if loss_key is not None and loss_key[1] not in self._keys.get(loss_key[0], ()):
-            raise ConfigError(f"loss_key is {loss_key}, but the jagged keys are {self._keys}")
+        check_loss_key(loss_key, [(field, key) for field, keys in self._keys.items() for key in keys])
         self._fills = dict.fromkeys(self._keys, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
 
     def _add_jagged(self, name: str, declaration: Jagged) -> None:
@@ -166,7 +166,7 @@ class JaggedCollate:
         batch = CollatedBatch(
             batch_size=len(samples),
             num_real=len(samples),
-            loss_tokens=len(samples) if self._loss_key is None else int(lengths[self._loss_key].sum()),
+            loss_tokens=int(loss_tokens(self._loss_key, lengths, np.ones(len(samples), dtype=np.bool_)).sum()),
             max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
             values=values,
             fills=self._fills,

@@ -115,10 +115,15 @@ class SequenceCollate:
         for name, lengths_of_key in lengths.items():
             copy_events(groups, name, begins, lengths_of_key, features.begins(name), features.values)
 
-        label_begins = splits if self.max_num_candidates else begins
+        has_labels = self.max_num_candidates > 0 or self.num_tasks > 0
+        if self.max_num_candidates:
+            label_begins = splits
+        elif has_labels:
+            label_begins = begins
+        else:  # items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key
+            label_begins = np.minimum(begins + 1, ends)
         label_lengths = ends - label_begins
         labels = Layout({LABEL: label_lengths}, batch_size, num_batches)
-        has_labels = self.max_num_candidates > 0 or self.num_tasks > 0
         if has_labels:
             copy_events(groups, ACTION, label_begins, label_lengths, labels.begins(LABEL), labels.values)
             if self.num_tasks > 1:

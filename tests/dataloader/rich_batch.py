@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.batch import JaggedBatch, dense, keyed_jagged_tensor
+from evenrank.dataloader.loss_key import LossKey
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -21,8 +22,8 @@ class RichBatch(JaggedBatch):
     matrix: Tensor = dense(fill=0.5)  # bfloat16 [B, 2]
     flags: Tensor = dense()  # bool [B, 3]
 
-    def loss_key(self) -> tuple[str, str]:
-        return ("weighted", "c")
+    def loss_key(self) -> LossKey:
+        return LossKey("weighted", "c")
 
 
 def rich_batch(lengths: Sequence[Sequence[tuple[int, int]]], first_id: int = 0) -> RichBatch:

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, check_contents, keyed_jagged_tensor, lengths_of, schema_of
+from evenrank.dataloader.loss_key import LossKey, loss_tokens
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
@@ -49,6 +51,30 @@ def test_a_key_of_two_fields_is_named_with_the_second_field() -> None:
         "weighted.a": [4, 5],
         "c": [6, 7],
     }
+
+
+def test_loss_tokens_are_counted_per_sample() -> None:
+    lengths = {("weighted", "c"): np.array([3, 1, 0, 0])}
+    is_real = np.array([True, True, True, False])
+    assert loss_tokens(LossKey("weighted", "c"), lengths, is_real).tolist() == [3, 1, 0, 0]
+    assert loss_tokens(LossKey("weighted", "c", skip=1), lengths, is_real).tolist() == [2, 0, 0, 0]
+    assert loss_tokens(None, lengths, is_real).tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("loss_key", "message"),
+    [
+        (("weighted", "c"), r"must be a LossKey with a skip of 0 or 1, or None; got \('weighted', 'c'\)"),
+        (LossKey("weighted", "c", skip=2), "must be a LossKey with a skip of 0 or 1, or None; got LossKey"),
+        (LossKey("labels", "label"), r"no LossKey\(.*; its jagged keys are first.a, first.b, weighted.a, weighted.c"),
+    ],
+)
+def test_a_loss_key_that_the_batch_lacks_is_refused(
+    loss_key: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RichBatch, "loss_key", lambda batch: loss_key)
+    with pytest.raises(ConfigError, match=message):
+        schema_of(BATCH)
 
 
 def test_fields_with_a_wrong_number_of_rows_are_refused() -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evenrank.dataloader.balance.control.wire import StepMetadata
 from evenrank.dataloader.balance.partition.strategies import Assignment
 from evenrank.dataloader.batch import BatchSchema
+from evenrank.dataloader.loss_key import loss_tokens
 
 ALIGNMENT = 16  # bytes: the widest load and store of a GPU
 
@@ -120,12 +121,8 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
     lengths[:, : len(sources)] = trained_lengths
     send_bytes, send_offsets = lay_out_chunks(send_section_bytes)
     receive_bytes, receive_offsets = lay_out_chunks(receive_section_bytes)
-    if schema.loss_key is None:
-        loss_tokens, world_loss_tokens = len(sources), int(np.count_nonzero(rank_of >= 0))
-    else:
-        key = schema.jagged_keys.index(schema.loss_key)
-        loss_tokens = int(lengths[key].sum())
-        world_loss_tokens = int(world_lengths[:, key][rank_of >= 0].sum())
+    lengths_by_key = dict(zip(schema.jagged_keys, world_lengths.transpose(1, 0, 2), strict=True))
+    tokens = loss_tokens(schema.loss_key, lengths_by_key, rank_of >= 0)  # [W, B]
     return Plan(
         rank=rank,
         schema=schema,
@@ -142,8 +139,8 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
         receive_section_bytes=receive_section_bytes,
         num_real=len(sources),
         lengths=lengths,
-        loss_tokens=loss_tokens,
-        world_loss_tokens=world_loss_tokens,
+        loss_tokens=int(tokens[rank_of == rank].sum()),
+        world_loss_tokens=int(tokens.sum()),
     )
 
 

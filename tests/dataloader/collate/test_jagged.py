@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader import JaggedCollate, dense, jagged, pad_batch
+from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged, pad_batch
 from evenrank.dataloader.batch import check_contents, schema_of
 from evenrank.dataloader.pad import empty_batch
 
@@ -32,7 +32,7 @@ def _rows(field: Any, key: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("batch_size", [None, 3, 5])
 def test_batch_has_all_declared_values_and_padding(batch_size: int | None) -> None:
-    batch = JaggedCollate(DECLARATIONS, batch_size=batch_size, loss_key=("features", "item_id"))(SAMPLES)
+    batch = JaggedCollate(DECLARATIONS, batch_size=batch_size, loss_key=LossKey("features", "item_id"))(SAMPLES)
     padding = (batch_size or 3) - 3
     assert (batch.batch_size, batch.num_real, batch.loss_tokens) == (3 + padding, 3, 4)
     assert _rows(batch.features, "item_id") == [[7, 3, 9], [], [4]] + [[]] * padding
@@ -62,7 +62,7 @@ def test_no_samples_make_a_batch_of_the_same_schema() -> None:
 
 
 def test_batch_is_pickled_replaced_emptied_and_selected_like_any_other() -> None:
-    batch = JaggedCollate(DECLARATIONS, loss_key=("prices", "price"))(SAMPLES)
+    batch = JaggedCollate(DECLARATIONS, loss_key=LossKey("prices", "price"))(SAMPLES)
     copy = pickle.loads(pickle.dumps(batch))
     assert copy.label.tolist() == [1, 0, 1]
     assert schema_of(copy) == schema_of(batch)
@@ -103,7 +103,8 @@ def test_workers_of_a_data_loader_make_the_same_batches() -> None:
             "'b' is torch.float32, but 'a' of the same field",
         ),
         ({"a": jagged()}, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"a": jagged()}, {"loss_key": ("features", "b")}, r"loss_key is \('features', 'b'\), but the jagged keys are"),
+        ({"a": jagged()}, {"loss_key": LossKey("features", "b")}, r"no LossKey\(.*; its jagged keys are features.a"),
+        ({"a": jagged()}, {"loss_key": ("features", "a")}, "the loss key must be a LossKey with a skip of 0 or 1"),
     ],
 )
 def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: dict[str, Any], message: str) -> None:

@@ -39,7 +39,7 @@ def test_rows_come_in_the_requested_order() -> None:
     assert rows_of(batch.features, "action") == [[0, 1, 2, 3, 4, 5], [0, 1, 2], []]
     assert batch.features.values().dtype == torch.int64
     assert batch.labels is None
-    assert batch.loss_tokens == 9
+    assert batch.loss_tokens == 5 + 2 + 0  # the first item of a history has none to be predicted from
     assert batch.sample_ids.tolist() == [2, 0, 1]
     assert (batch.batch_size, batch.num_real) == (3, 3)
 
