@@ -66,7 +66,7 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     torch.set_num_threads(1)  # the ranks share the machine
     config = LoaderConfig(batch_size=_BATCH_SIZE, max_history_length=2048, max_num_candidates=1)
     # The model of the published balancing results: 8 layers, width 1024, 4 heads of 256.
-    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, contextual=("segment",))
+    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True, contextual=("segment",))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
     try:
         walks = [

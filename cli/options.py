@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evenrank.dataloader.balance.cost import HSTUCost
+    from evenrank.dataloader.balance.model_cost import HSTUCost
     from evenrank.dataloader.balance.settings import StrategyName
 
 # The values of StrategyName, whose package imports NumPy and Numba, which `--help` does not wait for.
@@ -19,8 +19,8 @@ def hstu_cost(*, hidden: int, heads: int, layers: int) -> "HSTUCost":
         ConfigError: `hidden` is not a multiple of `heads`.
 
     """
-    from evenrank.dataloader.balance.cost import HSTUCost
+    from evenrank.dataloader.balance.model_cost import HSTUCost
 
     if heads < 1 or hidden % heads:
         raise ConfigError(f"--hidden must be a multiple of --heads, got {hidden} and {heads}; change one of them")
-    return HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=layers)
+    return HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=layers, interleave_actions=True)

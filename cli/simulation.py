@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.cost import Cost
+from evenrank.dataloader.balance.cost import Cost, count_tokens
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, measure_step, summarize
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.settings import StrategyName
@@ -87,16 +87,18 @@ def simulate(
     plan_seconds = []
     for step in range(steps):
         lengths = source.draw(rng, world_size * batch_size)
-        costs = cost({ITEM_ID: lengths, ACTION: lengths}, np.zeros_like(lengths))
+        lengths_by_key = {ITEM_ID: lengths, ACTION: lengths}
+        costs = cost(lengths_by_key, np.zeros_like(lengths))
+        tokens = count_tokens(cost, lengths_by_key, len(lengths))
         start = time.perf_counter()
-        assignment = partition(costs, world_size, strategy=strategy, tokens=lengths, tolerance=tolerance)
+        assignment = partition(costs, world_size, strategy=strategy, tokens=tokens, tolerance=tolerance)
         plan_seconds.append(time.perf_counter() - start)
         shape = (world_size, batch_size)
         metrics.append(
             measure_step(
                 assignment,
                 costs=costs.reshape(shape),
-                tokens=lengths.reshape(shape),
+                tokens=tokens.reshape(shape),
                 sample_bytes=lengths.reshape(shape) * _BYTES_PER_EVENT + _BYTES_PER_SAMPLE,
                 step=step,
             )

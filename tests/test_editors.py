@@ -16,7 +16,7 @@ from evenrank.preprocess import PreprocessConfig, preprocess
 from evenrank.training import scale_loss
 
 loader = build_loader("data", LoaderConfig(batch_size=8), rank=0, world_size=1)
-for batch in Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)):
+for batch in Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)):
     reveal_type(batch)
 reveal_type(evenrank.__version__)
 LoaderConfig(batch_size=8, order="random")

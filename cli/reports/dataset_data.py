@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.cli.simulation import LengthSource, simulate
-from evenrank.dataloader.balance.cost import HSTUCost
+from evenrank.dataloader.balance.model_cost import HSTUCost
 from evenrank.dataloader.balance.partition.strategies import STRATEGIES
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore
@@ -193,7 +193,7 @@ def balancing_gains(
     if len(lengths) == 0:
         return ()
     # The model of the published balancing results.
-    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
+    cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True)
     source = LengthSource(lengths=lengths, max_length=max_length)
     gains = []
     for world_size in ranks:

@@ -6,9 +6,10 @@ computes the same assignment (`partition/`), and one collective moves the sample
 
 from typing import TYPE_CHECKING, Any
 
-from evenrank.dataloader.balance.cost import Cost, HSTUCost, SelfAttentionCost
+from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
+from evenrank.dataloader.balance.model_cost import HSTUCost, SelfAttentionCost
 from evenrank.dataloader.balance.partition.strategies import (
     STRATEGIES,
     Assignment,

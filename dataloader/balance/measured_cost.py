@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core import atomic_file
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.cost import TokenCost
+from evenrank.dataloader.balance.model_cost import TokenCost
 from evenrank.datasets.schema import ITEM_ID
 
 _FORMAT, _VERSION = "evenrank measured cost", 1
@@ -34,6 +34,8 @@ _ITERATIONS = 50  # of reweighting: enough to find outliers, which does not take
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCost(TokenCost):
     """Seconds of a sample with t tokens, b t + c t^2, as integers in units of 2^-`fraction_bits` seconds.
+
+    t counts the tokens of the history and the candidates alike, because that is what `fit` is given.
 
     Create it with `fit`, store it with `save`, and `load` the same file on all ranks; a Balancer checks that ranks have
     the same cost. `fit` chooses the unit such that a sample of `max_tokens` costs about 2^60: with the default of
@@ -73,8 +75,9 @@ class MeasuredCost(TokenCost):
                 f"{self.max_tokens:,}, must cost less than 2^{_MAX_COST_BITS}"
             )
 
-    def of_tokens(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the cost of samples with these numbers of tokens, of the same shape."""
+    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the cost of samples with these numbers of history and candidate tokens, of the same shape."""
+        tokens = history + candidates
         return self.linear * tokens + self.quadratic * tokens * tokens
 
     @classmethod
@@ -84,7 +87,7 @@ class MeasuredCost(TokenCost):
         seconds: Sequence[float] | NDArray[np.floating],
         *,
         history_key: str = ITEM_ID,
-        interleave_actions: bool = False,
+        interleave_actions: bool,
         contextual: tuple[str, ...] = (),
         max_tokens: int = 131_072,
     ) -> Self:

@@ -53,7 +53,7 @@ from evenrank.dataloader.random_batches import RandomBatches
 from evenrank.dataloader.random_data import RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 
-COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8)
+COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=False)
 TOLERANCE = 0.01
 TIMEOUT = timedelta(minutes=3)
 ROUNDS = 5  # in which the variants take turns

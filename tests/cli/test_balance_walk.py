@@ -15,7 +15,7 @@ from evenrank.dataloader import LoaderConfig, balance
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from tests.ranks import RankPool
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
 class _FaultyBalancer(Balancer[Any]):

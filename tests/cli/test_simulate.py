@@ -16,7 +16,7 @@ from evenrank.dataloader.balance.settings import StrategyName
 from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.cli.programs import EVENRANK, Finished, run_program
 
-COST = HSTUCost(hidden=64, heads=1, head_dim=64, layers=1)
+COST = HSTUCost(hidden=64, heads=1, head_dim=64, layers=1, interleave_actions=False)
 
 
 def _tokens(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -84,7 +84,16 @@ def test_a_dataset_is_simulated_in_80_columns(small_dataset: Path) -> None:
 
 def test_a_distribution_and_a_measured_cost_are_simulated(tmp_path: Path, evenrank: Callable[..., Finished]) -> None:
     path = tmp_path / "cost.json"
-    cost = MeasuredCost(linear=1, quadratic=0, fraction_bits=0, seconds_per_step=0.0, steps=20, r2=1.0, max_tokens=1000)
+    cost = MeasuredCost(
+        linear=1,
+        quadratic=0,
+        fraction_bits=0,
+        seconds_per_step=0.0,
+        steps=20,
+        r2=1.0,
+        max_tokens=1000,
+        interleave_actions=False,
+    )
     cost.save(path)
     run = evenrank(
         "simulate", "uniform:low=5,high=5", "--ranks", 8, "--strategy", "lpt-swap", "--steps", 1, "--cost", path

@@ -197,7 +197,7 @@ def test_a_state_of_other_batches_is_refused() -> None:
 def _both_as_rank_0(rank: int, world_size: int) -> None:
     with Balancer(
         RandomBatches(LoaderConfig(batch_size=4), num_batches=2, rank=0, world_size=world_size),
-        cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1),
+        cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False),
     ) as balancer:
         list(balancer)
 
@@ -209,7 +209,9 @@ def test_a_balancer_refuses_two_loaders_of_the_same_rank(ranks: RankPool) -> Non
 
 def _balanced_ids(rank: int, world_size: int) -> list[int]:
     batches = RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=world_size)
-    with Balancer(batches, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)) as balancer:
+    with Balancer(
+        batches, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+    ) as balancer:
         return [sample for batch in balancer for sample in ids_of(batch)]
 
 

@@ -18,7 +18,7 @@ from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.dataloader.batches import ids_of
 from tests.ranks import RankPool
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
 def _make_model(device: torch.device) -> torch.nn.Module:

@@ -50,7 +50,9 @@ def _train(rank: int, world_size: int, path: Path, strategy: StrategyName) -> tu
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     loader = build_loader(path, CONFIG, rank=rank, world_size=world_size)
     gradients = []
-    with Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1), strategy=strategy) as balancer:
+    with Balancer(
+        loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False), strategy=strategy
+    ) as balancer:
         for batch in balancer:
             optimizer.zero_grad()
             scale_loss(model(batch), batch).backward()

@@ -146,8 +146,8 @@ def test_equal_lengths_leave_nothing_to_gain() -> None:
 
 
 def test_the_gain_is_the_mean_over_the_drawn_steps() -> None:
-    # Every step has all four rows. In a third of the draws, both long ones are loaded by the same rank.
-    long, short = (24 * (10 * s * 1024**2 + 2 * s**2 * 1024) for s in (2000, 100))
+    # Every step has all four rows, of two tokens per event. In a third of the draws, one rank loads both long ones.
+    long, short = (24 * (10 * s * 1024**2 + 2 * s**2 * 1024) for s in (4000, 200))
     (gain,) = dataset_data.balancing_gains(np.array([2000, 100, 2000, 100]), ranks=[2], batch_size=2, steps=30)
     worst_ratio = 2 * long / (long + short)
     num_worst = round((gain.ratios["identity"] - 1) * 30 / (worst_ratio - 1))

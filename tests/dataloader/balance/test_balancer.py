@@ -24,7 +24,7 @@ from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 Step = list[list[tuple[int, int]]]  # a rank's samples in a step: the lengths of their four keys, in pairs
 
 

@@ -23,7 +23,7 @@ from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankFailure, RankPool
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
 def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:

@@ -38,12 +38,12 @@ def _seconds(cost: MeasuredCost) -> tuple[float, float]:
 
 def test_exact_times_give_the_coefficients_back() -> None:
     steps = _steps()
-    cost = MeasuredCost.fit(steps, _times(steps))
+    cost = MeasuredCost.fit(steps, _times(steps), interleave_actions=False)
     assert _seconds(cost) == pytest.approx((B, C), rel=1e-6)
     assert cost.seconds_per_step == pytest.approx(A, rel=1e-6)
     assert cost.steps == 200
     assert cost.r2 == pytest.approx(1.0)
-    assert MeasuredCost.fit(steps, _times(steps)) == cost  # deterministic
+    assert MeasuredCost.fit(steps, _times(steps), interleave_actions=False) == cost  # deterministic
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -51,7 +51,7 @@ def test_noise_and_far_outliers_do_not_bias_the_fit(seed: int) -> None:
     steps = _steps(2000, seed)
     times = _times(steps, noise=0.003)
     times[seed::20] *= 10  # a checkpoint was written
-    cost = MeasuredCost.fit(steps, times)
+    cost = MeasuredCost.fit(steps, times, interleave_actions=False)
     assert (*_seconds(cost), cost.seconds_per_step) == pytest.approx((B, C, A), rel=0.01)
     assert 0.99 < cost.r2 < 1
 
@@ -61,32 +61,34 @@ def test_outliers_among_the_longest_steps_are_found() -> None:
     times = _times(steps, noise=0.003)
     longest = np.argsort(times)[-40:]
     times[longest] *= 10
-    assert _seconds(MeasuredCost.fit(steps, times)) == pytest.approx((B, C), rel=0.02)
+    assert _seconds(MeasuredCost.fit(steps, times, interleave_actions=False)) == pytest.approx((B, C), rel=0.02)
 
 
 def test_steps_can_have_different_numbers_of_samples() -> None:
     steps = [row[: 1 + index % 16] for index, row in enumerate(_steps())]
     times = [A + B * step.sum() + C * (step.astype(float) ** 2).sum() for step in steps]
-    assert _seconds(MeasuredCost.fit(steps, times)) == pytest.approx((B, C), rel=1e-6)
-    assert MeasuredCost.fit([*steps, np.empty(0, dtype=np.int64)], [*times, A]).steps == 201  # an empty rank
+    assert _seconds(MeasuredCost.fit(steps, times, interleave_actions=False)) == pytest.approx((B, C), rel=1e-6)
+    assert (
+        MeasuredCost.fit([*steps, np.empty(0, dtype=np.int64)], [*times, A], interleave_actions=False).steps == 201
+    )  # an empty rank
 
 
 @pytest.mark.parametrize(("b", "c"), [(B, 0.0), (0.0, C)])
 def test_a_term_that_the_times_lack_is_fitted_as_0(b: float, c: float) -> None:
     steps = _steps()
-    fitted = _seconds(MeasuredCost.fit(steps, _times(steps, b=b, c=c)))
+    fitted = _seconds(MeasuredCost.fit(steps, _times(steps, b=b, c=c), interleave_actions=False))
     assert fitted == pytest.approx((b, c), rel=1e-5, abs=1e-6 * (b or c))
 
 
 def test_coefficients_are_never_negative() -> None:
     steps = _steps()
-    cost = MeasuredCost.fit(steps, _times(steps, b=1e-6, c=-1e-11))
+    cost = MeasuredCost.fit(steps, _times(steps, b=1e-6, c=-1e-11), interleave_actions=False)
     assert cost.quadratic == 0
     assert cost.linear > 0
-    cost = MeasuredCost.fit(steps, _times(steps, b=-1e-8, c=C))
+    cost = MeasuredCost.fit(steps, _times(steps, b=-1e-8, c=C), interleave_actions=False)
     assert cost.linear == 0
     assert _seconds(cost)[1] == pytest.approx(C, rel=0.1)
-    cost = MeasuredCost.fit(steps, _times(steps, a=-1e-5))
+    cost = MeasuredCost.fit(steps, _times(steps, a=-1e-5), interleave_actions=False)
     assert cost.seconds_per_step == 0
     assert _seconds(cost) == pytest.approx((B, C), rel=0.02)
 
@@ -112,22 +114,24 @@ def test_costs_are_proportional_integers_that_can_be_summed() -> None:
 def test_costs_are_proportional_for_every_model(b: float, c: float, tokens: list[int]) -> None:
     # Steps of one sample each, so that sums have no rounding error.
     steps = np.arange(1, 41)[:, np.newaxis] * 3000
-    cost = MeasuredCost.fit(steps, _times(steps, b=b, c=c))
+    cost = MeasuredCost.fit(steps, _times(steps, b=b, c=c), interleave_actions=False)
     counts = np.array(tokens)
     fitted_b, fitted_c = _seconds(cost)
     seconds = fitted_b * counts + fitted_c * counts.astype(np.float64) ** 2
-    assert np.ldexp(cost.of_tokens(counts).astype(np.float64), -cost.fraction_bits) == pytest.approx(seconds, rel=1e-9)
+    assert np.ldexp(cost.of_tokens(counts, 0 * counts).astype(np.float64), -cost.fraction_bits) == pytest.approx(
+        seconds, rel=1e-9
+    )
     assert seconds == pytest.approx(b * counts + c * counts.astype(np.float64) ** 2, rel=1e-6)
-    assert cost.of_tokens(np.array([131_072])).tolist() == [cost.max_cost]
+    assert cost.of_tokens(np.array([131_071]), np.array([1])).tolist() == [cost.max_cost]
     assert cost.max_cost < 2**61
 
 
 def test_a_sample_whose_cost_would_wrap_around_is_refused() -> None:
     steps = _steps()
-    cost = MeasuredCost.fit(steps, _times(steps))
+    cost = MeasuredCost.fit(steps, _times(steps), interleave_actions=False)
     with pytest.raises(ConfigError, match=r"a sample of 1,048,576 tokens does not fit in int64; max_tokens is 131,072"):
         cost({"item_id": np.array([1, 2**20])}, np.zeros(2, dtype=np.int64))
-    longer = MeasuredCost.fit(steps, _times(steps), max_tokens=2**20)
+    longer = MeasuredCost.fit(steps, _times(steps), max_tokens=2**20, interleave_actions=False)
     assert longer({"item_id": np.array([2**20])}, np.zeros(1, dtype=np.int64)).tolist() == [longer.max_cost]
 
 
@@ -190,7 +194,7 @@ SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0
 )
 def test_a_poor_fit_is_refused_with_the_reason(lengths: Ints, seconds: NDArray[np.float64], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MeasuredCost.fit(lengths, seconds)
+        MeasuredCost.fit(lengths, seconds, interleave_actions=False)
 
 
 @settings(max_examples=100)
@@ -216,6 +220,7 @@ def test_a_saved_cost_is_loaded_equal_and_described_equally(
         seconds_per_step=seconds,
         steps=30,
         r2=0.9,
+        interleave_actions=True,
         contextual=contextual,
         max_tokens=5,
     )
@@ -230,7 +235,7 @@ def test_a_saved_cost_is_loaded_equal_and_described_equally(
 
 def _saved(tmp_path: Path) -> Path:
     path = tmp_path / "cost.json"
-    MeasuredCost.fit(GOOD, _times(GOOD)).save(path)
+    MeasuredCost.fit(GOOD, _times(GOOD), interleave_actions=False).save(path)
     return path
 
 

@@ -65,10 +65,11 @@ def test_without_a_process_group_there_is_one_message() -> None:
 def _balance_hierarchically(rank: int, world_size: int) -> tuple[str, list[int]]:
     batches = [rich_batch([[(rank * 5, 1), (1, 1)], [(1, 1), (1, rank)]], first_id=10 * rank)] * 5
     seen: list[int] = []
+    cost = HSTUCost(hidden=1, heads=1, head_dim=1, layers=1, interleave_actions=False, history_key="a")
     with (
         patch.object(consistency, "MAX_RANKS_OF_FLAT_ALL_GATHER", 2),
         patch.object(socket, "gethostname", lambda: f"host {rank // 2}"),
-        Balancer(batches, cost=HSTUCost(hidden=1, heads=1, head_dim=1, layers=1, history_key="a")) as balancer,
+        Balancer(batches, cost=cost) as balancer,
     ):
         kind = type(balancer._all_gather).__name__
         for batch in balancer:

@@ -22,7 +22,7 @@ from evenrank.datasets.distributions import Lognormal
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankPool
 
-COST = HSTUCost(hidden=64, heads=1, head_dim=64, layers=1)
+COST = HSTUCost(hidden=64, heads=1, head_dim=64, layers=1, interleave_actions=False)
 
 
 def _tokens(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -86,14 +86,16 @@ def test_a_topology_of_another_world_size_is_refused(topology: tuple[int, int]) 
     with pytest.raises(
         ConfigError, match=r"topology is \(hosts, ranks per host\): \d \* \d differs from the world size, 1"
     ):
-        Balancer([], cost=HSTUCost(hidden=1, heads=1, head_dim=1, layers=1), topology=topology)
+        Balancer(
+            [], cost=HSTUCost(hidden=1, heads=1, head_dim=1, layers=1, interleave_actions=False), topology=topology
+        )
 
 
 def _balance(rank: int, world_size: int) -> tuple[list[int], int, int]:
     batches = [rich_batch([[(rank * 5, 1), (1, 1)], [(1, 1), (1, rank)]], first_id=10 * rank)] * 3
     seen: list[int] = []
     metrics: list[StepMetrics] = []
-    cost = HSTUCost(hidden=1, heads=1, head_dim=1, layers=1, history_key="a")
+    cost = HSTUCost(hidden=1, heads=1, head_dim=1, layers=1, interleave_actions=False, history_key="a")
     with Balancer(batches, cost=cost, topology=(2, 2), on_step=metrics.append) as balancer:
         for batch in balancer:
             seen += [sample["id"] for sample in samples_of(batch)]
