@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
     from evenrank.dataloader.balance.cost import Cost
     from evenrank.dataloader.balance.metrics import StepMetrics
-    from evenrank.dataloader.balance.settings import StrategyName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walk:
     """One epoch in which each sample was seen exactly once and unaltered."""
 
-    strategy: "StrategyName"
+    strategy: str
     """How the steps were balanced."""
 
     metrics: "list[StepMetrics]"
@@ -39,7 +38,7 @@ def walk_epoch(
     config: "LoaderConfig",
     *,
     cost: "Cost",
-    strategy: "StrategyName",
+    strategy: str,
     show_progress: bool = False,
 ) -> Walk:
     """Iterate over an epoch on the ranks of the default process group, and check every sample.

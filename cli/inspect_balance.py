@@ -4,16 +4,13 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
 from evenrank.cli import console
 from evenrank.cli.options import STRATEGIES, hstu_cost
 from evenrank.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from evenrank.dataloader.balance.settings import StrategyName
 
 
 def inspect_balance_command(
@@ -60,7 +57,7 @@ def inspect_balance_command(
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         is_first = dist.get_rank() == 0
-        walk = walk_epoch(path, config, cost=cost, strategy=cast("StrategyName", strategy), show_progress=is_first)
+        walk = walk_epoch(path, config, cost=cost, strategy=strategy, show_progress=is_first)
         if is_first:
             console.print_result(load_table([walk]))
             console.print_result(EXPLANATION)

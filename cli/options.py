@@ -6,10 +6,9 @@ from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.model_cost import HSTUCost
-    from evenrank.dataloader.balance.settings import StrategyName
 
-# The values of StrategyName, whose package imports NumPy and Numba, which `--help` does not wait for.
-STRATEGIES: tuple["StrategyName", ...] = ("identity", "karmarkar-karp", "lpt-swap", "min-move")
+# Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
+STRATEGIES = ("identity", "karmarkar-karp", "lpt-swap", "min-move")
 
 
 def hstu_cost(*, hidden: int, heads: int, layers: int) -> "HSTUCost":

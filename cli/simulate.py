@@ -1,7 +1,7 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from evenrank.cli.simulation import LengthSource
     from evenrank.dataloader.balance.cost import Cost
     from evenrank.dataloader.balance.metrics import MetricsSummary
-    from evenrank.dataloader.balance.settings import StrategyName
 
 _EXPLANATION = """\
 load      cost of the heaviest rank divided by the lower bound, mean over steps
@@ -118,11 +117,11 @@ def _parse_world_sizes(text: str) -> list[int]:
     return world_sizes
 
 
-def _parse_strategies(text: str) -> "list[StrategyName]":
+def _parse_strategies(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; known: {', '.join(STRATEGIES)}")
-    return cast("list[StrategyName]", names)
+    return names
 
 
 def _open_source(text: str, split: str, max_history_length: int) -> "LengthSource":

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from evenrank.dataloader.balance.cost import Cost, count_tokens
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, measure_step, summarize
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.settings import StrategyName
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import Distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
@@ -58,7 +57,7 @@ def simulate(
     world_size: int,
     *,
     batch_size: int,
-    strategy: StrategyName,
+    strategy: str,
     steps: int,
     tolerance: float = 0.001,
     seed: int = 0,

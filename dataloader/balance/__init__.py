@@ -10,8 +10,8 @@ from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
 from evenrank.dataloader.balance.model_cost import HSTUCost, SelfAttentionCost
+from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem, register_strategy
 from evenrank.dataloader.balance.partition.strategies import (
-    STRATEGIES,
     Assignment,
     TokenLimitWarning,
     lower_bound,
@@ -20,6 +20,7 @@ from evenrank.dataloader.balance.partition.strategies import (
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.balancer import Balancer, Handle
+    from evenrank.dataloader.balance.exchange.collectives import register_exchange
 
 __all__ = [
     "STRATEGIES",
@@ -30,19 +31,26 @@ __all__ = [
     "Handle",
     "MeasuredCost",
     "MetricsSummary",
+    "PartitionProblem",
     "SelfAttentionCost",
     "StepMetrics",
     "TokenLimitWarning",
     "lower_bound",
     "partition",
+    "register_exchange",
+    "register_strategy",
     "summarize",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is used: it needs torch, which takes seconds to import, and planning and costs do without.
+    # Imported when they are used: they need torch, which takes seconds to import, and planning and costs do without.
     if name in ("Balancer", "Handle"):
         from evenrank.dataloader.balance import balancer
 
         return getattr(balancer, name)
+    if name == "register_exchange":
+        from evenrank.dataloader.balance.exchange import collectives
+
+        return collectives.register_exchange
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,9 @@ from evenrank.dataloader.balance.control.consistency import RankReport, Settled,
 from evenrank.dataloader.balance.control.process_group import Members
 from evenrank.dataloader.balance.control.settle import settle
 from evenrank.dataloader.balance.cost import Cost
+from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
+from evenrank.dataloader.balance.partition.registry import STRATEGIES
 from evenrank.dataloader.balance.settings import BalancerSettings, check_topology
 from evenrank.dataloader.batch import JaggedBatch
 
@@ -42,6 +44,8 @@ def settle_arguments(
     shared: dict[str, Any] = {}
     try:
         settings = make_settings()
+        STRATEGIES.check(settings.partition.strategy)
+        COLLECTIVES.check(settings.exchange)
         if settings.topology is not None:
             check_topology(settings.topology, members.world_size)
         source = Source(batches, rank=members.rank, world_size=members.world_size)

@@ -39,10 +39,8 @@ from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.settings import (
     DEFAULTS,
     BalancerSettings,
-    ExchangeName,
     OnOverflow,
     PartitionSettings,
-    StrategyName,
 )
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
@@ -91,7 +89,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             epoch. Ranks may have different numbers of batches.
         cost: what a sample costs; see `evenrank.dataloader.balance.cost`.
         strategy: `lpt-swap` balances best; `min-move` moves the fewest tokens that bring ranks within `tolerance`;
-            `karmarkar-karp` is the baseline; `identity` moves nothing. See `partition`.
+            `karmarkar-karp` is the baseline; `identity` moves nothing; see `partition`. Or the name of your own; see
+            `register_strategy`.
         tolerance: relative tolerance: a heaviest load of (1 + tolerance) * lower bound is good enough.
         max_tokens_per_rank: limit to the tokens of a rank in a step, so that it fits in device memory. The tokens of a
             sample are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys.
@@ -101,7 +100,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             equally close.
         batch_size: rows of every balanced batch; shorter batches of the loader are padded to it. None: as many as the
             longest batch of any rank so far has. It may be larger than any batch, never smaller.
-        exchange: `all-to-all`, or `all-gather`, which moves more bytes and gives the same batches.
+        exchange: `all-to-all`, or `all-gather`, which moves more bytes and gives the same batches. Or the name of your
+            own; see `register_exchange`.
         group: the data-parallel ranks, over which samples are balanced: a process group, or a device mesh of one
             dimension such as `mesh["dp"]`. It is never communicated over itself. None: the default process group or,
             without one, this process alone. Ranks, topology and logs count the ranks of this group.
@@ -130,12 +130,12 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         batches: Iterable[Batch],
         *,
         cost: Cost,
-        strategy: StrategyName = DEFAULTS.partition.strategy,
+        strategy: str = DEFAULTS.partition.strategy,
         tolerance: float = DEFAULTS.partition.tolerance,
         max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank,
         on_overflow: OnOverflow = DEFAULTS.partition.on_overflow,
         topology: tuple[int, int] | None = DEFAULTS.topology,
-        exchange: ExchangeName = DEFAULTS.exchange,
+        exchange: str = DEFAULTS.exchange,
         group: Group | None = None,
         batch_size: int | None = DEFAULTS.batch_size,
         device: torch.device | str | None = None,
@@ -199,7 +199,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             world_size=members.world_size,
         )
         self._exchange = Exchange(
-            COLLECTIVES[self._settings.exchange], self._group, self._device, world_size=members.world_size
+            COLLECTIVES[self._settings.exchange](), self._group, self._device, world_size=members.world_size
         )
         self._exchange.connect()
 

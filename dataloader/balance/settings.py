@@ -7,8 +7,6 @@ from typing import Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError
 
-StrategyName = Literal["identity", "karmarkar-karp", "lpt-swap", "min-move"]
-ExchangeName = Literal["all-to-all", "all-gather"]
 OnOverflow = Literal["raise", "warn"]
 
 
@@ -16,9 +14,9 @@ OnOverflow = Literal["raise", "warn"]
 class PartitionSettings:
     """How the samples of a step are assigned to ranks."""
 
-    strategy: StrategyName = "lpt-swap"
+    strategy: str = "lpt-swap"
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
-    `karmarkar-karp` is the baseline; `identity` moves nothing."""
+    `karmarkar-karp` is the baseline; `identity` moves nothing; or one of your own (`register_strategy`)."""
 
     tolerance: float = 0.001
     """Relative tolerance, from 0 to below 1: a heaviest load of (1 + tolerance) * lower bound is good enough."""
@@ -30,14 +28,13 @@ class PartitionSettings:
     """What to do in a step where that limit cannot be kept: raise on all ranks, or warn and exceed it."""
 
     def __post_init__(self) -> None:
-        if self.strategy not in get_args(StrategyName):
-            raise ConfigError(f"no strategy is called {self.strategy!r}; known are {_listed(StrategyName)}")
         if not 0 <= self.tolerance < 1:
             raise ConfigError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
         if self.max_tokens_per_rank is not None and self.max_tokens_per_rank < 1:
             raise ConfigError(f"max_tokens_per_rank must be at least 1, got {self.max_tokens_per_rank}")
         if self.on_overflow not in get_args(OnOverflow):
-            raise ConfigError(f"on_overflow must be one of {_listed(OnOverflow)}, got {self.on_overflow!r}")
+            known = ", ".join(get_args(OnOverflow))
+            raise ConfigError(f"on_overflow must be one of {known}, got {self.on_overflow!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +47,8 @@ class BalancerSettings:
     topology: tuple[int, int] | None = None
     """Hosts and ranks per host, for ranks that are numbered host by host; None: all ranks are equally close."""
 
-    exchange: ExchangeName = "all-to-all"
-    """The collective that moves samples."""
+    exchange: str = "all-to-all"
+    """The collective that moves samples: `all-to-all`, `all-gather`, or one of your own (`register_exchange`)."""
 
     batch_size: int | None = None
     """Rows of every balanced batch; None: those of the longest batch of any rank so far."""
@@ -69,8 +66,6 @@ class BalancerSettings:
     """Start and stop of the steps that are logged, start..stop-1; None: all."""
 
     def __post_init__(self) -> None:
-        if self.exchange not in get_args(ExchangeName):
-            raise ConfigError(f"no exchange is called {self.exchange!r}; known are {_listed(ExchangeName)}")
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
         if self.lookahead < 1:
@@ -105,7 +100,3 @@ def check_topology(topology: tuple[int, int], world_size: int) -> None:
         raise ConfigError(
             f"topology is (hosts, ranks per host): {hosts} * {ranks_per_host} differs from the world size, {world_size}"
         )
-
-
-def _listed(names: object) -> str:
-    return ", ".join(get_args(names))

@@ -46,7 +46,7 @@ from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan
-from evenrank.dataloader.balance.settings import BalancerSettings, PartitionSettings, StrategyName
+from evenrank.dataloader.balance.settings import BalancerSettings, PartitionSettings
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.random_batches import RandomBatches
@@ -72,7 +72,7 @@ def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
     return RandomBatches(config, DATA, num_batches=steps, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
-def plan_steps(batch_size: int, steps: int, strategy: StrategyName) -> list[tuple[SequenceBatch, Plan]]:
+def plan_steps(batch_size: int, steps: int, strategy: str) -> list[tuple[SequenceBatch, Plan]]:
     """All-gather and plan steps, as a Balancer does in the background."""
     settings = BalancerSettings(partition=PartitionSettings(strategy=strategy, tolerance=TOLERANCE))
     all_gather = make_all_gather(members_of(None), None, TIMEOUT)
@@ -200,7 +200,7 @@ def send_order(plan: Plan, device: torch.device) -> tuple[Tensor, tuple[list[int
     return torch.from_numpy(rows).to(device), (send_counts, receive_counts)
 
 
-def measure(batch_size: int, steps: int, strategy: StrategyName, device: torch.device) -> dict[str, Any]:
+def measure(batch_size: int, steps: int, strategy: str, device: torch.device) -> dict[str, Any]:
     """Time all variants on the same planned steps."""
     exchange_device = make_device(device)
     members = members_of(None)
@@ -220,9 +220,9 @@ def measure(batch_size: int, steps: int, strategy: StrategyName, device: torch.d
 
     variants: dict[str, Callable[[int], Any]] = {}
     results: dict[str, KeyedJaggedTensor] = {}
-    for name, collective in COLLECTIVES.items():
+    for name in COLLECTIVES:
         upload_once: Any = UploadOnce(exchange_device)
-        exchange = Exchange(collective, group, upload_once, world_size=dist.get_world_size())
+        exchange = Exchange(COLLECTIVES[name](), group, upload_once, world_size=dist.get_world_size())
         prepared = [exchange.prepare(batch, plan) for batch, plan in planned]
         for step in prepared:  # uploads all batches
             exchange.finish(exchange.launch(step))
@@ -289,7 +289,7 @@ def check_equal(results: dict[str, KeyedJaggedTensor], baseline: Jagged, num_rea
 
 
 def measure_exposed(
-    batch_size: int, steps: int, strategy: StrategyName, device: torch.device, *, all_reduce: bool
+    batch_size: int, steps: int, strategy: str, device: torch.device, *, all_reduce: bool
 ) -> dict[str, Any]:
     """Alternate runs with and without the exchange, over the same balanced batches."""
     cpu_group = dist.group.WORLD

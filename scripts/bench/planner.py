@@ -26,8 +26,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.partition.strategies import STRATEGIES, Assignment, lower_bound, partition
-from evenrank.dataloader.balance.settings import StrategyName
+from evenrank.dataloader.balance.partition.registry import STRATEGIES
+from evenrank.dataloader.balance.partition.strategies import Assignment, lower_bound, partition
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import Lognormal, Zipf
 
@@ -41,7 +41,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], Ints]] = {
     "zipf": lambda rng, size: ZIPF.sample(rng, size),
     "zipf-clipped": lambda rng, size: np.minimum(rng.zipf(1.2, size), MAX_LENGTH),
 }
-TOLERANCES: dict[StrategyName, float] = {"min-move": 0.01}
+TOLERANCES: dict[str, float] = {"min-move": 0.01}
 
 
 def draw(name: str, size: int, seed: int) -> tuple[Ints, Ints]:
@@ -72,7 +72,7 @@ def least_moved(tokens: Ints, costs: Ints, world_size: int, target: float) -> fl
     return float((fraction * dense_tokens).sum() / max(tokens.sum(), 1))
 
 
-def timed(costs: Ints, world_size: int, strategy: StrategyName, tokens: Ints | None) -> tuple[Assignment, float]:
+def timed(costs: Ints, world_size: int, strategy: str, tokens: Ints | None) -> tuple[Assignment, float]:
     """Run a strategy and return its assignment and its seconds."""
     tolerance = TOLERANCES.get(strategy, 0.001)
     started = time.perf_counter()
@@ -82,7 +82,7 @@ def timed(costs: Ints, world_size: int, strategy: StrategyName, tokens: Ints | N
 
 def measure(name: str, world_size: int, batch_size: int, draws: int) -> list[dict[str, object]]:
     """Run all strategies on the same draws and return a row for each."""
-    values_of: dict[StrategyName, dict[str, list[float]]] = {strategy: defaultdict(list) for strategy in STRATEGIES}
+    values_of: dict[str, dict[str, list[float]]] = {strategy: defaultdict(list) for strategy in STRATEGIES}
     sort_seconds, least = [], []
     for seed in range(draws):
         tokens, costs = draw(name, world_size * batch_size, seed)

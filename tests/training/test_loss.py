@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
-from evenrank.dataloader.balance.settings import StrategyName
 from evenrank.training import scale_loss
 from tests.ranks import RankPool
 
@@ -45,7 +44,7 @@ def _gradients(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def _train(rank: int, world_size: int, path: Path, strategy: StrategyName) -> tuple[list[list[Tensor]], int]:
+def _train(rank: int, world_size: int, path: Path, strategy: str) -> tuple[list[list[Tensor]], int]:
     model = DistributedDataParallel(_Model(501))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     loader = build_loader(path, CONFIG, rank=rank, world_size=world_size)

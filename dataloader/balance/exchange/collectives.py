@@ -1,18 +1,19 @@
 """The collectives that move samples: what they send, how their buffers are laid out, and the calls that start them."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evenrank.core.registry import Registry
 from evenrank.dataloader.balance.control.process_group import FailFastGroup, Work
 from evenrank.dataloader.balance.exchange.batch_buffer import RowLayout
 from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_chunks, row_bytes
-from evenrank.dataloader.balance.settings import ExchangeName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +95,28 @@ class Collective(ABC):
         """
 
 
+def _is_collective(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Collective) and not inspect.isabstract(value)
+
+
+COLLECTIVES: Registry[type[Collective]] = Registry(
+    "exchange", expected="a class derived from Collective, with all of its methods", accepts=_is_collective
+)
+
+
+def register_exchange(name: str) -> Callable[[type[Collective]], type[Collective]]:
+    """Return a decorator that makes a class available as `exchange=name`, on every rank that runs it.
+
+    A Balancer creates an object of the class without arguments.
+
+    Raises:
+        ConfigError: the name is taken, or what is decorated is not a Collective with all of its methods.
+
+    """
+    return COLLECTIVES.register(name)
+
+
+@register_exchange("all-to-all")
 class AllToAll(Collective):
     """One all-to-all sends each rank the samples that it trains: every key and every dense field, as bytes."""
 
@@ -135,6 +158,7 @@ class AllToAll(Collective):
         return group.all_to_all(receive, send, layout.receive_splits, layout.send_splits, async_op=async_op)
 
 
+@register_exchange("all-gather")
 class AllGather(Collective):
     """One all-gather sends all samples to every rank, which keeps those that it trains.
 
@@ -180,9 +204,6 @@ class AllGather(Collective):
     ) -> Work | None:
         """Start the all-gather."""
         return group.all_gather(receive.split(layout.receive_splits), send, async_op=async_op)
-
-
-COLLECTIVES: Mapping[ExchangeName, Collective] = {"all-to-all": AllToAll(), "all-gather": AllGather()}
 
 
 def _warmup_layout(num_chunks: int, world_size: int) -> CollectiveLayout:

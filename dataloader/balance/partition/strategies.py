@@ -4,21 +4,18 @@ A pure function on integers, so every rank computes the same assignment from the
 """
 
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
 from evenrank.dataloader.balance.partition.lower_bound import heaviest_load_bound
-from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
-from evenrank.dataloader.balance.partition.min_move import min_move
 from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem
 from evenrank.dataloader.balance.partition.relabel import relabel
 from evenrank.dataloader.balance.partition.token_limit import balance_within_token_limit
-from evenrank.dataloader.balance.settings import DEFAULTS, OnOverflow, PartitionSettings, StrategyName
+from evenrank.dataloader.balance.settings import DEFAULTS, OnOverflow, PartitionSettings
 
 PADDING = -1
 _MAX_TOTAL_COST = 1 << 62
@@ -55,69 +52,20 @@ class Assignment:
         return moved
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionProblem:
-    """What a strategy is given."""
-
-    costs: NDArray[np.int64]
-    """[W * B], 0 for padding."""
-
-    tokens: NDArray[np.int64] | None
-    """[W * B], 0 for padding; None if they are not known."""
-
-    order: NDArray[np.int64]
-    """[W * B]: the slots by descending cost."""
-
-    world_size: int
-
-    target: int
-    """The load that is good enough."""
-
-
-Strategy = Callable[[PartitionProblem], NDArray[np.int32]]
-
-
-def _identity(problem: PartitionProblem) -> NDArray[np.int32]:
-    return np.repeat(np.arange(problem.world_size, dtype=np.int32), len(problem.costs) // problem.world_size)
-
-
-def _karmarkar_karp(problem: PartitionProblem) -> NDArray[np.int32]:
-    return _relabelled(problem, karmarkar_karp(problem.costs, problem.order, problem.world_size))
-
-
-def _lpt_swap(problem: PartitionProblem) -> NDArray[np.int32]:
-    return _relabelled(problem, lpt_swap(problem.costs, problem.order, problem.world_size, problem.target))
-
-
-def _min_move(problem: PartitionProblem) -> NDArray[np.int32]:
-    tokens = problem.costs if problem.tokens is None else problem.tokens
-    return min_move(problem.costs, tokens, problem.order, problem.world_size, problem.target)
-
-
-def _relabelled(problem: PartitionProblem, part_of: NDArray[np.int32]) -> NDArray[np.int32]:
-    return part_of if problem.tokens is None else relabel(part_of, problem.tokens, problem.world_size)
-
-
-STRATEGIES: Mapping[StrategyName, Strategy] = {
-    "identity": _identity,
-    "karmarkar-karp": _karmarkar_karp,
-    "lpt-swap": _lpt_swap,
-    "min-move": _min_move,
-}
-
-
 def partition(
     costs: NDArray[np.int64],
     world_size: int,
     *,
     tokens: NDArray[np.int64] | None = None,
     num_real: NDArray[np.int64] | None = None,
-    strategy: StrategyName = DEFAULTS.partition.strategy,
+    strategy: str = DEFAULTS.partition.strategy,
     tolerance: float = DEFAULTS.partition.tolerance,
     max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank,
     on_overflow: OnOverflow = DEFAULTS.partition.on_overflow,
 ) -> Assignment:
     """Decide which rank trains which sample of a step, with an equal number of rows on each rank.
+
+    The strategies are those that are registered, among them ours:
 
     - `identity`: every sample stays on its rank.
     - `karmarkar-karp`: the largest differencing method.
@@ -132,14 +80,15 @@ def partition(
             cost).
         num_real: int64 [W]: the number of samples of each rank, which are its first rows; the others are padding. None:
             all rows are samples.
-        strategy: one of the above.
+        strategy: one of these, or one of your own; see `register_strategy`.
         tolerance: relative tolerance: a heaviest load of (1 + tolerance) * lower bound is good enough.
         max_tokens_per_rank: limit to the sum of `tokens` of each rank. Where the strategy exceeds it, samples are
             assigned by tokens first, and costs are levelled within the limit.
         on_overflow: if that fails too: `raise`, or `warn` and return the assignment that exceeds the limit least.
 
     Raises:
-        ConfigError: an argument is out of range, or `max_tokens_per_rank` could not be kept.
+        ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
+            could not be kept.
 
     """
     settings = PartitionSettings(
@@ -170,7 +119,7 @@ def assign(
         world_size=world_size,
         target=bound + int(bound * settings.tolerance),
     )
-    rank_of = STRATEGIES[settings.strategy](problem)
+    rank_of = _checked(settings.strategy, STRATEGIES[settings.strategy](problem), problem)
     if settings.max_tokens_per_rank is not None:
         rank_of = _within_token_limit(problem, rank_of, settings, settings.max_tokens_per_rank)
     return Assignment(rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)))
@@ -248,6 +197,24 @@ def sums_by_rank(values: NDArray[np.int64], rank_of: NDArray[np.int32], *, world
     sums = np.zeros(world_size, dtype=np.int64)
     np.add.at(sums, rank_of, values)
     return sums
+
+
+def _checked(strategy: str, rank_of: NDArray[np.int32], problem: PartitionProblem) -> NDArray[np.int32]:
+    """Return what a strategy returned, after checking it: an exchange must not be given rows that do not fit."""
+    num_slots, world_size = len(problem.costs), problem.world_size
+    if not isinstance(rank_of, np.ndarray) or rank_of.shape != (num_slots,) or rank_of.dtype.kind not in "iu":
+        described = f"{rank_of.dtype} {rank_of.shape}" if isinstance(rank_of, np.ndarray) else type(rank_of).__name__
+        raise ConfigError(f"the strategy {strategy!r} must return integers of shape ({num_slots},), got {described}")
+    low, high = int(rank_of.min()), int(rank_of.max())
+    if low < 0 or high >= world_size:
+        raise ConfigError(f"the strategy {strategy!r} must return ranks 0..{world_size - 1}, got {low}..{high}")
+    counts, batch_size = np.bincount(rank_of, minlength=world_size), num_slots // world_size
+    if (wrong := np.flatnonzero(counts != batch_size)).size:
+        raise ConfigError(
+            f"the strategy {strategy!r} must assign {batch_size} of the {num_slots} slots to each rank, padding "
+            f"included; rank {wrong[0]} got {counts[wrong[0]]}"
+        )
+    return rank_of.astype(np.int32, copy=False)
 
 
 def _within_token_limit(

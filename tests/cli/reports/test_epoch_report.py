@@ -6,10 +6,9 @@ from rich.console import Console
 from evenrank.cli.balance_walk import Walk
 from evenrank.cli.reports.epoch_report import draw_loads, load_table
 from evenrank.dataloader.balance import StepMetrics
-from evenrank.dataloader.balance.settings import StrategyName
 
 
-def _walk(strategy: StrategyName, after: list[list[int]]) -> Walk:
+def _walk(strategy: str, after: list[list[int]]) -> Walk:
     before = [[30, 10], [10, 20]]
     return Walk(
         strategy=strategy,

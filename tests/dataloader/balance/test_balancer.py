@@ -17,7 +17,7 @@ from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loade
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
-from evenrank.dataloader.balance.settings import ExchangeName, OnOverflow, StrategyName
+from evenrank.dataloader.balance.settings import OnOverflow
 from evenrank.dataloader.batch import JaggedBatch, dense, lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
@@ -39,7 +39,7 @@ def _batches(rank: int, steps: list[Step], batch_size: int | None) -> list[RichB
 
 
 def _balance(
-    rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: StrategyName
+    rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: str
 ) -> list[dict[str, Any]]:
     batches = _batches(rank, steps[rank], batch_size)
     metrics: list[StepMetrics] = []
@@ -71,9 +71,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
     return batch_size, draw(st.lists(steps, min_size=1, max_size=4))
 
 
-def _check_world(
-    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]], is_padded: bool = True
-) -> None:
+def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool = True) -> None:
     batch_size, steps = world
     world_size = len(steps)
     seen = ranks.run(world_size, _balance, steps, batch_size if is_padded else None, strategy)
@@ -118,7 +116,7 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 @settings(max_examples=40)
 @given(world=worlds(), is_padded=st.booleans())
 def test_balancing_never_loses_duplicates_or_alters_a_sample(
-    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]], is_padded: bool
+    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool
 ) -> None:
     _check_world(ranks, strategy, world, is_padded)
 
@@ -137,7 +135,7 @@ def test_shorter_batches_are_padded_to_the_longest_so_far_or_to_the_batch_size(r
         assert [one + other for (_, one), (_, other) in zip(first, second, strict=True)] == [3, 4, 2] * 2
 
 
-def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: ExchangeName) -> list[Any]:
+def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: str) -> list[Any]:
     """Return every bit of every balanced batch."""
     with Balancer(_batches(rank, steps[rank], batch_size), cost=_tokens, exchange=exchange) as balancer:
         seen = []
@@ -202,7 +200,7 @@ def test_no_rank_exceeds_the_token_limit(ranks: RankPool) -> None:
 @settings(max_examples=1500)
 @given(world=worlds())
 def test_balancing_never_loses_duplicates_or_alters_a_sample_in_many_rounds(
-    ranks: RankPool, strategy: StrategyName, world: tuple[int, list[list[Step]]]
+    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
 ) -> None:
     _check_world(ranks, strategy, world)
 
@@ -274,7 +272,7 @@ class DenseBatch(JaggedBatch):
     ids: torch.Tensor = dense(fill=float("nan"))
 
 
-def _balance_dense(rank: int, world_size: int, exchange: ExchangeName) -> list[float]:
+def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
     num_real = 4 * (1 - rank)  # all samples are on rank 0
     ids = torch.full((4,), float("nan"), dtype=torch.float64)
     ids[:num_real] = torch.arange(num_real)
@@ -287,7 +285,7 @@ def _balance_dense(rank: int, world_size: int, exchange: ExchangeName) -> list[f
 
 
 @pytest.mark.parametrize("exchange", COLLECTIVES)
-def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: ExchangeName) -> None:
+def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
     shares = ranks.run(2, _balance_dense, exchange)
     assert [len(share) for share in shares] == [2, 2]
     assert sorted(itertools.chain.from_iterable(shares)) == [0, 1, 2, 3]

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.metrics import measure_step
-from evenrank.dataloader.balance.partition.strategies import STRATEGIES, lower_bound, partition
+from evenrank.dataloader.balance.partition.registry import STRATEGIES
+from evenrank.dataloader.balance.partition.strategies import lower_bound, partition
 from evenrank.dataloader.balance.partition.two_level import assign_by_host
-from evenrank.dataloader.balance.settings import PartitionSettings, StrategyName
+from evenrank.dataloader.balance.settings import PartitionSettings
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
 from tests.dataloader.balance.partition.steps import costs as step_costs
 from tests.dataloader.rich_batch import rich_batch, samples_of
@@ -20,9 +21,7 @@ LENGTHS: dict[str, Distribution] = {"lognormal": Lognormal(mean=512, std=512), "
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_every_sample_gets_one_rank_and_no_rank_exceeds_the_batch_size(
-    strategy: StrategyName, data: st.DataObject
-) -> None:
+def test_every_sample_gets_one_rank_and_no_rank_exceeds_the_batch_size(strategy: str, data: st.DataObject) -> None:
     hosts, ranks_per_host, batch_size = (data.draw(st.integers(1, 4)) for _ in range(3))
     world_size = hosts * ranks_per_host
     costs = data.draw(step_costs(world_size * batch_size))

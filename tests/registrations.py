@@ -1,0 +1,18 @@
+"""Registering for the length of a test, because processes run many tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from evenrank.core.registry import Registry
+
+
+@contextmanager
+def restored(*registries: Registry[Any]) -> Iterator[None]:
+    """Forget on exit what was registered inside."""
+    before = [dict(registry._values) for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, values in zip(registries, before, strict=True):
+            registry._values = values

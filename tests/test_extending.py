@@ -1,0 +1,158 @@
+"""The code of docs/extending.md, run as it stands there, and what happens to registrations that cannot work."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import LoaderConfig, RandomBatches
+from evenrank.dataloader.balance import (
+    STRATEGIES,
+    Balancer,
+    PartitionProblem,
+    partition,
+    register_exchange,
+    register_strategy,
+)
+from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES, AllToAll
+from tests.dataloader.balance.costs import one_per_sample
+from tests.dataloader.batches import ids_of, rows_of
+from tests.ranks import RankFailure, RankPool
+from tests.registrations import restored
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "extending.md"
+CONFIG = LoaderConfig(batch_size=6, max_history_length=50)
+
+
+def _snippets() -> dict[str, str]:
+    """Return the code of each section of the page."""
+    sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+    return {text.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", text, re.S)) for text in sections}
+
+
+def _run_page(rank: int, world_size: int) -> list[list[tuple[int, list[int]]]]:
+    """Run the page's code, then the same batches with both of what it registers; return the samples of each step."""
+    snippets = _snippets()
+    loader = RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=world_size)
+    trained: list[Any] = []
+    names: dict[str, Any] = {"loader": loader, "train": trained.append}
+    with restored(STRATEGIES, COLLECTIVES):
+        exec(snippets["A cost"] + snippets["A strategy"] + snippets["An exchange"], names)
+        with Balancer(loader, cost=names["my_cost"], strategy="snake", exchange="counted-all-to-all") as balancer:
+            counted = list(balancer)
+        assert len(names["sent_bytes"]) == 1 + 4  # connecting, and each step
+    steps = [
+        list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False)) for batch in (*trained, *counted)
+    ]
+    assert steps[:4] == steps[4:]
+    return steps[:4]
+
+
+def test_the_strategy_and_the_exchange_of_the_page_balance_every_sample(ranks: RankPool) -> None:
+    by_rank = ranks.run(2, _run_page)
+    for number in range(4):
+        loaded = [RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=2).batch(number) for rank in range(2)]
+        expected = [
+            sample
+            for batch in loaded
+            for sample in zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False)
+        ]
+        shares = [steps[number] for steps in by_rank]
+        assert sorted(sample for share in shares for sample in share) == sorted(expected)
+        # Dealt back and forth by descending cost.
+        lengths = sorted((len(items) for _, items in expected), reverse=True)
+        dealt = [[lengths[i] for i in range(12) if (i % 4 in (1, 2)) == rank] for rank in range(2)]
+        assert [sorted((len(items) for _, items in share), reverse=True) for share in shares] == dealt
+
+
+def _all_to_the_first(problem: PartitionProblem) -> np.ndarray[Any, Any]:
+    return np.zeros(len(problem.costs), dtype=np.int32)
+
+
+def _register_on_some_ranks(rank: int, world_size: int, what: str) -> None:
+    options: dict[str, Any] = {"cost": one_per_sample}
+    with restored(STRATEGIES, COLLECTIVES):
+        match what:
+            case "strategy":
+                options["strategy"] = "mine"
+                if rank != 1:
+                    register_strategy("mine")(_all_to_the_first)
+            case "exchange":
+                options["exchange"] = "mine"
+                if rank != 1:
+                    register_exchange("mine")(AllToAll)
+            case "names":
+                options["strategy"] = f"mine of rank {rank}"
+                register_strategy(options["strategy"])(_all_to_the_first)
+        Balancer(RandomBatches(CONFIG, num_batches=1), **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("strategy", "no strategy is called 'mine'; known are identity, karmarkar-karp, lpt-swap, min-move"),
+        ("exchange", "no exchange is called 'mine'; known are all-to-all, all-gather"),
+    ],
+)
+def test_what_is_registered_on_one_rank_only_is_an_error_on_all(ranks: RankPool, what: str, message: str) -> None:
+    failures = ranks.try_run(2, _register_on_some_ranks, what)
+    assert all(isinstance(failure, RankFailure) for failure in failures)
+    assert [(failure.type_name, failure.message) for failure in failures] == [
+        ("RankError", f"rank 1 failed: {message}"),
+        ("ConfigError", message),
+    ]
+
+
+def test_ranks_with_strategies_of_different_names_are_refused(ranks: RankPool) -> None:
+    message = "strategy differs between ranks: mine of rank 0 on rank 0, mine of rank 1 on rank 1"
+    assert [failure.message for failure in ranks.try_run(2, _register_on_some_ranks, "names")] == [message] * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([0, 0, 1, 1], r"the strategy 'mine' must return integers of shape \(4,\), got list"),
+        (np.array([0, 1]), r"must return integers of shape \(4,\), got int64 \(2,\)"),
+        (np.array([0.0, 0.0, 1.0, 1.0]), r"must return integers of shape \(4,\), got float64 \(4,\)"),
+        (np.array([0, 0, 1, 2]), r"the strategy 'mine' must return ranks 0..1, got 0..2"),
+        (np.array([0, -1, 1, 1]), r"the strategy 'mine' must return ranks 0..1, got -1..1"),
+        (np.array([0, 1, 1, 1]), "must assign 2 of the 4 slots to each rank, padding included; rank 0 got 1"),
+    ],
+)
+def test_what_a_strategy_returns_is_checked(returned: Any, message: str) -> None:
+    with restored(STRATEGIES):
+        register_strategy("mine")(lambda problem: returned)
+        with pytest.raises(ConfigError, match=message):
+            partition(np.array([3, 2, 1, 0]), 2, strategy="mine")
+
+
+def test_an_assignment_of_other_integers_is_the_same() -> None:
+    with restored(STRATEGIES):
+        register_strategy("mine")(lambda problem: np.array([1, 0, 0, 1], dtype=np.uint8))
+        rank_of = partition(np.array([3, 2, 1, 0]), 2, strategy="mine").rank_of
+    assert rank_of.dtype == np.int32
+    assert rank_of.tolist() == [[1, 0], [0, 1]]
+
+
+def test_something_else_cannot_be_registered() -> None:
+    with pytest.raises(ConfigError, match="the strategy 'mine' must be a function of a PartitionProblem, got 'lpt'"):
+        register_strategy("mine")("lpt")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the exchange 'mine' must be a class derived from Collective, with all of"):
+        register_exchange("mine")(object)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the exchange 'mine' must be a class derived from Collective, with all of"):
+        register_exchange("mine")(AllToAll.__base__)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the strategy 'lpt-swap' is registered already"):
+        register_strategy("lpt-swap")(_all_to_the_first)
+
+
+def test_a_strategy_of_ones_own_is_not_called_before_a_step() -> None:
+    with restored(STRATEGIES):
+
+        @register_strategy("mine")
+        def fail(problem: PartitionProblem) -> np.ndarray[Any, Any]:
+            raise AssertionError("called")
+
+        Balancer(RandomBatches(CONFIG, num_batches=1), cost=one_per_sample).close()
