@@ -243,7 +243,15 @@ def _rows_by_id(batch: SemanticIdBatch) -> dict[int, list[list[int]]]:
 
 
 def _balanced_semantic_ids(rank: int, world_size: int) -> list[tuple[dict[int, list[list[int]]], int, int | None]]:
-    cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, history_key="semantic_id", contextual=("candidate_id",))
+    cost = HSTUCost(
+        hidden=8,
+        heads=1,
+        head_dim=8,
+        layers=1,
+        history_key="semantic_id",
+        interleave_actions=False,
+        contextual=("candidate_id",),
+    )
     with Balancer(_semantic_ids(rank, world_size), cost=cost) as balancer:
         return [(_rows_by_id(batch), batch.loss_tokens, batch.world_loss_tokens) for batch in balancer]
 

@@ -147,7 +147,9 @@ def _train_in_a_pipeline(rank: int, world_size: int) -> dict[str, Any]:
         parallel, torch.optim.SGD([model.weight], lr=RATE), torch.device("cpu"), execute_all_batches=True
     )
     gradients = []
-    with Balancer(_batches(rank, world_size), cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1)) as balancer:
+    with Balancer(
+        _batches(rank, world_size), cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+    ) as balancer:
         iterator = iter(balancer)
         for _ in range(NUM_STEPS):
             pipeline.progress(iterator)
