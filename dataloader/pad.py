@@ -11,7 +11,8 @@ from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batch import BatchSchema, FieldSpec, JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batch_schema import BatchSchema, FieldSpec
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch", bound=JaggedBatch)
@@ -49,7 +50,7 @@ def empty_batch(schema: BatchSchema) -> JaggedBatch:
         {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields},
         {spec.name: spec.fill for spec in schema.fields},
         schema.loss_key,
-    ).replace(max_lengths=schema.max_lengths(lengths))
+    ).replace(max_lengths=schema.max_lengths(lengths), length_limits=dict(schema.length_limits) or None)
 
 
 def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tensor | None":

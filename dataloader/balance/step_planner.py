@@ -38,7 +38,8 @@ from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import Assignment, assign, real_rows
 from evenrank.dataloader.balance.partition.two_level import assign_by_host
 from evenrank.dataloader.balance.settings import BalancerSettings
-from evenrank.dataloader.batch import BatchSchema, JaggedBatch, lengths_of
+from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.batch_schema import BatchSchema, lengths_of
 from evenrank.dataloader.pad import empty_batch, pad_batch
 
 

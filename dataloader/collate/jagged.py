@@ -21,17 +21,19 @@ class Jagged(NamedTuple):
 
     dtype: torch.dtype
     field: str
+    max_length: int | None
 
 
-def jagged(dtype: torch.dtype = torch.int64, *, field: str = "features") -> Jagged:
+def jagged(dtype: torch.dtype = torch.int64, *, field: str = "features", max_length: int | None = None) -> Jagged:
     """Declare values of which each sample has any number, for a JaggedCollate.
 
     Args:
         dtype: of the values; the same for all keys of a field.
         field: the KeyedJaggedTensor of the batch that the key belongs to.
+        max_length: most values that a sample may have, for `length_limits` of the batches; None: any number.
 
     """
-    return Jagged(dtype, field)
+    return Jagged(dtype, field, max_length)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -120,6 +122,7 @@ class JaggedCollate:
         self._loss_key = loss_key
         self._keys: dict[str, list[str]] = {}  # of each jagged field
         self._dtypes: dict[str, torch.dtype] = {}  # of each jagged field
+        self._limits: dict[str, int] = {}  # of jagged keys, whose names are unique
         self._dense: dict[str, Mapping[str, Any]] = {}
         for name, declaration in declarations.items():
             if isinstance(declaration, Jagged):
@@ -144,6 +147,8 @@ class JaggedCollate:
                 "one of them another field="
             )
         self._keys.setdefault(field, []).append(name)
+        if declaration.max_length is not None:
+            self._limits[name] = declaration.max_length
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> CollatedBatch:
         """Return the batch of these samples.
@@ -155,7 +160,9 @@ class JaggedCollate:
         values: dict[str, KeyedJaggedTensor | Tensor | None] = {}
         lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
         for field, keys in self._keys.items():
-            columns = [_concatenate(_column(samples, key), key, self._dtypes[field]) for key in keys]
+            columns = [
+                _concatenate(_column(samples, key), key, self._dtypes[field], self._limits.get(key)) for key in keys
+            ]
             values[field] = keyed_jagged_tensor(
                 keys, torch.cat([flat for flat, _ in columns]), np.stack([counts for _, counts in columns])
             )
@@ -168,6 +175,7 @@ class JaggedCollate:
             num_real=len(samples),
             loss_tokens=int(loss_tokens(self._loss_key, lengths, np.ones(len(samples), dtype=np.bool_)).sum()),
             max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
+            length_limits=self._limits or None,
             values=values,
             fills=self._fills,
             counted=self._loss_key,
@@ -186,7 +194,9 @@ def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
         ) from None
 
 
-def _concatenate(column: Sequence[Any], name: str, dtype: torch.dtype) -> tuple[Tensor, NDArray[np.int64]]:
+def _concatenate(
+    column: Sequence[Any], name: str, dtype: torch.dtype, max_length: int | None
+) -> tuple[Tensor, NDArray[np.int64]]:
     """Return all samples' values, one after the other, and how many each sample has: int64 [n]."""
     arrays = [np.atleast_1d(np.asarray(value)) for value in column]
     target = torch.empty(0, dtype=dtype).numpy().dtype
@@ -195,6 +205,11 @@ def _concatenate(column: Sequence[Any], name: str, dtype: torch.dtype) -> tuple[
             raise DataError(
                 f"sample {index} of a batch has {name!r} of dtype {array.dtype} and shape {array.shape}; jagged values "
                 f"must have one dimension and a dtype that fits {dtype}"
+            )
+        if max_length is not None and len(array) > max_length:
+            raise DataError(
+                f"sample {index} of a batch has {len(array)} values of {name!r}, more than its max_length, "
+                f"{max_length}; cut them, or raise it"
             )
     flat = np.concatenate([np.empty(0, dtype=target), *(array.astype(target, copy=False) for array in arrays)])
     return torch.from_numpy(flat), np.array([len(array) for array in arrays], dtype=np.int64)

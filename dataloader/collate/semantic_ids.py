@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError, first_line
 from evenrank.dataloader.batch import SemanticIdBatch
 from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.sequences import LABEL, layout_with_context, pad_rows
+from evenrank.dataloader.collate.sequences import LABEL, context_limits, layout_with_context, pad_rows
 from evenrank.dataloader.collate.spans import StoreRows, copy_codes, find_spans
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
@@ -186,12 +186,14 @@ class SemanticIdCollate:
         copy_codes(groups, ITEM_ID, label_firsts, num_labeled, out_begins, codes, label_level_offsets, labels.values)
         ids = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
         max_lengths = zip(features.max_lengths(), labels.max_lengths(), strict=True)
+        limits = self._length_limits(groups[0].store)
         return [
             SemanticIdBatch(
                 batch_size=batch_size,
                 num_real=min(max(len(sample_ids) - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens,
                 max_lengths=feature_max | label_max,
+                length_limits=limits,
                 features=features_of_batch,
                 labels=labels_of_batch,
                 sample_ids=ids[batch],
@@ -200,3 +202,12 @@ class SemanticIdCollate:
                 zip(features.tensors(), labels.tensors(), max_lengths, labels.num_values(), strict=True)
             )
         ]
+
+    def _length_limits(self, store: SequenceStore) -> dict[str, int]:
+        """Return the longest that a row of each key can be."""
+        levels = self.table.codes.shape[1]
+        limits = context_limits(store, user_id=self.user_id) | {SEMANTIC_ID: self.max_history_length * levels}
+        if self.candidate_feature:
+            limits[CANDIDATE_ID] = levels
+        num_labeled = max(self.max_history_length, 1) if self.history_labels else 1
+        return limits | {LABEL: num_labeled * levels}

@@ -131,6 +131,7 @@ class SequenceCollate:
 
         ids = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
         num_candidates = torch.from_numpy(pad_rows(ends - splits, batch_size, num_batches, fill=0))
+        limits = self._length_limits(groups[0].store)
         tensors = zip(features.tensors(), labels.tensors() if has_labels else repeat(None), strict=False)
         return [
             SequenceBatch(
@@ -138,6 +139,7 @@ class SequenceCollate:
                 num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens,
                 max_lengths=feature_max | label_max if has_labels else feature_max,
+                length_limits=limits,
                 features=features_of_batch,
                 labels=labels_of_batch,
                 num_candidates=num_candidates[batch],
@@ -147,6 +149,16 @@ class SequenceCollate:
                 zip(tensors, features.max_lengths(), labels.max_lengths(), labels.num_values(), strict=True)
             )
         ]
+
+    def _length_limits(self, store: SequenceStore) -> dict[str, int]:
+        """Return the longest that a row of each key can be."""
+        item_limit = self.max_history_length + self.max_num_candidates
+        action_limit = item_limit if self.candidate_actions else self.max_history_length
+        limits = context_limits(store, user_id=self.user_id) | {ITEM_ID: item_limit, ACTION: action_limit}
+        limits |= {name: item_limit if name == TIMESTAMP_MS else action_limit for name in self.extra_events}
+        if self.max_num_candidates or self.num_tasks:
+            limits[LABEL] = self.max_num_candidates or self.max_history_length
+        return limits
 
 
 def layout_with_context(
@@ -159,13 +171,19 @@ def layout_with_context(
 ) -> Layout:
     """Lay out user ids on request, contextual features, and keys with these lengths [n]; fill in all but these keys."""
     num_samples = len(next(iter(lengths.values())))
-    names = (*((USER_ID,) if user_id else ()), *groups[0].store.manifest.contextual)
+    names = context_limits(groups[0].store, user_id=user_id)
     context = {name: find_context(groups, name, num_samples) for name in names}
     context_lengths = {name: spans.lengths for name, spans in context.items()}
     layout = Layout({**context_lengths, **lengths}, batch_size, num_batches)
     for name, spans in context.items():
         copy_context(groups, name, spans, layout.begins(name), layout.values)
     return layout
+
+
+def context_limits(store: SequenceStore, *, user_id: bool) -> dict[str, int]:
+    """Return the most values that a sample can have of `user_id`, on request, and of each contextual feature."""
+    names = (*((USER_ID,) if user_id else ()), *store.manifest.contextual)
+    return {name: store.multi_valued[name].max_length if name in store.multi_valued else 1 for name in names}
 
 
 def pad_rows(values: NDArray[np.int64], batch_size: int, num_batches: int, *, fill: int) -> NDArray[np.int64]:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batch import JaggedBatch, check_contents, keyed_jagged_tensor, lengths_of, schema_of
+from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batch_schema import check_contents, lengths_of, schema_of
 from evenrank.dataloader.loss_key import LossKey, loss_tokens
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.batch import lengths_of, schema_of
+from evenrank.dataloader.batch_schema import lengths_of, schema_of
 from evenrank.dataloader.pad import PaddedBatches, empty_batch, pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 

@@ -19,7 +19,7 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.batch import check_contents
+from evenrank.dataloader.batch_schema import check_contents
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batches import ids_of, rows_of
 from tests.ranks import RankPool

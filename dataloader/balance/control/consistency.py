@@ -13,7 +13,8 @@ import numpy as np
 from evenrank.core.errors import ConfigError, RankError, one_line
 from evenrank.dataloader.balance.control.all_gather import MAX_RANKS_OF_FLAT_ALL_GATHER
 from evenrank.dataloader.balance.control.wire import StepMetadata
-from evenrank.dataloader.batch import BatchSchema, JaggedBatch, check_contents, schema_of
+from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.batch_schema import BatchSchema, check_contents, schema_of
 from evenrank.dataloader.pad import empty_batch
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.batch import BatchSchema
+from evenrank.dataloader.batch_schema import BatchSchema
 
 _HEADER_WORDS = 9
 HEADER_BYTES = 8 * _HEADER_WORDS

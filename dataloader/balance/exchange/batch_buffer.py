@@ -17,7 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, row_bytes
-from evenrank.dataloader.batch import FieldSpec, JaggedBatch
+from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.batch_schema import FieldSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.control.wire import StepMetadata
 from evenrank.dataloader.balance.partition.strategies import Assignment
-from evenrank.dataloader.batch import BatchSchema
+from evenrank.dataloader.batch_schema import BatchSchema
 from evenrank.dataloader.loss_key import loss_tokens
 
 ALIGNMENT = 16  # bytes: the widest load and store of a GPU

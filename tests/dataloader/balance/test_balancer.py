@@ -18,7 +18,8 @@ from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetr
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.settings import OnOverflow
-from evenrank.dataloader.batch import JaggedBatch, dense, lengths_of, schema_of
+from evenrank.dataloader.batch import JaggedBatch, dense
+from evenrank.dataloader.batch_schema import lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of

@@ -13,7 +13,8 @@ from evenrank.dataloader.balance import Balancer
 from evenrank.dataloader.balance.control.wire import Header, decode, encode
 from evenrank.dataloader.balance.exchange.plan import make_plan
 from evenrank.dataloader.balance.partition.strategies import Assignment
-from evenrank.dataloader.batch import keyed_jagged_tensor, lengths_of, schema_of
+from evenrank.dataloader.batch import keyed_jagged_tensor
+from evenrank.dataloader.batch_schema import lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import Ints, Lengths

@@ -14,7 +14,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData
 from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.dataloader.balance.model_cost import HSTUCost, SelfAttentionCost
-from evenrank.dataloader.batch import lengths_of, schema_of
+from evenrank.dataloader.batch_schema import lengths_of, schema_of
 from evenrank.datasets.distributions import Uniform
 
 NO_CANDIDATES = np.zeros(1, dtype=np.int64)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged, pad_batch
-from evenrank.dataloader.batch import check_contents, schema_of
+from evenrank.dataloader.batch_schema import check_contents, schema_of
 from evenrank.dataloader.pad import empty_batch
 
 SAMPLES: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader
-from evenrank.dataloader.batch import check_contents
+from evenrank.dataloader.batch_schema import check_contents
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.datasets import open_store

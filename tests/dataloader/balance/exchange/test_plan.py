@@ -11,7 +11,7 @@ from evenrank.dataloader.balance.exchange.device import CpuDevice
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, make_plan, sample_bytes
 from evenrank.dataloader.balance.partition.strategies import Assignment
-from evenrank.dataloader.batch import lengths_of, schema_of
+from evenrank.dataloader.batch_schema import lengths_of, schema_of
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
