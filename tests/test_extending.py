@@ -119,7 +119,7 @@ def test_ranks_with_strategies_of_different_names_are_refused(ranks: RankPool) -
         (np.array([0.0, 0.0, 1.0, 1.0]), r"must return integers of shape \(4,\), got float64 \(4,\)"),
         (np.array([0, 0, 1, 2]), r"the strategy 'mine' must return ranks 0..1, got 0..2"),
         (np.array([0, -1, 1, 1]), r"the strategy 'mine' must return ranks 0..1, got -1..1"),
-        (np.array([0, 1, 1, 1]), "must assign 2 of the 4 slots to each rank, padding included; rank 0 got 1"),
+        (np.array([0, 1, 1, 1]), "must assign 2 of the 4 slots, padding included, to each rank; rank 0 got 1"),
     ],
 )
 def test_what_a_strategy_returns_is_checked(returned: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from evenrank.dataloader.balance.control.settle import settle
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
-from evenrank.dataloader.balance.partition.registry import STRATEGIES
+from evenrank.dataloader.balance.partition.registry import find_strategy
 from evenrank.dataloader.balance.settings import BalancerSettings, check_topology
 from evenrank.dataloader.batch import JaggedBatch
 
@@ -44,7 +44,7 @@ def settle_arguments(
     shared: dict[str, Any] = {}
     try:
         settings = make_settings()
-        STRATEGIES.check(settings.partition.strategy)
+        find_strategy(settings.partition.strategy, equal_counts=settings.partition.equal_counts)
         COLLECTIVES.check(settings.exchange)
         if settings.topology is not None:
             check_topology(settings.topology, members.world_size)

@@ -36,12 +36,7 @@ from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
 from evenrank.dataloader.balance.log_line import StepLogger
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.settings import (
-    DEFAULTS,
-    BalancerSettings,
-    OnOverflow,
-    PartitionSettings,
-)
+from evenrank.dataloader.balance.settings import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batch import JaggedBatch
@@ -95,6 +90,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         max_tokens_per_rank: limit to the tokens of a rank in a step, so that it fits in device memory. The tokens of a
             sample are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys.
         on_overflow: where that limit cannot be kept: `raise` on all ranks, or `warn`.
+        equal_counts: balanced batches have equally many rows, padding included. False, with `karmarkar-karp` alone: a
+            rank gets any number of samples, at least one if they suffice, and its batch as many rows.
         topology: hosts and ranks per host, for ranks that are numbered host by host. Samples then move between hosts
             only as far as hosts are uneven, and `strategy` applies among the ranks of a host. None: all ranks are
             equally close.
@@ -134,6 +131,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         tolerance: float = DEFAULTS.partition.tolerance,
         max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank,
         on_overflow: OnOverflow = DEFAULTS.partition.on_overflow,
+        equal_counts: bool = DEFAULTS.partition.equal_counts,
         topology: tuple[int, int] | None = DEFAULTS.topology,
         exchange: str = DEFAULTS.exchange,
         group: Group | None = None,
@@ -157,6 +155,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
                     tolerance=tolerance,
                     max_tokens_per_rank=max_tokens_per_rank,
                     on_overflow=on_overflow,
+                    equal_counts=equal_counts,
                 ),
                 topology=topology,
                 exchange=exchange,

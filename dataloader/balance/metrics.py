@@ -115,7 +115,7 @@ def measure_step(
         step=step,
         before=costs.sum(axis=1),
         after=assignment.loads(costs),
-        lower_bound=lower_bound(costs, len(costs)),
+        lower_bound=lower_bound(costs, len(costs), equal_counts=assignment.equal_counts),
         samples=int(np.count_nonzero(assignment.rank_of >= 0)),
         moved_samples=int(np.count_nonzero(moved)),
         tokens=int(tokens.sum()),

@@ -27,6 +27,10 @@ class PartitionSettings:
     on_overflow: OnOverflow = "raise"
     """What to do in a step where that limit cannot be kept: raise on all ranks, or warn and exceed it."""
 
+    equal_counts: bool = True
+    """Every rank gets as many rows as the others, padding included. False, for `karmarkar-karp` and models that need no
+    fixed batch size: any number of samples, at least one if there are as many samples as ranks, and no padding."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise ConfigError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
@@ -68,6 +72,13 @@ class BalancerSettings:
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not self.partition.equal_counts and self.topology is not None:
+            raise ConfigError(f"topology needs equal_counts=True, got False and {self.topology}; leave out one of them")
+        if not self.partition.equal_counts and self.batch_size is not None:
+            raise ConfigError(
+                f"batch_size, the rows of every balanced batch, needs equal_counts=True, got False and "
+                f"{self.batch_size}; leave out one of them"
+            )
         if self.lookahead < 1:
             raise ConfigError(f"lookahead must be at least 1, got {self.lookahead}")
         if self.log_every is not None and self.log_every < 1:

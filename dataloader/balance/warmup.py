@@ -27,6 +27,7 @@ def warm_up() -> None:
         costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
         for strategy in _STRATEGIES:
             partition(costs, 2, strategy=strategy, tokens=tokens)
+        partition(costs, 2, strategy="karmarkar-karp", tokens=tokens, equal_counts=False)
         # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
         partition(costs, 2, strategy="karmarkar-karp", tokens=tokens, max_tokens_per_rank=160)
         # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With

@@ -44,14 +44,13 @@ def _gradients(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def _train(rank: int, world_size: int, path: Path, strategy: str) -> tuple[list[list[Tensor]], int]:
+def _train(rank: int, world_size: int, path: Path, strategy: str, equal_counts: bool) -> tuple[list[list[Tensor]], int]:
     model = DistributedDataParallel(_Model(501))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     loader = build_loader(path, CONFIG, rank=rank, world_size=world_size)
     gradients = []
-    with Balancer(
-        loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False), strategy=strategy
-    ) as balancer:
+    cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+    with Balancer(loader, cost=cost, strategy=strategy, equal_counts=equal_counts) as balancer:
         for batch in balancer:
             optimizer.zero_grad()
             scale_loss(model(batch), batch).backward()
@@ -73,8 +72,8 @@ def test_balanced_gradients_equal_those_of_unbalanced_training(ranks: RankPool, 
         (model(batch) / batch.loss_tokens).backward()
         expected.append(_gradients(model))
         optimizer.step()
-    for strategy in STRATEGIES:
-        for gradients, num_samples in ranks.run(3, _train, small_dataset, strategy):
+    for strategy, equal_counts in [*((name, True) for name in STRATEGIES), ("karmarkar-karp", False)]:
+        for gradients, num_samples in ranks.run(3, _train, small_dataset, strategy, equal_counts):
             assert num_samples == loader.num_samples
             assert num_samples % 24 != 0  # the last step is not full
             assert len(gradients) == len(expected)

@@ -28,6 +28,9 @@ class RowLayout:
     starts: NDArray[np.int64]
     """[S, B]: start of each row in each section."""
 
+    section_starts: NDArray[np.int64]
+    """[S]: start of each section, also where there are no rows."""
+
     num_bytes: NDArray[np.int64]
     """[S, B]: bytes of each row in each section; 0 for padding, even where dense tensors reserve space for it."""
 
@@ -54,17 +57,22 @@ def lay_out_rows(sections: tuple[Section, ...], lengths: NDArray[np.int64], num_
     """
     num_bytes = row_bytes(sections, lengths)
     first_sections = [indices[0] for indices in sections_by_tensor(sections)]
-    tensor_bytes = (
-        np.add.reduceat(num_bytes.sum(axis=1), first_sections) if first_sections else np.empty(0, dtype=np.int64)
-    )
+    section_bytes = num_bytes.sum(axis=1)
+    tensor_bytes = np.add.reduceat(section_bytes, first_sections) if first_sections else np.empty(0, dtype=np.int64)
     aligned_bytes = aligned(tensor_bytes)
     tensor_starts = np.cumsum(aligned_bytes) - aligned_bytes
-    flat = num_bytes.reshape(-1)
-    starts = (np.cumsum(flat) - flat).reshape(num_bytes.shape)
     alignment_gaps = tensor_starts - (np.cumsum(tensor_bytes) - tensor_bytes)
-    starts += np.repeat(alignment_gaps, np.diff([*first_sections, len(sections)]))[:, np.newaxis]
+    section_starts = np.cumsum(section_bytes) - section_bytes
+    section_starts += np.repeat(alignment_gaps, np.diff([*first_sections, len(sections)]))
+    starts = section_starts[:, np.newaxis] + np.cumsum(num_bytes, axis=1) - num_bytes
     num_bytes[:, num_real:] = 0
-    return RowLayout(starts=starts, num_bytes=num_bytes, tensor_starts=tensor_starts, tensor_bytes=tensor_bytes)
+    return RowLayout(
+        starts=starts,
+        section_starts=section_starts,
+        num_bytes=num_bytes,
+        tensor_starts=tensor_starts,
+        tensor_bytes=tensor_bytes,
+    )
 
 
 @functools.cache
@@ -202,10 +210,10 @@ def lay_out_output(plan: Plan) -> OutputLayout:
     for indices, start, size in tensors:
         section = plan.sections[indices[0]]
         spec = specs[section.field]
-        if section.key is None and plan.num_real < schema.batch_size:
-            padding = torch.full((schema.batch_size - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
+        if section.key is None and plan.num_real < plan.num_rows:
+            padding = torch.full((plan.num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
             host_data.add(as_bytes(padding).numpy(), end=start + size)
-        views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, schema.batch_size)
+        views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, plan.num_rows)
     jagged: dict[str, JaggedTensorView] = {}
     first_key = 0
     for spec in schema.fields:
@@ -221,6 +229,7 @@ def lay_out_output(plan: Plan) -> OutputLayout:
         dense={name: view for (name, _), view in views.items() if name not in jagged},
         jagged=jagged,
         host_fields={
+            "batch_size": plan.num_rows,
             "num_real": plan.num_real,
             "loss_tokens": plan.loss_tokens,
             "world_loss_tokens": plan.world_loss_tokens,
@@ -272,12 +281,12 @@ class _HostData:
         return ByteCopies.from_source(1, *np.array(self._ranges, dtype=np.int64).reshape(-1, 3).T)
 
 
-def _tensor_view(spec: FieldSpec, section: Section, start: int, size: int, batch_size: int) -> TensorView:
+def _tensor_view(spec: FieldSpec, section: Section, start: int, size: int, num_rows: int) -> TensorView:
     dtype = spec.weights_dtype if section.is_weights else spec.dtype
     shape = () if section.is_weights else spec.shape
     assert dtype is not None
     element_bytes = math.prod(shape) * dtype.itemsize
-    count = batch_size if section.key is None else size // max(element_bytes, 1)
+    count = num_rows if section.key is None else size // max(element_bytes, 1)
     return TensorView.at_byte(start, dtype, (count, *shape))
 
 

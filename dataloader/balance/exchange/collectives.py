@@ -57,8 +57,7 @@ class CollectiveLayout:
 
     def unpack(self, rows: RowLayout) -> ByteCopies:
         """Return the copies from the receive buffer (source 0) and the loaded batch (source 1) to a batch buffer."""
-        # Rows of a section are adjacent, so the first one starts the section.
-        section_starts = rows.starts[:, :1]
+        section_starts = rows.section_starts[:, np.newaxis]
         return ByteCopies.concatenate(
             [
                 ByteCopies.from_source(source, ranges.starts, section_starts + ranges.offsets, ranges.num_bytes)

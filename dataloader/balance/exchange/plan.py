@@ -87,8 +87,11 @@ class Plan:
     num_real: int
     """Samples of this rank after the exchange."""
 
+    num_rows: int
+    """Rows of this rank's batch after the exchange: B or, without equal counts, its samples."""
+
     lengths: NDArray[np.int64]
-    """[K, B]: lengths of this rank's rows after the exchange, samples by source rank and row, then padding."""
+    """[K, num_rows]: lengths of these rows, samples by source rank and row, then padding."""
 
     loss_tokens: int
     """Loss tokens of this rank after the exchange."""
@@ -117,7 +120,8 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
     is_received = sources != rank
     receive_section_bytes = _section_bytes(sections, trained_lengths[:, is_received], sources[is_received], world_size)
 
-    lengths = np.zeros((world_lengths.shape[1], batch_size), dtype=np.int64)
+    num_rows = batch_size if assignment.equal_counts else len(sources)
+    lengths = np.zeros((world_lengths.shape[1], num_rows), dtype=np.int64)
     lengths[:, : len(sources)] = trained_lengths
     send_bytes, send_offsets = lay_out_chunks(send_section_bytes)
     receive_bytes, receive_offsets = lay_out_chunks(receive_section_bytes)
@@ -138,6 +142,7 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
         receive_offsets=receive_offsets,
         receive_section_bytes=receive_section_bytes,
         num_real=len(sources),
+        num_rows=num_rows,
         lengths=lengths,
         loss_tokens=int(tokens[rank_of == rank].sum()),
         world_loss_tokens=int(tokens.sum()),

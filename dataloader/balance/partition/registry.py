@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.registry import Registry
+from evenrank.dataloader.balance.partition.differencing import largest_differencing
 from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
 from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
 from evenrank.dataloader.balance.partition.min_move import min_move
@@ -15,16 +16,23 @@ from evenrank.dataloader.balance.partition.relabel import relabel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionProblem:
-    """What a strategy is given: the W * B slots of a step in rank order. Slot r * B + j is row j of rank r."""
+    """What a strategy is given: the n slots of a step in rank order.
+
+    With equal counts n is W * B, and slot r * B + j is row j of rank r, be it a sample or padding. Otherwise slots are
+    samples alone.
+    """
 
     costs: NDArray[np.int64]
-    """[W * B], 0 for padding."""
+    """[n], 0 for padding."""
 
     tokens: NDArray[np.int64] | None
-    """[W * B], 0 for padding; None if they are not known."""
+    """[n], 0 for padding; None if they are not known."""
+
+    home: NDArray[np.int32]
+    """[n]: the rank that loaded each slot, ascending."""
 
     order: NDArray[np.int64]
-    """[W * B]: the slots by descending cost."""
+    """[n]: the slots by descending cost."""
 
     world_size: int
     """W."""
@@ -34,30 +42,52 @@ class PartitionProblem:
 
 
 Strategy = Callable[[PartitionProblem], NDArray[np.int32]]
-"""Returns the rank of each slot: integers [W * B], in which each rank occurs B times. Every rank calls it, so it must
-be a pure function: the same result for the same problem on all ranks."""
+"""Returns the rank of each slot: integers [n], in which each rank occurs B times or, without equal counts, at least
+once if there are W slots or more. Every rank calls it, so it must be a pure function: the same result for the same
+problem on all ranks."""
 
-STRATEGIES: Registry[Strategy] = Registry("strategy", expected="a function of a PartitionProblem", accepts=callable)
+_EXPECTED = "a function of a PartitionProblem"
+STRATEGIES: Registry[Strategy] = Registry("strategy", expected=_EXPECTED, accepts=callable)
+UNEQUAL_STRATEGIES: Registry[Strategy] = Registry("strategy without equal counts", expected=_EXPECTED, accepts=callable)
 
 
-def register_strategy(name: str) -> Callable[[Strategy], Strategy]:
+def register_strategy(name: str, *, equal_counts: bool = True) -> Callable[[Strategy], Strategy]:
     """Return a decorator that makes a function available as `strategy=name`, on every rank that runs it.
+
+    Args:
+        name: of the strategy. It can be registered twice, with and without equal counts.
+        equal_counts: whether it is the strategy of that name for `equal_counts=True`, or for False.
 
     Raises:
         ConfigError: the name is taken, or what is decorated cannot be called.
 
     """
-    return STRATEGIES.register(name)
+    return (STRATEGIES if equal_counts else UNEQUAL_STRATEGIES).register(name)
+
+
+def find_strategy(name: str, *, equal_counts: bool) -> Strategy:
+    """Return a strategy by name.
+
+    Raises:
+        ConfigError: none of that name is registered; the message lists those that are.
+
+    """
+    return (STRATEGIES if equal_counts else UNEQUAL_STRATEGIES)[name]
 
 
 @register_strategy("identity")
 def _identity(problem: PartitionProblem) -> NDArray[np.int32]:
-    return np.repeat(np.arange(problem.world_size, dtype=np.int32), len(problem.costs) // problem.world_size)
+    return problem.home
 
 
 @register_strategy("karmarkar-karp")
 def _karmarkar_karp(problem: PartitionProblem) -> NDArray[np.int32]:
     return _relabelled(problem, karmarkar_karp(problem.costs, problem.order, problem.world_size))
+
+
+@register_strategy("karmarkar-karp", equal_counts=False)
+def _largest_differencing(problem: PartitionProblem) -> NDArray[np.int32]:
+    return _relabelled(problem, largest_differencing(problem.costs, problem.order, problem.world_size))
 
 
 @register_strategy("lpt-swap")
@@ -72,4 +102,4 @@ def _min_move(problem: PartitionProblem) -> NDArray[np.int32]:
 
 
 def _relabelled(problem: PartitionProblem, part_of: NDArray[np.int32]) -> NDArray[np.int32]:
-    return part_of if problem.tokens is None else relabel(part_of, problem.tokens, problem.world_size)
+    return part_of if problem.tokens is None else relabel(part_of, problem.tokens, problem.home, problem.world_size)

@@ -3,7 +3,8 @@
 The parts of a partition are interchangeable, so their ranks are free. A greedy matching by weight: the part and the
 rank with the most tokens in common are matched first, then the next pair, and so on.
 
-Cost: O(W B) and one sort of W B numbers. Trade-off: greedy, so the tokens that stay are at least half of the maximum.
+Cost: O(n) and one sort of n numbers, for n slots. Trade-off: greedy, so the tokens that stay are at least half of the
+maximum.
 """
 
 import numpy as np
@@ -14,38 +15,47 @@ from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
 
 
 @compiled
-def relabel(part_of: NDArray[np.int32], tokens: NDArray[np.int64], world_size: int) -> NDArray[np.int32]:
+def relabel(
+    part_of: NDArray[np.int32], tokens: NDArray[np.int64], home: NDArray[np.int32], world_size: int
+) -> NDArray[np.int32]:
     """Assign parts to the ranks that have most of their tokens already; the remaining parts in order.
 
     Args:
-        part_of: int32 [W * B], the part of each slot; each part occurs B times.
-        tokens: int64 [W * B], of each slot.
+        part_of: int32 [n], the part of each slot, 0..W-1.
+        tokens: int64 [n], of each slot.
+        home: int32 [n], the rank that has each slot, ascending.
         world_size: W.
 
     Returns:
-        int32 [W * B], the rank of each slot.
+        int32 [n], the rank of each slot.
 
     """
-    batch_size = len(part_of) // world_size
-    # Slots are in rank order, so in the list of a part those with the same home are adjacent.
-    homes = np.empty((world_size, batch_size), dtype=np.int64)  # [part, i]: home of its i-th run of slots
-    common_tokens = np.zeros((world_size, batch_size), dtype=np.int64)  # [part, i]: tokens of that run
-    num_homes = np.zeros(world_size, dtype=np.int64)
-    for slot in range(len(part_of)):
-        part, home = part_of[slot], slot // batch_size
-        last = num_homes[part] - 1
-        if last < 0 or homes[part, last] != home:
-            last += 1
-            num_homes[part] += 1
-            homes[part, last] = home
-        common_tokens[part, last] += tokens[slot]
+    num_slots = len(part_of)
+    first_run = np.zeros(world_size, dtype=np.int64)  # of each part, in the arrays of runs
+    for part in part_of:
+        if part + 1 < world_size:
+            first_run[part + 1] += 1
+    first_run = np.cumsum(first_run)
+    # Homes ascend, so in the list of a part the slots with the same home are adjacent: a run.
+    run_part = np.full(num_slots, -1, dtype=np.int32)
+    run_home = np.full(num_slots, -1, dtype=np.int32)
+    run_tokens = np.zeros(num_slots, dtype=np.int64)
+    next_run = first_run.copy()
+    for slot in range(num_slots):
+        part = part_of[slot]
+        run = next_run[part] - 1
+        if run < first_run[part] or run_home[run] != home[slot]:
+            run += 1
+            next_run[part] = run + 1
+            run_part[run], run_home[run] = part, home[slot]
+        run_tokens[run] += tokens[slot]
     rank_of_part = np.full(world_size, -1, dtype=np.int32)
     is_taken = np.zeros(world_size, dtype=np.bool_)
-    for pair in argsort_descending(common_tokens.reshape(-1)):
-        part, i = pair // batch_size, pair % batch_size
-        if i < num_homes[part] and rank_of_part[part] < 0 and not is_taken[homes[part, i]]:
-            rank_of_part[part] = homes[part, i]
-            is_taken[homes[part, i]] = True
+    for run in argsort_descending(run_tokens):
+        part = run_part[run]
+        if part >= 0 and rank_of_part[part] < 0 and not is_taken[run_home[run]]:
+            rank_of_part[part] = run_home[run]
+            is_taken[run_home[run]] = True
     rank = 0
     for part in range(world_size):
         if rank_of_part[part] < 0:

@@ -3,6 +3,7 @@
 A pure function on integers, so every rank computes the same assignment from the same input.
 """
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 
@@ -10,9 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.partition.lower_bound import heaviest_load_bound
+from evenrank.dataloader.balance.partition.lower_bound import (
+    heaviest_load_bound,
+    heaviest_load_bound_of_any_counts,
+)
 from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
-from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem
+from evenrank.dataloader.balance.partition.registry import PartitionProblem, find_strategy
 from evenrank.dataloader.balance.partition.relabel import relabel
 from evenrank.dataloader.balance.partition.token_limit import balance_within_token_limit
 from evenrank.dataloader.balance.settings import DEFAULTS, OnOverflow, PartitionSettings
@@ -31,6 +35,9 @@ class Assignment:
 
     rank_of: NDArray[np.int32]
     """[W, B]: the rank that trains row j of rank r; -1 where that row is padding."""
+
+    equal_counts: bool = True
+    """Every rank trains B rows, padding included; otherwise as many rows as it has samples."""
 
     def loads(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the load of each rank: int64 [W].
@@ -62,13 +69,14 @@ def partition(
     tolerance: float = DEFAULTS.partition.tolerance,
     max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank,
     on_overflow: OnOverflow = DEFAULTS.partition.on_overflow,
+    equal_counts: bool = DEFAULTS.partition.equal_counts,
 ) -> Assignment:
-    """Decide which rank trains which sample of a step, with an equal number of rows on each rank.
+    """Decide which rank trains which sample of a step, with an equal number of rows on each rank by default.
 
     The strategies are those that are registered, among them ours:
 
     - `identity`: every sample stays on its rank.
-    - `karmarkar-karp`: the largest differencing method.
+    - `karmarkar-karp`: the largest differencing method, with equal counts or without.
     - `lpt-swap`: longest processing time first, then swaps; never worse than `identity`.
     - `min-move`: swaps that move the fewest tokens; never worse than `identity`.
 
@@ -85,6 +93,8 @@ def partition(
         max_tokens_per_rank: limit to the sum of `tokens` of each rank. Where the strategy exceeds it, samples are
             assigned by tokens first, and costs are levelled within the limit.
         on_overflow: if that fails too: `raise`, or `warn` and return the assignment that exceeds the limit least.
+        equal_counts: every rank gets B rows, padding included. False: ranks get any numbers of samples, each at least
+            one if there are as many samples as ranks.
 
     Raises:
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
@@ -92,7 +102,11 @@ def partition(
 
     """
     settings = PartitionSettings(
-        strategy=strategy, tolerance=tolerance, max_tokens_per_rank=max_tokens_per_rank, on_overflow=on_overflow
+        strategy=strategy,
+        tolerance=tolerance,
+        max_tokens_per_rank=max_tokens_per_rank,
+        on_overflow=on_overflow,
+        equal_counts=equal_counts,
     )
     return assign(costs, world_size, settings, tokens=tokens, num_real=num_real)
 
@@ -108,24 +122,33 @@ def assign(
     """Decide which rank trains which sample of a step; `partition` with its options in one record."""
     if settings.max_tokens_per_rank is not None and tokens is None:
         raise ConfigError("max_tokens_per_rank needs the tokens of the samples")
-    is_real = real_rows(rows_per_rank(costs, world_size), world_size, num_real)
-    slot_costs = by_slot("costs", costs, is_real)
+    batch_size = rows_per_rank(costs, world_size)
+    is_real = real_rows(batch_size, world_size, num_real)
+    # With equal counts padding is assigned, too, so that it fills up the ranks.
+    slots = slice(None) if settings.equal_counts else is_real.reshape(-1)
+    slot_costs = by_slot("costs", costs, is_real)[slots]
     order = argsort_descending(slot_costs)
-    bound = int(heaviest_load_bound(slot_costs, order, world_size))
+    bound = _heaviest_load_bound(slot_costs, order, world_size, equal_counts=settings.equal_counts)
     problem = PartitionProblem(
         costs=slot_costs,
-        tokens=None if tokens is None else by_slot("tokens", tokens, is_real),
+        tokens=None if tokens is None else by_slot("tokens", tokens, is_real)[slots],
+        home=np.repeat(np.arange(world_size, dtype=np.int32), batch_size)[slots],
         order=order,
         world_size=world_size,
         target=bound + int(bound * settings.tolerance),
     )
-    rank_of = _checked(settings.strategy, STRATEGIES[settings.strategy](problem), problem)
+    rank_of_slot = _call(problem, settings)
     if settings.max_tokens_per_rank is not None:
-        rank_of = _within_token_limit(problem, rank_of, settings, settings.max_tokens_per_rank)
-    return Assignment(rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)))
+        rank_of_slot = _within_token_limit(problem, rank_of_slot, settings, settings.max_tokens_per_rank)
+    rank_of = np.full(is_real.size, PADDING, dtype=np.int32)
+    rank_of[slots] = rank_of_slot
+    return Assignment(
+        rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)),
+        equal_counts=settings.equal_counts,
+    )
 
 
-def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
+def lower_bound(costs: NDArray[np.int64], world_size: int, *, equal_counts: bool = True) -> int:
     """Return a load that the heaviest of `world_size` ranks has at least, with B = len(costs) / world_size rows each.
 
     See `partition/lower_bound.py` for the formula.
@@ -133,10 +156,18 @@ def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
     Args:
         costs: int64 [W * B], padding included as zeros.
         world_size: W.
+        equal_counts: whether every rank has B rows, or any number.
 
     """
     slot_costs = np.ascontiguousarray(costs.reshape(-1), dtype=np.int64)
-    return int(heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size))
+    return _heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size, equal_counts=equal_counts)
+
+
+def _heaviest_load_bound(
+    costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int, *, equal_counts: bool
+) -> int:
+    bound = heaviest_load_bound if equal_counts else heaviest_load_bound_of_any_counts
+    return int(bound(costs, order, world_size))
 
 
 def rows_per_rank(costs: NDArray[np.int64], world_size: int) -> int:
@@ -199,20 +230,26 @@ def sums_by_rank(values: NDArray[np.int64], rank_of: NDArray[np.int32], *, world
     return sums
 
 
-def _checked(strategy: str, rank_of: NDArray[np.int32], problem: PartitionProblem) -> NDArray[np.int32]:
-    """Return what a strategy returned, after checking it: an exchange must not be given rows that do not fit."""
-    num_slots, world_size = len(problem.costs), problem.world_size
+def _call(problem: PartitionProblem, settings: PartitionSettings) -> NDArray[np.int32]:
+    """Return what the strategy returns, after checking it: an exchange must not be given rows that do not fit."""
+    strategy, num_slots, world_size = settings.strategy, len(problem.costs), problem.world_size
+    rank_of = find_strategy(strategy, equal_counts=settings.equal_counts)(problem)
     if not isinstance(rank_of, np.ndarray) or rank_of.shape != (num_slots,) or rank_of.dtype.kind not in "iu":
         described = f"{rank_of.dtype} {rank_of.shape}" if isinstance(rank_of, np.ndarray) else type(rank_of).__name__
         raise ConfigError(f"the strategy {strategy!r} must return integers of shape ({num_slots},), got {described}")
-    low, high = int(rank_of.min()), int(rank_of.max())
+    low, high = int(rank_of.min(initial=0)), int(rank_of.max(initial=0))
     if low < 0 or high >= world_size:
         raise ConfigError(f"the strategy {strategy!r} must return ranks 0..{world_size - 1}, got {low}..{high}")
-    counts, batch_size = np.bincount(rank_of, minlength=world_size), num_slots // world_size
-    if (wrong := np.flatnonzero(counts != batch_size)).size:
+    counts = np.bincount(rank_of, minlength=world_size)
+    if settings.equal_counts:
+        batch_size = num_slots // world_size
+        is_wrong, expected = counts != batch_size, f"{batch_size} of the {num_slots} slots, padding included,"
+    else:
+        is_wrong, expected = counts < min(num_slots // world_size, 1), f"at least one of the {num_slots} samples"
+    if is_wrong.any():
+        rank = int(np.argmax(is_wrong))
         raise ConfigError(
-            f"the strategy {strategy!r} must assign {batch_size} of the {num_slots} slots to each rank, padding "
-            f"included; rank {wrong[0]} got {counts[wrong[0]]}"
+            f"the strategy {strategy!r} must assign {expected} to each rank; rank {rank} got {counts[rank]}"
         )
     return rank_of.astype(np.int32, copy=False)
 
@@ -227,10 +264,16 @@ def _within_token_limit(
     if most_tokens <= max_tokens:
         return rank_of
     if settings.strategy != "identity":  # which must not move anything
-        rank_of = balance_within_token_limit(
-            problem.costs, problem.tokens, problem.order, world_size, max_tokens, problem.target
-        )
-        rank_of = relabel(rank_of, problem.tokens, world_size)
+        if settings.equal_counts:
+            rank_of = balance_within_token_limit(
+                problem.costs, problem.tokens, problem.order, world_size, max_tokens, problem.target
+            )
+            rank_of = relabel(rank_of, problem.tokens, problem.home, world_size)
+        else:  # by tokens alone
+            order = argsort_descending(problem.tokens)
+            rank_of = _call(
+                dataclasses.replace(problem, costs=problem.tokens, order=order, target=max_tokens), settings
+            )
         most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size=world_size).max())
         if most_tokens <= max_tokens:
             return rank_of

@@ -15,7 +15,7 @@ _PLAN_AFTER_WARM_UP = """
 import numpy as np
 from numba.core import event
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.dataloader.balance.partition.strategies import STRATEGIES, partition
+from evenrank.dataloader.balance import STRATEGIES, partition
 
 warm_up()
 rng = np.random.default_rng(0)
@@ -24,6 +24,7 @@ with event.install_recorder("numba:compile") as recorder:
     for strategy in STRATEGIES:
         partition(costs, 64, strategy=strategy, tokens=tokens)
         partition(costs, 64, strategy=strategy, tokens=tokens, max_tokens_per_rank=4100, on_overflow="warn")
+    partition(costs, 64, strategy="karmarkar-karp", tokens=tokens, equal_counts=False)
 print(len(recorder.buffer))
 """
 

@@ -49,7 +49,7 @@ def test_user_ids_can_be_a_feature() -> None:
     assert batch.features.keys() == ["user_id", "sex", "age", "item_id", "action"]
     assert rows_of(batch.features, "user_id") == [[3], [1]]
     assert rows_of(batch.features, "sex") == [[2], [1]]
-    assert batch.loss_tokens == 7
+    assert batch.loss_tokens == 5 + 2
     assert batch.max_lengths is not None
     assert batch.max_lengths["user_id"] == 1
 
