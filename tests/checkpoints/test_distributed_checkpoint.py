@@ -69,15 +69,16 @@ class ShardedJob(Job):
     """A model whose table is on one of the ranks, with TorchRec's optimizers."""
 
     def __init__(self) -> None:
-        from torchrec.distributed import DistributedModelParallel, comm
+        from torchrec.distributed import DistributedModelParallel, collective_utils, comm
         from torchrec.distributed.model_parallel import get_default_sharders
         from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
         from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
         from torchrec.optim.optimizers import in_backward_optimizer_filter
 
         logging.disable(logging.WARNING)  # from TorchRec's planner
-        # TorchRec would go on using groups of the default group of an earlier test.
+        # TorchRec initializes these once per process; the ranks of an earlier test would not take part again.
         vars(comm).update(_INTRA_PG=None, _CROSS_PG=None)
+        vars(collective_utils).update(_INITIALIZED=False)
         torch.manual_seed(0)
         model, sharders = Embeddings(), get_default_sharders()
         planner = EmbeddingShardingPlanner(

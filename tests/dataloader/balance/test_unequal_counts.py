@@ -24,7 +24,7 @@ from evenrank.dataloader.balance import (
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.partition.registry import UNEQUAL_STRATEGIES
 from evenrank.dataloader.balance.settings import BalancerSettings, PartitionSettings
-from evenrank.dataloader.batch import check_contents, lengths_of, schema_of
+from evenrank.dataloader.batch_schema import check_contents, lengths_of, schema_of
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.balance.partition.steps import Step, steps
 from tests.dataloader.batches import ids_of
