@@ -102,6 +102,14 @@ class Source(Generic[Batch]):
         except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
             return None
 
+    def remaining_batches(self) -> int | None:
+        """Return the batches of the next iteration, fewer than an epoch's after a state is loaded; None: not known."""
+        if self._has_positions:
+            remaining = getattr(self._batches, "remaining_batches", None)
+            return None if remaining is None else int(remaining())
+        length = self.length()
+        return None if length is None else max(length - self._next.position, 0)
+
     def identity(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name; see HasIdentity."""
         return dict(self._batches.identity()) if isinstance(self._batches, HasIdentity) else {}

@@ -48,6 +48,7 @@ class RankPool:
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 pipe.send((function, arguments, rank, world_size, str(Path(folder) / "store")))
             results = []
+            has_died = False
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 if not pipe.poll(self._timeout + 10):
                     self.stop()
@@ -56,6 +57,9 @@ class RankPool:
                     results.append(pipe.recv())
                 except EOFError as error:  # the process has died
                     results.append(RankFailure(error))
+                    has_died = True
+        if has_died:
+            self.stop()  # the next task starts all of them again
         return results
 
     def stop(self) -> None:

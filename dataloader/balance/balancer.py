@@ -213,6 +213,18 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             raise TypeError("the loader has no length, on this rank or on another one")
         return self._num_steps
 
+    def remaining_batches(self) -> int:
+        """Return the steps of the next iteration of this rank's loader: fewer than `len` after `load_state_dict`.
+
+        Raises:
+            TypeError: the loader does not know them.
+
+        """
+        remaining = self._source.remaining_batches()
+        if remaining is None:
+            raise TypeError("the loader has no remaining_batches")
+        return remaining
+
     def __iter__(self) -> Iterator[Batch]:
         if self._closed:
             raise ConfigError("the Balancer is closed; create a new one")

@@ -28,9 +28,9 @@ class Model(torch.nn.Module):
         return scale_loss(scores.sum(), batch)
 
 
-def balance(path: Path, rank: int, world_size: int) -> Balancer[SequenceBatch]:
-    """Return the balanced batches of a rank, of the same steps for each world size that divides 24."""
-    config = LoaderConfig(batch_size=GLOBAL_BATCH_SIZE // world_size, num_workers=1)
+def balance(path: Path, rank: int, world_size: int, batch_size: int | None = None) -> Balancer[SequenceBatch]:
+    """Return the balanced batches of a rank; without a batch size, of the same steps for each world size."""
+    config = LoaderConfig(batch_size=batch_size or GLOBAL_BATCH_SIZE // world_size, num_workers=1)
     return Balancer(build_loader(path, config, rank=rank, world_size=world_size), cost=COST)
 
 
