@@ -78,8 +78,12 @@ class ShardedJob(Job):
 
         logging.disable(logging.WARNING)  # from TorchRec's planner
         # TorchRec initializes these once per process; the ranks of an earlier test would not take part again.
-        vars(comm).update(_INTRA_PG=None, _CROSS_PG=None)
-        vars(collective_utils).update(_INITIALIZED=False)
+        for module, name, value in (
+            (comm, "_INTRA_PG", None),
+            (comm, "_CROSS_PG", None),
+            (collective_utils, "_INITIALIZED", False),
+        ):
+            setattr(module, name, value)
         torch.manual_seed(0)
         model, sharders = Embeddings(), get_default_sharders()
         planner = EmbeddingShardingPlanner(

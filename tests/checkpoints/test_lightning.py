@@ -11,9 +11,10 @@ from tests.checkpoints.resuming import Model, balance, ids_of
 from tests.ranks import RankPool
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+environments = pytest.importorskip("lightning.pytorch.plugins.environments")
 
 
-class _Ranks(lightning.plugins.environments.LightningEnvironment):  # type: ignore[name-defined, misc]
+class _Ranks(environments.LightningEnvironment):  # type: ignore[name-defined, misc]
     """The processes that run already."""
 
     def __init__(self, rank: int, world_size: int) -> None:
