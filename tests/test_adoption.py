@@ -1,0 +1,176 @@
+"""The code of docs/adoption.md, run as it stands there."""
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader.balance import Balancer
+from tests.checkpoints import resuming
+from tests.checkpoints.resuming import ids_of
+from tests.ranks import RankPool
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "adoption.md"
+
+# What the reader of the tutorial has: sessions, a model, and a collate function. On 2 ranks all batches are full.
+MY_PROJECT = """
+import torch
+import torch.distributed as dist
+
+class Sessions(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        return {"item_id": [(index * i) % 50 for i in range(index * 5 % 17)], "bought": float(index % 3 == 0)}
+
+def collate(samples):
+    items = [torch.tensor(sample["item_id"], dtype=torch.int64) for sample in samples]
+    offsets = torch.tensor([0] + [len(row) for row in items]).cumsum(0)
+    bought = torch.tensor([sample["bought"] for sample in samples])
+    return {"items": torch.cat(items), "offsets": offsets, "bought": bought}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.items = torch.nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
+        self.score = torch.nn.Linear(4, 1)
+        self.seen = 0
+        torch.manual_seed(dist.get_rank())  # of the order of samples
+    def forward(self, items, offsets, bought):
+        scores = self.score(self.items(items, offsets)).squeeze(1)
+        return torch.nn.functional.binary_cross_entropy_with_logits(scores, bought, reduction="none")
+"""
+EPILOGUE = """
+torch.save(model.module.state_dict(), f"{name}-{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)
+
+
+def _changed_lines(diff: str, sign: str) -> list[str]:
+    return [line for line in diff.splitlines() if line.startswith(sign)]
+
+
+def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_path: Path) -> None:
+    (diff,) = _blocks("diff")
+    assert len(_changed_lines(diff, "-")) <= len(_changed_lines(diff, "+")) <= 10
+    (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    torchrun = Path(sys.executable).parent / "torchrun"
+    for name, left_out in (("before", "+"), ("after", "-")):
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines) + f"\nname = {name!r}" + EPILOGUE)
+        command = [str(torchrun), "--nproc_per_node", "2", f"{name}.py"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        assert run.returncode == 0, run.stderr
+    weights = [torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("before", "after") for rank in range(2)]
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0])
+
+
+def _names(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the names that the page's pieces of code refer to."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return {
+        "Balancer": Balancer,
+        "build_loader": build_loader,
+        "config": LoaderConfig(batch_size=12),
+        "cost": resuming.COST,
+        "dist": dist,
+        "fully_shard": fully_shard,
+        "init_device_mesh": init_device_mesh,
+        "model": resuming.Model(),
+        "path": path,
+        "rank": rank,
+        "world_size": world_size,
+    }
+
+
+def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
+    """Run both pieces of code on meshes; return the samples of an epoch with each."""
+    warnings.simplefilter("ignore")
+    seen = []
+    for code in _blocks("python")[:2]:
+        names = _names(path, rank, world_size)
+        exec(code, names)
+        ids = []
+        with names["balancer"] as balancer:
+            for batch in balancer:
+                if "replicate" in code:
+                    names["model"](batch).backward()
+                ids += ids_of(batch)
+        seen.append(ids)
+    return seen
+
+
+def test_the_meshes_of_the_page_train_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
+    num_samples = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1).num_samples
+    tensor_parallel, hybrid = zip(*ranks.run(4, _run_on_meshes, small_dataset), strict=True)
+    assert tensor_parallel[0] == tensor_parallel[1]
+    assert tensor_parallel[2] == tensor_parallel[3]
+    for parts in (tensor_parallel[::2], hybrid):
+        ids = [sample for part in parts for sample in part]
+        assert len(ids) == len(set(ids)) == num_samples
+
+
+class _Keeper:
+    """What is Stateful besides the data."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": torch.tensor(self.value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"].item()
+
+
+def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tuple[list[int], list[int]]:
+    import torch.distributed.checkpoint as dcp
+
+    warnings.simplefilter("ignore")
+    names = _names(path, rank, world_size) | {"dcp": dcp, "folder": folder}
+    names |= {"model": _Keeper(1.0), "optimizer": _Keeper(2.0)}
+    with resuming.balance(path, rank, world_size) as balancer:
+        steps = iter(balancer)
+        trained = [sample for _ in range(3) for sample in ids_of(next(steps))]
+        exec(_blocks("python")[2], names | {"balancer": balancer})
+        steps.close()  # type: ignore[attr-defined]
+        return trained, [sample for batch in balancer for sample in ids_of(batch)]
+
+
+def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    trained, rest = zip(*ranks.run(2, _save_and_load, small_dataset, tmp_path), strict=True)
+    ids = [sample for part in (*trained, *rest) for sample in part]
+    num_samples = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1).num_samples
+    assert len(ids) == len(set(ids)) == num_samples
+
+
+def test_the_callback_of_the_page_is_the_tested_one() -> None:
+    tested = (PAGE.parent.parent / "tests" / "checkpoints" / "test_lightning.py").read_text()
+    lines = [line.strip() for line in _blocks("python")[3].splitlines()]
+    assert "\n".join(lines[2:]) in "\n".join(line.strip() for line in tested.splitlines())
+
+
+def test_the_nodes_of_the_page_compose(small_dataset: Path) -> None:
+    from torchdata.nodes import Loader, Mapper, Prefetcher
+
+    trained: list[Any] = []
+    names = _names(small_dataset, 0, 1) | {"Loader": Loader, "Mapper": Mapper, "Prefetcher": Prefetcher}
+    exec(_blocks("python")[4], names | {"augment": lambda batch: batch, "train": trained.append})
+    expected = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1)
+    assert [sorted(ids_of(batch)) for batch in trained] == [sorted(ids_of(batch)) for batch in expected]
