@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.device_mesh import init_device_mesh
+from torchdata.nodes import PinMemory
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance.control import process_group
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.batch import JaggedBatch
@@ -62,12 +66,17 @@ def _same_as_on_the_cpu(rank: int, world_size: int, device: str, seeds: int) -> 
     compared = 0
     for seed in range(seeds):
         for exchange in COLLECTIVES:
-            strategies: tuple[str, ...] = ("lpt-swap", "min-move", "identity")
-            for strategy in strategies:
+            variants: list[dict[str, Any]] = [
+                {"strategy": "lpt-swap"},
+                {"strategy": "min-move"},
+                {"strategy": "identity"},
+                {"strategy": "karmarkar-karp", "equal_counts": False},
+            ]
+            for variant in variants:
                 bits = []
                 for where in (None, f"{device}:{rank}"):
                     with Balancer(
-                        _world(rank, seed), cost=_tokens, strategy=strategy, exchange=exchange, device=where
+                        _world(rank, seed), cost=_tokens, exchange=exchange, device=where, **variant
                     ) as balancer:
                         bits.append([_bits(batch) for batch in balancer])
                 assert bits[0] == bits[1]
@@ -90,6 +99,55 @@ def test_gpus_return_the_same_bits_as_the_cpu() -> None:
     try:
         count = min(torch.cuda.device_count(), 4)
         assert min(pool.run(count, _same_as_on_the_cpu, "cuda", 4)) > 10
+    finally:
+        pool.stop()
+
+
+def _pass_devices(rank: int, world_size: int, devices: list[str | None]) -> str:
+    # A rank that creates a group would wait there for the others.
+    with patch.object(process_group.FailFastGroup, "__init__", side_effect=AssertionError("created a group")):
+        try:
+            Balancer(_world(rank, 0), cost=_tokens, device=devices[rank])
+        except EvenrankError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.multi_gpu
+def test_devices_that_cannot_exchange_are_an_error_on_all_ranks_before_any_group_is_created() -> None:
+    count = torch.cuda.device_count()
+    missing = f"device is cuda:{count}, but this host has {count} CUDA devices; pass cuda:0..{count - 1}"
+    same = "call torch.cuda.set_device(local_rank) first, or pass each rank its own device"
+    pool = RankPool()
+    try:
+        assert pool.run(2, _pass_devices, ["cuda:0", f"cuda:{count}"]) == [f"rank 1 failed: {missing}", missing]
+        differs = "device differs between ranks: cuda on rank 0, cpu on rank 1"
+        assert pool.run(2, _pass_devices, ["cuda:0", None]) == [differs, differs]
+        for message in pool.run(2, _pass_devices, ["cuda", "cuda:0"]):
+            assert message.startswith("ranks 0 and 1 use the same GPU of host ")
+            assert message.endswith(same)
+    finally:
+        pool.stop()
+
+
+def _balance_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
+    torch.cuda.set_device(rank)
+    seen = []
+    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("replicate", "shard"))
+    for group in (None, mesh["shard"]):  # the default group is over Gloo, that of the mesh over NCCL
+        batches = RandomBatches(_config(), DATA, num_batches=5, rank=rank, world_size=world_size)
+        with Balancer(PinMemory(batches), cost=COST, device="cuda", group=group) as balancer:
+            seen.append([int(sample) for batch in balancer for sample in batch.sample_ids[: batch.num_real]])
+    assert seen[0] == seen[1]
+    return seen
+
+
+@pytest.mark.multi_gpu
+def test_a_mesh_of_gpus_and_a_node_that_pins_memory_give_the_same_batches() -> None:
+    pool = RankPool()
+    try:
+        samples = sorted(sample for seen in pool.run(2, _balance_on_a_mesh) for sample in seen[0])
+        assert len(samples) == len(set(samples)) > 0
     finally:
         pool.stop()
 
