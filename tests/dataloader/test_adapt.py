@@ -274,3 +274,14 @@ def _fail_to_start(rank: int, world_size: int) -> None:
 def test_loader_that_cannot_start_on_one_rank_is_reported_on_all(ranks: RankPool) -> None:
     for failure in ranks.try_run(2, _fail_to_start):
         assert failure.message == "rank 1 failed: OSError: no such bucket"
+
+
+@pytest.mark.gpu
+def test_pinning_data_loader_is_balanced_on_a_gpu() -> None:
+    loader = _data_loader(MapStyle(0, 1), num_workers=1, pin_memory=True, persistent_workers=True)
+    assert all(batch.features.values().is_pinned() and batch.id.is_pinned() for batch in loader)
+    with Balancer(loader, cost=_tokens, device="cuda") as balancer:
+        for _ in range(2):
+            batches = list(balancer)
+            assert all(batch.id.is_cuda and batch.features.values().is_cuda for batch in batches)
+            assert sorted(i for batch in batches for i in _ids(batch.to("cpu"))) == list(range(NUM_SAMPLES))
