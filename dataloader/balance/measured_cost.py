@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from evenrank.core import atomic_file
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.model_cost import TokenCost
+from evenrank.dataloader.balance.model_cost import TokenCost, attended_pairs
 from evenrank.datasets.schema import ITEM_ID
 
 _FORMAT, _VERSION = "evenrank measured cost", 1
 _MIN_STEPS = 20
 # Spread of the steps' sums from the 5th to the 95th percentile, as a fraction of their median.
 _MIN_SPREAD = 0.02
-# Fraction of the variance of sum(t^2) that sum(t) does not explain: what lengths that deviate by 5 % leave.
+# Fraction of the variance of sum(p) that sum(t) does not explain: what lengths that deviate by 5 % leave.
 _MIN_UNEXPLAINED = 1e-3
 _MIN_R2 = 0.8  # without outliers
 _MAX_OUTLIERS = 0.25  # of the steps
@@ -33,9 +33,11 @@ _ITERATIONS = 50  # of reweighting: enough to find outliers, which does not take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCost(TokenCost):
-    """Seconds of a sample with t tokens, b t + c t^2, as integers in units of 2^-`fraction_bits` seconds.
+    """Seconds of a sample with t tokens in p pairs, b t + c p, as integers in units of 2^-`fraction_bits` seconds.
 
-    t counts the tokens of the history and the candidates alike, because that is what `fit` is given.
+    p is twice the number of attended pairs where attention is causal (see `attended_pairs`): h^2 + k (2 h + 1) with h
+    history and k candidate tokens, which is t^2 without candidates. A file that was fitted to t^2 is read with the same
+    b and c; if the timed steps had candidates, fit it again.
 
     Create it with `fit`, store it with `save`, and `load` the same file on all ranks; a Balancer checks that ranks have
     the same cost. `fit` chooses the unit such that a sample of `max_tokens` costs about 2^60: with the default of
@@ -46,7 +48,7 @@ class MeasuredCost(TokenCost):
     """b, per token."""
 
     quadratic: int
-    """c, per squared token."""
+    """c, per unit of p: the pair of a token with itself, or half a pair of two tokens."""
 
     fraction_bits: int
     """The unit of b and c is 2^-fraction_bits seconds."""
@@ -77,8 +79,8 @@ class MeasuredCost(TokenCost):
 
     def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the cost of samples with these numbers of history and candidate tokens, of the same shape."""
-        tokens = history + candidates
-        return self.linear * tokens + self.quadratic * tokens * tokens
+        pairs = attended_pairs(history, candidates, causal=True)
+        return self.linear * (history + candidates) + self.quadratic * pairs
 
     @classmethod
     def fit(
@@ -86,12 +88,13 @@ class MeasuredCost(TokenCost):
         lengths: Sequence[NDArray[np.integer]] | NDArray[np.integer],
         seconds: Sequence[float] | NDArray[np.floating],
         *,
+        candidates: Sequence[NDArray[np.integer]] | NDArray[np.integer] | None = None,
         history_key: str = ITEM_ID,
         interleave_actions: bool,
         contextual: tuple[str, ...] = (),
         max_tokens: int = 131_072,
     ) -> Self:
-        """Fit the cost to measured steps: seconds = a + b sum(t) + c sum(t^2), summed over the samples of a step.
+        """Fit the cost to measured steps: seconds = a + b sum(t) + c sum(p), summed over the samples of a step.
 
         Time the forward and backward pass of one rank, between two synchronizations of its device and before gradients
         are reduced: a synchronous step lasts as long as its slowest rank, which says little about a rank's own samples.
@@ -102,10 +105,13 @@ class MeasuredCost(TokenCost):
         a does not depend on who trains which sample, so it is not part of a sample's cost.
 
         Args:
-            lengths: per step, the tokens of this rank's samples: integers [samples of the step]; or all as [N, B].
+            lengths: per step, the tokens of this rank's samples, as `tokens` of any `TokenCost` counts them: integers
+                [samples of the step]; or all as [N, B].
             seconds: [N], of each step.
+            candidates: how many of the tokens in `lengths` are candidates, as `candidate_tokens` of any `TokenCost`
+                counts them, of the same shape; None if no sample has candidates.
             history_key: this and the next two say which values of a batch are tokens, as in every `TokenCost`; they
-                must count the same tokens as `lengths`.
+                must count the same tokens as `lengths` and `candidates`.
             interleave_actions: see `history_key`.
             contextual: see `history_key`.
             max_tokens: tokens of the longest sample that can occur.
@@ -127,7 +133,10 @@ class MeasuredCost(TokenCost):
                 f"times must be positive and finite: {len(wrong)} of {len(times)} are not, the first {times[wrong[0]]} "
                 f"seconds of step {wrong[0]}; time these steps again or leave them out"
             )
-        sums = _sums([np.asarray(step) for step in lengths], max_tokens)
+        steps = [np.asarray(step) for step in lengths]
+        if candidates is None:
+            candidates = [np.zeros_like(step) for step in steps]
+        sums = _sums(steps, [np.asarray(step) for step in candidates], max_tokens)
         _check_variation(sums)
         coefficients = _fit_non_negative(sums, times)
         r2, outliers = _explained(sums @ coefficients, times)
@@ -214,10 +223,16 @@ def _checked_value(values: dict[str, Any], entry: Any, path: Path | str) -> Any:
     return tuple(value) if entry.name == "contextual" else value
 
 
-def _sums(steps: Sequence[NDArray[np.integer]], max_tokens: int) -> NDArray[np.float64]:
-    """Return 1, sum(t) and sum(t^2) of each step: float64 [N, 3]."""
+def _sums(
+    steps: Sequence[NDArray[np.integer]], candidates: Sequence[NDArray[np.integer]], max_tokens: int
+) -> NDArray[np.float64]:
+    """Return 1, sum(t) and sum(p) of each step: float64 [N, 3]."""
+    if len(candidates) != len(steps):
+        raise ConfigError(
+            f"candidates must have an array for each step, got {len(candidates)} for the {len(steps)} steps of lengths"
+        )
     sums = np.ones((len(steps), 3))
-    for number, step in enumerate(steps):
+    for number, (step, candidates_of_step) in enumerate(zip(steps, candidates, strict=True)):
         if step.ndim != 1 or (step.size and step.dtype.kind not in "iu"):
             raise ConfigError(
                 f"lengths must be integers [samples] for each step; step {number} has "
@@ -229,27 +244,46 @@ def _sums(steps: Sequence[NDArray[np.integer]], max_tokens: int) -> NDArray[np.f
                 f"step {number} has a sample of {low if low < 0 else high:,} tokens, which must be between 0 and "
                 f"{max_tokens:,}; correct the lengths, or raise max_tokens"
             )
-        tokens = step.astype(np.float64)
-        sums[number, 1:] = tokens.sum(), tokens @ tokens
+        _check_candidates(number, candidates_of_step, step)
+        # In float64 pairs cannot wrap around; below 2^53 their sum is exact.
+        tokens: NDArray[Any] = step.astype(np.float64)
+        of_candidates: NDArray[Any] = candidates_of_step.astype(np.float64)
+        pairs = attended_pairs(tokens - of_candidates, of_candidates, causal=True)
+        sums[number, 1:] = tokens.sum(), pairs.sum()
     return sums
+
+
+def _check_candidates(number: int, candidates: NDArray[np.integer], tokens: NDArray[np.integer]) -> None:
+    """Raise ConfigError if the candidates of a step are not counts of some of its samples' tokens."""
+    if candidates.shape != tokens.shape or (candidates.size and candidates.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"candidates must be integers of the same shape as lengths, {tokens.shape} in step {number}; it has "
+            f"{candidates.dtype} of shape {candidates.shape}"
+        )
+    wrong = np.flatnonzero((candidates < 0) | (candidates > tokens))
+    if len(wrong):
+        raise ConfigError(
+            f"step {number} has a sample of {tokens[wrong[0]]:,} tokens, {candidates[wrong[0]]:,} of them candidates; "
+            "correct candidates, or count candidates in lengths too"
+        )
 
 
 def _check_variation(sums: NDArray[np.float64]) -> None:
     """Raise ConfigError if the steps are too similar to tell the three coefficients apart."""
-    tokens, squares = sums[:, 1], sums[:, 2]
-    spread = min(_spread(tokens), _spread(squares))
+    tokens, pairs = sums[:, 1], sums[:, 2]
+    spread = min(_spread(tokens), _spread(pairs))
     if spread < _MIN_SPREAD:  # sums that hardly vary cannot be told from the constant a
         raise ConfigError(
             f"the timed steps are too similar: their tokens vary by {spread:.1%}, at least {_MIN_SPREAD:.0%} is "
             'needed; time steps that are neither balanced (strategy="identity") nor packed to a number of tokens'
         )
-    tokens, squares = tokens / tokens.max() - np.mean(tokens / tokens.max()), squares / squares.max()
-    squares -= squares.mean()
-    unexplained = 1 - float(tokens @ squares) ** 2 / float((tokens @ tokens) * (squares @ squares))
-    if unexplained < _MIN_UNEXPLAINED:  # if all lengths are equal, sum(t^2) is a multiple of sum(t)
+    tokens, pairs = tokens / tokens.max() - np.mean(tokens / tokens.max()), pairs / pairs.max()
+    pairs -= pairs.mean()
+    unexplained = 1 - float(tokens @ pairs) ** 2 / float((tokens @ tokens) * (pairs @ pairs))
+    if unexplained < _MIN_UNEXPLAINED:  # if all lengths are equal, sum(p) is a multiple of sum(t)
         raise ConfigError(
-            f"the samples' lengths are too similar: tokens explain all but {max(unexplained, 0):.2%} of their squares, "
-            f"at least {_MIN_UNEXPLAINED:.1%} must be unexplained; time steps with short and long samples"
+            f"the samples' lengths are too similar: tokens explain all but {max(unexplained, 0):.2%} of their attended "
+            f"pairs, at least {_MIN_UNEXPLAINED:.1%} must be unexplained; time steps with short and long samples"
         )
 
 

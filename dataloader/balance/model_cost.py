@@ -59,7 +59,7 @@ class TokenCost(ABC):
 
         """
         tokens = self.tokens(lengths)
-        candidates = self._candidate_tokens(lengths, num_candidates)
+        candidates = self.candidate_tokens(lengths, num_candidates)
         # In int64 a cost that is too large would wrap around, possibly to a plausible one.
         longest = int(tokens.max(initial=0))
         if self._of_history(longest).bit_length() > COST_BITS + 1:
@@ -78,21 +78,15 @@ class TokenCost(ABC):
         tokens: NDArray[np.int64] = np.sum([lengths[key] for key in keys], axis=0)
         return tokens
 
-    @abstractmethod
-    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the cost of samples with these numbers of history and candidate tokens, of the same shape.
-
-        Of samples with equally many tokens, one without candidates must cost most.
-        """
-
-    def _of_history(self, tokens: int) -> int:
-        """Return the cost of a sample with this many tokens of history and no candidates, without overflow."""
-        return int(self.of_tokens(np.array([tokens], dtype=object), np.zeros(1, dtype=object))[0])
-
-    def _candidate_tokens(
+    def candidate_tokens(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return how many of each sample's tokens are candidates: int64 [B]."""
+        """Return how many of each sample's tokens are candidates: int64 [B]; the others are the history.
+
+        Raises:
+            ConfigError: a sample has more candidates than values of `history_key`.
+
+        """
         history_items = lengths[self.history_key] - num_candidates
         if int(history_items.min(initial=0)) < 0:
             row = int(np.argmin(history_items))
@@ -105,6 +99,17 @@ class TokenCost(ABC):
         # Actions are those of the first items: of the history alone, or of the candidates as well.
         tokens: NDArray[np.int64] = num_candidates + np.clip(lengths[ACTION] - history_items, 0, num_candidates)
         return tokens
+
+    @abstractmethod
+    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the cost of samples with these numbers of history and candidate tokens, of the same shape.
+
+        Of samples with equally many tokens, one without candidates must cost most.
+        """
+
+    def _of_history(self, tokens: int) -> int:
+        """Return the cost of a sample with this many tokens of history and no candidates, without overflow."""
+        return int(self.of_tokens(np.array([tokens], dtype=object), np.zeros(1, dtype=object))[0])
 
 
 def attended_pairs(history: NDArray[np.int64], candidates: NDArray[np.int64], *, causal: bool) -> NDArray[np.int64]:

@@ -15,9 +15,9 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import MeasuredCost
 from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.datasets.distributions import Lognormal
-from tests.dataloader.balance.costs import Ints
+from tests.dataloader.balance.costs import Ints, count_pairs, write_tokens
 
-A, B, C = 0.004, 3e-7, 2e-10  # seconds of a step, of a token, of a pair of tokens
+A, B, C = 0.004, 3e-7, 2e-10  # seconds of a step, of a token, of half a pair of tokens
 
 
 def _steps(count: int = 200, seed: int = 0, batch_size: int = 16) -> Ints:
@@ -32,6 +32,18 @@ def _times(steps: NDArray[Any], a: float = A, b: float = B, c: float = C, noise:
     return times
 
 
+EXISTING = MeasuredCost(
+    linear=700,
+    quadratic=11,
+    fraction_bits=40,
+    seconds_per_step=A,
+    steps=200,
+    r2=0.97,
+    interleave_actions=True,
+    contextual=("tags",),
+)
+
+
 def _seconds(cost: MeasuredCost) -> tuple[float, float]:
     return float(np.ldexp(cost.linear, -cost.fraction_bits)), float(np.ldexp(cost.quadratic, -cost.fraction_bits))
 
@@ -44,6 +56,60 @@ def test_exact_times_give_the_coefficients_back() -> None:
     assert cost.steps == 200
     assert cost.r2 == pytest.approx(1.0)
     assert MeasuredCost.fit(steps, _times(steps), interleave_actions=False) == cost  # deterministic
+
+
+@settings(max_examples=200)
+@given(data=st.data(), interleave=st.booleans(), candidate_actions=st.booleans())
+def test_a_sample_costs_its_tokens_and_twice_its_causal_pairs(
+    data: st.DataObject, interleave: bool, candidate_actions: bool
+) -> None:
+    events, contextual = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 3))
+    num_candidates = data.draw(st.integers(0, events))
+    tokens = write_tokens(
+        events, num_candidates, contextual, interleave=interleave, candidate_actions=candidate_actions
+    )
+    lengths = {
+        "item_id": np.array([events]),
+        "action": np.array([events - num_candidates * (not candidate_actions)]),
+        "tags": np.array([contextual]),
+    }
+    cost = replace(EXISTING, interleave_actions=interleave, contextual=("tags",))
+    seconds = 700 * len(tokens) + 11 * 2 * count_pairs(tokens, causal=True)
+    assert cost(lengths, np.array([num_candidates])).tolist() == [seconds]
+
+
+def _step_with_candidates(seed: int) -> tuple[dict[str, Ints], Ints]:
+    """Draw the lengths of 16 samples, of which most have candidates, and how many: the last have no actions."""
+    rng = np.random.default_rng(seed)
+    events, num_candidates = rng.integers(0, 400, 16), rng.integers(0, 300, 16)
+    lengths = {"item_id": events + num_candidates, "action": events, "tags": rng.integers(0, 9, 16)}
+    return lengths, num_candidates
+
+
+def test_times_of_steps_with_candidates_give_the_coefficients_back() -> None:
+    steps = [_step_with_candidates(seed) for seed in range(100)]
+    histories = [2 * lengths["action"] + lengths["tags"] for lengths, _ in steps]
+    candidates = [num_candidates for _, num_candidates in steps]
+    times = [
+        A + B * (history + count).sum() + C * (history**2 + count * (2 * history + 1)).sum()
+        for history, count in zip(histories, candidates, strict=True)
+    ]
+    keys: Any = {"interleave_actions": True, "contextual": ("tags",)}
+    counted = [(EXISTING.tokens(lengths), EXISTING.candidate_tokens(lengths, count)) for lengths, count in steps]
+    cost = MeasuredCost.fit([pair[0] for pair in counted], times, candidates=[pair[1] for pair in counted], **keys)
+    assert (*_seconds(cost), cost.seconds_per_step) == pytest.approx((B, C, A), rel=1e-6)
+    # What was fitted is what a Balancer is told of the same steps.
+    told = [cost.seconds_per_step + np.ldexp(float(cost(*step).sum()), -cost.fraction_bits) for step in steps]
+    assert told == pytest.approx(times, rel=1e-6)
+
+
+def test_steps_without_candidates_are_fitted_as_ever() -> None:
+    steps = _steps()
+    times = _times(steps, noise=0.003)
+    cost = MeasuredCost.fit(steps, times, interleave_actions=False)
+    assert MeasuredCost.fit(steps, times, candidates=np.zeros_like(steps), interleave_actions=False) == cost
+    assert MeasuredCost.fit(steps, times, candidates=np.minimum(steps, 1), interleave_actions=False) == cost  # p = t^2
+    assert MeasuredCost.fit(steps, times, candidates=steps // 4, interleave_actions=False) != cost
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -165,7 +231,7 @@ SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0
         (
             SIMILAR,
             _times(SIMILAR),
-            "lengths are too similar: tokens explain all but 0.00% of their squares, at least",
+            "lengths are too similar: tokens explain all but 0.00% of their attended pairs, at least",
         ),
         (
             GOOD * 1.0,
@@ -195,6 +261,24 @@ SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0
 def test_a_poor_fit_is_refused_with_the_reason(lengths: Ints, seconds: NDArray[np.float64], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MeasuredCost.fit(lengths, seconds, interleave_actions=False)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        (GOOD[:-1], "candidates must have an array for each step, got 199 for the 200 steps of lengths"),
+        (GOOD[:, :-1], r"same shape as lengths, \(16,\) in step 0; it has int64 of shape \(15,\)"),
+        (GOOD * 0.5, r"must be integers of the same shape as lengths, .* in step 0; it has float64 of shape \(16,\)"),
+        (
+            GOOD + (np.arange(200) == 7)[:, np.newaxis],
+            r"step 7 has a sample of (\d+) tokens, .* correct candidates, or",
+        ),
+        (np.where(np.arange(200)[:, np.newaxis] == 7, -1, GOOD), r"step 7 has a sample of \d+ tokens, -1 of them"),
+    ],
+)
+def test_candidates_that_are_not_among_the_tokens_are_refused(candidates: Ints, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MeasuredCost.fit(GOOD, _times(GOOD), candidates=candidates, interleave_actions=False)
 
 
 @settings(max_examples=100)
@@ -266,6 +350,19 @@ def test_a_file_with_an_invalid_field_is_refused_by_name(tmp_path: Path, change:
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=message):
         MeasuredCost.load(path)
+
+
+def test_a_file_of_a_cost_that_was_fitted_to_squared_tokens_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(
+        '{"format": "evenrank measured cost", "version": 1, "interleave_actions": true, "contextual": ["tags"], '
+        '"history_key": "item_id", "max_tokens": 131072, "linear": 700, "quadratic": 11, "fraction_bits": 40, '
+        '"seconds_per_step": 0.004, "steps": 200, "r2": 0.97}'
+    )
+    cost = MeasuredCost.load(path)
+    assert cost == EXISTING
+    lengths = {"item_id": np.array([5, 5]), "action": np.array([5, 3]), "tags": np.array([1, 1])}
+    assert cost(lengths, np.array([0, 2])).tolist() == [700 * 11 + 11 * 11**2, 700 * 9 + 11 * (7**2 + 2 * 15)]
 
 
 @pytest.mark.parametrize("field", ["linear", "fraction_bits", "history_key", "r2"])

@@ -16,6 +16,7 @@ from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.dataloader.balance.model_cost import HSTUCost, SelfAttentionCost
 from evenrank.dataloader.batch_schema import lengths_of, schema_of
 from evenrank.datasets.distributions import Uniform
+from tests.dataloader.balance.costs import count_pairs, write_tokens
 
 NO_CANDIDATES = np.zeros(1, dtype=np.int64)
 
@@ -174,28 +175,6 @@ def test_the_history_can_be_another_key() -> None:
     assert cost.tokens({"semantic_id": np.array([9, 0])}).tolist() == [9, 0]
 
 
-def _tokens(events: int, num_candidates: int, contextual: int, *, interleave: bool, candidate_actions: bool) -> str:
-    """Write a sample as its tokens in order, h for the history and c for candidates."""
-    tokens = "h" * contextual
-    for event in range(events):
-        is_candidate = event >= events - num_candidates
-        has_action = interleave and (candidate_actions or not is_candidate)
-        tokens += ("c" if is_candidate else "h") * (1 + has_action)
-    return tokens
-
-
-def _count_pairs(tokens: str, *, causal: bool) -> float:
-    """Count the attended pairs one by one; the diagonal of causal attention counts half."""
-    pairs = 0.0
-    for query, role in enumerate(tokens):
-        for key, key_role in enumerate(tokens):
-            if query == key:
-                pairs += 0.5 if causal else 1
-            elif key_role == "h":
-                pairs += role == "c" or key < query or not causal
-    return pairs
-
-
 @settings(max_examples=300)
 @given(data=st.data(), interleave=st.booleans(), candidate_actions=st.booleans(), causal=st.booleans())
 def test_candidates_attend_to_the_history_and_not_to_one_another(
@@ -203,7 +182,9 @@ def test_candidates_attend_to_the_history_and_not_to_one_another(
 ) -> None:
     events, contextual = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 3))
     num_candidates = data.draw(st.integers(0, events))
-    tokens = _tokens(events, num_candidates, contextual, interleave=interleave, candidate_actions=candidate_actions)
+    tokens = write_tokens(
+        events, num_candidates, contextual, interleave=interleave, candidate_actions=candidate_actions
+    )
     keys = tuple(f"feature_{index}" for index in range(contextual))
     lengths = dict.fromkeys(keys, np.array([1])) | {
         "item_id": np.array([events]),
@@ -213,7 +194,7 @@ def test_candidates_attend_to_the_history_and_not_to_one_another(
         hidden=3, heads=2, head_dim=5, layers=1, interleave_actions=interleave, contextual=keys, causal=causal
     )
     assert cost.tokens(lengths).tolist() == [len(tokens)]
-    pairs = _count_pairs(tokens, causal=causal)
+    pairs = count_pairs(tokens, causal=causal)
     assert cost(lengths, np.array([num_candidates])).tolist() == [3 * (10 * len(tokens) * 3 * 10 + 4 * pairs * 10)]
 
 
@@ -231,9 +212,9 @@ def test_the_tokens_of_collated_batches_are_counted_as_they_are_laid_out(
     cost = SelfAttentionCost(
         hidden=2, heads=1, head_dim=3, layers=1, ffn_multiplier=1, interleave_actions=interleave, contextual=("age",)
     )
-    samples = [_tokens(n, 2, 1, interleave=interleave, candidate_actions=candidate_actions) for n in events]
+    samples = [write_tokens(n, 2, 1, interleave=interleave, candidate_actions=candidate_actions) for n in events]
     assert cost(lengths, batch.num_candidates.numpy()).tolist() == [
-        3 * (len(tokens) * (8 * 2 * 3 + 4 * 2 * 2) + 4 * _count_pairs(tokens, causal=True) * 3) for tokens in samples
+        3 * (len(tokens) * (8 * 2 * 3 + 4 * 2 * 2) + 4 * count_pairs(tokens, causal=True) * 3) for tokens in samples
     ]
 
 
