@@ -19,7 +19,7 @@ from torchdata.nodes import BaseNode
 from torchdata.nodes import Loader as NodeLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.errors import ConfigError, StateError, one_line
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
@@ -39,10 +39,10 @@ class Position(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """The state of a loader after a batch was pulled, or after it had no more."""
+    """The state of this rank's loader after a batch was pulled, or after it had no more."""
 
     position: Position
-    is_end: bool
+    has_ended: bool  # on this rank; others may have more batches
     state: bytes  # pickled, as loaders may go on changing what they return
 
 
@@ -70,6 +70,8 @@ class Source(Generic[Batch]):
         self._has_state = callable(state_dict) and callable(getattr(self._batches, "load_state_dict", None))
         self._has_positions = self._has_state and "after" in inspect.signature(cast(Any, state_dict)).parameters
         self._next = Position(0, 0)  # of the next iteration, where positions are counted here
+        self._has_ended = False  # this rank has no more batches in the next iteration, which is the rest of an epoch
+        self._is_bypassed = False
         self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
         self._snapshots: deque[_Snapshot] = deque(maxlen=_KEPT_SNAPSHOTS)
         self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
@@ -83,8 +85,10 @@ class Source(Generic[Batch]):
                 _check_batch(batch)
                 yield batch
             return
-        epoch, position = self._next
-        self._next = Position(epoch + 1, 0)
+        (epoch, position), has_ended = self._next, self._has_ended
+        self._next, self._has_ended = Position(epoch + 1, 0), False
+        if has_ended:
+            return
         iterator = iter(self._batches)  # some loaders know their state from here on only
         self._take_snapshot(Position(epoch, position))
         for batch in iterator:
@@ -93,7 +97,7 @@ class Source(Generic[Batch]):
             self._take_snapshot(Position(epoch, position))
             # A copy, because a loader may yield the same batch again.
             yield batch.replace(epoch=epoch, step=position - 1, position=position)
-        self._take_snapshot(Position(epoch, position), is_end=True)
+        self._take_snapshot(Position(epoch, position), has_ended=True)
 
     def length(self) -> int | None:
         """Return the batches of an epoch; None if they are not known."""
@@ -126,16 +130,16 @@ class Source(Generic[Batch]):
             StateError: the position was handed out too long ago.
 
         """
-        if not self._has_state:
-            raise ConfigError(
-                f"the loader, a {type(self._batches).__name__}, has no state_dict and load_state_dict; use torchdata's "
-                "StatefulDataLoader, a loader of evenrank, or one that has"
-            )
+        self._check_stateful()
         if self._has_positions:
             if position is not None:
                 return cast(dict[str, Any], self._batches.state_dict(after=position))
             return cast(dict[str, Any], self._state_at_start or self._batches.state_dict())
         return self._state_of(self._find_snapshot(position))
+
+    def bypass(self) -> None:
+        """Take note that batches are handed out that were not pulled from here."""
+        self._is_bypassed = True
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue after the position of a state.
@@ -145,29 +149,35 @@ class Source(Generic[Batch]):
             StateError: the state is of another version or number of ranks, or damaged.
 
         """
-        if not self._has_state:
-            self.state_after(None)  # raises
-        self._state_at_start = None
-        self._snapshots.clear()
-        self._ends.clear()
+        self._check_stateful()
         if self._has_positions:
             self._batches.load_state_dict(state)
+            self._state_at_start = None
             return
         if state.get("version") != _STATE_VERSION or not isinstance(state.get("ranks"), Mapping):
             raise StateError(
                 f"the state has version {state.get('version')!r} and no states of ranks; load one that the state_dict "
                 "of a Balancer over such a loader returned"
             )
-        if state["world_size"] != self._world_size or str(self._rank) not in state["ranks"]:
+        if state.get("world_size") != self._world_size or str(self._rank) not in state["ranks"]:
             raise StateError(
-                f"the state is of {state['world_size']} ranks, with that of ranks {', '.join(state['ranks'])}; this is "
-                f"rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many ranks, "
-                "each with its own state, or use build_loader, which resumes on any number"
+                f"the state is of {state.get('world_size')} ranks, with that of ranks {', '.join(state['ranks'])}; "
+                f"this is rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many "
+                "ranks, each with its own state, or use build_loader, which resumes on any number"
             )
-        self._batches.load_state_dict(pickle.loads(state["ranks"][str(self._rank)]))
-        position = Position(state["epoch"], state["position"])
-        self._next = Position(position.epoch + 1, 0) if state["is_end"] else position
-        self._snapshots.append(_Snapshot(position, state["is_end"], state["ranks"][str(self._rank)]))
+        saved = state["ranks"][str(self._rank)]
+        try:
+            position = Position(int(state["epoch"]), int(state["position"]))
+            is_end = bool(state["is_end"])
+            loader_state, has_ended = pickle.loads(saved)
+        except (KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise StateError(f"the state is damaged ({one_line(error)}); load an intact one") from None
+        self._batches.load_state_dict(loader_state)
+        self._next = Position(position.epoch + 1, 0) if is_end else position
+        self._has_ended = has_ended and not is_end
+        self._ends = {position.epoch: position.position} if is_end else {}
+        self._snapshots.clear()
+        self._snapshots.append(_Snapshot(position, has_ended, saved))
 
     def is_ended(self, state: Mapping[str, Any]) -> bool:
         """Return whether nothing is left of the epoch of a state, which was just loaded."""
@@ -175,23 +185,33 @@ class Source(Generic[Batch]):
             return bool(getattr(self._batches, "epoch", state.get("epoch")) != state.get("epoch"))
         return bool(state["is_end"])
 
-    def _take_snapshot(self, position: Position, *, is_end: bool = False) -> None:
+    def _check_stateful(self) -> None:
+        if not self._has_state:
+            raise ConfigError(
+                f"the loader, a {type(self._batches).__name__}, has no state_dict and load_state_dict; use torchdata's "
+                "StatefulDataLoader, a loader of evenrank, or one that has"
+            )
+
+    def _take_snapshot(self, position: Position, *, has_ended: bool = False) -> None:
         if self._has_state:
-            self._snapshots.append(_Snapshot(position, is_end, pickle.dumps(self._batches.state_dict())))
+            state = pickle.dumps((self._batches.state_dict(), has_ended))
+            self._snapshots.append(_Snapshot(position, has_ended, state))
 
     def _find_snapshot(self, position: Position | None) -> _Snapshot:
+        if self._is_bypassed:
+            raise ConfigError(
+                "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
+                "state of the loader; save that yourself, or iterate over the Balancer"
+            )
         if not self._snapshots:
             self._take_snapshot(self._next)
         if position is None:
             return self._snapshots[0]
-        # A rank that had no more batches before the others stays at its last one, until the others end too.
-        is_end = self._ends.get(position.epoch) == position.position
+        # A rank that has no more batches stays at its end while others go on.
         candidates = [
             snapshot
             for snapshot in self._snapshots
-            if snapshot.position.epoch == position.epoch
-            and snapshot.position.position <= position.position
-            and (is_end or not snapshot.is_end)
+            if snapshot.position.epoch == position.epoch and snapshot.position.position <= position.position
         ]
         if not candidates:
             raise StateError(
@@ -202,11 +222,12 @@ class Source(Generic[Batch]):
 
     def _state_of(self, snapshot: _Snapshot) -> dict[str, Any]:
         # States of ranks are bytes, so that all ranks' states have the same structure, whatever the loaders save.
+        position = snapshot.position
         return {
             "version": _STATE_VERSION,
-            "epoch": snapshot.position.epoch,
-            "position": snapshot.position.position,
-            "is_end": snapshot.is_end,
+            "epoch": position.epoch,
+            "position": position.position,
+            "is_end": self._ends.get(position.epoch) == position.position,
             "world_size": self._world_size,
             "ranks": {str(self._rank): snapshot.state},
         }

@@ -119,7 +119,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, position, seed = self._epoch, self._position, self._seed
-        shards, shard_positions = self._own_shards(), self._own_shard_positions()
+        shards, shard_positions = self._own_shards(epoch, seed), self._own_shard_positions()
         self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
         self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
         batch_size = self._config.batch_size
@@ -142,14 +142,15 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
                 yield batch.pin_memory() if self._config.pin_memory else batch
 
-    def _own_shards(self) -> list[Shard]:
-        """Return this rank's shards of the next iteration, in the order in which it opens them."""
-        order = permute(np.arange(len(self._shards)), len(self._shards), seed=self._seed, epoch=self._epoch)
+    def _own_shards(self, epoch: int, seed: int) -> list[Shard]:
+        """Return this rank's shards of an epoch, in the order in which it opens them."""
+        order = permute(np.arange(len(self._shards)), len(self._shards), seed=seed, epoch=epoch)
         return [self._shards[index] for index in order[self._rank :: self._world_size].tolist()]
 
     def _own_shard_positions(self) -> dict[int, ShardPosition]:
         """Return where the next iteration begins in each of this rank's shards."""
-        return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in self._own_shards()}
+        own = self._own_shards(self._epoch, self._seed)
+        return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in own}
 
     def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
         """Read a window and leave out the rows that are not samples."""
@@ -199,6 +200,8 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the positions of the merged states of all ranks.
 
+        On the same number of ranks, each of them may also load the state that it saved itself.
+
         Raises:
             StateError: the state lacks shards, is of another version, or of other data, filters or shards.
 
@@ -215,13 +218,18 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 "dataset and the settings that it was saved with"
             )
         shard_positions = _decode_positions(state[_POSITIONS_KEY])
-        _check_complete(shard_positions, len(self._shards))
+        epoch, position = state["epoch"], state["position"]
+        own = {shard.index for shard in self._own_shards(epoch, state["seed"])}
+        if set(shard_positions) != own:  # else it is this rank's own state, of the same number of ranks
+            _check_complete(shard_positions, len(self._shards))
         self._seed = state["seed"]
         self._snapshots.clear()
-        if all(shard_positions[shard.index].windows_done >= shard.num_windows for shard in self._shards):
-            self._epoch, self._position, self._shard_positions = state["epoch"] + 1, 0, {}
+        if len(shard_positions) == len(self._shards) and all(
+            shard_positions[shard.index].windows_done >= shard.num_windows for shard in self._shards
+        ):
+            self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
         else:
-            self._epoch, self._position, self._shard_positions = state["epoch"], state["position"], shard_positions
+            self._epoch, self._position, self._shard_positions = epoch, position, shard_positions
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])

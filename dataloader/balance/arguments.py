@@ -40,7 +40,7 @@ def settle_arguments(
         RankError: they are invalid on another rank, or differ between ranks.
 
     """
-    settings, exchange_device, source, error = None, None, None, None
+    settings, exchange_device, source, num_batches, error = None, None, None, None, None
     shared: dict[str, Any] = {}
     try:
         settings = make_settings()
@@ -49,6 +49,7 @@ def settle_arguments(
         if settings.topology is not None:
             check_topology(settings.topology, members.world_size)
         source = Source(batches, rank=members.rank, world_size=members.world_size)
+        num_batches = source.length()
         exchange_device = make_device(device)
         shared = settings.shared() | {"cost": describe_cost(cost), "device": exchange_device.device.type}
     except Exception as raised:  # reported to all ranks
@@ -57,7 +58,7 @@ def settle_arguments(
         error=None if error is None else one_line(error),
         settings=shared,
         hardware=None if exchange_device is None else exchange_device.hardware,
-        num_batches=None if source is None else source.length(),
+        num_batches=num_batches,
         host=socket.gethostname(),
     )
     try:

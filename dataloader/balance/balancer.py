@@ -26,7 +26,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, RankError
+from evenrank.core.errors import ConfigError, RankError, one_line
 from evenrank.dataloader.adapt import Position
 from evenrank.dataloader.balance.arguments import settle_arguments
 from evenrank.dataloader.balance.control.all_gather import make_all_gather
@@ -101,7 +101,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             own; see `register_exchange`.
         group: the data-parallel ranks, over which samples are balanced: a process group, or a device mesh of one
             dimension such as `mesh["dp"]`. It is never communicated over itself. None: the default process group or,
-            without one, this process alone. Ranks, topology and logs count the ranks of this group.
+            without one, this process alone. Ranks, topology and logs count the ranks of this group. A rank that passes
+            another group cannot be asked; the others wait for it until `timeout`.
         device: where batches are exchanged and where the balanced batches are: None or `cpu`, over Gloo, or a CUDA
             device, over NCCL. The batches of the loader are on the CPU in either case, pinned or not. The exchange of
             the next step starts when the current stream, and the device's default stream, have completed the work
@@ -145,6 +146,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     ) -> None:
         super().__init__()
         self._closed = False
+        self._failure: str | None = None  # what closed it
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         warm_up()
         members = members_of(group)
@@ -227,7 +229,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if self._closed:
-            raise ConfigError("the Balancer is closed; create a new one")
+            reason = "" if self._failure is None else f", after {self._failure}"
+            raise ConfigError(f"the Balancer is closed{reason}; create a new one")
         source = iter(self._source)
         started: deque[Handle] = deque()
         launched: deque[Handle] = deque()
@@ -248,6 +251,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             # with the last reference to them, some of which are in frames that the traceback keeps alive.
             launched.clear()
             traceback.clear_frames(error.__traceback__)
+            self._failure = one_line(error)
             self.close()
             raise
         finally:
@@ -260,6 +264,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             batch: this rank's batch, on the CPU; None once it has no more.
 
         """
+        if batch is not None:
+            self._source.bypass()
         return Handle(planned=self._background.submit(self._plan, batch, None))
 
     def launch(self, handle: Handle) -> Handle:

@@ -147,10 +147,18 @@ class StepPlanner:
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
-        reports = all_gather_objects(self._all_gather, (report_schema(batch, error), self._identity()))
+        identity, error = self._try_identity(error)
+        reports = all_gather_objects(self._all_gather, (report_schema(batch, error), identity))
         schema = common_schema([report for report, _ in reports], self._settings.batch_size)
         check_settings([identity for _, identity in reports])
         return schema
+
+    def _try_identity(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
+        """Return this rank's identity, and the error to report to all ranks."""
+        try:
+            return self._identity(), error
+        except Exception as raised:
+            return {}, error or raised
 
     def _gather_metadata(
         self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None
@@ -164,6 +172,7 @@ class StepPlanner:
         num_rows = 0 if batch is None else batch.batch_size
         costs: NDArray[np.int64] = np.zeros(schema.batch_size, dtype=np.int64)
         lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
+        identity, error = self._try_identity(error)
         if batch is not None and error is None:
             try:
                 check_batch(batch, schema, max_batch_size=self._settings.batch_size)
@@ -173,7 +182,6 @@ class StepPlanner:
                     costs = self._costs(batch, schema, lengths)
             except Exception as raised:  # reported to all ranks below
                 error = raised
-        identity = self._identity()
         header = Header(
             schema_hash=self._schema_hash,
             status=STATUS_OK if error is None else STATUS_FAILED,

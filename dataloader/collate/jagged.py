@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError, one_line
 from evenrank.dataloader.batch import JaggedBatch, host, keyed_jagged_tensor, name_keys
 from evenrank.dataloader.loss_key import LossKey, check_loss_key, loss_tokens
 from evenrank.dataloader.pad import pad_batch
@@ -141,6 +141,8 @@ class JaggedCollate:
 
     def _add_jagged(self, name: str, declaration: Jagged) -> None:
         field, dtype = declaration.field, declaration.dtype
+        if dtype == torch.bfloat16:
+            raise ConfigError(f"{name!r} cannot be jagged({dtype}), which NumPy lacks; use torch.float32")
         if self._dtypes.setdefault(field, dtype) != dtype:
             raise ConfigError(
                 f"{name!r} is {dtype}, but {self._keys[field][0]!r} of the same field is {self._dtypes[field]}; pass "
@@ -198,20 +200,18 @@ def _concatenate(
     column: Sequence[Any], name: str, dtype: torch.dtype, max_length: int | None
 ) -> tuple[Tensor, NDArray[np.int64]]:
     """Return all samples' values, one after the other, and how many each sample has: int64 [n]."""
-    arrays = [np.atleast_1d(np.asarray(value)) for value in column]
-    target = torch.empty(0, dtype=dtype).numpy().dtype
+    arrays = [np.atleast_1d(_as_array(value, name, index, dtype)) for index, value in enumerate(column)]
     for index, array in enumerate(arrays):
-        if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, target, "same_kind")):
+        if array.ndim != 1:
             raise DataError(
-                f"sample {index} of a batch has {name!r} of dtype {array.dtype} and shape {array.shape}; jagged values "
-                f"must have one dimension and a dtype that fits {dtype}"
+                f"sample {index} of a batch has {name!r} of shape {array.shape}; jagged values must have one dimension"
             )
         if max_length is not None and len(array) > max_length:
             raise DataError(
                 f"sample {index} of a batch has {len(array)} values of {name!r}, more than its max_length, "
                 f"{max_length}; cut them, or raise it"
             )
-    flat = np.concatenate([np.empty(0, dtype=target), *(array.astype(target, copy=False) for array in arrays)])
+    flat = np.concatenate([np.empty(0, dtype=_numpy_dtype(dtype)), *arrays])
     return torch.from_numpy(flat), np.array([len(array) for array in arrays], dtype=np.int64)
 
 
@@ -221,7 +221,7 @@ def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: t
         if dtype is None or shape is None:
             raise ConfigError(f"a batch without samples needs dense(dtype=..., shape=...) of {name!r}; declare both")
         return torch.empty((0, *shape), dtype=dtype)
-    tensors = [torch.as_tensor(value, dtype=dtype) for value in column]
+    tensors = [_as_tensor(value, name, index, dtype) for index, value in enumerate(column)]
     expected = (tuple(tensors[0].shape) if shape is None else shape, tensors[0].dtype)
     for index, tensor in enumerate(tensors):
         if (actual := (tuple(tensor.shape), tensor.dtype)) != expected:
@@ -230,3 +230,42 @@ def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: t
                 f"and {expected[1]}; declare it as jagged(), or with dense(dtype=..., shape=...)"
             )
     return torch.stack(tensors)
+
+
+def _as_tensor(value: Any, name: str, index: int, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None and dtype != torch.bfloat16:
+        return torch.from_numpy(np.asarray(_as_array(value, name, index, dtype)))
+    try:
+        return torch.as_tensor(value, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _not_numbers(value, name, index, error) from None
+
+
+def _as_array(value: Any, name: str, index: int, dtype: torch.dtype) -> NDArray[Any]:
+    """Return a sample's value with this dtype, and raise if it would become another value."""
+    target = _numpy_dtype(dtype)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise _not_numbers(value, name, index, error) from None
+    fits = np.can_cast(array.dtype, target, "same_kind")
+    if fits and array.size and target.kind in "iu" and not np.can_cast(array.dtype, target):
+        limits = np.iinfo(target)
+        fits = limits.min <= int(array.min()) and int(array.max()) <= limits.max
+    if array.size and not fits:
+        raise DataError(
+            f"sample {index} of a batch has {name!r} of dtype {array.dtype} with values that do not fit {dtype}; "
+            "declare another dtype"
+        )
+    return array.astype(target)
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _not_numbers(value: Any, name: str, index: int, error: Exception) -> DataError:
+    return DataError(
+        f"sample {index} of a batch has {name!r} of type {type(value).__name__} that is no array of numbers "
+        f"({one_line(error)}); convert it in the dataset"
+    )

@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torchdata.nodes import Batcher, Mapper, MapStyleWrapper, Prefetcher
+from torchdata.nodes import Loader as NodeLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader import JaggedCollate, PaddedBatches, dense, jagged
+from evenrank.dataloader import (
+    JaggedCollate,
+    LoaderConfig,
+    PaddedBatches,
+    StreamConfig,
+    build_stream_loader,
+    dense,
+    jagged,
+)
 from evenrank.dataloader.balance import Balancer
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.ranks import RankFailure, RankPool
@@ -124,39 +134,86 @@ def test_any_loader_is_balanced_with_each_sample_once_per_epoch(ranks: RankPool,
         assert positions == [(epoch, step, step + 1) for epoch in range(2) for step in range(5)]
 
 
-def _stop_and_resume(rank: int, world_size: int, step: int, num_workers: int) -> tuple[list[int], list[int], list[int]]:
+def _nodes(samples: MapStyle) -> Any:
+    source = MapStyleWrapper(dict(enumerate(samples[i] for i in range(len(samples)))), SequentialSampler(samples))
+    return Mapper(Batcher(source, 5, drop_last=False), COLLATE)
+
+
+STATEFUL: dict[str, Callable[[MapStyle], Any]] = {
+    "StatefulDataLoader": _stateful,
+    "StatefulDataLoader, worker": lambda samples: _stateful(samples, num_workers=1),
+    "nodes": _nodes,
+    "prefetched nodes": lambda samples: Prefetcher(_nodes(samples), 3),
+    "torchdata's Loader": lambda samples: NodeLoader(_nodes(samples)),
+}
+
+
+def _stop_and_resume(rank: int, world_size: int, step: int, kind: str) -> tuple[list[int], list[int], list[int]]:
     def make() -> Balancer[Any]:
         # Uneven: 3 batches on rank 0, 5 on the others.
         samples = MapStyle(rank, world_size)
         samples.indices = samples.indices[: 13 if rank == 0 else None]
-        return Balancer(_stateful(samples, num_workers=num_workers), cost=_tokens)
+        return Balancer(STATEFUL[kind](samples), cost=_tokens)
 
     with make() as balancer:
         steps = iter(balancer)
-        trained = [i for _ in range(step) for i in _ids(next(steps))]
+        batches = [next(steps) for _ in range(step)]
+        trained = [i for batch in batches for i in _ids(batch)]
         state = balancer.state_dict()
     with make() as resumed:
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
+        if batches:
+            assert resumed.state_dict(after=batches[-1]) == state
         rest = [i for batch in resumed for i in _ids(batch)]
         following = [i for batch in resumed for i in _ids(batch)]
     return trained, rest, following
 
 
-@pytest.mark.parametrize(("step", "num_workers"), [(0, 0), (1, 0), (2, 1), (3, 0), (4, 0), (5, 0)])
-def test_stateful_data_loader_resumes_after_the_batch_handed_out_last(
-    ranks: RankPool, step: int, num_workers: int
-) -> None:
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("step", range(6))
+def test_loader_of_uneven_ranks_resumes_after_the_batch_handed_out_last(ranks: RankPool, step: int, kind: str) -> None:
     samples = sorted([*range(0, 26, 2), *range(1, NUM_SAMPLES, 2)])
     trained, rest, following = (
         sorted(i for part in parts for i in part)
-        for parts in zip(*ranks.run(2, _stop_and_resume, step, num_workers), strict=True)
+        for parts in zip(*ranks.run(2, _stop_and_resume, step, kind), strict=True)
     )
     if step < 5:
         assert sorted(trained + rest) == samples
     else:  # nothing was left: what follows is the next epoch
         assert [trained, rest] == [samples, samples]
     assert following == samples
+
+
+def _resume_a_mapped_stream(rank: int, world_size: int, path: Path, step: int) -> tuple[list[int], list[int]]:
+    def make() -> Balancer[Any]:
+        stream = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
+        loader = build_stream_loader(path, LoaderConfig(batch_size=12), stream, rank=rank, world_size=world_size)
+        return Balancer(Mapper(loader, _same), cost=_tokens)
+
+    with make() as balancer:
+        steps = iter(balancer)
+        trained = [i for _ in range(step) for i in _rows(next(steps))]
+        state = balancer.state_dict()
+        undisturbed = trained + [i for batch in steps for i in _rows(batch)]
+    with make() as resumed:
+        resumed.load_state_dict(state)
+        return trained + [i for batch in resumed for i in _rows(batch)], undisturbed
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _rows(batch: Any) -> list[int]:
+    rows: list[int] = batch.sample_ids[: batch.num_real].tolist()
+    return rows
+
+
+@pytest.mark.parametrize("step", [0, 2, 5])
+def test_stream_inside_a_node_resumes_on_as_many_ranks(ranks: RankPool, small_dataset: Path, step: int) -> None:
+    resumed, undisturbed = zip(*ranks.run(2, _resume_a_mapped_stream, small_dataset, step), strict=True)
+    assert sorted(i for part in resumed for i in part) == sorted(i for part in undisturbed for i in part)
 
 
 def _state_after_every_batch(rank: int, world_size: int) -> None:
@@ -190,6 +247,32 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
         "the state is of 2 ranks, with that of ranks 0; this is rank 1 of 2. Resume a StatefulDataLoader on as many "
         "ranks, each with its own state, or use build_loader, which resumes on any number",
     )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda s: s.pop("is_end"), lambda s: s.update(epoch=None), lambda s: s.update(ranks={"0": b"x"})],
+    ids=["is_end", "epoch", "ranks"],
+)
+def test_damaged_state_is_refused_and_the_position_kept(damage: Callable[[dict[str, Any]], None]) -> None:
+    with Balancer(_stateful(MapStyle(0, 1)), cost=_tokens) as balancer:
+        batches = iter(balancer)
+        next(batches)
+        state = balancer.state_dict()
+        damaged = dict(state)
+        damage(damaged)
+        with pytest.raises(StateError, match="the state is damaged"):
+            balancer.load_state_dict(damaged)
+        assert balancer.state_dict() == state
+
+
+def test_steps_started_by_hand_have_the_state_of_loaders_that_know_positions_only() -> None:
+    loader = _stateful(MapStyle(0, 1))
+    with Balancer(loader, cost=_tokens) as balancer:
+        batch = balancer.finish(balancer.launch(balancer.start(next(iter(loader)))))
+        assert batch is not None
+        with pytest.raises(ConfigError, match="steps were started with batches that the Balancer has not pulled"):
+            balancer.state_dict()
 
 
 def test_loader_without_state_is_an_error_only_when_state_is_asked_for() -> None:
@@ -260,20 +343,32 @@ def test_wrong_batch_is_named_on_all_ranks(ranks: RankPool, kind: str, message: 
         assert failure.message.startswith(f"rank 1 failed: {message}")
 
 
-def _fail_to_start(rank: int, world_size: int) -> None:
+def _fail(rank: int, world_size: int, method: str) -> None:
     class Unreadable:
-        def __iter__(self) -> Iterator[Any]:
-            if rank == 1:
+        def _raise(self, name: str) -> None:
+            if rank == 1 and name == method:
                 raise OSError("no such bucket")
+
+        def __iter__(self) -> Iterator[Any]:
+            self._raise("__iter__")
             return iter([COLLATE([_sample(3)])])
+
+        def __len__(self) -> int:
+            self._raise("__len__")
+            return 1
+
+        def identity(self) -> dict[str, Any]:
+            self._raise("identity")
+            return {}
 
     with Balancer(Unreadable(), cost=_tokens) as balancer:
         list(balancer)
 
 
-def test_loader_that_cannot_start_on_one_rank_is_reported_on_all(ranks: RankPool) -> None:
-    for failure in ranks.try_run(2, _fail_to_start):
-        assert failure.message == "rank 1 failed: OSError: no such bucket"
+@pytest.mark.parametrize("method", ["__iter__", "__len__", "identity"])
+def test_loader_that_fails_on_one_rank_is_reported_on_all(ranks: RankPool, method: str) -> None:
+    for failure in ranks.try_run(2, _fail, method):
+        assert failure.message in ("rank 1 failed: OSError: no such bucket", "no such bucket")
 
 
 @pytest.mark.gpu

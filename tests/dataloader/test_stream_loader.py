@@ -152,7 +152,7 @@ def test_states_that_cannot_be_loaded_are_refused_with_the_reason(parts: Path) -
     loaders = _loaders(parts, 2)
     states = [loader.state_dict(after=next(iter(loader))) for loader in loaders]
     with pytest.raises(StateError, match=r"lacks 3 of 6 shards, .*merge the states of all ranks"):
-        loaders[0].load_state_dict(states[0])
+        loaders[1].load_state_dict(states[0])
     with pytest.raises(StateError, match="lacks 3 of 6 shards"):
         merge_stream_states(states[:1])
     with pytest.raises(StateError, match="cannot be merged: position is 1 and 2"):
@@ -234,3 +234,13 @@ def test_an_object_store_gives_the_same_batches_as_a_folder(parts: Path, bucket:
     with pytest.raises(DataError, match="is not a readable dataset") as raised:
         _loaders(bucket.replace("histories/data", "histories/nothing"), 1)
     assert "\n" not in str(raised.value)
+
+
+def test_each_of_as_many_ranks_may_load_the_state_that_it_saved(parts: Path) -> None:
+    loaders = _loaders(parts, 2)
+    iterators = [iter(loader) for loader in loaders]
+    batches = [next(iterator) for iterator in iterators]
+    states = [loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True)]
+    for loader, state, iterator in zip(_loaders(parts, 2), states, iterators, strict=True):
+        loader.load_state_dict(state)
+        assert [ids_of(batch) for batch in loader] == [ids_of(batch) for batch in iterator]

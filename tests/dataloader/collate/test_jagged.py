@@ -115,13 +115,20 @@ def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: di
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
+        (
+            {"a": [2**63], "b": 1},
+            "sample 1 of a batch has 'a' of dtype uint64 with values that do not fit torch.int64; declare another",
+        ),
+        ({"a": ["x"], "b": 1}, "'a' of dtype <U1 with values that do not fit torch.int64"),
+        ({"a": [[1], [1, 2]], "b": 1}, "sample 1 of a batch has 'a' of type list that is no array of numbers"),
+        ({"a": [1], "b": None}, "sample 1 of a batch has 'b' of type NoneType that is no array of numbers"),
         ({"a": [1]}, "sample 1 of a batch has no 'b': it has a; samples must be dicts with all names"),
         ([1, 2], "sample 1 of a batch has no 'a': it is a <class 'list'>; samples must be dicts with all names"),
         (
             {"a": [0.5], "b": 1},
-            "'a' of dtype float64 and shape \\(1,\\);",
+            "'a' of dtype float64 with values that do not fit torch.int64",
         ),
-        ({"a": [[1]], "b": 1}, "'a' of dtype int64 and shape \\(1, 1\\)"),
+        ({"a": [[1]], "b": 1}, "'a' of shape \\(1, 1\\); jagged values must have one dimension"),
         (
             {"a": [1], "b": [1, 2]},
             "'b' of shape \\(2,\\) and torch.int64",
@@ -131,3 +138,14 @@ def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: di
 def test_sample_that_does_not_fit_is_an_error(sample: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         JaggedCollate({"a": jagged(), "b": dense()})([{"a": [], "b": 1}, sample])
+
+
+def test_values_that_another_dtype_would_change_are_an_error() -> None:
+    assert JaggedCollate({"a": jagged(torch.int32)})([{"a": [2**31 - 1]}]).features.values().tolist() == [2**31 - 1]
+    with pytest.raises(DataError, match="'a' of dtype int64 with values that do not fit"):
+        JaggedCollate({"a": jagged(torch.int32)})([{"a": [2**31]}])
+    with pytest.raises(DataError, match="'a' of dtype float64 with values that do not fit"):
+        JaggedCollate({"a": dense(dtype=torch.int64)})([{"a": 0.7}])
+    assert JaggedCollate({"a": dense(dtype=torch.bfloat16)})([{"a": 0.5}]).a.tolist() == [0.5]
+    with pytest.raises(ConfigError, match="'a' cannot be jagged"):
+        JaggedCollate({"a": jagged(torch.bfloat16)})
