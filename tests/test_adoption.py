@@ -18,12 +18,12 @@ from tests.ranks import RankPool
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "adoption.md"
 
-# What the reader of the tutorial has: sessions, a model, and a collate function. On 2 ranks all batches are full.
+# What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
 MY_PROJECT = """
 import torch
 import torch.distributed as dist
 
-class Sessions(torch.utils.data.Dataset):
+class Histories(torch.utils.data.Dataset):
     def __len__(self):
         return 48
     def __getitem__(self, index):

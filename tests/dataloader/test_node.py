@@ -75,9 +75,9 @@ def _own_nodes() -> Node:
     return Mapper(Batcher(node, 3, drop_last=False), _COLLATE)
 
 
-def _mixed(path: Path) -> Node:
+def _mixed(path: Path, wrap: Callable[[Any], Node] = _identity) -> Node:
     return MultiNodeWeightedSampler(
-        {"a": _loader(path), "b": _loader(path, 25)},
+        {"a": wrap(_loader(path)), "b": wrap(_loader(path, 25))},
         {"a": 0.5, "b": 0.5},
         stop_criteria="ALL_DATASETS_EXHAUSTED",
         rank=0,
@@ -108,6 +108,7 @@ NODES: dict[str, Callable[[Path], Node]] = {
         _balance(_loader(path)), _identity, 2, method="thread"
     ),
     "mixture of loaders": _mixed,
+    "mixture of balancers": lambda path: _mixed(path, _balance),
 }
 
 
