@@ -19,8 +19,9 @@ from evenrank.dataloader.balance.partition.strategies import (
 )
 
 if TYPE_CHECKING:
-    from evenrank.dataloader.balance.balancer import Balancer, Handle
+    from evenrank.dataloader.balance.balancer import Balancer
     from evenrank.dataloader.balance.exchange.collectives import register_exchange
+    from evenrank.dataloader.balance.handle import Handle
 
 __all__ = [
     "STRATEGIES",
@@ -45,10 +46,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported when they are used: they need torch, which takes seconds to import, and planning and costs do without.
-    if name in ("Balancer", "Handle"):
+    if name == "Balancer":
         from evenrank.dataloader.balance import balancer
 
-        return getattr(balancer, name)
+        return balancer.Balancer
+    if name == "Handle":
+        from evenrank.dataloader.balance import handle
+
+        return handle.Handle
     if name == "register_exchange":
         from evenrank.dataloader.balance.exchange import collectives
 

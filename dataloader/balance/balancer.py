@@ -11,15 +11,12 @@ at the same points: step t+lookahead is started when step t is handed out, and a
 loader failed, takes part in the all-gathers like any other, so no rank waits for one that left.
 """
 
-import contextlib
 import dataclasses
-import enum
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
@@ -33,7 +30,8 @@ from evenrank.dataloader.balance.control.all_gather import make_all_gather
 from evenrank.dataloader.balance.control.process_group import FailFastGroup, Group, members_of
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
-from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
+from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
+from evenrank.dataloader.balance.handle import Handle, State, check_state, drain
 from evenrank.dataloader.balance.log_line import StepLogger
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.settings import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings
@@ -43,34 +41,6 @@ from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.node import EpochNode
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
-
-
-class State(enum.StrEnum):
-    """The last thing that was done to a step."""
-
-    STARTED = "started"
-    LAUNCHED = "launched"
-    FINISHED = "finished"
-
-
-@dataclass(kw_only=True, slots=True)
-class Handle:
-    """A step on its way through `start`, `launch` and `finish`."""
-
-    state: State = State.STARTED
-    """The last thing that was done to it."""
-
-    planned: "Future[tuple[PlannedStep, PreparedStep | None]]"
-    """Its plan, computed in the background."""
-
-    in_flight: StepInFlight | None = None
-    """Its exchange, once it is launched; None if no rank has batches left."""
-
-    waited_seconds: float = 0.0
-    """Time that the training thread waited for the plan."""
-
-    exchange_seconds: float = 0.0
-    """Time to pack, to wait for the collective and to unpack, on the training thread."""
 
 
 class Balancer(EpochNode[Batch], Generic[Batch]):
@@ -255,7 +225,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             self.close()
             raise
         finally:
-            _drain([*launched, *started])
+            drain([*launched, *started])
 
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
@@ -278,7 +248,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             ConfigError: the step has been launched already.
 
         """
-        _check_state(handle, State.STARTED, "can be launched once, after it is started")
+        check_state(handle, State.STARTED, "can be launched once, after it is started")
         prepared = self._await_plan(handle)
         handle.state = State.LAUNCHED
         if prepared is not None:
@@ -294,7 +264,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             ConfigError: the step has not been launched, or has been finished already.
 
         """
-        _check_state(handle, State.LAUNCHED, "can be finished once, after it is launched")
+        check_state(handle, State.LAUNCHED, "can be finished once, after it is launched")
         self._unpack(handle)
         if handle.in_flight is None:
             return None
@@ -396,21 +366,3 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             if planned.plan is None or planned.batch is None:
                 return planned, None
             return planned, self._exchange.prepare(planned.batch, planned.plan)
-
-
-def _check_state(handle: Handle, state: State, rule: str) -> None:
-    if handle.state != state:
-        raise ConfigError(f"a step {rule}; this one is {handle.state}")
-
-
-def _drain(handles: Iterable[Handle]) -> None:
-    """Wait for plans, and for collectives on the CPU, so that the collectives of all ranks stay in step.
-
-    Their results no longer matter. On a GPU, collectives follow each other on their stream without the host.
-    """
-    for handle in handles:
-        with contextlib.suppress(Exception):
-            handle.planned.result()
-        if handle.in_flight is not None and handle.in_flight.work is not None:
-            with contextlib.suppress(RuntimeError):
-                handle.in_flight.work.wait()
