@@ -21,6 +21,10 @@ class RankError(EvenrankError, RuntimeError):
     """A rank failed or ranks disagree; raised on every rank with the message of the rank that failed."""
 
 
+class RankLostError(RankError):
+    """A rank died, left without a word, or does not respond in time; raised on all others."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -2,7 +2,7 @@
 
 A step goes through three states:
 
-    start    in a background thread, over a CPU group: all-gather the step's metadata and plan it
+    start    in a background thread, over a CPU group: all-gather the step's metadata, plan it, confirm the plan
     launch   pack the samples that leave this rank, and start the exchange on a communicator of its own
     finish   wait for the exchange; the balanced batch is complete
 
@@ -23,10 +23,11 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, RankError, one_line
+from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
 from evenrank.dataloader.adapt import Position
 from evenrank.dataloader.balance.arguments import settle_arguments
 from evenrank.dataloader.balance.control.all_gather import make_all_gather
+from evenrank.dataloader.balance.control.failure_note import FailureNote
 from evenrank.dataloader.balance.control.process_group import FailFastGroup, Group, members_of
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
@@ -144,6 +145,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             timeout=timeout,
         )
         self._num_steps = settled.num_steps
+        self._failure_note = FailureNote(members)
         log = StepLogger(every=log_every, window=log_window) if log_every is not None and members.rank == 0 else None
         self._observers = [observe for observe in (log, on_step) if observe is not None]
         # The metadata all-gather and the exchange of different steps overlap, so each has a communicator of its own.
@@ -161,16 +163,17 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._background = ThreadPoolExecutor(
             1, thread_name_prefix="evenrank-balancer", initializer=self._device.use_in_thread
         )
+        self._exchange = Exchange(
+            COLLECTIVES[self._settings.exchange](), self._group, self._device, world_size=members.world_size
+        )
         self._planner = StepPlanner(
             self._source.identity,
             cost=cost,
             settings=self._settings,
             all_gather=self._all_gather,
+            prepare=self._exchange.prepare,
             rank=members.rank,
             world_size=members.world_size,
-        )
-        self._exchange = Exchange(
-            COLLECTIVES[self._settings.exchange](), self._group, self._device, world_size=members.world_size
         )
         self._exchange.connect()
 
@@ -199,8 +202,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if self._closed:
-            reason = "" if self._failure is None else f", after {self._failure}"
-            raise ConfigError(f"the Balancer is closed{reason}; create a new one")
+            after = "" if self._failure is None else f", after {self._failure}"
+            raise ConfigError(f"the Balancer is closed{after}; create a new one")
         source = iter(self._source)
         started: deque[Handle] = deque()
         launched: deque[Handle] = deque()
@@ -221,11 +224,24 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             # with the last reference to them, some of which are in frames that the traceback keeps alive.
             launched.clear()
             traceback.clear_frames(error.__traceback__)
-            self._failure = one_line(error)
-            self.close()
+            self._close_after(error)
+            if isinstance(error, RankLostError) and (reason := self._failure_note.read()) is not None:
+                self._failure = reason
+                raise RankError(reason) from None
+            raise
+        except Exception as error:  # possibly on this rank alone
+            # All ranks have launched the same steps, so these can complete.
+            drain([*launched, *started])
+            self._failure_note.write(error)
+            self._close_after(error)
             raise
         finally:
             drain([*launched, *started])
+
+    def _close_after(self, error: Exception) -> None:
+        """Close, so that ranks that wait for this one end, too."""
+        self._failure = one_line(error)
+        self.close()
 
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
@@ -269,7 +285,12 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         if handle.in_flight is None:
             return None
         self._note_hand_out(handle, is_last=False)
-        return self._hand_out(handle)
+        try:
+            return self._hand_out(handle)
+        except Exception as error:
+            self._failure_note.write(error)
+            self._close_after(error)
+            raise
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch handed out last, or after another one.
@@ -321,7 +342,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()
-        _, prepared = handle.planned.result()
+        prepared = handle.planned.result().prepared
         handle.waited_seconds += time.perf_counter() - started
         return prepared
 
@@ -334,7 +355,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def _note_hand_out(self, handle: Handle, *, is_last: bool) -> None:
         """Make the position after a step that of `state_dict`."""
-        batch = handle.planned.result()[0].batch
+        batch = handle.planned.result().batch
         assert batch is not None
         self._handed_out = Position(batch.epoch, batch.position)
         if is_last:
@@ -343,7 +364,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _hand_out(self, handle: Handle) -> Batch:
         assert handle.in_flight is not None
         batch = handle.in_flight.prepared.balanced_batch()
-        metrics = handle.planned.result()[0].metrics
+        metrics = handle.planned.result().metrics
         if self._observers and metrics is not None:
             metrics = dataclasses.replace(
                 metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
@@ -360,9 +381,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             error = raised
         return Handle(planned=self._background.submit(self._plan, batch, error))
 
-    def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> tuple[PlannedStep, PreparedStep | None]:
+    def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
         with self._device.profiled("start"):
-            planned = self._planner.plan(batch, error)
-            if planned.plan is None or planned.batch is None:
-                return planned, None
-            return planned, self._exchange.prepare(planned.batch, planned.plan)
+            return self._planner.plan(batch, error)

@@ -20,6 +20,9 @@ from evenrank.core.errors import ConfigError
 # The costs of a step are summed in int64: one bit is the sign, one is left for the sum of two sums.
 COST_BITS = 62
 
+MAX_TOKENS = (1 << 31) - 1
+"""Tokens of a sample, which ranks send as int32."""
+
 
 class Cost(Protocol):
     """What a sample costs, in any unit: only ratios matter."""
@@ -45,7 +48,7 @@ class CountsTokens(Protocol):
     """A cost that knows the number of tokens of a sample in the model; optional."""
 
     def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Return the tokens of each sample: int64 [B], given the lengths per jagged key, int64 [B]."""
+        """Return the tokens of each sample: int64 [B], each 0..2^31-1, given the lengths per jagged key, int64 [B]."""
         ...
 
 
@@ -67,11 +70,22 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
         lengths: per jagged key, int64 [num_samples].
         num_samples: the number of samples.
 
+    Raises:
+        ConfigError: the cost returns anything but integers 0..2^31-1, one for each sample.
+
     """
-    if isinstance(cost, CountsTokens):
-        return np.asarray(cost.tokens(lengths), dtype=np.int64)
-    total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
-    return total
+    if not isinstance(cost, CountsTokens):
+        total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
+        return total
+    tokens = np.asarray(cost.tokens(lengths))
+    if tokens.shape != (num_samples,) or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"a cost's tokens() must return int64 of shape {(num_samples,)}, got {tokens.dtype} of shape {tokens.shape}"
+        )
+    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if low < 0 or high > MAX_TOKENS:
+        raise ConfigError(f"a cost's tokens() must return 0..{MAX_TOKENS} for each sample, got {low}..{high}")
+    return tokens.astype(np.int64)
 
 
 def cost_shift(cost: Cost, samples_per_step: int) -> int:

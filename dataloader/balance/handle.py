@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.exchange.exchange import PreparedStep, StepInFlight
+from evenrank.dataloader.balance.exchange.exchange import StepInFlight
 from evenrank.dataloader.balance.step_planner import PlannedStep
 
 
@@ -26,8 +26,8 @@ class Handle:
     state: State = State.STARTED
     """The last thing that was done to it."""
 
-    planned: "Future[tuple[PlannedStep, PreparedStep | None]]"
-    """Its plan, computed in the background."""
+    planned: Future[PlannedStep]
+    """Its plan, made in the background."""
 
     in_flight: StepInFlight | None = None
     """Its exchange, once it is launched; None if no rank has batches left."""

@@ -1,4 +1,4 @@
-"""The background part of a step: check that ranks are consistent, all-gather the step's metadata, and plan it.
+"""The background part of a step: all-gather its metadata, plan it, prepare its exchange, and confirm the plan.
 
 Every rank takes part in every all-gather, even if its loader failed or has no more batches. So no rank waits for one
 that left, and an error reaches all ranks.
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import one_line
 from evenrank.dataloader.balance.control.all_gather import MetadataAllGather, all_gather_objects
+from evenrank.dataloader.balance.control.confirm import confirm
 from evenrank.dataloader.balance.control.consistency import (
     check_batch,
     check_headers,
@@ -33,6 +34,7 @@ from evenrank.dataloader.balance.control.wire import (
     hash63,
 )
 from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
+from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import Assignment, assign, real_rows
@@ -45,19 +47,19 @@ from evenrank.dataloader.pad import empty_batch, pad_batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """A step after planning."""
+    """A step after planning. All fields are None if no rank has batches left."""
 
-    plan: Plan | None
-    """What this rank does; None if no rank has batches left."""
+    plan: Plan | None = None
+    """What this rank does."""
 
-    batch: JaggedBatch | None
-    """This rank's batch, an empty one if it has no more; None if no rank has batches left."""
+    batch: JaggedBatch | None = None
+    """This rank's batch, an empty one if it has no more."""
 
-    metrics: StepMetrics | None
-    """What the plan achieves; None if no rank has batches left."""
+    prepared: PreparedStep | None = None
+    """Its exchange, ready to be launched."""
 
-
-NOTHING_LEFT = PlannedStep(plan=None, batch=None, metrics=None)
+    metrics: StepMetrics | None = None
+    """What the plan achieves."""
 
 
 class StepPlanner:
@@ -68,6 +70,7 @@ class StepPlanner:
         cost: what a sample costs.
         settings: how steps are balanced; the same on all ranks.
         all_gather: of all ranks.
+        prepare: prepares the exchange of a batch; what it raises reaches all ranks before anything is sent.
         rank: this rank.
         world_size: the number of ranks.
 
@@ -80,6 +83,7 @@ class StepPlanner:
         cost: Cost,
         settings: BalancerSettings,
         all_gather: MetadataAllGather,
+        prepare: Callable[[JaggedBatch, Plan], PreparedStep],
         rank: int,
         world_size: int,
     ) -> None:
@@ -87,20 +91,21 @@ class StepPlanner:
         self._cost = cost
         self._settings = settings
         self._all_gather = all_gather
+        self._prepare = prepare
         self._rank = rank
         self._world_size = world_size
         self._schema: BatchSchema | None = None
         self._schema_hash = 0
 
     def plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
-        """All-gather the metadata of a step and plan it. Collective: every rank must call this.
+        """All-gather the metadata of a step, plan and prepare it. Collective: every rank must call this.
 
         Args:
             batch: this rank's batch, on the CPU; None once it has no more.
             error: what the loader raised instead.
 
         Raises:
-            RankError: a rank failed, or ranks are inconsistent.
+            RankError: a rank failed, ranks are inconsistent, or have planned differently.
             ConfigError: `max_tokens_per_rank` cannot be kept; on all ranks.
 
         """
@@ -108,42 +113,62 @@ class StepPlanner:
         if self._schema is None:
             common = self._common_schema(batch, error)
             if common is None:
-                return NOTHING_LEFT
+                return PlannedStep()
             self._schema, self._schema_hash = common, hash63(common)
         batch, step = self._gather_metadata(self._schema, batch, error)
-        schema = self._schema
         gathered = time.perf_counter()
         ranks_with_data = np.flatnonzero(step.header("ended") == 0)
         if len(ranks_with_data) == 0:
-            return NOTHING_LEFT
+            return PlannedStep()
         epoch, number, position = (int(step.header(name)[ranks_with_data[0]]) for name in ("epoch", "step", "position"))
-        if batch is None:
-            batch = empty_batch(schema).replace(epoch=epoch, step=number, position=position)
+        planned, failure = PlannedStep(), None
+        try:
+            if batch is None:
+                batch = empty_batch(self._schema).replace(epoch=epoch, step=number, position=position)
+            plan, metrics = self._plan(self._schema, step, epoch=epoch, number=number)
+            planned = PlannedStep(
+                plan=plan,
+                batch=batch,
+                prepared=self._prepare(batch, plan),
+                metrics=dataclasses.replace(metrics, gather_seconds=gathered - started),
+            )
+        except Exception as raised:  # reported to all ranks
+            failure = raised
+        confirm(
+            self._all_gather,
+            metadata=step.messages,
+            rank_of=None if planned.plan is None else planned.plan.rank_of,
+            error=failure,
+            step_name=f"step {number} of epoch {epoch}",
+            strategy=self._settings.partition.strategy,
+        )
+        return planned
+
+    def _plan(self, schema: BatchSchema, step: StepMetadata, *, epoch: int, number: int) -> tuple[Plan, StepMetrics]:
+        """Return this rank's plan for a step, and what it achieves."""
+        started = time.perf_counter()
         is_real = real_rows(schema.batch_size, self._world_size, step.num_real)
-        lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
-        tokens = count_tokens(self._cost, schema.lengths_by_key(lengths), is_real.size).reshape(is_real.shape)
-        tokens = np.where(is_real, tokens, 0)
-        assignment = self._assign(step, tokens)
+        assignment = self._assign(step)
         plan = make_plan(schema, step, assignment, self._rank)
-        planned = time.perf_counter()
+        plan_seconds = time.perf_counter() - started
         topology = self._settings.topology
+        lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
         metrics = measure_step(
             assignment,
             costs=step.costs,
-            tokens=tokens,
+            tokens=step.tokens,
             sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
             ranks_per_host=None if topology is None else topology[1],
             epoch=epoch,
             step=number,
         )
-        metrics = dataclasses.replace(metrics, gather_seconds=gathered - started, plan_seconds=planned - gathered)
-        return PlannedStep(plan=plan, batch=batch, metrics=metrics)
+        return plan, dataclasses.replace(metrics, plan_seconds=plan_seconds)
 
-    def _assign(self, step: StepMetadata, tokens: NDArray[np.int64]) -> Assignment:
+    def _assign(self, step: StepMetadata) -> Assignment:
         settings = self._settings.partition
         if self._settings.topology is None:
-            return assign(step.costs, self._world_size, settings, tokens=tokens, num_real=step.num_real)
-        return assign_by_host(step.costs, self._settings.topology, settings, tokens=tokens, num_real=step.num_real)
+            return assign(step.costs, self._world_size, settings, tokens=step.tokens, num_real=step.num_real)
+        return assign_by_host(step.costs, self._settings.topology, settings, tokens=step.tokens, num_real=step.num_real)
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
@@ -171,6 +196,7 @@ class StepPlanner:
         """
         num_rows = 0 if batch is None else batch.batch_size
         costs: NDArray[np.int64] = np.zeros(schema.batch_size, dtype=np.int64)
+        tokens: NDArray[np.int64] = np.zeros(schema.batch_size, dtype=np.int64)
         lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
         identity, error = self._try_identity(error)
         if batch is not None and error is None:
@@ -179,7 +205,7 @@ class StepPlanner:
                 if num_rows <= schema.batch_size:
                     batch = pad_batch(batch, schema.batch_size)
                     lengths = lengths_of(batch)
-                    costs = self._costs(batch, schema, lengths)
+                    costs, tokens = self._costs_and_tokens(batch, schema, lengths)
             except Exception as raised:  # reported to all ranks below
                 error = raised
         header = Header(
@@ -193,7 +219,8 @@ class StepPlanner:
             position=0 if batch is None else batch.position,
             loader_hash=hash63({name: value for name, value in identity.items() if name != "rank"}),
         )
-        step = decode(self._all_gather.all_gather(encode(header, schema, costs, lengths)), schema)
+        message = encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
+        step = decode(self._all_gather.all_gather(message), schema)
         if (step.header("status") != STATUS_OK).any():
             raise_reported_errors(all_gather_objects(self._all_gather, None if error is None else one_line(error)))
         if (step.header("loader_hash") != header.loader_hash).any():
@@ -206,12 +233,19 @@ class StepPlanner:
             return self._gather_metadata(longer, batch, error)
         return batch, step
 
-    def _costs(self, batch: JaggedBatch, schema: BatchSchema, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _costs_and_tokens(
+        self, batch: JaggedBatch, schema: BatchSchema, lengths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the cost and the tokens of each row, int64 [B], 0 for padding."""
         candidates = getattr(batch, "num_candidates", None)
-        return scaled_costs(
+        lengths_by_key = schema.lengths_by_key(lengths)
+        costs = scaled_costs(
             self._cost,
-            schema.lengths_by_key(lengths),
+            lengths_by_key,
             np.zeros(batch.batch_size, dtype=np.int64) if candidates is None else candidates.numpy(),
             num_real=batch.num_real,
             world_size=self._world_size,
         )
+        tokens = count_tokens(self._cost, lengths_by_key, batch.batch_size)
+        tokens[batch.num_real :] = 0
+        return costs, tokens

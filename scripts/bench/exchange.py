@@ -77,7 +77,16 @@ def plan_steps(batch_size: int, steps: int, strategy: str) -> list[tuple[Sequenc
     settings = BalancerSettings(partition=PartitionSettings(strategy=strategy, tolerance=TOLERANCE))
     all_gather = make_all_gather(members_of(None), None, TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    planner = StepPlanner(dict, cost=COST, settings=settings, all_gather=all_gather, rank=rank, world_size=world_size)
+    on_cpu = Exchange(COLLECTIVES["all-to-all"](), None, make_device(None), world_size=world_size)
+    planner = StepPlanner(
+        dict,
+        cost=COST,
+        settings=settings,
+        all_gather=all_gather,
+        prepare=on_cpu.prepare,
+        rank=rank,
+        world_size=world_size,
+    )
     steps_with_plans = []
     for batch in batches_of(batch_size, steps):
         plan = planner.plan(batch, None).plan

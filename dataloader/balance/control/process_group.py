@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     Store,
 )
 
-from evenrank.core.errors import ConfigError, RankError, first_line
+from evenrank.core.errors import ConfigError, RankLostError, first_line
 
 Group = dist.ProcessGroup | DeviceMesh
 """The ranks that balance together: a process group, or a device mesh of one dimension."""
@@ -108,7 +108,7 @@ class FailFastGroup:
         backend: `gloo` or `nccl`.
 
     Raises:
-        RankError: a rank is lost, or did not respond in time.
+        RankLostError: a rank is lost, or did not respond in time.
 
     """
 
@@ -171,11 +171,11 @@ class FailFastGroup:
         """Turn an error of a collective, or of waiting for one, into one line, and tear down the group.
 
         Raises:
-            RankError: a rank is lost or did not answer in time, now or in an earlier collective.
+            RankLostError: a rank is lost or did not answer in time, now or in an earlier collective.
 
         """
         if self._backend is None:
-            raise RankError("a rank is lost or does not respond, as an earlier error reported; see its own error")
+            raise RankLostError("a rank is lost or does not respond, as an earlier error reported; see its own error")
         try:
             yield
         except RuntimeError as error:
@@ -199,5 +199,5 @@ def _completed(work: Work | None, async_op: bool) -> Work | None:
     return None
 
 
-def _rank_lost(error: RuntimeError) -> RankError:
-    return RankError(f"a rank is lost or does not respond ({first_line(error)}); see its own error")
+def _rank_lost(error: RuntimeError) -> RankLostError:
+    return RankLostError(f"a rank is lost or does not respond ({first_line(error)}); see its own error")

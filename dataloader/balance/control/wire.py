@@ -1,10 +1,14 @@
-"""The wire format of a step's metadata: a fixed header, then the cost and the lengths of a rank's samples.
+"""The wire format of a step's metadata: a fixed header, then cost, tokens and lengths of a rank's samples.
 
 Its size follows from the batches' schema, so it is all-gathered without exchanging sizes first:
 
     header    9 x int64    schema hash, status, ended, num_real, num_rows, epoch, step, position, loader hash
     costs     B x int64
+    tokens    B x int32
     lengths   K x B int32  in schema order
+
+It has everything that planning depends on. What a user's function computes, such as costs and tokens, is sent rather
+than computed again by every rank, because the functions of two ranks may differ.
 """
 
 import dataclasses
@@ -72,8 +76,14 @@ class StepMetadata:
     costs: NDArray[np.int64]
     """[W, B], 0 for padding."""
 
+    tokens: NDArray[np.int64]
+    """[W, B], 0 for padding."""
+
     lengths: NDArray[np.int64]
     """[W, K, B], 0 for padding."""
+
+    messages: NDArray[np.uint8]
+    """[W, message size]: all of this as it was received."""
 
     def header(self, name: str) -> NDArray[np.int64]:
         """Return one word of all ranks' headers: int64 [W]."""
@@ -91,7 +101,12 @@ def hash63(value: object) -> int:
 
 
 def encode(
-    header: Header, schema: BatchSchema, costs: NDArray[np.int64], lengths: NDArray[np.int64]
+    header: Header,
+    schema: BatchSchema,
+    *,
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    lengths: NDArray[np.int64],
 ) -> NDArray[np.uint8]:
     """Return the message of a rank: uint8 [message size].
 
@@ -99,22 +114,27 @@ def encode(
         header: the fixed part.
         schema: of the batches; gives K and B.
         costs: int64 [B].
+        tokens: int64 [B], each below 2^31.
         lengths: int64 [K, B], each below 2^31.
 
     """
-    assert costs.shape == (schema.batch_size,)
+    assert costs.shape == tokens.shape == (schema.batch_size,)
     assert lengths.shape == (len(schema.jagged_keys), schema.batch_size)
-    parts = (header.words(), costs.astype(np.int64), lengths.astype(np.int32))
+    parts = (header.words(), costs.astype(np.int64), tokens.astype(np.int32), lengths.astype(np.int32))
     return np.concatenate([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
 
 
 def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepMetadata:
     """Return the metadata in the messages of all ranks: uint8 [W, message size]."""
     world_size, batch_size = len(messages), schema.batch_size
-    lengths_start = HEADER_BYTES + 8 * batch_size
+    costs_start = HEADER_BYTES
+    tokens_start = costs_start + 8 * batch_size
+    lengths_start = tokens_start + 4 * batch_size
     lengths = messages[:, lengths_start:].copy().view(np.int32)
     return StepMetadata(
-        headers=messages[:, :HEADER_BYTES].copy().view(np.int64),
-        costs=messages[:, HEADER_BYTES:lengths_start].copy().view(np.int64),
+        headers=messages[:, :costs_start].copy().view(np.int64),
+        costs=messages[:, costs_start:tokens_start].copy().view(np.int64),
+        tokens=messages[:, tokens_start:lengths_start].copy().view(np.int32).astype(np.int64),
         lengths=lengths.reshape(world_size, len(schema.jagged_keys), batch_size).astype(np.int64),
+        messages=messages,
     )

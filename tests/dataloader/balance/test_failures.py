@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
@@ -63,28 +64,31 @@ def test_an_error_of_one_loader_is_raised_on_all_ranks(ranks: RankPool, culprit:
         assert failure.message == f"rank {culprit} failed: OSError: cannot read row 17"
 
 
-def _writer_fails_once(rank: int, world_size: int) -> str:
+def _writer_fails(rank: int, world_size: int) -> list[str]:
     def write(metrics: StepMetrics) -> None:
-        if rank == 0 and metrics.step == 2 and not failed:
-            failed.append(metrics.step)
+        if rank == 1 and metrics.step == 2:
             raise OSError("no space left on device")
 
-    failed: list[int] = []
-    batches = [rich_batch([[(1, 1), (1, 1)]])] * 6
-    with Balancer(batches, cost=_tokens, on_step=write) as balancer:
+    batches = [replace(rich_batch([[(1, 1), (1, 1)]]), step=step) for step in range(8)]
+    errors = []
+    with Balancer(batches, cost=_tokens, on_step=write, timeout=timedelta(minutes=10)) as balancer:
         for _ in range(2):
             try:
                 for _ in balancer:
                     pass
-            except OSError:
-                continue
-    return "ended"
+            except (OSError, EvenrankError) as error:  # as a program that goes on, and does not close the Balancer
+                errors.append(str(error))
+    return errors
 
 
-def test_a_rank_that_restarts_its_loop_after_an_error_of_its_own_is_found(ranks: RankPool) -> None:
-    for failure in ranks.try_run(2, _writer_fails_once):
-        assert isinstance(failure, RankFailure)
-        assert failure.message.startswith("ranks are out of step: epoch is ")
+def test_an_error_of_a_callback_that_the_program_catches_ends_all_ranks(ranks: RankPool) -> None:
+    cause = "rank 1 failed: OSError: no space left on device"
+    first, culprit, last = ranks.run(3, _writer_fails)
+    assert culprit[0] == "no space left on device"
+    assert first[0] == last[0] == cause
+    for errors in (first, last):
+        assert errors[1] == f"the Balancer is closed, after {cause}; create a new one"
+    assert culprit[1] == "the Balancer is closed, after OSError: no space left on device; create a new one"
 
 
 def _disagree(rank: int, world_size: int, what: str) -> None:
@@ -212,7 +216,7 @@ def test_a_rank_that_is_killed_ends_the_others_within_seconds(exchange: str) -> 
         pool.stop()
     assert failures[1].type_name == "EOFError"
     for failure in (failures[0], failures[2], failures[3]):
-        assert failure.type_name == "RankError"
+        assert failure.type_name == "RankLostError"
         assert failure.message.startswith("a rank is lost or does not respond (")
 
 

@@ -51,8 +51,9 @@ def test_moving_samples_changes_no_loss_token(data: st.DataObject) -> None:
                 encode(
                     Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real),
                     schema,
-                    np.zeros(batch_size, dtype=np.int64),
-                    lengths_of(batch),
+                    costs=np.zeros(batch_size, dtype=np.int64),
+                    tokens=np.zeros(batch_size, dtype=np.int64),
+                    lengths=lengths_of(batch),
                 )
                 for batch in batches
             ]

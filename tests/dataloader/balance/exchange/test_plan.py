@@ -40,8 +40,9 @@ def _metadata(batches: list[RichBatch]) -> StepMetadata:
         encode(
             Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real),
             schema,
-            np.zeros(schema.batch_size, dtype=np.int64),
-            lengths_of(batch),
+            costs=np.zeros(schema.batch_size, dtype=np.int64),
+            tokens=np.zeros(schema.batch_size, dtype=np.int64),
+            lengths=lengths_of(batch),
         )
         for batch in batches
     ]
@@ -96,11 +97,15 @@ def test_metadata_survives_encoding() -> None:
     header = Header(
         schema_hash=2**62, status=1, ended=1, num_real=2, num_rows=6, epoch=3, step=4, position=2**40, loader_hash=5
     )
-    metadata = decode(encode(header, schema, np.array([7, 2**61]), lengths_of(batch))[np.newaxis], schema)
+    message = encode(
+        header, schema, costs=np.array([7, 2**61]), tokens=np.array([0, 2**31 - 1]), lengths=lengths_of(batch)
+    )
+    metadata = decode(message[np.newaxis], schema)
     assert metadata.headers.tolist() == [[2**62, 1, 1, 2, 6, 3, 4, 2**40, 5]]
     assert metadata.header("position").tolist() == [2**40]
     assert metadata.num_real.tolist() == [2]
     assert metadata.costs.tolist() == [[7, 2**61]]
+    assert metadata.tokens.tolist() == [[0, 2**31 - 1]]
     assert metadata.lengths.tolist() == [[[1, 5], [2, 6], [3, 7], [4, 8]]]
 
 
