@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+import evenrank
+from evenrank.core.code import code_hash
 from evenrank.core.errors import RankError, one_line
 from evenrank.dataloader.adapt import Source
 from evenrank.dataloader.balance.control.consistency import RankReport, Settled, describe_cost, judge_ranks
@@ -51,7 +53,11 @@ def settle_arguments(
         source = Source(batches, rank=members.rank, world_size=members.world_size)
         num_batches = source.length()
         exchange_device = make_device(device)
-        shared = settings.shared() | {"cost": describe_cost(cost), "device": exchange_device.device.type}
+        shared = settings.shared() | {
+            "cost": describe_cost(cost),
+            "device": exchange_device.device.type,
+            "the code of evenrank": f"{evenrank.__version__} ({code_hash()})",
+        }
     except Exception as raised:  # reported to all ranks
         error = raised
     report = RankReport(

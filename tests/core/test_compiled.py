@@ -1,8 +1,19 @@
+"""Compiled functions, and the cache of their machine code; with copies of the package in processes of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 import threading
+from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from evenrank.core import compiled as compiled_module
+from evenrank.core.code import PACKAGE_FOLDER
 from evenrank.core.compiled import compiled
 
 
@@ -33,3 +44,97 @@ def test_a_compiled_function_releases_the_gil() -> None:
 def test_a_compiled_function_keeps_its_name_and_documentation() -> None:
     assert _spin.__name__ == "_spin"
     assert (_spin.__doc__ or "").startswith("Count turns")
+
+
+def _copy_package(folder: Path) -> Path:
+    """Copy the sources of the package, without what is compiled, and return the copy's folder."""
+    package = folder / "evenrank"
+    for name in ("core", "datasets"):
+        shutil.copytree(PACKAGE_FOLDER / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE_FOLDER / "__init__.py", package)
+    return package
+
+
+_MIX = """
+import numpy as np
+from evenrank.core.compiled import cache_folder
+from evenrank.core.hashing import mix_word
+print(mix_word(np.uint64(12345)), cache_folder())
+"""
+_NESTED = """
+import numpy as np
+from evenrank.core.compiled import compiled
+from evenrank.core.hashing import mix_word
+
+@compiled
+def twice(word: np.uint64) -> np.uint64:
+    return mix_word(mix_word(word))
+"""
+
+
+def _run(package: Path, home: Path, program: str = _MIX) -> list[str]:
+    temporary = package.parent / "temporary"
+    temporary.mkdir(exist_ok=True)
+    environment = {"PYTHONPATH": str(package.parent), "HOME": str(home), "TMPDIR": str(temporary), "PATH": os.defpath}
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", _SITE + program],
+        env=environment,
+        cwd=package.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split()
+
+
+# Without the `site` module, so that the copy is imported and not what the environment has installed.
+_SITE = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
+
+
+def test_machine_code_is_compiled_again_after_a_change_in_another_file(tmp_path: Path) -> None:
+    package = _copy_package(tmp_path)
+    (package / "core" / "nested.py").write_text(_NESTED)
+    program = "import numpy as np\nfrom evenrank.core.nested import twice\nprint(twice(np.uint64(7)))"
+    before = _run(package, tmp_path, program)
+    assert _run(package, tmp_path, program) == before
+    hashing = package / "core" / "hashing.py"
+    source = hashing.read_text()
+    hashing.write_text(source.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
+    assert _run(package, tmp_path, program) != before
+    assert len(list((package / "__pycache__").glob("compiled-*"))) == 1  # that of the earlier code is removed
+    hashing.write_text(source)
+    assert _run(package, tmp_path, program) == before
+
+
+def test_without_a_writable_package_machine_code_is_cached_in_a_private_folder_of_the_user(tmp_path: Path) -> None:
+    package = _copy_package(tmp_path)
+    (package / "__pycache__").write_text("no folder can be created here, even by root")
+    home = tmp_path / "home"
+    _, folder = _run(package, home)
+    assert Path(folder).parent == home / ".cache" / "evenrank"
+    assert (home / ".cache" / "evenrank").stat().st_mode & 0o077 == 0
+    assert list(Path(folder).rglob("*.nbc"))
+
+
+def test_machine_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+    package = _copy_package(tmp_path)
+    (package / "__pycache__").write_text("no folder can be created here, even by root")
+    folder = tmp_path / "home" / ".cache" / "evenrank"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    _, used = _run(package, tmp_path / "home")
+    assert Path(used).parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
+
+
+def test_without_any_place_for_a_cache_functions_are_compiled_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_module, "PACKAGE_FOLDER", Path("/proc/evenrank"))
+    monkeypatch.setattr(compiled_module, "user_folders", lambda: iter([Path("/proc/evenrank")]))
+    compiled_module.cache_folder.cache_clear()
+    try:
+        assert compiled_module.cache_folder() is None
+        assert compiled(lambda number: number + 1)(4) == 5
+    finally:
+        compiled_module.cache_folder.cache_clear()

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+import evenrank
+from evenrank.core.code import code_hash
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
+from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics, arguments
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.pad import pad_batch
@@ -160,6 +163,20 @@ def test_a_difference_between_ranks_is_named_on_every_rank(ranks: RankPool, what
     assert [failure.type_name for failure in failures] == ["RankError"] * 3
     assert all(failure.message.startswith(message) for failure in failures), failures[0].message
     assert len({failure.message for failure in failures}) == 1
+
+
+def _run_other_code(rank: int, world_size: int) -> None:
+    with patch.object(arguments, "code_hash", lambda: "0123456789abcdef" if rank == 1 else code_hash()):
+        Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+
+
+def test_ranks_with_other_source_files_are_refused(ranks: RankPool) -> None:
+    version = evenrank.__version__
+    message = (
+        f"the code of evenrank differs between ranks: {version} ({code_hash()}) on rank 0, {version} "
+        "(0123456789abcdef) on rank 1"
+    )
+    assert [failure.message for failure in ranks.try_run(2, _run_other_code)] == [message] * 2
 
 
 def test_an_argument_that_is_invalid_on_one_rank_is_an_error_on_all(ranks: RankPool) -> None:
