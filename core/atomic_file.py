@@ -13,7 +13,8 @@ def write_text(path: Path, text: str) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        partial.unlink(missing_ok=True)  # left by a process that was killed
+        with partial.open("x", encoding="utf-8") as file:  # "x" never follows a link that another user has put there
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # or a crash could leave the renamed file without its contents

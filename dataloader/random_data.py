@@ -8,7 +8,16 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
-from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, SCHEMA_VERSION, TIMESTAMP_MS, USER_ID, Manifest
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    SCHEMA_VERSION,
+    TIMESTAMP_MS,
+    USER_ID,
+    Manifest,
+    check_names,
+)
 from evenrank.datasets.store import MultiValued, SequenceStore
 
 
@@ -46,10 +55,7 @@ class RandomData:
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
     def __post_init__(self) -> None:
-        if reserved := [name for name in self.contextual if name in EVENT_DTYPES or name == USER_ID]:
-            raise ConfigError(
-                f"a contextual feature cannot be called {reserved[0]!r}, a column of every dataset; rename it"
-            )
+        check_names(self.contextual)
 
 
 def draw_samples(

@@ -12,15 +12,17 @@ lists that a dataset adds; `length` int32, the number of events. Rows are sorted
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.files import open_regular
 from evenrank.core.hashing import mix64
 
 SCHEMA_VERSION = 1
@@ -33,9 +35,19 @@ ACTION = "action"
 TIMESTAMP_MS = "timestamp_ms"
 LENGTH = "length"
 NUM_TARGETS = "num_targets"  # optional, int32: how many of a row's last events are prediction targets
+WINDOW = "window"  # optional, int32: the number of a row among those of its user
 
 # The element types of the list columns that every dataset has.
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}
+
+# The names that no contextual feature and no further list column can have: the columns of the format, and the keys that
+# batches have of their own.
+RESERVED_NAMES = frozenset(
+    (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
+)
+_MAX_NAME_BYTES = 200  # file systems allow 255 for a file name, including its suffix
+
+_MAX_COUNT = 2**48  # far more than any file system stores, and its products with sizes of types fit into int64
 
 # Percentiles of history lengths in a manifest, by nearest rank, so that each is a length that occurs.
 LENGTH_PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
@@ -141,9 +153,40 @@ def user_hash(user_ids: NDArray[np.int64], *, salt: int = 0) -> NDArray[np.uint6
     return mix64(hashed ^ mix64(np.array([salt], dtype=np.int64).view(np.uint64))) if salt else hashed
 
 
+def check_names(names: Iterable[str]) -> None:
+    """Check the names of contextual features and further list columns: they become keys of batches and file names.
+
+    Raises:
+        ConfigError: a name is reserved, is no file name on every system, or differs from another only by case.
+
+    """
+    names = tuple(names)
+    _check_distinct(names)
+    if reserved := [name for name in names if name in RESERVED_NAMES]:
+        raise ConfigError(
+            f"no feature can be called {reserved[0]!r}, because datasets or batches have a column of this name; rename "
+            f"it to anything but {', '.join(sorted(RESERVED_NAMES))}"
+        )
+
+
+def _check_distinct(names: Iterable[str]) -> None:
+    """Check names that become file names, and that no two of them name the same file on any file system."""
+    seen: dict[str, str] = {}
+    for name in names:
+        folded = unicodedata.normalize("NFKC", _checked_name(name)).casefold()
+        if folded in seen:
+            raise ConfigError(f"the names {seen[folded]!r} and {name!r} differ at most by case; rename one of them")
+        seen[folded] = name
+
+
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        DataError: it is no regular file, or cannot be opened.
+
+    """
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -176,10 +219,11 @@ def read_manifest(folder: Path) -> Manifest:
 
     """
     path = folder / MANIFEST_NAME
-    if not path.is_file():
+    if not path.exists():
         reason = f"it contains no {MANIFEST_NAME}" if folder.is_dir() else "no such folder"
         raise DataError(f"{folder} is not a dataset: {reason}; make one with `evenrank preprocess --out {folder}`")
-    return parse_manifest(path.read_bytes(), str(path))
+    with open_regular(path) as file:
+        return parse_manifest(file.read(), str(path))
 
 
 def parse_manifest(content: bytes, path: str) -> Manifest:
@@ -195,49 +239,88 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
             "dataset again"
         )
     try:
-        return _manifest_from_json(raw)
+        manifest = _manifest_from_json(raw)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{path} has a missing or malformed field ({error}); preprocess the dataset again") from error
+        reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise DataError(f"{path} has a missing or malformed field ({reason}); preprocess the dataset again") from error
+    # Unpacked columns are found by this hash, also in caches that several datasets share.
+    actual = content_hash(
+        splits=manifest.splits,
+        contextual=manifest.contextual,
+        extra_events=manifest.extra_events,
+        vocabulary_sizes=manifest.vocabulary_sizes,
+    )
+    if manifest.content_hash != actual:
+        raise DataError(
+            f"{path} has content hash {manifest.content_hash[:12]}, but that of its files and columns is "
+            f"{actual[:12]}; preprocess the dataset again"
+        )
+    return manifest
 
 
 def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
-    splits = {
-        _checked_name(name): Split(
-            files=tuple(
-                DataFile(
-                    path=_checked_path(file["path"]),
-                    rows=_checked_count(file["rows"]),
-                    sha256=_checked_sha256(file["sha256"]),
-                )
-                for file in split["files"]
-            ),
-            rows=_checked_count(split["rows"]),
-            interactions=_checked_count(split["interactions"]),
-            lengths=dict(split["lengths"]),
-        )
-        for name, split in raw["splits"].items()
-    }
-    extra_events = {_checked_name(name): str(dtype) for name, dtype in raw["extra_events"].items()}
+    splits = {name: _checked_split(split) for name, split in raw["splits"].items()}
+    _check_distinct(splits)
+    extra_events = {str(name): str(dtype) for name, dtype in raw["extra_events"].items()}
     if unknown := [dtype for dtype in extra_events.values() if dtype not in ("int64", "int32")]:
         raise ValueError(f"extra_events has {unknown[0]!r}")
+    contextual = tuple(raw["contextual"])
+    check_names((*contextual, *extra_events))
+    vocabulary_sizes = {name: _checked_count(size, 2**63) for name, size in raw["vocabulary_sizes"].items()}
+    if missing := [name for name in (USER_ID, ITEM_ID, ACTION, *contextual) if name not in vocabulary_sizes]:
+        raise ValueError(f"vocabulary_sizes lacks {missing[0]!r}")
     return Manifest(
-        schema_version=raw["schema_version"],
+        schema_version=SCHEMA_VERSION,
         dataset=str(raw["dataset"]),
         sources=tuple(SourceFile(**source) for source in raw["sources"]),
         options=dict(raw["options"]),
         splits=splits,
-        contextual=tuple(map(_checked_name, raw["contextual"])),
+        contextual=contextual,
         extra_events=extra_events,
-        vocabulary_sizes={str(name): _checked_count(size) for name, size in raw["vocabulary_sizes"].items()},
-        context_labels={name: tuple(labels) for name, labels in raw["context_labels"].items()},
+        vocabulary_sizes=vocabulary_sizes,
+        context_labels={name: _checked_labels(raw["context_labels"][name]) for name in contextual},
         content_hash=_checked_sha256(raw["content_hash"]),
     )
 
 
-def _checked_count(value: object) -> int:
-    if not isinstance(value, int) or value < 0:
+def _checked_split(raw: dict[str, Any]) -> Split:
+    split = Split(
+        files=tuple(
+            DataFile(
+                path=_checked_path(file["path"]),
+                rows=_checked_count(file["rows"]),
+                sha256=_checked_sha256(file["sha256"]),
+            )
+            for file in raw["files"]
+        ),
+        rows=_checked_count(raw["rows"]),
+        interactions=_checked_count(raw["interactions"]),
+        lengths={str(name): _checked_number(value) for name, value in raw["lengths"].items()},
+    )
+    if (rows := sum(file.rows for file in split.files)) != split.rows:
+        raise ValueError(f"a split has {split.rows} rows, its files {rows}")
+    expected = ("min", *(f"p{percentile}" for percentile in LENGTH_PERCENTILES), "max", "mean") if split.rows else ()
+    if set(split.lengths) != set(expected):
+        raise ValueError(f"the lengths of a split of {split.rows} rows are {', '.join(split.lengths) or 'missing'}")
+    return split
+
+
+def _checked_count(value: object, limit: int = _MAX_COUNT) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+def _checked_number(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{value!r} is not a length")
+    return value
+
+
+def _checked_labels(value: object) -> tuple[str | None, ...]:
+    if not isinstance(value, list) or not all(label is None or isinstance(label, str) for label in value):
+        raise ValueError("the labels of a feature are no list of strings")
+    return tuple(value)
 
 
 def _checked_sha256(value: object) -> str:
@@ -248,12 +331,21 @@ def _checked_sha256(value: object) -> str:
 
 def _checked_name(value: object) -> str:
     # Names of splits and columns become file names.
-    if not isinstance(value, str) or not re.fullmatch(r"\w[\w.-]*", value):
-        raise ValueError(f"{value!r} is not a name")
+    if (
+        not isinstance(value, str)
+        or not re.fullmatch(r"\w[\w.-]*", value)
+        or len(value.encode("utf-8")) > _MAX_NAME_BYTES
+    ):
+        raise ConfigError(
+            f"{value!r} is not a name; use letters, digits, _, . and -, at most {_MAX_NAME_BYTES} bytes, and begin "
+            "with a letter, a digit or _"
+        )
     return value
 
 
 def _checked_path(value: object) -> str:
-    if not isinstance(value, str) or Path(value).is_absolute() or ".." in Path(value).parts:
-        raise ValueError(f"{value!r} is not a path inside the dataset")
-    return value
+    if isinstance(value, str) and value.isprintable():
+        path = PureWindowsPath(value)  # recognizes all separators and drives
+        if path.name and not path.anchor and ".." not in path.parts:
+            return value
+    raise ValueError(f"{value!r} is not a path inside the dataset")

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
+from evenrank.core.files import check_regular
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
-from evenrank.datasets.unpack import OFFSETS, TIME_ORDER, unpack
+from evenrank.datasets.unpack import EVENTS, OFFSETS, ROWS, TIME_ORDER, unpack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,22 +100,43 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
         manifest=manifest,
         split=split,
         offsets=_map(cache, OFFSETS, "int64", info.rows + 1),
-        events={name: _map(cache, name, dtype, info.interactions) for name, dtype in manifest.event_dtypes.items()},
-        rows={name: _map(cache, name, "int64", info.rows) for name in manifest.row_columns},
+        events={
+            name: _map(cache, f"{EVENTS}/{name}", dtype, info.interactions)
+            for name, dtype in manifest.event_dtypes.items()
+        },
+        rows={name: _map(cache, f"{ROWS}/{name}", "int64", info.rows) for name in manifest.row_columns},
         num_targets=_map(cache, NUM_TARGETS, "int32", info.rows) if has_targets else None,
         time_order=_map(cache, TIME_ORDER, "int64", info.rows),
         folder=folder,
     )
-    # Compiled loops use the offsets as indices without bounds checks.
-    if store.offsets[0] != 0 or store.offsets[-1] != info.interactions or (store.lengths < 0).any():
-        raise _damaged(cache, OFFSETS)
+    _check_indices(store, cache, info.interactions)
     return store
 
 
+def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
+    """Check what compiled loops use as indices without bounds checks, each time: files can change on disk."""
+    offsets, num_targets = store.offsets, store.num_targets
+    # Compared rather than subtracted, because differences can overflow.
+    if offsets[0] != 0 or offsets[-1] != num_events or (offsets[1:] < offsets[:-1]).any():
+        raise _damaged(cache, OFFSETS)
+    if num_targets is not None and ((num_targets < 0) | (num_targets > store.lengths)).any():
+        raise _damaged(cache, NUM_TARGETS)
+    order = store.time_order
+    if order is not None and len(order):
+        is_listed = np.zeros(len(order), dtype=np.bool_)
+        if order.min() < 0 or order.max() >= len(order):
+            raise _damaged(cache, TIME_ORDER)
+        is_listed[order] = True
+        if not is_listed.all():  # then a row is listed twice
+            raise _damaged(cache, TIME_ORDER)
+
+
 def _map(cache: Path, name: str, dtype: str, length: int) -> NDArray[Any]:
+    path = cache / f"{name}.npy"
     try:
-        column = np.load(cache / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        check_regular(path)
+        column = np.lib.format.open_memmap(path, mode="r")
+    except (DataError, OSError, ValueError, TypeError, OverflowError, EOFError) as error:
         raise _damaged(cache, name) from error
     if column.shape != (length,) or column.dtype != np.dtype(dtype):
         raise _damaged(cache, name)

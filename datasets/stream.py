@@ -10,6 +10,7 @@ A window is a shuffle buffer. In each epoch a shard's windows, and the rows with
 Both orders are stateless permutations, so two numbers give the position in a shard and the contents of the buffer.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.files import check_regular
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore
@@ -102,6 +104,7 @@ class StreamSource:
 
     def _read_blocks_of(self, path: str, first: int, end: int) -> Iterator[RowBlock]:
         """Yield the part of each row group that is within rows first..end-1 of a file."""
+        _check_local(self.files, path)
         try:
             with self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
                 group_begin = 0
@@ -113,6 +116,17 @@ class StreamSource:
                     group_begin += count
         except (OSError, pa.ArrowException) as error:
             raise unreadable(path, error) from error
+
+
+def _check_local(files: fs.FileSystem, path: str) -> None:
+    """Check that a file of this machine is a regular one, because opening a named pipe would wait for a writer.
+
+    Raises:
+        DataError: it is something else; what is missing is left to be found by whoever opens it.
+
+    """
+    if isinstance(files, fs.LocalFileSystem) and os.path.exists(path):
+        check_regular(path)
 
 
 def _slice_block(block: RowBlock, first: int, end: int) -> RowBlock:
@@ -137,6 +151,7 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
         else:
             files, root = fs.LocalFileSystem(), str(Path(url).absolute())
         root = root.rstrip("/")
+        _check_local(files, f"{root}/{MANIFEST_NAME}")
         with files.open_input_file(f"{root}/{MANIFEST_NAME}") as file:
             text = file.read()
     except (OSError, pa.ArrowException) as error:

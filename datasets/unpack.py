@@ -1,18 +1,20 @@
 """Unpack the Parquet files of a split into flat `.npy` files that can be memory-mapped, once per machine.
 
-    OUT/.cache/CONTENT-HASH-train-v2/offsets.npy, item_id.npy, user_id.npy, time_order.npy, ...
+    CACHE/CONTENT-HASH-train-v3/offsets.npy, time_order.npy, num_targets.npy
+                                rows/user_id.npy, ...
+                                events/item_id.npy, ...
 
-The name of the cache folder contains the manifest's content hash, so a cache is never used for other data. It is built
-under a lock and renamed into place, so no process maps a file that is still being written.
+The name of the entry contains the manifest's content hash, and the files are checked against it, so an entry is never
+used for other data. Columns have folders of their own, so that they may have any name.
 """
 
 import contextlib
-import fcntl
+import hashlib
 import os
-import shutil
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +22,26 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
-from evenrank.datasets.schema import CACHE_NAME, LENGTH, NUM_TARGETS, TIMESTAMP_MS, Manifest, Split, sha256_of
+from evenrank.core.files import open_regular
+from evenrank.datasets.cache import find_or_build
+from evenrank.datasets.schema import (
+    ACTION,
+    ITEM_ID,
+    LENGTH,
+    NUM_TARGETS,
+    TIMESTAMP_MS,
+    USER_ID,
+    DataFile,
+    Manifest,
+    Split,
+)
 
 OFFSETS = "offsets"
 TIME_ORDER = "time_order"
-_LAYOUT = "v2"  # version of the cache's contents, part of the folder's name
+ROWS = "rows"
+EVENTS = "events"
+_AGAIN = "preprocess the dataset again"
+_LAYOUT = "v3"  # version of the cache's contents, part of the entry's name
 
 
 class RowBlock(NamedTuple):
@@ -39,126 +56,121 @@ class RowBlock(NamedTuple):
 
 
 def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
-    """Return the cache folder with a split's columns as `.npy` files; build it if it does not exist.
+    """Return the cache entry with a split's columns as `.npy` files; build it if it does not exist.
 
     Raises:
         DataError: the Parquet files do not match the manifest, or the cache cannot be written.
 
     """
-    candidates = [folder / CACHE_NAME, Path.home() / ".cache" / "evenrank"]
     name = f"{manifest.content_hash}-{split}-{_LAYOUT}"
-    for root in candidates:
-        if (root / name).is_dir():
-            return root / name
-    root = candidates[0] if os.access(folder, os.W_OK) else candidates[1]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f"{name}.lock"):
-            if not (root / name).is_dir():  # else another process has built it in the meantime
-                partial = root / f"{name}.partial"
-                shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-                partial.mkdir()
-                try:
-                    _build(folder, manifest, manifest.splits[split], partial)
-                    partial.rename(root / name)
-                except BaseException:
-                    shutil.rmtree(partial, ignore_errors=True)
-                    raise
-    except OSError as error:
-        raise DataError(
-            f"the cache {root} could not be written: {error.strerror or error}; free space, or clear that path"
-        ) from error
-    return root / name
+    return find_or_build(folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], entry))
+
+
+def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
+    for kind in (ROWS, EVENTS):
+        (entry / kind).mkdir()
+    row = event = 0
+    has_targets: bool | None = None
+    last_times = [np.empty(0, dtype=np.int64)]
+    with contextlib.ExitStack() as stack:
+
+        def create(name: str, dtype: str, length: int) -> _ColumnWriter:
+            return stack.enter_context(_ColumnWriter(entry / f"{name}.npy", dtype, length))
+
+        offsets = create(OFFSETS, "int64", split.rows + 1)
+        offsets.append(np.zeros(1, dtype=np.int64))
+        rows = {name: create(f"{ROWS}/{name}", "int64", split.rows) for name in manifest.row_columns}
+        events = {
+            name: create(f"{EVENTS}/{name}", dtype, split.interactions) for name, dtype in manifest.event_dtypes.items()
+        }
+        for path, block in _read_blocks(folder, manifest, split):
+            if has_targets is None and (has_targets := NUM_TARGETS in block.row_columns):
+                rows[NUM_TARGETS] = create(NUM_TARGETS, "int32", split.rows)
+            if block.row_columns.keys() != rows.keys():
+                raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {_AGAIN}")
+            if row + len(block.lengths) > split.rows or event + int(block.lengths.sum()) > split.interactions:
+                raise DataError(f"{path} contains more rows or events than its manifest says; {_AGAIN}")
+            ends = np.cumsum(block.lengths)
+            offsets.append(event + ends)
+            last_times.append(_last_times(ends, block))
+            for name, values in block.row_columns.items():
+                rows[name].append(values)
+            for name, values in block.event_columns.items():
+                events[name].append(values)
+            row, event = row + len(block.lengths), event + int(block.lengths.sum())
+        if (row, event) != (split.rows, split.interactions):
+            raise DataError(
+                f"{folder} contains {row:,} rows and {event:,} events, its manifest says {split.rows:,} and "
+                f"{split.interactions:,}; {_AGAIN}"
+            )
+        time_order = np.argsort(np.concatenate(last_times), kind="stable")
+        create(TIME_ORDER, "int64", split.rows).append(time_order)
+
+
+def _last_times(ends: NDArray[np.int64], block: RowBlock) -> NDArray[np.int64]:
+    """Return the time of each row's last event: int64 [n]; rows without events come before all others."""
+    times = np.full(len(ends), np.iinfo(np.int64).min)
+    has_events = block.lengths > 0
+    times[has_events] = block.event_columns[TIMESTAMP_MS][ends[has_events] - 1]
+    return times
+
+
+class _ColumnWriter:
+    """The `.npy` file of a column, as a context manager.
+
+    It is written to rather than mapped, because a store to a mapped file on a full disk ends the process.
+    """
+
+    def __init__(self, path: Path, dtype: str, length: int) -> None:
+        self._file = path.open("xb")
+        self._dtype = np.dtype(dtype)
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, values: NDArray[np.integer]) -> None:
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+
+    def __enter__(self) -> "_ColumnWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())  # some file systems report only now that the disk is full
+
+
+def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tuple[Path, RowBlock]]:
+    """Read and check the Parquet files of a split, one row group at a time.
+
+    Raises:
+        DataError: a file cannot be read or is not that of the manifest, or a column is missing, or has another type,
+            nulls, other lengths or values out of range.
+
+    """
+    for file in split.files:
+        path = folder / file.path
+        with _open_verified(path, file) as opened:
+            try:
+                with pq.ParquetFile(opened) as parquet:
+                    for group in range(parquet.num_row_groups):
+                        yield path, read_row_group(parquet, group, manifest, str(path))
+            except (OSError, pa.ArrowException) as error:
+                raise unreadable(str(path), error) from error
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock among the processes of this machine; the kernel releases it if the holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _build(folder: Path, manifest: Manifest, split: Split, cache: Path) -> None:
-    offsets = _create(cache, OFFSETS, "int64", split.rows + 1)
-    offsets[0] = 0
-    columns: dict[str, NDArray[Any]] = {}
-    row = event = 0
-    for file in split.files:
-        path = folder / file.path
-        if path.is_file() and sha256_of(path) != file.sha256:
-            raise DataError(f"{path} does not have the SHA-256 in its manifest; preprocess the dataset again")
-        for lengths, row_columns, event_columns in _read_blocks(path, manifest):
-            end_row, end_event = row + len(lengths), event + int(lengths.sum())
-            if end_row > split.rows or end_event > split.interactions:
-                raise DataError(
-                    f"{path} contains more rows or events than its manifest says; preprocess the dataset again"
-                )
-            np.cumsum(lengths, out=offsets[row + 1 : end_row + 1])
-            offsets[row + 1 : end_row + 1] += event
-            for name, values in row_columns.items():
-                _column(columns, cache, name, values, split.rows)[row:end_row] = values
-            for name, values in event_columns.items():
-                _column(columns, cache, name, values, split.interactions)[event:end_event] = values
-            row, event = end_row, end_event
-    if (row, event) != (split.rows, split.interactions):
-        raise DataError(
-            f"{folder} contains {row:,} rows and {event:,} events, its manifest says {split.rows:,} and "
-            f"{split.interactions:,}; preprocess the dataset again"
-        )
-    # A split without rows has not created any column yet.
-    for name, dtype in manifest.event_dtypes.items():
-        _column(columns, cache, name, np.empty(0, dtype), split.interactions)
-    for name in manifest.row_columns:
-        _column(columns, cache, name, np.empty(0, np.int64), split.rows)
-    time_order = _create(cache, TIME_ORDER, "int64", split.rows)
-    time_order[:] = _rows_by_time(offsets, columns[TIMESTAMP_MS])
-
-
-def _rows_by_time(offsets: NDArray[np.int64], timestamps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sort rows by the time of their last event, stably; rows without events come first."""
-    ends, lengths = offsets[1:], np.diff(offsets)
-    last_times = np.full(len(ends), np.iinfo(np.int64).min)
-    last_times[lengths > 0] = timestamps[ends[lengths > 0] - 1]
-    return np.argsort(last_times, kind="stable")
-
-
-def _column(
-    columns: dict[str, NDArray[Any]], cache: Path, name: str, values: NDArray[np.integer], length: int
-) -> NDArray[Any]:
-    """Return a column to write to; create it with the dtype of `values` if it does not exist."""
-    if name not in columns:
-        columns[name] = _create(cache, name, str(values.dtype), length)
-    return columns[name]
-
-
-def _create(cache: Path, name: str, dtype: str, length: int) -> NDArray[Any]:
-    path = cache / f"{name}.npy"
-    if length == 0:  # an empty file cannot be mapped
-        np.save(path, np.empty(0, dtype=dtype))
-        empty: NDArray[Any] = np.load(path)
-        return empty
-    return np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=(length,))
-
-
-def _read_blocks(path: Path, manifest: Manifest) -> Iterator[RowBlock]:
-    """Read and check a Parquet file, one row group at a time.
-
-    Raises:
-        DataError: the file cannot be read, or a column is missing, has another type, nulls or other lengths.
-
-    """
-    try:
-        with pq.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                yield read_row_group(file, group, manifest, str(path))
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable(str(path), error) from error
+def _open_verified(path: Path, expected: DataFile) -> Iterator[BufferedReader]:
+    """Open a file whose contents are those of the manifest; what is verified is what is read."""
+    with open_regular(path) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+            raise DataError(f"{path} does not have the SHA-256 in its manifest; {_AGAIN}")
+        file.seek(0)
+        yield file
 
 
 def unreadable(path: str, error: Exception) -> DataError:
     """Return the error for a file that cannot be read as Parquet, in one line."""
-    return DataError(f"{path} cannot be read as Parquet ({first_line(error)}); preprocess the dataset again")
+    return DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {_AGAIN}")
 
 
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
@@ -176,30 +188,52 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     """
     event_dtypes = manifest.event_dtypes
     row_dtypes = dict.fromkeys(manifest.row_columns, "int64")
-    if NUM_TARGETS in file.schema_arrow.names:
+    present = file.schema_arrow.names
+    if NUM_TARGETS in present:
         row_dtypes[NUM_TARGETS] = "int32"
     names = [*row_dtypes, *event_dtypes, LENGTH]
-    missing = [name for name in names if name not in file.schema_arrow.names]
-    if missing:
-        raise DataError(f"{path} lacks the column {missing[0]!r}; preprocess the dataset again")
+    if wrong := [name for name in names if present.count(name) != 1]:
+        fault = "lacks the column" if wrong[0] not in present else "has more than one column"
+        raise DataError(f"{path} {fault} {wrong[0]!r}; {_AGAIN}")
     table = file.read_row_group(group, columns=names).combine_chunks()
     columns = {name: table.column(name).combine_chunks() for name in names}
     lengths = _flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
-    if (lengths < 0).any():
-        raise DataError(f"{path}: a row has {LENGTH!r} {int(lengths.min())}; preprocess the dataset again")
-    return RowBlock(
+    _check_range(lengths, 0, None, LENGTH, path)
+    block = RowBlock(
         lengths,
         {name: _flat_values(columns[name], dtype, name, path) for name, dtype in row_dtypes.items()},
         {name: _list_values(columns[name], dtype, name, path, lengths) for name, dtype in event_dtypes.items()},
     )
+    sizes = manifest.vocabulary_sizes
+    _check_range(block.row_columns[USER_ID], None, sizes[USER_ID], USER_ID, path)
+    for name in manifest.contextual:
+        _check_range(block.row_columns[name], 0, sizes[name], name, path)
+    for name in (ITEM_ID, ACTION):
+        _check_range(block.event_columns[name], 0, sizes[name], name, path)
+    if NUM_TARGETS in row_dtypes:
+        num_targets = block.row_columns[NUM_TARGETS]
+        _check_range(num_targets, 0, None, NUM_TARGETS, path)
+        if (num_targets > lengths).any():
+            raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {_AGAIN}")
+    return block
+
+
+def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, name: str, path: str) -> None:
+    """Check that low <= value < end, where None is no limit: loops and embedding tables use these values as indices."""
+    if not len(values):
+        return
+    least, greatest = int(values.min()), int(values.max())
+    if (low is not None and least < low) or (end is not None and greatest >= end):
+        limits = f"at least {low}" if end is None else f"below {end}" if low is None else f"in {low}..{end - 1}"
+        raise DataError(
+            f"{path}: column {name!r} has values from {least} to {greatest}, which must be {limits}; {_AGAIN}"
+        )
 
 
 def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[np.integer]:
     if str(column.type) != dtype or column.null_count:
         actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
-        raise DataError(
-            f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; preprocess the dataset again"
-        )
+        raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {_AGAIN}")
     values: NDArray[np.integer] = column.to_numpy()
     return values
 
@@ -207,14 +241,8 @@ def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[
 def _list_values(column: pa.Array, dtype: str, name: str, path: str, lengths: NDArray[np.int64]) -> NDArray[np.integer]:
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
         actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
-        raise DataError(
-            f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; preprocess the dataset "
-            "again"
-        )
+        raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {_AGAIN}")
     values = _flat_values(column.flatten(), dtype, name, path)
     if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
-        raise DataError(
-            f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; preprocess the dataset "
-            "again"
-        )
+        raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {_AGAIN}")
     return values

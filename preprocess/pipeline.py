@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, NUM_TARGETS, USER_ID, Manifest, Split
+from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, Manifest, Split
 from evenrank.preprocess.build.audit import Audit
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
@@ -21,7 +21,7 @@ from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, parse_split
 from evenrank.preprocess.output.atomic_folder import REQUESTS_NAME, replacing_folder, writing
 from evenrank.preprocess.output.manifest import make_manifest
-from evenrank.preprocess.output.writer import WINDOW, SplitWriter
+from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import DATASETS
 from evenrank.preprocess.sources.context import ContextLookup
 from evenrank.preprocess.sources.interactions import Interactions

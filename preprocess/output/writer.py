@@ -18,6 +18,7 @@ from evenrank.datasets.schema import (
     LENGTH_PERCENTILES,
     NUM_TARGETS,
     USER_ID,
+    WINDOW,
     DataFile,
     Split,
     sha256_of,
@@ -29,8 +30,6 @@ ROWS_PER_FILE = 16_384
 # A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
 ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
-
-WINDOW = "window"
 
 _MAX_QUEUED_GROUPS = 4  # row groups waiting to be encoded
 

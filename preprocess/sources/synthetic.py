@@ -8,14 +8,13 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
-from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, LENGTH, NUM_TARGETS, TIMESTAMP_MS, USER_ID
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_names
 from evenrank.preprocess.sources.interactions import IS_GOOD, Context, EventPart, Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000
 _USERS_PER_BLOCK = 16_384
 _BYTES_PER_EVENT = 20  # roughly what an event takes in a raw file
-_RESERVED = (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS)
 _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64, IS_GOOD: pl.Boolean}
 
 
@@ -37,10 +36,7 @@ class SyntheticConfig:
     def __post_init__(self) -> None:
         if self.num_users < 1:
             raise ConfigError(f"num_users must be at least 1, got {self.num_users}")
-        if reserved := [name for name in self.contextual if name in _RESERVED]:
-            raise ConfigError(
-                f"a contextual feature cannot be called {reserved[0]!r}, a column of every dataset; rename it"
-            )
+        check_names(self.contextual)
 
 
 def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:

@@ -1,13 +1,12 @@
 """The description of a custom log (its files, its columns and their meaning), as a record or as a TOML file."""
 
-import re
 import tomllib
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.schema import ACTION, ITEM_ID, LENGTH, TIMESTAMP_MS, USER_ID
+from evenrank.datasets.schema import check_names
 
 TimestampUnit = Literal["s", "ms", "us", "iso"]
 _MAX_FLAGS = 31  # the bits of a non-negative int32
@@ -48,14 +47,7 @@ class TabularConfig:
         for names in (self.event_columns, (self.user_column, *self.context_columns)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
-        reserved = {USER_ID, ITEM_ID, ACTION, TIMESTAMP_MS, LENGTH}
-        for name in self.context_columns:
-            # Features become columns of the output, and file names in a loader's cache.
-            if name in reserved or not re.fullmatch(r"\w[\w.-]*", name):
-                raise ConfigError(
-                    f"context column {name!r} cannot be a column of the dataset; rename it, using letters, digits, _, "
-                    f". and -, to anything but {', '.join(sorted(reserved))}"
-                )
+        check_names(self.context_columns)
 
     @property
     def event_columns(self) -> tuple[str, ...]:

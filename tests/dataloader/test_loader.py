@@ -1,7 +1,6 @@
 import itertools
 import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,9 @@ from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, bu
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.schema import read_manifest
 from tests.dataloader.batches import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
+from tests.datasets.crafted import copy_dataset, update_manifest
 from tests.ranks import RankPool
 
 
@@ -163,9 +162,8 @@ def test_a_mixture_numbers_the_rows_of_its_datasets_consecutively(small_dataset:
 
 
 def test_mixtures_with_unequal_features_or_another_order_are_refused(small_dataset: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(small_dataset, other, ignore=shutil.ignore_patterns(".cache"))
-    replace(read_manifest(other), contextual=()).write(other)
+    other = copy_dataset(small_dataset, tmp_path / "other")
+    update_manifest(other, contextual=())
     mixture = Mixture(weights={small_dataset: 1, other: 1})
     with pytest.raises(DataError, match=r"other has the contextual features \[\], .*data has \['segment'\]"):
         build_loader(mixture, LoaderConfig(batch_size=4), rank=0, world_size=1)

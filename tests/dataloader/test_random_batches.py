@@ -277,7 +277,7 @@ def test_invalid_settings_are_refused_with_the_value() -> None:
         RandomBatches(LoaderConfig(batch_size=4), num_batches=1, num_distinct=0)
     with pytest.raises(ConfigError, match="got rank 3 of 3"):
         RandomBatches(LoaderConfig(batch_size=4), num_batches=1, rank=3, world_size=3)
-    with pytest.raises(ConfigError, match="a contextual feature cannot be called 'item_id'"):
+    with pytest.raises(ConfigError, match="no feature can be called 'item_id'"):
         RandomData(contextual={"item_id": Uniform(low=1, high=2)})
     with pytest.raises(ConfigError, match="max_length must be at least 0, got -1"):
         RandomFeature(values=Uniform(), lengths=Uniform(), max_length=-1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from evenrank.datasets.schema import DataFile, read_manifest, sha256_of
+from tests.datasets.crafted import copy_dataset, write_manifest
 
 ROWS_PER_FILE = 64
 ROWS_PER_GROUP = 10
@@ -14,7 +15,7 @@ ROWS_PER_GROUP = 10
 
 def write_in_parts(dataset: Path, out: Path) -> Path:
     """Copy a dataset's train split into files of 64 rows, with row groups of 10."""
-    shutil.copytree(dataset, out, ignore=shutil.ignore_patterns(".cache"))
+    copy_dataset(dataset, out)
     table = pq.read_table(dataset / "train")
     shutil.rmtree(out / "train")
     (out / "train").mkdir()
@@ -26,5 +27,5 @@ def write_in_parts(dataset: Path, out: Path) -> Path:
         files.append(DataFile(path=f"train/{path.name}", rows=rows.num_rows, sha256=sha256_of(path)))
     manifest = read_manifest(out)
     train = replace(manifest.splits["train"], files=tuple(files))
-    replace(manifest, splits={**manifest.splits, "train": train}).write(out)
+    write_manifest(replace(manifest, splits={**manifest.splits, "train": train}), out)
     return out

@@ -4,8 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenrank.core.errors import DataError
-from evenrank.datasets.schema import read_manifest, user_hash
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.collate.semantic_ids import CANDIDATE_ID, SEMANTIC_ID
+from evenrank.dataloader.collate.sequences import LABEL
+from evenrank.datasets.schema import check_names, read_manifest, user_hash
 
 
 def test_user_hash_never_changes() -> None:
@@ -44,6 +46,11 @@ def test_a_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | No
     assert "\n" not in str(raised.value)
 
 
+def _split(**changes: object) -> dict[str, object]:
+    file = {"path": changes.pop("path", "train/a"), "rows": 0, "sha256": "0" * 64}
+    return {"files": [file], "rows": 0, "interactions": 0, "lengths": {}, **changes}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -55,13 +62,84 @@ def test_a_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | No
         {"contextual": ["../x"]},
         {"splits": {"train": {"files": [], "rows": "x", "interactions": 0, "lengths": {}}}},
         {"splits": {"train": {"files": [], "rows": -1, "interactions": 0, "lengths": {}}}},
-        {"splits": {"train": {"files": [{"path": "../a", "rows": 0, "sha256": "0" * 64}], "rows": 0}}},
+        {"splits": {"train": _split(rows=1 << 62)}},
+        {"splits": {"train": _split(interactions=10**30)}},
+        {"splits": {"train": _split(rows=True)}},
+        {"splits": {"train": _split(rows=1)}},
+        {"splits": {"train": _split(lengths={"p50": 3})}},
+        {"splits": {"train": _split(lengths={"max": float("nan")})}},
+        {"splits": {"..": _split()}},
+        {"splits": {"train": _split(), "Train": _split()}},
+        {"splits": {"train": _split(path="../a")}},
+        {"splits": {"train": _split(path="/etc/passwd")}},
+        {"splits": {"train": _split(path="C:\\a")}},
+        {"splits": {"train": _split(path="train/a\0b")}},
+        {"splits": {"train": _split(path="")}},
+        {"contextual": ["segment", "Segment"]},
+        {"contextual": ["segment", "segment"]},
+        {"contextual": ["segment", 5]},
+        {"contextual": ["segment", "label"]},
+        {"contextual": [""]},
+        {"contextual": ["x" * 300]},
+        {"extra_events": {"item_id": "int64"}},
+        {"extra_events": {"segment": "int64"}},
+        {"vocabulary_sizes": {"user_id": 1}},
+        {"context_labels": {}},
+        {"context_labels": {"segment": "abc"}},
     ],
 )
 def test_a_malformed_field_is_refused(small_dataset: Path, tmp_path: Path, wrong: dict[str, object]) -> None:
     raw = json.loads((small_dataset / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**raw, **wrong}))
-    with pytest.raises(DataError, match=r"has a missing or malformed field .*; preprocess the dataset again"):
+    with pytest.raises(DataError, match=r"has a missing or malformed field .*; preprocess the dataset again") as raised:
+        read_manifest(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "user_id",
+        "item_id",
+        "action",
+        "timestamp_ms",
+        "length",
+        "window",
+        "num_targets",
+        LABEL,
+        SEMANTIC_ID,
+        CANDIDATE_ID,
+    ],
+)
+def test_names_of_the_format_and_of_batches_are_reserved(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no feature can be called '{name}', because datasets or batches have"):
+        check_names(["sex", name])
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a\\b", "a\0b", "a b", "a\n", "x" * 201, "\ud800"])
+def test_names_that_are_no_file_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a name; use letters, digits"):
+        check_names([name])
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", "e\u0301")])
+def test_names_of_the_same_file_are_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"differ at most by case; rename one|is not a name"):
+        check_names(names)
+
+
+@pytest.mark.parametrize("field", ["content_hash", "contextual", "vocabulary_sizes", "extra_events", "splits"])
+def test_a_manifest_cannot_claim_the_content_of_another(small_dataset: Path, tmp_path: Path, field: str) -> None:
+    raw = json.loads((small_dataset / "manifest.json").read_text())
+    other = {
+        "content_hash": "ab" * 32,
+        "contextual": [],
+        "vocabulary_sizes": {**raw["vocabulary_sizes"], "item_id": 7},
+        "extra_events": {"play_time_ms": "int64"},
+        "splits": {"train": _split()},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps({**raw, field: other[field]}))
+    with pytest.raises(DataError, match=r"has content hash \w{12}, but that of its files and columns is \w{12}"):
         read_manifest(tmp_path)
 
 

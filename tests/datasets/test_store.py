@@ -2,21 +2,25 @@ import multiprocessing
 import os
 import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import read_manifest, sha256_of
+from evenrank.datasets.distributions import Uniform
+from evenrank.datasets.schema import read_manifest
 from evenrank.datasets.store import SequenceStore, open_store
+from evenrank.datasets.stream import open_stream
+from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
+from tests.datasets.in_parts import write_in_parts
 
 
 def _fresh_copy(dataset: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(dataset, tmp_path / "copy", ignore=shutil.ignore_patterns(".cache")))
+    return copy_dataset(dataset, tmp_path / "copy")
 
 
 def test_rows_equal_those_of_the_parquet_files(small_dataset: Path) -> None:
@@ -50,7 +54,7 @@ def test_processes_that_start_together_unpack_once(small_dataset: Path, tmp_path
         process.join()
     assert sums == {int(open_store(small_dataset).events["item_id"].sum())}
     built = [path for path in (dataset / ".cache").iterdir() if path.is_dir()]
-    assert [path.name for path in built] == [f"{read_manifest(dataset).content_hash}-train-v2"]
+    assert [path.name for path in built] == [f"{read_manifest(dataset).content_hash}-train-v3"]
 
 
 def test_opening_again_reads_no_parquet(small_dataset: Path, tmp_path: Path) -> None:
@@ -74,19 +78,8 @@ def test_an_empty_split_opens(tmp_path: Path) -> None:
 
 
 def _open_with_column(dataset: Path, name: str, column: pa.Array) -> SequenceStore:
-    path = next((dataset / "train").glob("*.parquet"))
-    table = pq.read_table(path)
-    pq.write_table(table.set_column(table.schema.get_field_index(name), name, column), path)
-    _update_checksum(dataset)
+    change_table(dataset, set_columns({name: column}))
     return open_store(dataset)
-
-
-def _update_checksum(dataset: Path) -> None:
-    """Write the changed file's checksum to the manifest, as if another program had written both."""
-    manifest = read_manifest(dataset)
-    split = manifest.splits["train"]
-    file = replace(split.files[0], sha256=sha256_of(dataset / split.files[0].path))
-    replace(manifest, splits={**manifest.splits, "train": replace(split, files=(file,))}).write(dataset)
 
 
 def test_a_wrong_dtype_is_named(small_dataset: Path, tmp_path: Path) -> None:
@@ -124,7 +117,7 @@ def test_a_truncated_parquet_file_is_named(small_dataset: Path, tmp_path: Path) 
     dataset = _fresh_copy(small_dataset, tmp_path)
     path = next((dataset / "train").glob("*.parquet"))
     path.write_bytes(path.read_bytes()[:-100])
-    _update_checksum(dataset)
+    update_manifest(dataset)
     with pytest.raises(DataError, match=r"part-00000.parquet cannot be read as Parquet") as raised:
         open_store(dataset)
     assert "\n" not in str(raised.value)
@@ -134,7 +127,7 @@ def test_missing_rows_are_detected(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     path = next((dataset / "train").glob("*.parquet"))
     pq.write_table(pq.read_table(path).slice(0, 10), path)
-    _update_checksum(dataset)
+    update_manifest(dataset)
     with pytest.raises(DataError, match="contains 10 rows and"):
         open_store(dataset)
 
@@ -153,7 +146,7 @@ def test_a_changed_file_is_detected_by_its_checksum(small_dataset: Path, tmp_pat
 def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path, damage: str) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
     open_store(dataset)
-    (cached,) = (dataset / ".cache").glob("*/item_id.npy")
+    (cached,) = (dataset / ".cache").glob("*/events/item_id.npy")
     match damage:
         case "truncated":
             cached.write_bytes(cached.read_bytes()[:-8])
@@ -163,31 +156,131 @@ def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path
             cached.unlink()
         case "other type":
             np.save(cached, np.load(cached).astype(np.float64))
-    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v2 to have it rebuilt"):
+    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v3 to have it rebuilt"):
         open_store(dataset)
 
 
-def test_offsets_out_of_range_are_detected(small_dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("offsets", {0: 1}),
+        ("offsets", {5: 1 << 40}),
+        ("offsets", {-1: 1 << 40}),
+        # Each of these is 2^62 or 1 above its predecessor, modulo 2^64.
+        ("offsets", {1: 1 << 62, 2: (1 << 63) - 1, 3: -(1 << 63), 4: -(1 << 62)}),
+        ("num_targets", {0: -1}),
+        ("num_targets", {0: 1000}),
+        ("time_order", {0: -1}),
+        ("time_order", {0: 1 << 40}),
+        ("time_order", {0: 3, 1: 3}),
+    ],
+)
+def test_a_cache_with_indices_out_of_range_is_refused(
+    small_dataset: Path, tmp_path: Path, name: str, values: dict[int, int]
+) -> None:
+    dataset = _with_targets(small_dataset, tmp_path)
+    open_store(dataset)
+    (cached,) = (dataset / ".cache").glob(f"*/{name}.npy")
+    changed = np.load(cached)
+    for index, value in values.items():
+        changed[index] = value
+    np.save(cached, changed)
+    with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v3 to have it rebuilt"):
+        open_store(dataset)
+
+
+def _with_targets(small_dataset: Path, tmp_path: Path) -> Path:
+    """Return a copy whose train split has one target in each row with events."""
     dataset = _fresh_copy(small_dataset, tmp_path)
-    offsets = open_store(dataset).offsets.copy()
-    (cached,) = (dataset / ".cache").glob("*/offsets.npy")
-    for row, value in ((0, 1), (5, 1 << 40), (-1, offsets[-1] + 1)):
-        changed = offsets.copy()
-        changed[row] = value
-        np.save(cached, changed)
-        with pytest.raises(DataError, match=r"offsets.npy is damaged"):
-            open_store(dataset)
+    change_table(dataset, lambda table: _add_targets(table, np.minimum(table["length"].to_numpy(), 1)))
+    return dataset
 
 
-def test_the_cache_of_a_read_only_folder_is_in_the_home_folder(
-    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _add_targets(table: pa.Table, num_targets: NDArray[np.int32]) -> pa.Table:
+    return table.append_column("num_targets", pa.array(num_targets, pa.int32()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("item_id", -1, "'item_id' has values from -1 to"),
+        ("item_id", 1 << 40, r"to 1099511627776, which must be in 0\.\.\d+; preprocess"),
+        ("action", -3, "'action' has values from -3 to"),
+        ("action", 5, r"to 5, which must be in 0\.\.4"),
+        ("segment", -1, "'segment' has values from -1 to"),
+        ("segment", 9, r"to 9, which must be in 0\.\.8"),
+        ("user_id", 301, "to 301, which must be below 301"),
+    ],
+)
+def test_ids_outside_their_vocabulary_are_refused(
+    small_dataset: Path, tmp_path: Path, name: str, value: int, message: str
+) -> None:
+    def change(table: pa.Table) -> pa.Table:
+        column = table[name].to_pylist()
+        row = int(np.argmax(table["length"].to_numpy()))
+        column[row] = [value, *column[row][1:]] if isinstance(column[row], list) else value
+        return set_columns({name: pa.array(column, table.schema.field(name).type)})(table)
+
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    change_table(dataset, change)
+    with pytest.raises(DataError, match=message):
+        open_store(dataset)
+    rows = len(open_store(small_dataset))
+    with pytest.raises(DataError, match=message):
+        open_stream(dataset, "train").read(0, rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(-1, "'num_targets' has values from -1"), (1, "has more 'num_targets'")]
+)
+def test_numbers_of_targets_out_of_range_are_refused(
+    small_dataset: Path, tmp_path: Path, value: int, message: str
 ) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # file modes do not stop root
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    store = open_store(dataset)
-    assert not (dataset / ".cache").exists()
-    assert (tmp_path / "home" / ".cache" / "evenrank" / f"{store.manifest.content_hash}-train-v2").is_dir()
+    change_table(dataset, lambda table: _add_targets(table, table["length"].to_numpy() * (value > 0) + value))
+    with pytest.raises(DataError, match=message):
+        open_store(dataset)
+
+
+def test_files_with_and_without_numbers_of_targets_are_refused(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = write_in_parts(small_dataset, tmp_path / "parts")
+    path = dataset / "train" / "part-00001.parquet"
+    table = pq.read_table(path)
+    pq.write_table(_add_targets(table, table["length"].to_numpy() * 0), path)
+    update_manifest(dataset)
+    with pytest.raises(DataError, match=r"part-00001.parquet: some files have a column 'num_targets' and some not"):
+        open_store(dataset)
+
+
+def test_a_column_that_appears_twice_is_refused(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    change_table(dataset, lambda table: table.append_column("segment", table["segment"]))
+    with pytest.raises(DataError, match="has more than one column 'segment'"):
+        open_store(dataset)
+
+
+@pytest.mark.parametrize("name", ["offsets", "time_order", "events", "rows", "timestamp", "Offsets.npy"])
+def test_features_can_have_the_names_of_the_caches_own_files(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
+    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+
+    synthetic = SyntheticConfig(num_users=30, contextual={name: Uniform(low=1, high=9)})
+    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "data", split="none", synthetic=synthetic))
+    store = open_store(tmp_path / "data")
+    assert store.rows[name].tolist() == pq.read_table(tmp_path / "data" / "train")[name].to_pylist()
+    assert store.time_order is not None
+    assert sorted(store.time_order.tolist()) == list(range(30))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["manifest.json", "train/part-00000.parquet"])
+def test_a_named_pipe_is_refused_instead_of_waited_for(small_dataset: Path, tmp_path: Path, name: str) -> None:
+    dataset = _fresh_copy(small_dataset, tmp_path)
+    (dataset / name).unlink()
+    os.mkfifo(dataset / name)
+    for opens in (open_store, lambda path: open_stream(path, "train").read(0, 1)):
+        with pytest.raises(DataError, match=f"{name} is a named pipe, not a regular file"):
+            opens(dataset)
 
 
 def _mapped_file(store: SequenceStore) -> object:

@@ -18,8 +18,8 @@ from evenrank.preprocess.sources.tabular_config import TabularConfig, read_toml
         ({"context_columns": ("age",)}, "context and context_columns go together"),
         ({"item_column": "user"}, "column 'user' is given twice"),
         ({"context": Path("u.csv"), "context_columns": ("a", "a")}, "column 'a' is given twice"),
-        ({"context": Path("u.csv"), "context_columns": ("length",)}, "context column 'length' cannot be a column"),
-        ({"context": Path("u.csv"), "context_columns": ("a/b",)}, "context column 'a/b' cannot be a column"),
+        ({"context": Path("u.csv"), "context_columns": ("length",)}, "no feature can be called 'length'"),
+        ({"context": Path("u.csv"), "context_columns": ("a/b",)}, "'a/b' is not a name"),
     ],
 )
 def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:

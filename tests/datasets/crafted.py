@@ -1,0 +1,59 @@
+"""Datasets that were changed after they were written, with manifests that agree, as of another program."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from evenrank.datasets.schema import Manifest, content_hash, read_manifest, sha256_of
+
+
+def copy_dataset(dataset: Path, to: Path) -> Path:
+    """Copy a dataset without its cache."""
+    return Path(shutil.copytree(dataset, to, ignore=shutil.ignore_patterns(".cache")))
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
+    """Write a manifest with the content hash that belongs to it."""
+    hashed = replace(
+        manifest,
+        content_hash=content_hash(
+            splits=manifest.splits,
+            contextual=manifest.contextual,
+            extra_events=manifest.extra_events,
+            vocabulary_sizes=manifest.vocabulary_sizes,
+        ),
+    )
+    hashed.write(folder)
+    return hashed
+
+
+def update_manifest(dataset: Path, split: str = "train", **changes: Any) -> Manifest:
+    """Write the checksums of a split's changed files, and changes to other fields, to the manifest."""
+    manifest = read_manifest(dataset)
+    old = manifest.splits[split]
+    files = tuple(replace(file, sha256=sha256_of(dataset / file.path)) for file in old.files)
+    splits = {**manifest.splits, split: replace(old, files=files)}
+    return write_manifest(replace(manifest, **{"splits": splits, **changes}), dataset)
+
+
+def change_table(dataset: Path, change: Callable[[pa.Table], pa.Table], split: str = "train", **changes: Any) -> None:
+    """Change the rows of a split of one file."""
+    (path,) = (dataset / split).glob("*.parquet")
+    pq.write_table(change(pq.read_table(path)), path)
+    update_manifest(dataset, split, **changes)
+
+
+def set_columns(columns: Mapping[str, pa.Array]) -> Callable[[pa.Table], pa.Table]:
+    """Return a function that replaces columns of a table."""
+
+    def change(table: pa.Table) -> pa.Table:
+        for name, column in columns.items():
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+        return table
+
+    return change
