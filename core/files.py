@@ -1,5 +1,6 @@
 """Opening files that others may have put in place: no links where ours should be, no pipes where data should be."""
 
+import errno
 import os
 import stat
 from io import BufferedReader
@@ -13,7 +14,6 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a symbolic link",
 }
 
 
@@ -52,11 +52,6 @@ def open_regular(path: Path | str) -> BufferedReader:
         raise
 
 
-def kind_of(mode: int) -> str:
-    """Return what a file mode describes, such as `a named pipe`; `a file` for a regular file."""
-    return _KINDS.get(stat.S_IFMT(mode), "a file")
-
-
 def opener_of_own_files(path: str, flags: int) -> int:
     """Open a file that evenrank names itself: never through a symbolic link; the `opener` of the built-in `open`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -66,18 +61,25 @@ def open_lock_file(path: Path) -> BufferedReader:
     """Open a lock file for `fcntl.flock`, and create it if it does not exist; its contents are never changed.
 
     Raises:
-        OSError: it cannot be opened, or is a symbolic link.
+        OSError: it cannot be opened, or is a symbolic link or anything else than an empty file.
 
     """
     # NFS locks only files that are open for writing.
-    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666), "rb")
+    file = os.fdopen(opener_of_own_files(str(path), os.O_RDWR | os.O_CREAT), "rb")
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode) and not status.st_size:
+        return file
+    file.close()
+    raise FileExistsError(errno.EEXIST, f"{path} is not a lock file")
 
 
 def _check_mode(path: Path | str, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise DataError(f"{path} is {kind_of(mode)}, not a regular file; put the data itself there")
+        raise DataError(
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'special')}, not a regular file; put the data itself there"
+        )
 
 
 def _unreadable(path: Path | str, error: OSError | ValueError) -> DataError:
     reason = getattr(error, "strerror", None) or error
-    return DataError(f"{path} cannot be opened: {reason}; check the path and its permissions")
+    return DataError(f"{path} cannot be read: {reason}; check the path and its permissions")

@@ -19,8 +19,9 @@ from evenrank.preprocess.build.reading import OnError, fill_buckets
 from evenrank.preprocess.build.requests import RequestRule, RequestWriter
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, parse_split
-from evenrank.preprocess.output.atomic_folder import REQUESTS_NAME, replacing_folder, writing
+from evenrank.preprocess.output.atomic_folder import replacing_folder, writing
 from evenrank.preprocess.output.manifest import make_manifest
+from evenrank.preprocess.output.replaceable import REQUESTS_NAME
 from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import DATASETS
 from evenrank.preprocess.sources.context import ContextLookup

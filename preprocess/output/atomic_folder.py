@@ -2,8 +2,8 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
-import json
 import os
 import shutil
 import sys
@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import CACHE_NAME, MANIFEST_NAME
-
-# Files that the folder of a dataset may contain besides its manifest and its splits.
-REQUESTS_NAME = "requests.parquet"
-_OPTIONAL_FILES = (REQUESTS_NAME, "vocabulary_user_id.parquet", "vocabulary_item_id.parquet")
+from evenrank.core.files import open_lock_file
+from evenrank.preprocess.output.replaceable import check_replaceable, find_foreign
 
 
 @contextlib.contextmanager
@@ -27,11 +24,12 @@ def replacing_folder(out: Path) -> Iterator[Path]:
     call for the same `out` removes it.
 
     Raises:
-        DataError: `out` is not empty and not a dataset, cannot be written, or is being written by another process.
+        DataError: `out` is a mount point, contains something besides a dataset, cannot be written, or is being written
+            by another process.
 
     """
     out = out.resolve()  # a symbolic link is kept, and its target replaced
-    _check_replaceable(out)
+    check_replaceable(out)
     partial = out.with_name(f".{out.name}.partial")
     missing_parents = [folder for folder in out.parents if not folder.exists()]  # innermost first
     try:
@@ -45,6 +43,8 @@ def replacing_folder(out: Path) -> Iterator[Path]:
                 yield partial
                 with writing(out):
                     _flush(partial)
+                check_replaceable(out)  # again, because a run can take hours
+                with writing(out):
                     _put_in_place(partial, out)
             finally:
                 _remove(partial)
@@ -52,31 +52,6 @@ def replacing_folder(out: Path) -> Iterator[Path]:
         for folder in missing_parents:
             with contextlib.suppress(OSError):  # not empty: the dataset was written
                 folder.rmdir()
-
-
-def _check_replaceable(out: Path) -> None:
-    """Raise an error unless `out` does not exist, is empty, or is a dataset."""
-    if Path.cwd().is_relative_to(out):
-        raise DataError(f"{out} is or contains the current folder; choose another output folder")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise DataError(f"{out} is a file; choose another output folder")
-    names = {path.name for path in out.iterdir()}
-    if not names:
-        return
-    # Datasets of all schema versions may be replaced, so only the fields that all of them have are read.
-    try:
-        manifest = json.loads((out / MANIFEST_NAME).read_text(encoding="utf-8"))
-        splits = set(manifest["splits"]) if {"schema_version", "content_hash"} <= manifest.keys() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        splits = None
-    if splits is None:
-        raise DataError(f"{out} contains files but is not a dataset; choose another output folder")
-    if others := sorted(names - {MANIFEST_NAME, CACHE_NAME, *_OPTIONAL_FILES, *splits}):
-        raise DataError(
-            f"{out} contains {others[0]!r} besides a dataset; move it away, or choose another output folder"
-        )
 
 
 @contextlib.contextmanager
@@ -103,7 +78,7 @@ def _exclusive(lock: Path, out: Path) -> Iterator[None]:
     """Hold a lock file, and raise an error if another process holds it."""
     while True:
         with writing(out):
-            file = lock.open("w")
+            file = open_lock_file(lock)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -129,10 +104,21 @@ def _flush(folder: Path) -> None:
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
+    """Rename `partial` to `out`; if that exists, exchange the two, so that the old folder is `partial` afterwards."""
     if not out.exists():
         partial.rename(out)
-    elif not _exchange_folders(partial, out):
-        # Systems other than Linux need two renames; the first is undone if the second fails.
+    else:
+        _exchange(partial, out)
+        # Nobody finds the old folder any more, so what it contains now is what would be lost.
+        if (fault := find_foreign(partial)) is not None:
+            _exchange(partial, out)
+            raise DataError(f"{out} {fault}")
+    _fsync(out.parent)
+
+
+def _exchange(partial: Path, out: Path) -> None:
+    if not _exchange_folders(partial, out):
+        # Systems other than Linux need three renames; the first is undone if the second fails.
         old = out.with_name(f".{out.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
@@ -141,8 +127,7 @@ def _put_in_place(partial: Path, out: Path) -> None:
         except OSError:
             old.rename(out)
             raise
-        shutil.rmtree(old, ignore_errors=True)
-    _fsync(out.parent)
+        old.rename(partial)
 
 
 def _fsync(path: Path) -> None:
@@ -155,11 +140,15 @@ def _fsync(path: Path) -> None:
 
 
 def _exchange_folders(first: Path, second: Path) -> bool:
-    """Exchange two folders atomically; return False if the system cannot."""
+    """Exchange two folders atomically; return False if the system has no such call."""
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
     at_cwd, rename_exchange = -100, 2  # from <fcntl.h> and <linux/fs.h>
-    return bool(renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), rename_exchange) == 0)
+    if renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), rename_exchange) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS):  # the file system or the kernel cannot
+        return False
+    raise OSError(number, os.strerror(number), str(second))

@@ -1,5 +1,6 @@
 """Replacing the folder of a dataset, in particular by runs that are killed or must not replace it."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,10 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import read_manifest
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 from evenrank.preprocess.output import atomic_folder
+
+
+def _config(out: Path, num_users: int = 10) -> PreprocessConfig:
+    return PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=num_users))
 
 
 def _preprocess_and_wait_before_replacing(out: Path, written: Connection) -> None:
@@ -107,3 +112,63 @@ def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
         )
     assert sum(split.rows for split in read_manifest(tmp_path / "out").splits.values()) == 20
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_that_appears_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    old = preprocess(_config(out))
+    exchange = atomic_folder._exchange_folders
+    late = iter(["late.txt"])  # written once, after the last check before the exchange
+
+    def exchange_late(first: Path, second: Path) -> bool:
+        for name in late:
+            (out / "train" / name).write_text("precious")
+        return exchange(first, second)
+
+    monkeypatch.setattr(atomic_folder, "_exchange_folders", exchange_late)
+    with pytest.raises(DataError, match=r"out contains 'train/late.txt' besides a dataset; move it away"):
+        preprocess(_config(out, num_users=9))
+    assert read_manifest(out) == old
+    assert (out / "train" / "late.txt").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    old = preprocess(_config(out))
+
+    def write(stage: str) -> None:
+        (out / "late").mkdir(exist_ok=True)
+
+    with pytest.raises(DataError, match=r"out contains 'late' besides a dataset"):
+        preprocess(_config(out), on_stage=write)
+    assert read_manifest(out) == old
+    assert (out / "late").is_dir()
+
+
+def test_an_exchange_that_fails_leaves_the_old_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    old = preprocess(_config(out))
+
+    def fail(first: Path, second: Path) -> bool:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(atomic_folder, "_exchange_folders", fail)
+    with pytest.raises(DataError, match=r"out could not be written: Device or resource busy; it is unchanged"):
+        preprocess(_config(out))
+    assert read_manifest(out) == old
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("content", [None, "kept"])
+def test_what_is_in_place_of_the_lock_file_is_not_touched(tmp_path: Path, content: str | None) -> None:
+    lock, precious = tmp_path / ".out.lock", tmp_path / "precious"
+    precious.write_text("kept")
+    if content is None:
+        lock.symlink_to(precious)
+    else:
+        lock.write_text(content)
+    with pytest.raises(DataError, match=r"out could not be written: .*; it is unchanged") as raised:
+        preprocess(_config(tmp_path / "out"))
+    assert "\n" not in str(raised.value)
+    assert lock.read_text() == precious.read_text() == "kept"
