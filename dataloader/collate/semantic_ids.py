@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
+from evenrank.core.files import check_regular
 from evenrank.dataloader.batch import SemanticIdBatch
 from evenrank.dataloader.collate.layout import Layout
 from evenrank.dataloader.collate.sequences import LABEL, context_limits, layout_with_context, pad_rows
@@ -95,6 +96,7 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
 def _read_tensor(path: Path) -> NDArray[np.integer]:
     if path.suffix not in (".pt", ".npy"):
         raise DataError(f"{path} must be a .pt file from torch.save or a .npy file from numpy.save")
+    check_regular(path)
     try:
         if path.suffix == ".npy":
             array: NDArray[np.integer] = np.load(path, allow_pickle=False)

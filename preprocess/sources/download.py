@@ -20,6 +20,7 @@ import requests
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from evenrank.core.errors import DataError
+from evenrank.core.files import opener_of_own_files
 from evenrank.datasets.schema import SourceFile, sha256_of
 from evenrank.preprocess.sources.catalog import PublicArchive
 
@@ -144,7 +145,7 @@ class _ResumingDownloader:
         content_length = response.headers.get("Content-Length")
         total = None if content_length is None else num_received + int(content_length)
         with (
-            self.partial.open("ab" if num_received else "wb") as file,
+            open(self.partial, "ab" if num_received else "wb", opener=opener_of_own_files) as file,
             tqdm(total=total, initial=num_received, unit="B", unit_scale=True, disable=not self.show_progress) as bar,
         ):
             for chunk in response.iter_content(_CHUNK_BYTES):
@@ -180,7 +181,7 @@ def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
             # Only the needed members are read, and their paths do not come from the archive. They are read in archive
             # order, because seeking backwards in a .tar.gz means decompressing it from the start.
             for name in filter(targets.__contains__, members):
-                with members[name]() as member, partials[name].open("wb") as file:
+                with members[name]() as member, open(partials[name], "wb", opener=opener_of_own_files) as file:
                     shutil.copyfileobj(member, file, 1 << 20)
         for name, path in targets.items():
             partials[name].replace(path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.files import open_regular
 from evenrank.datasets.schema import check_names
 
 TimestampUnit = Literal["s", "ms", "us", "iso"]
@@ -63,13 +64,11 @@ def read_toml(path: Path) -> TabularConfig:
         ConfigError: a key is missing or unknown, or a value has the wrong type or is invalid.
 
     """
-    try:
-        with path.open("rb") as file:
+    with open_regular(path) as file:
+        try:
             raw = tomllib.load(file)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}; check the path") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not valid TOML ({error}); fix it") from error
+        except ValueError as error:
+            raise DataError(f"{path} is not valid TOML ({error}); fix it") from error
     known = {field.name: field.default is MISSING for field in fields(TabularConfig)}
     if unknown := sorted(raw.keys() - known):
         raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")

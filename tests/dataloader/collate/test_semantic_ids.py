@@ -1,4 +1,5 @@
 import logging
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -205,3 +206,11 @@ def test_codes_beyond_their_codebooks_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "codes.npy", CODES)
     with pytest.raises(DataError, match=r"has codes up to \[3, 9\] in its levels, got codebook_sizes \[4, 9\]"):
         read_codes(tmp_path / "codes.npy", (4, 9))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", [".pt", ".npy"])
+def test_a_named_pipe_of_codes_is_refused_instead_of_waited_for(tmp_path: Path, suffix: str) -> None:
+    os.mkfifo(tmp_path / f"codes{suffix}")
+    with pytest.raises(DataError, match="is a named pipe, not a regular file"):
+        read_codes(tmp_path / f"codes{suffix}")

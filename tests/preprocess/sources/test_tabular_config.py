@@ -1,3 +1,4 @@
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -67,4 +68,11 @@ def test_invalid_toml_raises(tmp_path: Path, text: str, error: type[Exception], 
 
 def test_a_missing_toml_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"log\.toml cannot be read: No such file or directory; check the path"):
+        read_toml(tmp_path / "log.toml")
+
+
+@pytest.mark.timeout(60)
+def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.toml")
+    with pytest.raises(DataError, match=r"log\.toml is a named pipe, not a regular file"):
         read_toml(tmp_path / "log.toml")

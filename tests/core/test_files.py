@@ -1,0 +1,50 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evenrank.core import atomic_file
+from evenrank.core.errors import DataError
+from evenrank.core.files import check_regular, open_lock_file, open_regular, opener_of_own_files
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("refuse", [check_regular, open_regular])
+def test_only_regular_files_are_opened(tmp_path: Path, refuse: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a named pipe"), (tmp_path, "a folder"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(DataError, match=f"{path} is {kind}, not a regular file; put the data itself there"):
+            refuse(path)
+    for path in (tmp_path / "missing", Path("a\0b")):
+        with pytest.raises(DataError, match=r"cannot be read: .*; check the path and its permissions"):
+            refuse(path)
+
+
+def test_a_link_to_a_regular_file_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    check_regular(tmp_path / "link")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"data"
+
+
+def test_own_files_are_not_written_through_links(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"), open(tmp_path / "link", "w", opener=opener_of_own_files):
+        pass
+    with pytest.raises(OSError, match="symbolic links"):
+        open_lock_file(tmp_path / "link")
+    with pytest.raises(FileExistsError, match="precious is not a lock file"):
+        open_lock_file(tmp_path / "precious")
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_an_atomic_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / f".out.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
+    atomic_file.write_text(tmp_path / "out", "written")
+    assert (tmp_path / "precious").read_text() == "kept"
+    assert (tmp_path / "out").read_text() == "written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "precious"]
