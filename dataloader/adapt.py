@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, StateError, one_line
 from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.identity import check_world_size, find_identity
 from evenrank.dataloader.node import EpochNode
-from evenrank.dataloader.protocols import HasIdentity
 
 _STATE_VERSION = 1
 # Snapshots that are kept: more than a Balancer and a pipeline behind it pull ahead of training.
@@ -115,8 +115,15 @@ class Source(Generic[Batch]):
         return None if length is None else max(length - self._next.position, 0)
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by name; see HasIdentity."""
-        return dict(self._batches.identity()) if isinstance(self._batches, HasIdentity) else {}
+        """Return what must be the same on all ranks, by name; see HasIdentity.
+
+        Raises:
+            ConfigError: the loader was created for another number of ranks.
+
+        """
+        identity = dict(find_identity(self._batches))
+        check_world_size(identity, self._world_size)
+        return identity
 
     def end_epoch(self, position: Position) -> None:
         """Take note that no rank has a batch after this position."""

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,7 @@ from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
@@ -189,7 +191,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             "position": position,
             "seed": self._seed,
             "num_samples": self.num_samples,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,11 +212,11 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             value = state.get(name)
             if not isinstance(value, int) or (value < 0 and name != "seed"):
                 raise StateError(f"the loader's state has {name} {value!r}; load a state that state_dict returned")
-        if state["num_samples"] != self.num_samples or state.get("fingerprint") != self._fingerprint():
+        if state["num_samples"] != self.num_samples or state.get("fingerprint") != self._fingerprint:
             raise StateError(
                 f"the loader's state is of other data or filters: it has {state['num_samples']:,} samples and "
                 f"fingerprint {str(state.get('fingerprint'))[:12]}, this loader {self.num_samples:,} and "
-                f"{self._fingerprint()[:12]}; load it with the dataset and the filters that it was saved with"
+                f"{self._fingerprint[:12]}; load it with the dataset and the filters that it was saved with"
             )
         if state["position"] > self.num_samples:
             raise StateError(
@@ -229,17 +231,23 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])
 
-    def identity(self) -> dict[str, int | str]:
+    def identity(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
+        return {**self._shared, "seed": self._seed}
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        # Once, because a Balancer compares identities in every step.
         return {
             "rank": self._rank,
             "world_size": self._world_size,
-            "seed": self._seed,
-            "drop_last": self._config.drop_last,
+            **shared_settings(self._config, self._collate),
+            "transform": name_of(self._transform),
             "num_samples": self.num_samples,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
+    @cached_property
     def _fingerprint(self) -> str:
         """Return a hash of everything that decides on the samples and their order: contents, filters and order."""
         digest = hashlib.sha256()

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.identity import shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.random_data import RandomData, draw_samples
@@ -99,12 +101,20 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
         made = self._cycle[step % len(self._cycle)] if self._cycle else self._make(step)
         return dataclasses.replace(made, step=step, position=(step + 1) * self._samples_per_step)
 
-    def identity(self) -> dict[str, int | None]:
-        """Return the settings that must be the same on all ranks, and this process's `rank`."""
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that must be the same on all ranks, and this process's `rank`.
+
+        The distributions are not among them: ranks may draw from different ones.
+        """
+        return dict(self._shared)
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        # Once, because a Balancer compares identities in every step.
         return {
             "rank": self._rank,
             "world_size": self._world_size,
-            "seed": self._config.seed,
+            **shared_settings(self._config, self._collate),
             "num_batches": self._num_batches,
             "num_distinct": self._num_distinct,
         }
@@ -118,7 +128,7 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
             "position": position,
             "seed": self._config.seed,
             "num_samples": self._num_batches * self._samples_per_step,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,9 +163,11 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
     def _samples_per_step(self) -> int:
         return self._world_size * self._config.batch_size
 
+    @cached_property
     def _fingerprint(self) -> str:
         """Return a hash of the settings that batches depend on, besides the rank and the distributions."""
-        decisive = {**self.identity(), "rank": None, "batch_size": self._config.batch_size}
+        names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size")
+        decisive = {"rank": None, **{name: self._shared[name] for name in names}}
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
     def _make(self, step: int) -> Batch:

@@ -7,7 +7,7 @@ from all open ones. What comes next depends only on the position in each shard.
 import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.transform import Transform, make_rng
@@ -193,7 +194,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             "position": snapshot.position,
             "seed": self._seed,
             "num_shards": len(self._shards),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
             _POSITIONS_KEY: _encode_positions(snapshot.shard_positions),
         }
 
@@ -211,10 +212,10 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 f"the stream's state has version {state.get('version')!r}, expected {_STATE_VERSION}; load it with the "
                 "version of evenrank that saved it"
             )
-        if state.get("fingerprint") != self._fingerprint():
+        if state.get("fingerprint") != self._fingerprint:
             raise StateError(
                 "the stream's state is of other data, filters or shards: it has fingerprint "
-                f"{str(state.get('fingerprint'))[:12]}, this stream {self._fingerprint()[:12]}; load it with the "
+                f"{str(state.get('fingerprint'))[:12]}, this stream {self._fingerprint[:12]}; load it with the "
                 "dataset and the settings that it was saved with"
             )
         shard_positions = _decode_positions(state[_POSITIONS_KEY])
@@ -234,16 +235,22 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])
 
-    def identity(self) -> dict[str, int | str]:
+    def identity(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
+        return {**self._shared, "seed": self._seed}
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        # Once, because a Balancer compares identities in every step.
         return {
             "rank": self._rank,
             "world_size": self._world_size,
-            "seed": self._seed,
-            "drop_last": self._config.drop_last,
-            "fingerprint": self._fingerprint(),
+            **shared_settings(self._config, self._collate, self._stream),
+            "transform": name_of(self._transform),
+            "fingerprint": self._fingerprint,
         }
 
+    @cached_property
     def _fingerprint(self) -> str:
         """Return a hash of everything that decides on the samples and their order, besides the seed."""
         decisive = (

@@ -51,6 +51,12 @@ class CodeTable:
         has_code: NDArray[np.bool_] = in_table & (self.codes[np.where(in_table, items, 0), 0] != _NO_CODE)
         return has_code
 
+    def describe(self) -> str:
+        """Return the sizes of the table and a hash of its contents; equal for equal tables."""
+        levels = self.codes.shape[1]
+        digest = hashlib.sha256(np.ascontiguousarray(self.codes, dtype="<i4").tobytes()).hexdigest()
+        return f"{levels} levels of {len(self.codes)} items, codebook_sizes {list(self.codebook_sizes)}, {digest[:16]}"
+
 
 def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) -> CodeTable:
     """Read an integer table [levels, items] from a `.pt` or `.npy` file; -1 means no code.
