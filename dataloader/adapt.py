@@ -10,18 +10,15 @@ import inspect
 import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
 from torchdata.nodes import BaseNode
 from torchdata.nodes import Loader as NodeLoader
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, StateError, one_line
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.identity import check_world_size, find_identity
+from evenrank.dataloader.loader_checks import check_all_came, check_batch, check_batches, exact_length
 from evenrank.dataloader.node import EpochNode
 
 _STATE_VERSION = 1
@@ -82,22 +79,32 @@ class Source(Generic[Batch]):
             # Taken before anything is pulled ahead.
             self._state_at_start = self._batches.state_dict()
             for batch in self._batches:
-                _check_batch(batch)
-                yield batch
+                check_batch(batch)
+                yield self._owned(batch)
             return
         (epoch, position), has_ended = self._next, self._has_ended
         self._next, self._has_ended = Position(epoch + 1, 0), False
         if has_ended:
             return
+        # A state that was loaded into a StatefulDataLoader by someone else makes it start anywhere.
+        is_counted = position > 0 or getattr(self._batches, "next_iter_state", None) is None
+        expected = exact_length(self._batches) if is_counted else None
         iterator = iter(self._batches)  # some loaders know their state from here on only
         self._take_snapshot(Position(epoch, position))
         for batch in iterator:
-            _check_batch(batch)
+            check_batch(batch)
             position += 1
             self._take_snapshot(Position(epoch, position))
-            # A copy, because a loader may yield the same batch again.
-            yield batch.replace(epoch=epoch, step=position - 1, position=position)
+            # Another object, because a loader may yield the same batch again.
+            yield self._owned(batch).replace(epoch=epoch, step=position - 1, position=position)
+        check_all_came(position, expected)
         self._take_snapshot(Position(epoch, position), has_ended=True)
+
+    def _owned(self, batch: Batch) -> Batch:
+        """Return a batch that stays as it is while further ones are pulled."""
+        # Others may collate all batches in the same buffers, as a loop that trains one before it asks for the next
+        # would not notice.
+        return batch if isinstance(self._batches, EpochNode) else batch.clone()
 
     def length(self) -> int | None:
         """Return the batches of an epoch; None if they are not known."""
@@ -238,42 +245,3 @@ class Source(Generic[Batch]):
             "world_size": self._world_size,
             "ranks": {str(self._rank): snapshot.state},
         }
-
-
-def check_batches(batches: object) -> None:
-    """Check that an object may be an iterable of batches.
-
-    Raises:
-        ConfigError: it is something else; the message says what to pass instead.
-
-    """
-    if isinstance(batches, str | Path):
-        raise ConfigError(
-            f"batches is a path, {str(batches)!r}; pass build_loader(path, config, rank=..., world_size=...)"
-        )
-    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
-        raise ConfigError(
-            f"batches is a {type(batches).__name__}, a Dataset of samples; pass "
-            "DataLoader(dataset, batch_size=..., collate_fn=JaggedCollate({...}))"
-        )
-    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if isinstance(batches, JaggedBatch | Mapping | Tensor) or not is_iterable:
-        raise ConfigError(
-            f"batches must be an iterable of JaggedBatches, such as a loader; got a {type(batches).__name__}"
-        )
-
-
-def _check_batch(batch: object) -> None:
-    if isinstance(batch, JaggedBatch):
-        return
-    if isinstance(batch, KeyedJaggedTensor):
-        raise ConfigError(
-            "the loader yields KeyedJaggedTensors; derive a dataclass from JaggedBatch with a field for them, and "
-            "yield that"
-        )
-    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-    raise ConfigError(
-        f"the loader yields a {type(batch).__name__}{names} instead of a JaggedBatch; pass its DataLoader "
-        "collate_fn=JaggedCollate({...}), or, if these are samples, pass PaddedBatches(samples, batch_size=..., "
-        "collate=JaggedCollate({...}))"
-    )

@@ -20,7 +20,7 @@ from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
-from evenrank.dataloader.transform import Transform, make_rng
+from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import EpochSchedule
 from evenrank.datasets.store import SequenceStore, open_store
@@ -143,7 +143,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
             if self._transform is not None:
                 rngs = (make_rng(seed, epoch, schedule.first_position(step, self._rank)) for step in steps)
-                batches = [self._transform(batch, rng) for batch, rng in zip(batches, rngs, strict=True)]
+                batches = [apply(self._transform, batch, rng) for batch, rng in zip(batches, rngs, strict=True)]
             return [batch.pin_memory() for batch in batches] if self._config.pin_memory else batches
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch

@@ -19,7 +19,7 @@ from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
-from evenrank.dataloader.transform import Transform, make_rng
+from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.windows import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
@@ -139,7 +139,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 (batch,) = self._collate(groups, sample_ids, batch_size=batch_size)
                 batch.epoch, batch.step, batch.position = epoch, step, position
                 if self._transform is not None:
-                    batch = self._transform(batch, make_rng(seed, epoch, position, self._rank))
+                    batch = apply(self._transform, batch, make_rng(seed, epoch, position, self._rank))
                 self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
                 yield batch.pin_memory() if self._config.pin_memory else batch
 

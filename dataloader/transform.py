@@ -14,6 +14,22 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 """Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
 
 
+def apply(transform: Transform[Batch], batch: Batch, rng: np.random.Generator) -> Batch:
+    """Return the batch that a transform makes of a batch.
+
+    Raises:
+        RuntimeError: it raised StopIteration, which would be taken for the end of the epoch.
+
+    """
+    try:
+        return transform(batch, rng)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"the transform raised StopIteration in step {batch.step} of epoch {batch.epoch}; pass next() a default, "
+            "or raise another error"
+        ) from error
+
+
 def make_rng(seed: int, *counters: int) -> np.random.Generator:
     """Return the random generator for a seed, which may be negative, and counters such as epoch and position."""
     return np.random.default_rng([seed & _WORD_MASK, *counters])

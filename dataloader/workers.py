@@ -32,9 +32,15 @@ class Workers:
         self._process = 0  # id of the process that started the threads
 
     def map(self, function: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-        """Yield function(item) for each item, in order; an exception is raised in place of its result."""
+        """Yield function(item) for each item, in order; an exception is raised in place of its result.
+
+        Raises:
+            RuntimeError: the function raised StopIteration.
+
+        """
         if not self._num_workers:
-            yield from map(function, items)
+            for item in items:  # not map(): a StopIteration of the function would end it as if there were no more items
+                yield function(item)
             return
         executor = self._threads()
         pending: deque[Future[Out]] = deque()

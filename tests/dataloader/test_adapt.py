@@ -380,3 +380,50 @@ def test_pinning_data_loader_is_balanced_on_a_gpu() -> None:
             batches = list(balancer)
             assert all(batch.id.is_cuda and batch.features.values().is_cuda for batch in batches)
             assert sorted(i for batch in batches for i in _ids(batch.to("cpu"))) == list(range(NUM_SAMPLES))
+
+
+class Stopping(MapStyle):
+    """A dataset that raises StopIteration for one of the samples of rank 1."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return next(iter([])) if self.indices[index] == 23 else super().__getitem__(index)
+
+
+def _stop_early(rank: int, world_size: int, kind: str) -> None:
+    dataset = Stopping(rank, world_size)
+    loader = {"DataLoader": _data_loader, "StatefulDataLoader": _stateful}[kind.split(",")[0]](
+        dataset, num_workers=int(kind.endswith("worker"))
+    )
+    with Balancer(loader, cost=_tokens) as balancer:
+        list(balancer)
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "DataLoader, worker", "StatefulDataLoader"])
+def test_data_loader_that_a_sample_has_ended_is_an_error_on_all_ranks(ranks: RankPool, kind: str) -> None:
+    for failure in ranks.try_run(2, _stop_early, kind):
+        assert isinstance(failure, RankFailure)
+        assert failure.message.startswith("rank 1 failed: the DataLoader ended after 2 of 5 batches; its dataset or ")
+
+
+class EstimatingSampler(SequentialSampler):
+    """Its length is only an estimate."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 10
+
+
+def test_only_lengths_that_are_exact_are_checked() -> None:
+    dataset = MapStyle(0, 1)
+    resumed = _stateful(dataset)
+    resumed.load_state_dict(_state_after(2, _stateful(dataset)))  # not through the Balancer
+    for loader, expected in ((_data_loader(dataset, sampler=EstimatingSampler(dataset)), 43), (resumed, 33)):
+        with Balancer(loader, cost=_tokens) as balancer:
+            assert sum(batch.num_real for batch in balancer) == expected
+            assert sum(batch.num_real for batch in balancer) == 43
+
+
+def _state_after(step: int, loader: Any) -> Any:
+    iterator = iter(loader)
+    for _ in range(step):
+        next(iterator)
+    return loader.state_dict()

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torchdata.nodes import Loader as NodeLoader
 
-from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader, build_stream_loader
 from evenrank.dataloader.loader import Loader
 from evenrank.dataloader.workers import Workers
 from tests.dataloader.batches import ids_of
@@ -115,3 +116,29 @@ def test_the_random_numbers_of_a_transform_do_not_depend_on_the_workers(small_da
         drawn.append([[int(batch.num_candidates[0]) for batch in loader] for _ in range(2)])
     assert drawn[0] == drawn[1] == drawn[2]
     assert len({number for epoch in drawn[0] for number in epoch}) == 2 * len(drawn[0][0])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_function_cannot_end_the_results_early(num_workers: int) -> None:
+    def stop(item: int) -> int:
+        return next(iter([])) if item == 2 else item
+
+    results = Workers(num_workers, ahead=1, persistent=False).map(stop, range(5))
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(results)
+
+
+def _stop_in_step_3(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
+    return next(iter([])) if batch.step == 3 else batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
+def test_transform_cannot_end_an_epoch_early(small_dataset: Path, build: Any, num_workers: int) -> None:
+    config = LoaderConfig(batch_size=8, num_workers=num_workers)
+    loader = build(small_dataset, config, rank=0, world_size=1, transform=_stop_in_step_3)
+    with pytest.raises(RuntimeError, match="the transform raised StopIteration in step 3 of epoch 0; pass next"):
+        list(loader)
+    with pytest.raises(RuntimeError, match="the transform raised StopIteration in step 3 of epoch 1"):
+        list(NodeLoader(loader))
