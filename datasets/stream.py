@@ -12,7 +12,7 @@ Both orders are stateless permutations, so two numbers give the position in a sh
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,9 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
+from evenrank.datasets.file_versions import Version, has_sha256, version_of, versions_of
 from evenrank.datasets.order import derive_seed, permute
-from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, Manifest, parse_manifest
+from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, DataFile, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, unreadable
 
@@ -50,7 +51,11 @@ class StreamConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
-    """A split on any file system that pyarrow supports."""
+    """A split on any file system that pyarrow supports.
+
+    What is read is always of the manifest's dataset: files that have been written since it was opened must have the
+    SHA-256 that the manifest says.
+    """
 
     manifest: Manifest
     """Of the dataset."""
@@ -60,6 +65,8 @@ class StreamSource:
     """Where the dataset is."""
     root: str
     """Path of the dataset in the file system."""
+    versions: dict[str, Version | None] = field(default_factory=dict)
+    """By path, the latest version of each file that is known to be the manifest's; see `file_versions`."""
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +77,7 @@ class StreamSource:
         """Read rows first..end-1 of the split into memory.
 
         Raises:
-            DataError: a file cannot be read, or does not match the manifest.
+            DataError: a file cannot be read, does not match the manifest, or was replaced by another one.
 
         """
         blocks = list(self._read_blocks(first, end))
@@ -99,14 +106,20 @@ class StreamSource:
         file_begin = 0
         for file in self.manifest.splits[self.split].files:
             if file_begin < end and file_begin + file.rows > first:
-                yield from self._read_blocks_of(f"{self.root}/{file.path}", first - file_begin, end - file_begin)
+                yield from self._read_blocks_of(file, first - file_begin, end - file_begin)
             file_begin += file.rows
 
-    def _read_blocks_of(self, path: str, first: int, end: int) -> Iterator[RowBlock]:
+    def _read_blocks_of(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
         """Yield the part of each row group that is within rows first..end-1 of a file."""
+        path = f"{self.root}/{data_file.path}"
         _check_local(self.files, path)
         try:
             with self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
+                if file.metadata.num_rows != data_file.rows:
+                    raise DataError(
+                        f"{path} has {file.metadata.num_rows:,} rows, its manifest says {data_file.rows:,}; preprocess "
+                        "the dataset again"
+                    )
                 group_begin = 0
                 for group in range(file.num_row_groups):
                     count = file.metadata.row_group(group).num_rows
@@ -116,6 +129,22 @@ class StreamSource:
                     group_begin += count
         except (OSError, pa.ArrowException) as error:
             raise unreadable(path, error) from error
+        finally:
+            # Afterwards, so that nothing can be written between the check and reading. A file that was replaced by
+            # another one explains whatever else is wrong.
+            self._check_version(data_file, path)
+
+    def _check_version(self, data_file: DataFile, path: str) -> None:
+        """Check that a file is the one that was there when the dataset was opened, or an equal one."""
+        version = version_of(self.files, path)
+        if version == self.versions.get(path):
+            return
+        if not has_sha256(self.files, path, data_file.sha256):
+            raise DataError(
+                f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one in "
+                "the manifest. Restore it, or open the dataset again"
+            )
+        self.versions[path] = version
 
 
 def _check_local(files: fs.FileSystem, path: str) -> None:
@@ -151,14 +180,25 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
         else:
             files, root = fs.LocalFileSystem(), str(Path(url).absolute())
         root = root.rstrip("/")
-        _check_local(files, f"{root}/{MANIFEST_NAME}")
-        with files.open_input_file(f"{root}/{MANIFEST_NAME}") as file:
-            text = file.read()
+        text = _read_file(files, f"{root}/{MANIFEST_NAME}")
+        while True:
+            manifest = parse_manifest(text, f"{url}/{MANIFEST_NAME}")
+            versions = versions_of(files, (f"{root}/{file.path}" for file in manifest.split(split, url).files))
+            # The dataset may have been replaced in between, so that the files are those of another manifest.
+            latest = _read_file(files, f"{root}/{MANIFEST_NAME}")
+            if latest == text:
+                break
+            text = latest
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{url} is not a readable dataset: {first_line(error)}; check the path or URL") from error
-    manifest = parse_manifest(text, f"{url}/{MANIFEST_NAME}")
-    manifest.split(split, url)
-    return StreamSource(manifest=manifest, split=split, files=files, root=root)
+    return StreamSource(manifest=manifest, split=split, files=files, root=root, versions=versions)
+
+
+def _read_file(files: fs.FileSystem, path: str) -> bytes:
+    _check_local(files, path)
+    with files.open_input_file(path) as file:
+        content: bytes = file.read()
+        return content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -185,7 +185,7 @@ def test_an_error_while_reading_ahead_reaches_the_consumer(small_dataset: Path, 
     (loader,) = _loaders(data, 1, num_workers=2)
     path = data / "train" / "part-00001.parquet"
     path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(DataError, match=r"part-00001.parquet cannot be read as Parquet"):
+    with pytest.raises(DataError, match=r"part-00001.parquet was changed, replaced or deleted"):
         list(loader)
 
 
@@ -234,6 +234,26 @@ def test_an_object_store_gives_the_same_batches_as_a_folder(parts: Path, bucket:
     with pytest.raises(DataError, match="is not a readable dataset") as raised:
         _loaders(bucket.replace("histories/data", "histories/nothing"), 1)
     assert "\n" not in str(raised.value)
+
+
+def test_objects_that_are_overwritten_are_found_unless_they_are_equal(parts: Path, bucket: str) -> None:
+    remote, root = fs.FileSystem.from_uri(bucket)
+    copy = bucket.replace("/data?", "/copy?")
+    path = f"{root.replace('/data', '/copy')}/train/part-00000.parquet"
+    fs.copy_files(
+        root, path.removesuffix("/train/part-00000.parquet"), source_filesystem=remote, destination_filesystem=remote
+    )
+    (loader,) = _loaders(copy, 1)
+    first = _epoch(loader)
+    content = (parts / "train" / "part-00000.parquet").read_bytes()
+    for written in (content, content + b"more"):
+        with remote.open_output_stream(path) as file:
+            file.write(written)
+        if written == content:
+            assert sorted(itertools.chain(*_epoch(loader))) == sorted(itertools.chain(*first))
+        else:
+            with pytest.raises(DataError, match=r"copy/train/part-00000\.parquet was changed, replaced or deleted"):
+                list(loader)
 
 
 def test_each_of_as_many_ranks_may_load_the_state_that_it_saved(parts: Path) -> None:

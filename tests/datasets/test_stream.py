@@ -1,12 +1,19 @@
+import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
+from evenrank.datasets.file_versions import versions_of
 from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream
 from tests.datasets.in_parts import write_in_parts
 
@@ -65,22 +72,103 @@ def test_an_unknown_split_is_named(parts: Path) -> None:
         open_stream(parts, "test")
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "fewer rows"])
-def test_damaged_files_are_named(small_dataset: Path, tmp_path: Path, damage: str) -> None:
-    data = write_in_parts(small_dataset, tmp_path / "data")
-    source = open_stream(data, "train")
-    path = sorted((data / "train").glob("*.parquet"))[1]
+def _damage(path: Path, damage: str) -> None:
+    content = path.read_bytes()
     match damage:
         case "truncated":
-            path.write_bytes(path.read_bytes()[:-50])
+            path.write_bytes(content[:-50])
         case "missing":
             path.unlink()
         case "fewer rows":
             pq.write_table(pq.read_table(path).slice(0, 5), path)
-    message = "has fewer rows than its manifest says" if damage == "fewer rows" else f"{path.name} cannot be read as"
+        case "other values":
+            table = pq.read_table(path)
+            columns = {name: table.column(name) for name in table.column_names}
+            pq.write_table(pa.table({**columns, "user_id": pa.array(range(len(table)))}), path)
+        case "another file of equal size and time":
+            status = path.stat()
+            path.unlink()
+            path.write_bytes(b"PAR1" + bytes(len(content) - 4))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("truncated", "cannot be read as Parquet"),
+        ("missing", "cannot be read as Parquet"),
+        ("fewer rows", "has 5 rows, its manifest says 64; preprocess the dataset again"),
+    ],
+)
+def test_damaged_files_are_named(small_dataset: Path, tmp_path: Path, damage: str, message: str) -> None:
+    data = write_in_parts(small_dataset, tmp_path / "data")
+    path = sorted((data / "train").glob("*.parquet"))[1]
+    _damage(path, damage)
+    source = open_stream(data, "train")
+    with pytest.raises(DataError, match=f"{path.name} {message}") as raised:
+        source.read(0, source.num_rows)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "fewer rows", "other values", "another file of equal size and time"]
+)
+def test_files_that_change_after_they_were_opened_are_named(small_dataset: Path, tmp_path: Path, damage: str) -> None:
+    data = write_in_parts(small_dataset, tmp_path / "data")
+    source = open_stream(data, "train")
+    source.read(0, source.num_rows)
+    path = sorted((data / "train").glob("*.parquet"))[1]
+    _damage(path, damage)
+    message = f"{path.name} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one"
     with pytest.raises(DataError, match=message) as raised:
         source.read(0, source.num_rows)
     assert "\n" not in str(raised.value)
+
+
+def test_files_that_are_written_again_with_the_same_contents_are_read_on(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_in_parts(small_dataset, tmp_path / "data")
+    source = open_stream(data, "train")
+    expected = source.read(0, source.num_rows)
+    shutil.copytree(data, tmp_path / "again")
+    data.rename(tmp_path / "old")
+    (tmp_path / "again").rename(data)
+    assert source.read(0, source.num_rows).rows["user_id"].tolist() == expected.rows["user_id"].tolist()
+    monkeypatch.setattr("evenrank.datasets.stream.has_sha256", None)  # each new file is verified once
+    source.read(0, source.num_rows)
+
+
+def test_stream_never_reads_on_in_another_dataset(small_dataset: Path, tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
+    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+
+    out = tmp_path / "data"
+    shutil.copytree(small_dataset, out)
+    source = open_stream(out, "train")
+    synthetic = SyntheticConfig(num_users=400, lengths=Uniform(low=1, high=6))
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=synthetic))
+    with pytest.raises(DataError, match=r"part-00000\.parquet was changed, replaced or deleted after"):
+        source.read(0, 8)
+    assert len(open_stream(out, "train").read(0, 8)) == 8
+
+
+def test_dataset_that_is_replaced_while_it_is_opened_is_the_new_one(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write_in_parts(small_dataset, tmp_path / "data")
+    new = shutil.copytree(small_dataset, tmp_path / "new")
+
+    def replace_and_list(files: fs.FileSystem, paths: Iterable[str]) -> Any:
+        if new.exists():
+            old.rename(tmp_path / "old")
+            new.rename(old)
+        return versions_of(files, paths)
+
+    monkeypatch.setattr("evenrank.datasets.stream.versions_of", replace_and_list)
+    source = open_stream(old, "train")
+    assert source.manifest == open_store(old).manifest
+    assert len(source.read(0, source.num_rows)) == len(open_store(old))
 
 
 @pytest.mark.parametrize("name", ["num_shards", "buffer_rows", "open_shards"])
