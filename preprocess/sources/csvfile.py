@@ -1,16 +1,19 @@
-"""A raw CSV file as events: parsed fast with types, and parsed again line by line to describe bad rows."""
+"""A raw CSV file as events: parsed fast with types where all rows of a block are good, and strictly elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, EventPart
 from evenrank.preprocess.sources.read_errors import reading
+from evenrank.preprocess.sources.textlines import LINE, NUL_FAULT, TEXT, Block, read_blocks, read_header, scan_blocks
 
 _EXTRA_FIELDS = "fields after the last column"
+_FAULT = "evenrank fault"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,23 +41,36 @@ class CsvEvents:
 
         """
         self._check_header()
-        return EventPart(
-            name=str(self.path), size=self.path.stat().st_size, events=self._scan(), find_bad=self._find_bad
+        no_rows = pl.LazyFrame(schema=self.columns).select(*self.events, self._is_good())
+        events = scan_blocks(
+            self.path, has_header=self.has_header, schema=no_rows.collect_schema(), parse=self._parse_events
         )
+        return EventPart(name=str(self.path), size=self.path.stat().st_size, events=events, find_bad=self._find_bad)
 
     def _check_header(self) -> None:
         expected = self.separator.join(self.columns)
-        with reading(self.path), self.path.open(encoding="utf-8-sig", errors="replace") as file:
-            first_line = file.readline().rstrip("\r\n")
-            first_row = file.readline() if self.has_header else first_line
-        if self.has_header and first_line != expected:
-            raise DataError(
-                f"{self.path} starts with {first_line[:80]!r}, expected {expected!r}; check that it is the right file"
-            )
-        if not first_row:
-            raise DataError(f"{self.path} contains no events; unpack or download it again")
+        with reading(self.path):
+            if self.has_header and (header := read_header(self.path)) != expected:
+                raise DataError(
+                    f"{self.path} starts with {header[:80]!r}, expected {expected!r}; check that it is the right file"
+                )
+            if next(read_blocks(self.path, has_header=self.has_header), None) is None:
+                raise DataError(f"{self.path} contains no events; unpack or download it again")
 
-    def _scan(self) -> pl.LazyFrame:
+    def _is_good(self) -> pl.Expr:
+        return pl.all_horizontal(*self.checks.values()).fill_null(False).alias(IS_GOOD)
+
+    def _parse_events(self, block: Block) -> pl.DataFrame:
+        # Polars' reader does not tell an empty field after the last column from none.
+        if _has_only_numbers(block) and f"{self.separator[0]}\n".encode() not in block.data:
+            events = self._parse_quickly(block)
+            if events.get_column(IS_GOOD).all():
+                return events
+        is_good = pl.col(_FAULT).is_null().alias(IS_GOOD)
+        return self._parse_strictly(block).select(*self.events, is_good)
+
+    def _parse_quickly(self, block: Block) -> pl.DataFrame:
+        """Parse a block with Polars' CSV reader; what it makes of bad rows depends on the rows before them."""
         # A separator of two characters, `::`, is parsed as `:` with an empty column between any two fields. The last
         # column receives a superfluous field.
         num_gaps = len(self.separator) - 1
@@ -65,50 +81,51 @@ class CsvEvents:
             schema[name] = dtype
         schema[_EXTRA_FIELDS] = pl.String
         are_empty = [pl.col(name).is_null() for name in schema if name not in self.columns]
-        return pl.scan_csv(
-            self.path,
+        events = pl.scan_csv(
+            block.data,
             separator=self.separator[0],
             has_header=False,
-            skip_lines=int(self.has_header),
             schema=schema,
             missing_columns="insert",
             ignore_errors=True,  # fields that cannot be parsed become null, and good rows contain no null
             truncate_ragged_lines=True,  # one superfluous field is enough to mark a row as bad
             extra_columns="ignore",
-            glob=False,
             quote_char=None,
-        ).select(*self.events, pl.all_horizontal(*self.checks.values(), *are_empty).fill_null(False).alias(IS_GOOD))
+        )
+        is_good = pl.all_horizontal(self._is_good(), *are_empty).alias(IS_GOOD)
+        return events.select(*self.events, is_good).collect()
 
-    def _find_bad(self, limit: int) -> list[BadRow]:
-        lines = pl.scan_csv(
-            self.path,
-            separator="\0",
-            extra_columns="ignore",
-            glob=False,
-            has_header=False,
-            skip_lines=int(self.has_header),
-            schema={"text": pl.String},
-            encoding="utf8-lossy",
-            quote_char=None,
-            truncate_ragged_lines=True,
-        ).with_row_index("line", offset=1 + int(self.has_header))
-        fields = pl.col("text").str.strip_chars_end("\r").str.split(self.separator)
-        rows = lines.with_columns(fields.list.len().alias("num_fields")).with_columns(
+    def _parse_strictly(self, block: Block) -> pl.DataFrame:
+        """Split each line independently; return LINE, TEXT, _FAULT and all columns of the file."""
+        fields = pl.col(TEXT).str.split(self.separator)
+        rows = block.lines().with_columns(
             fields.list.get(index, null_on_oob=True).cast(dtype, strict=False).alias(name)
             for index, (name, dtype) in enumerate(self.columns.items())
         )
-        reasons = [
-            pl.when(pl.col("num_fields") != len(self.columns)).then(
-                pl.format(f"expected {len(self.columns)} fields, got {{}}", pl.col("num_fields"))
+        num_fields = fields.list.len()
+        faults = [
+            pl.when(pl.col(TEXT).str.contains("\0", literal=True)).then(pl.lit(NUL_FAULT)),
+            pl.when(num_fields != len(self.columns)).then(
+                pl.format(f"expected {len(self.columns)} fields, got {{}}", num_fields)
             ),
             *(pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in self.checks.items()),
         ]
-        first_reason = pl.coalesce(*reasons).alias("reason")
-        bad = rows.select("line", "text", first_reason).filter(pl.col("reason").is_not_null())
-        return [
-            BadRow(line=line, text=(text or "").rstrip("\r"), reason=reason)
-            for line, text, reason in bad.head(limit).collect().iter_rows()
-        ]
+        return rows.with_columns(pl.coalesce(faults).alias(_FAULT))
+
+    def _find_bad(self, limit: int) -> list[BadRow]:
+        bad: list[BadRow] = []
+        for block in read_blocks(self.path, has_header=self.has_header):
+            rows = self._parse_strictly(block).select(LINE, TEXT, _FAULT).drop_nulls(_FAULT).head(limit - len(bad))
+            bad += [BadRow(line=line, text=text, reason=reason) for line, text, reason in rows.iter_rows()]
+            if len(bad) == limit:
+                break
+        return bad
+
+
+def _has_only_numbers(block: Block) -> bool:
+    """Return whether lines consist of digits and the characters from `,` to `:`; Polars' reader trims blanks."""
+    characters = np.frombuffer(block.data, dtype=np.uint8)
+    return bool(((characters - np.uint8(ord(",")) <= ord(":") - ord(",")) | (characters == ord("\n"))).all())
 
 
 def integer_check(name: str) -> dict[str, pl.Expr]:

@@ -16,6 +16,7 @@ from evenrank.preprocess.sources.csvfile import CsvEvents, integer_check
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_text_context
 from evenrank.preprocess.sources.read_errors import reading
+from evenrank.preprocess.sources.textlines import read_lines
 
 # Columns of the log that are 1 if the user did this, else 0, and the values of their bits in the action.
 _FLAGS = {
@@ -110,24 +111,28 @@ def _log(path: Path) -> CsvEvents:
 
 def _read_users(path: Path) -> Context:
     columns = (USER_ID, *_FEATURES)
-    # Ranges such as "(0,10]" are quoted. The csv module reads them reliably, and fast enough for the number of users.
-    with reading(path), path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        lines = csv.reader(file)
-        try:
-            header = next(lines, [])
-            if missing := [name for name in columns if name not in header]:
-                raise DataError(f"{path} lacks column {', '.join(missing)}; unpack or download it again")
-            positions = [header.index(name) for name in columns]
-            rows = []
-            for fields in lines:
-                if len(fields) != len(header) or not re.fullmatch("-?[0-9]{1,18}", fields[positions[0]]):
-                    raise DataError(
-                        f"{path}, line {lines.line_num} ({','.join(fields)[:80]!r}): expected {len(header)} fields "
-                        f"with an integer as user_id; fix or remove the line"
-                    )
-                rows.append([fields[position] for position in positions])
-        except csv.Error as error:
-            raise DataError(f"{path}, line {lines.line_num}: {error}; unpack or download it again") from error
+    with reading(path):
+        lines = ((number, _fields(path, number, line)) for number, line in read_lines(path))
+        _, header = next(lines, (1, []))
+        if missing := [name for name in columns if name not in header]:
+            raise DataError(f"{path} lacks column {', '.join(missing)}; unpack or download it again")
+        positions = [header.index(name) for name in columns]
+        rows = []
+        for number, fields in lines:
+            if len(fields) != len(header) or not re.fullmatch("-?[0-9]{1,18}", fields[positions[0]]):
+                raise DataError(
+                    f"{path}, line {number} ({','.join(fields)[:80]!r}): expected {len(header)} fields with an integer "
+                    "as user_id; fix or remove the line"
+                )
+            rows.append([fields[position] for position in positions])
     if not rows:
         raise DataError(f"{path} contains no users; unpack or download it again")
     return encode_text_context(rows, columns, integer_columns=(USER_ID,))
+
+
+def _fields(path: Path, number: int, line: str) -> list[str]:
+    # Ranges such as "(0,10]" are quoted. A quoted field must end on its line: an unbalanced quote hides no other line.
+    try:
+        return next(csv.reader([line], strict=True), [])
+    except csv.Error as error:
+        raise DataError(f"{path}, line {number}: {error}; unpack or download it again") from error

@@ -12,6 +12,7 @@ from evenrank.preprocess.sources.csvfile import CsvEvents, integer_check
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_text_context
 from evenrank.preprocess.sources.read_errors import reading
+from evenrank.preprocess.sources.textlines import read_lines
 
 _COLUMNS = {"userId": pl.Int64, "movieId": pl.Int64, "rating": pl.Float64, "timestamp": pl.Int64}
 
@@ -63,15 +64,16 @@ def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
 
 
 def _read_users(path: Path) -> Context:
+    rows = []
     with reading(path):
-        lines = path.read_text(encoding="latin-1").splitlines()
-    if not lines:
+        for number, line in read_lines(path):
+            row = line.split("::")
+            if len(row) != len(_USER_FIELDS) or not re.fullmatch(_USER_NUMBERS, "::".join((row[0], row[2], row[3]))):
+                raise DataError(
+                    f"{path}, line {number} ({line[:80]!r}): expected UserID::Gender::Age::Occupation::Zip-code; fix "
+                    "or remove the line"
+                )
+            rows.append(row)
+    if not rows:
         raise DataError(f"{path} contains no users; unpack or download it again")
-    rows = [line.split("::") for line in lines]
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(_USER_FIELDS) or not re.fullmatch(_USER_NUMBERS, "::".join((row[0], row[2], row[3]))):
-            raise DataError(
-                f"{path}, line {number} ({lines[number - 1][:80]!r}): expected "
-                f"UserID::Gender::Age::Occupation::Zip-code; fix or remove the line"
-            )
     return encode_text_context(rows, _USER_FIELDS, integer_columns=(USER_ID, "age_group", "occupation"))

@@ -5,7 +5,6 @@ the line where it starts, so that every line is a row and a malformed line does 
 """
 
 import csv
-import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ import polars as pl
 from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.interactions import BadRow
 from evenrank.preprocess.sources.read_errors import reading
+from evenrank.preprocess.sources.textlines import LINE, NUL_FAULT, TEXT, Block, count_lines, read_header, scan_blocks
 
 _SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
 # Columns that are added to those of the file; the prefix keeps them apart from the file's own names.
 IS_WELL_FORMED = "evenrank is_well_formed"
-_LINE, _TEXT, _FAULT, _FIELDS = (f"evenrank {name}" for name in ("line", "text", "fault", "fields"))
+_FAULT, _FIELDS = "evenrank fault", "evenrank fields"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +48,10 @@ class Table:
         """
         reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
         first_reason = pl.coalesce(_FAULT, *reasons).alias("reason")
+        bad = self.described_rows.select(LINE, TEXT, first_reason).drop_nulls("reason").head(limit)
         with reading(self.path):
-            bad = self.described_rows.select(_LINE, _TEXT, first_reason).drop_nulls("reason").head(limit).collect()
-        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in bad.iter_rows()]
+            rows = bad.collect(engine="streaming")  # which stops at the limit
+        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
 
 
 def open_table(path: Path, names: Sequence[str]) -> Table:
@@ -99,103 +100,120 @@ def _open_parquet(path: Path, names: Sequence[str]) -> Table:
         dtypes={name: schema[name] for name in names},
         num_rows=num_rows,
         rows=rows,
-        described_rows=rows.with_columns(text.alias(_TEXT), pl.lit(None, dtype=pl.String).alias(_FAULT)).with_row_index(
-            _LINE, offset=1
+        described_rows=rows.with_columns(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(_FAULT)).with_row_index(
+            LINE, offset=1
         ),
     )
 
 
 def _open_csv(path: Path, names: Sequence[str], separator: str) -> Table:
-    header = _read_header(path, separator)
+    with reading(path):
+        header = _parse_header(path, separator)
+        num_rows = count_lines(path)
     _check_columns(path, header, names)
-    positions = {name: header.index(name) for name in names}
-    lines = pl.scan_csv(
-        path,
-        separator="\0",
-        has_header=False,
-        skip_lines=1,
-        schema={_TEXT: pl.String},
-        encoding="utf8-lossy",
-        quote_char=None,
-        truncate_ragged_lines=True,
-        extra_columns="ignore",
-        glob=False,
-    ).select(pl.col(_TEXT).str.strip_chars_end("\r"))
-    # Polars' CSV reader is several times faster than regular expressions, but its result for unbalanced quotes depends
-    # on where it splits the file to read it in parallel; it also drops some carriage returns and rejects some doubled
-    # quotes. So it only reads files whose lines are all well-formed and contain none of these.
-    field = f'(?:"[^"]*"|[^"\\r{separator}]*)'
-    with reading(path):
-        num_rows, has_quotes, is_simple = (
-            lines.select(
-                pl.len().alias("rows"),
-                pl.col(_TEXT).str.contains('"', literal=True).any().alias("quotes"),
-                pl.col(_TEXT).str.contains(f"^{field}(?:{separator}{field})*$").all().alias("simple"),
-            )
-            .collect(engine="streaming")
-            .row(0)
-        )
-    described_rows = _parse_lines(lines, positions, len(header), separator)
-    if not is_simple:
-        rows = described_rows.select(*names, pl.col(_FAULT).is_null().alias(IS_WELL_FORMED))
-    else:
-        columns = [f"column {index}" for index in range(len(header) + 1)]
-        native = pl.scan_csv(
-            path,
-            separator=separator,
-            has_header=False,
-            skip_lines=1,
-            schema=dict.fromkeys(columns, pl.String),
-            missing_columns="insert",
-            truncate_ragged_lines=True,
-            extra_columns="ignore",
-            encoding="utf8-lossy",
-            quote_char='"' if has_quotes else None,
-            glob=False,
-        )
-        rows = native.select(
-            *(pl.col(columns[index]).alias(name) for name, index in positions.items()),
-            (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED),
-        )
+    layout = _Layout(
+        separator=separator, num_columns=len(header), positions={name: header.index(name) for name in names}
+    )
     dtypes: dict[str, pl.DataType] = dict.fromkeys(names, pl.String())
-    return Table(path=path, dtypes=dtypes, num_rows=num_rows, rows=rows, described_rows=described_rows)
+    described = {LINE: pl.Int64(), TEXT: pl.String(), _FAULT: pl.String(), **dtypes}
+    return Table(
+        path=path,
+        dtypes=dtypes,
+        num_rows=num_rows,
+        rows=scan_blocks(path, has_header=True, schema={**dtypes, IS_WELL_FORMED: pl.Boolean()}, parse=layout.parse),
+        described_rows=scan_blocks(path, has_header=True, schema=described, parse=layout.parse_strictly),
+    )
 
 
-def _read_header(path: Path, separator: str) -> list[str]:
-    with reading(path):
-        is_compressed = path.suffix.lower() == ".gz"
-        with gzip.open(path) if is_compressed else path.open("rb") as file:
-            line = file.readline().decode("utf-8-sig", errors="replace").rstrip("\r\n")
+def _parse_header(path: Path, separator: str) -> list[str]:
+    line = read_header(path)
     try:
         return next(csv.reader([line], delimiter=separator, strict=True), [])
     except csv.Error as error:
         raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
 
 
-def _parse_lines(lines: pl.LazyFrame, positions: Mapping[str, int], num_columns: int, separator: str) -> pl.LazyFrame:
-    """Split each line into fields independently. Quotes in a field that starts without one are plain characters."""
-    # The pattern for a field includes the separator before it, so that no match is empty: after an empty match, the
-    # next field would not be found. The line therefore gets a separator before its first field.
-    field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
-    text, num_fields = pl.col(_TEXT), pl.col(_FIELDS).list.len()
-    split = lines.with_row_index(_LINE, offset=2).with_columns((separator + text).str.extract_all(field).alias(_FIELDS))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """How the lines of a CSV file are divided into fields."""
 
-    def value(index: int) -> pl.Expr:
-        raw = pl.col(_FIELDS).list.get(index, null_on_oob=True).str.slice(1)
-        inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2).str.replace_all('""', '"', literal=True)
-        return pl.when(raw.str.starts_with('"')).then(inner).otherwise(raw)
+    separator: str
+    num_columns: int
+    """Number of columns of the file."""
+    positions: Mapping[str, int]
+    """Positions of the needed columns among them."""
 
-    fault = (
-        pl.when(text.is_null() | (text == ""))
-        .then(pl.lit("the line is empty"))
-        .when(~(separator + text).str.contains(f"^(?:{field})+$"))
-        .then(
-            pl.lit("a quoted field does not end at a separator or at the end of the line; Parquet can store any text")
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Return the needed columns of a block and IS_WELL_FORMED."""
+        if self._is_simple(block):
+            return self._parse_quickly(block)
+        rows = self.parse_strictly(block)
+        return rows.select(*self.positions, pl.col(_FAULT).is_null().alias(IS_WELL_FORMED))
+
+    def _is_simple(self, block: Block) -> bool:
+        """Return whether Polars' CSV reader divides the lines of a block as `parse_strictly` does.
+
+        It is several times faster than regular expressions. But its result for unbalanced quotes depends on where it
+        splits its input to read it in parallel; it also drops some carriage returns, rejects some doubled quotes, and
+        takes a byte order mark for one wherever its input begins.
+        """
+        data = block.data
+        if b"\0" in data or b"\r" in data or data.startswith(b"\xef\xbb\xbf"):
+            return False
+        if b'"' not in data:
+            return True
+        field = f'(?:"[^"\n]*"|[^"\n{self.separator}]*)'
+        return bool(pl.Series([data.decode()]).str.contains(f"^(?:{field}(?:{self.separator}{field})*\n)*$").item())
+
+    def _parse_quickly(self, block: Block) -> pl.DataFrame:
+        columns = [f"column {index}" for index in range(self.num_columns + 1)]
+        native = pl.scan_csv(
+            # The empty first line, which is skipped, keeps the reader from taking the first bytes for those of a
+            # compressed file.
+            b"\n" + block.data,
+            separator=self.separator,
+            has_header=False,
+            skip_lines=1,
+            schema=dict.fromkeys(columns, pl.String),
+            missing_columns="insert",
+            truncate_ragged_lines=True,
+            extra_columns="ignore",
+            quote_char='"' if b'"' in block.data else None,
         )
-        .when((value(num_columns).fill_null("") != "") | (num_fields <= max(positions.values())))
-        .then(pl.format(f"expected {num_columns} fields, got {{}}", num_fields))
-        .otherwise(None)
-    )
-    return split.select(
-        _LINE, _TEXT, fault.alias(_FAULT), *(value(index).alias(name) for name, index in positions.items())
-    )
+        values = (pl.col(columns[index]).alias(name) for name, index in self.positions.items())
+        return native.select(*values, (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED)).collect()
+
+    def parse_strictly(self, block: Block) -> pl.DataFrame:
+        """Divide each line into fields independently; return LINE, TEXT, _FAULT and the needed columns.
+
+        Quotes in a field that starts without one are plain characters.
+        """
+        # The pattern for a field includes the separator before it, so that no match is empty: after an empty match, the
+        # next field would not be found. The line therefore gets a separator before its first field.
+        separator = self.separator
+        field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
+        text, num_fields = pl.col(TEXT), pl.col(_FIELDS).list.len()
+
+        def value(index: int) -> pl.Expr:
+            raw = pl.col(_FIELDS).list.get(index, null_on_oob=True).str.slice(1)
+            inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2).str.replace_all('""', '"', literal=True)
+            return pl.when(raw.str.starts_with('"')).then(inner).otherwise(raw)
+
+        fault = (
+            pl.when(text == "")
+            .then(pl.lit("the line is empty"))
+            .when(text.str.contains("\0", literal=True))
+            .then(pl.lit(NUL_FAULT))
+            .when(~(separator + text).str.contains(f"^(?:{field})+$"))
+            .then(
+                pl.lit(
+                    "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
+                )
+            )
+            .when((value(self.num_columns).fill_null("") != "") | (num_fields <= max(self.positions.values())))
+            .then(pl.format(f"expected {self.num_columns} fields, got {{}}", num_fields))
+            .otherwise(None)
+        )
+        fields = block.lines().with_columns((separator + text).str.extract_all(field).alias(_FIELDS))
+        values = (value(index).alias(name) for name, index in self.positions.items())
+        return fields.select(LINE, TEXT, fault.alias(_FAULT), *values)

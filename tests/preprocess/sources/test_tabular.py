@@ -260,7 +260,25 @@ def test_a_first_line_with_superfluous_fields(tmp_path: Path) -> None:
 
 def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
     rng = random.Random(7)
-    tokens = ["1", "1", "a", '"', '""', ",", ",", ",", "\n", "\n", "1,2,3\n", '"1","2",3\n', " ", "\r", "é"]
+    tokens = [
+        "1",
+        "1",
+        "a",
+        '"',
+        '""',
+        ",",
+        ",",
+        ",",
+        "\n",
+        "\n",
+        "1,2,3\n",
+        '"1","2",3\n',
+        " ",
+        "\r",
+        "é",
+        "\0",
+        "\ufeff",
+    ]
     for _ in range(200):
         text = "user,item,time\n" + "".join(rng.choices(tokens, k=rng.randrange(1, 30)))
         if text.count("\n") > 1:
@@ -371,7 +389,7 @@ MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line
         (
             "log.csv.gz",
             gzip.compress(MANY_LINES)[:-50],
-            "cannot be read: unexpected end of file; check that the file is complete",
+            "cannot be read: Compressed file ended before the end-of-stream marker was reached; check that the file ",
         ),
         ("log.csv.gz", gzip.compress(MANY_LINES)[:20], "cannot be read: "),
         ("log.parquet", ONE, "has no column"),

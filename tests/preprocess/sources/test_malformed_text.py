@@ -1,0 +1,191 @@
+"""The quick and the strict reading of text files against readers that do the obvious, on random malformed files."""
+
+import gzip
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from evenrank.core.errors import DataError
+from evenrank.preprocess.sources import textlines
+from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
+from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart
+from evenrank.preprocess.sources.kuairand import read_kuairand
+from evenrank.preprocess.sources.movielens import read_movielens
+from evenrank.preprocess.sources.tablefile import IS_WELL_FORMED, open_table
+from tests.preprocess.sources.plain_readers import kuairand_row, movielens_row, quoted_fields, read_lines
+from tests.preprocess.sources.test_kuairand import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, write
+
+NASTY = [b"\0", b"\r", b"\n", b"\r\n", b'"', b'""', b",", b":", b"::", b"\t", b" ", b"\xef\xbb\xbf", b"\xff", b"\xc3"]
+NASTY += ["é".encode(), "\u2028".encode(), "\x85".encode(), b"\f", b"\v", b"\x1c", b"\x1f\x8b", b"-", b"+", b".", b"'"]
+NASTY += [b"0", b"1", b"1e0", b"9" * 19, b'"a""b"', b'\n"', b'"\n', b'a\0"', b"\\", b"#", b"\x1b", b"null", b"NaN"]
+
+
+def _malformed(rng: random.Random, header: bytes, good: list[bytes]) -> bytes:
+    """Return a file with a header, whose lines are good ones with nasty bytes in random places."""
+    lines = []
+    is_clean = rng.random() < 0.3  # so that some files are read quickly from end to end
+    good = [*good, *good, rng.choice(good) + rng.choice([b",", b"\t", b":"]), b"\xef\xbb\xbf" + rng.choice(good)]
+    for line in rng.choices(good, k=rng.randrange(1, 8)):
+        if is_clean or rng.random() < 0.5:
+            lines.append(line)
+            continue
+        damaged = line
+        for _ in range(rng.randrange(1, 4)):
+            begin = rng.randrange(len(damaged) + 1)
+            end = min(len(damaged), begin + rng.choice([0, 0, 1, 3]))
+            damaged = damaged[:begin] + rng.choice(NASTY) + damaged[end:]
+        lines.append(damaged)
+    line_end = rng.choice([b"\n", b"\n", b"\r\n", b"\r\r\n"])
+    body = line_end.join(lines) + rng.choice([line_end, line_end, b"", b"\r"])
+    if rng.random() < 0.005:
+        body = (body + b"\n") * 2000  # large enough for Polars to read it in parallel
+    return rng.choice([b"", b"\xef\xbb\xbf"]) * bool(header) + header + body
+
+
+def _in_small_blocks(rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(textlines, "_BLOCK_BYTES", rng.choice([rng.randrange(size // 4 + 1, size + 1), 1 << 24]))
+
+
+def _check_table(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    separator, suffix = rng.choice([(",", "csv"), (",", "csv.gz"), ("\t", "tsv")])
+    fields = [[b"1", b"2", b'"a,b\t"', b"3"], [b"x", b"", b"5", b""], [b'"q""r"', b"y", b"", b"7", b""], [b"1", b"2"]]
+    good = [separator.encode().join(line) for line in fields]
+    header = separator.encode().join([b"user", b"item", b'"no""te"', b"time"]) + rng.choice([b"\n", b"\r\n"])
+    content = _malformed(rng, header, good)
+    path = folder / f"log.{suffix}"
+    half = rng.randrange(len(content))
+    path.write_bytes(
+        gzip.compress(content[:half], 1) + gzip.compress(content[half:], 1) if suffix == "csv.gz" else content
+    )
+    _in_small_blocks(rng, monkeypatch, len(content))
+    table = open_table(path, ("user", "time"))
+    expected = []
+    for number, line in list(read_lines(content))[1:]:
+        row = quoted_fields(line, separator)
+        is_bad = row is None or len(row) < 4 or any(row[4:5])
+        expected.append((number, line, None if row is None or is_bad else (row[0], row[3])))
+    described = table.described_rows.collect()
+    strict = [(line, text, None if fault else values) for line, text, fault, *values in described.iter_rows()]
+    assert [(line, text, values and tuple(values)) for line, text, values in strict] == expected, content
+    # Of a row that is too short, the quick reading says so by a null; both are bad rows where it matters.
+    rows = table.rows.collect().rows()
+    quick = [(user or "", time or "") if is_well_formed else None for user, time, is_well_formed in rows]
+    complete = [values if values and all(values) else None for _, _, values in expected]
+    assert [values if values and all(values) else None for values in quick] == complete, content
+    assert table.num_rows == len(expected) == len(quick)
+
+
+def _check_part(part: EventPart, expected: Sequence[tuple[int, str, tuple[int, ...] | None]], content: bytes) -> None:
+    rows = part.events.collect()
+    is_good = rows.get_column(IS_GOOD).to_list()
+    assert is_good == [values is not None for *_, values in expected], content
+    assert rows.filter(IS_GOOD).drop(IS_GOOD).rows() == [values for *_, values in expected if values], content
+    bad = [(row.line, row.text) for row in part.find_bad(1 << 30)]
+    assert bad == [(number, text) for number, text, values in expected if values is None], content
+
+
+def _check_movielens(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = CATALOG[rng.choice(["ml-1m", "ml-20m"])]
+    assert isinstance(dataset, MovieLensDataset)
+    separator = dataset.separator.encode()
+    good = [separator.join(row) for row in ([b"1", b"2", b"3", b"4"], [b"-5", b"0", b"1.0", b"253402300799"])]
+    header = b"userId,movieId,rating,timestamp\n" if dataset.has_header else b""
+    content = _malformed(rng, header, good)
+    write(folder, {"users.dat": ("1::F::1::10::48067",)})
+    (folder / dataset.ratings).write_bytes(content)
+    _in_small_blocks(rng, monkeypatch, len(content))
+    lines = list(read_lines(content))[len(header) > 0 :]
+    expected = [
+        (number, line, movielens_row(line, dataset.separator, dataset.ratings_per_star)) for number, line in lines
+    ]
+    _check_part(read_movielens(dataset, folder).parts[0], expected, content)
+
+
+def _check_kuairand(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = _malformed(rng, LOG_HEADER.encode() + b"\n", [GOOD.encode(), GOOD.replace(",0,", ",1,").encode()])
+    first, second = PURE.logs
+    write(folder, {second: (LOG_HEADER, GOOD), PURE.users: (USERS_HEADER, *USERS)})
+    (folder / first).write_bytes(content)
+    _in_small_blocks(rng, monkeypatch, len(content))
+    expected = [(number, line, kuairand_row(line)) for number, line in list(read_lines(content))[1:]]
+    _check_part(read_kuairand(PURE, folder).parts[0], expected, content)
+
+
+def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes(b'user,time\n1,2\na\0",3\n4,"5\n6,7\n')
+    table = open_table(path, ("user", "time"))
+    assert table.rows.collect().get_column(IS_WELL_FORMED).to_list() == [True, False, False, True]
+    assert [(row.line, row.text, row.reason) for row in table.find_bad({"": pl.lit(True)}, 1)] == [
+        (3, 'a\0",3', "the line contains a NUL byte; the file is damaged there")
+    ]
+
+
+def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(textlines, "_MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(textlines, "_BLOCK_BYTES", 1 << 20)
+    path = tmp_path / "log.csv"
+    for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
+        path.write_bytes(content)
+        with pytest.raises(
+            DataError, match=rf"log\.csv, line {line} is longer than 1 MiB; check that it is a text fil"
+        ):
+            open_table(path, ("a", "b"))
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "users.dat")
+    with pytest.raises(DataError, match=r"users\.dat is not a regular file; check the path"):
+        list(textlines.read_lines(tmp_path / "users.dat"))
+
+
+def test_a_carriage_return_does_not_end_a_header(tmp_path: Path) -> None:
+    (tmp_path / "ratings.csv").write_bytes(b"userId,movieId,rating,timestamp\r1,2,3,4\n5,6,1,8\n")
+    dataset = CATALOG["ml-20m"]
+    assert isinstance(dataset, MovieLensDataset)
+    with pytest.raises(DataError, match=r"ratings\.csv starts with .*, expected 'userId,"):
+        read_movielens(dataset, tmp_path)
+
+
+def test_no_line_of_the_users_features_is_hidden_or_divided(tmp_path: Path) -> None:
+    users = tmp_path / "users.dat"
+    write(tmp_path, {"ratings.dat": ("1::2::3::4",)})
+    users.write_bytes("1::F::1::10::\u2028\x85\x0c48067\n2::M::1::1::1\n".encode())
+    dataset = CATALOG["ml-1m"]
+    assert isinstance(dataset, MovieLensDataset)
+    context = read_movielens(dataset, tmp_path).context
+    assert context is not None
+    assert context.labels["zip_code"] == (None, "1", "\u2028\x85\x0c48067")
+    users.write_bytes(b"1::F::1::10::\0\n")
+    with pytest.raises(DataError, match=r"users\.dat, line 1 \('1::F::1::10::.x00'\): the line contains a NUL byte"):
+        read_movielens(dataset, tmp_path)
+    # Read as one row, the two lines would have the right number of fields.
+    lines = ('1,high,0,0,0,5,"(0,10]",0,0,0,0,1,"a,' + "," * 16, '2",' + "," * 16)
+    write(tmp_path, {PURE.logs[0]: (LOG_HEADER, GOOD), PURE.logs[1]: (LOG_HEADER, GOOD)})
+    write(tmp_path, {PURE.users: (USERS_HEADER, *lines)})
+    with pytest.raises(DataError, match=r"user_features_pure\.csv, line 2: unexpected end of data"):
+        read_kuairand(PURE, tmp_path)
+
+
+CHECKS = {"table": (_check_table, 14), "movielens": (_check_movielens, 3), "kuairand": (_check_kuairand, 3)}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_quick_and_strict_reading_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    check, share = CHECKS[name]
+    for seed in range(100 * share):
+        check(random.Random(seed), tmp_path, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHECKS)
+def test_quick_and_strict_reading_agree_on_very_many_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    check, share = CHECKS[name]
+    for seed in range(100 * share, 10_100 * share):
+        check(random.Random(seed), tmp_path, monkeypatch)
