@@ -147,7 +147,11 @@ def _open_source(text: str, split: str, max_history_length: int) -> "LengthSourc
 def _make_cost(path: Path | None, hidden: int, heads: int, layers: int) -> "Cost":
     from evenrank.dataloader.balance.measured_cost import MeasuredCost
 
-    return hstu_cost(hidden=hidden, heads=heads, layers=layers) if path is None else MeasuredCost.load(path)
+    if path is None:
+        return hstu_cost(hidden=hidden, heads=heads, layers=layers)
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise ConfigError(f"--cost {path} is not a regular file; give one that MeasuredCost.save wrote")
+    return MeasuredCost.load(path)
 
 
 def _new_table() -> "Table":

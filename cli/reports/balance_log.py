@@ -1,17 +1,14 @@
 """Read and summarize the log that `JsonLines` writes. Needs no torch: logs are read on machines without GPUs too."""
 
-import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.metrics import LogRecord, log_key
+from evenrank.dataloader.balance.log_format import parse_record
+from evenrank.dataloader.balance.metrics import LogRecord
 
 
 def read_json_lines(path: Path) -> list[LogRecord]:
@@ -24,6 +21,8 @@ def read_json_lines(path: Path) -> list[LogRecord]:
         DataError: there is no such file, or a line is not a record. Unknown fields are ignored.
 
     """
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise DataError(f"{path} is not a regular file; give a file that on_step=JsonLines(FILE) wrote")
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -37,12 +36,12 @@ def read_json_lines(path: Path) -> list[LogRecord]:
     return records
 
 
-def cumulative_steps(records: Sequence[LogRecord]) -> NDArray[np.int64]:
-    """Return how many steps of the job had been logged at each record: int64 [records], ascending.
+def cumulative_steps(records: Sequence[LogRecord]) -> NDArray[np.float64]:
+    """Return how many steps of the job had been logged at each record: float64 [records], ascending.
 
     Each writer counts from 1, so where a job was resumed its steps are added to those before.
     """
-    seen = np.array([record.seen for record in records], dtype=np.int64)
+    seen = column(records, "seen")
     resumed = np.flatnonzero(np.diff(seen) <= 0) + 1
     offsets = np.zeros_like(seen)
     offsets[resumed] = seen[resumed - 1]
@@ -63,44 +62,8 @@ def typical_record(records: Sequence[LogRecord]) -> LogRecord:
 def _record(line: bytes, where: str) -> LogRecord:
     """Parse a line; `where` names it in the error message."""
     try:
-        entry = _parse_json(line)
-        if not isinstance(entry, dict):
-            raise ValueError("it is not an object")
-        values = {field.name: _value(entry, field) for field in dataclasses.fields(LogRecord)}
-        if values["steps"] < 1:
-            raise ValueError("'steps' is below 1")
-        if len(values["before"]) != len(values["after"]):
-            raise ValueError("'before' and 'after' differ in length")
+        return parse_record(line)
     except ValueError as error:
         raise DataError(
             f"{where} is not a record of balancing metrics: {error}; give a file that on_step=JsonLines(FILE) wrote"
         ) from error
-    return LogRecord(**values)
-
-
-def _parse_json(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:  # json would call every line "line 1"
-        raise ValueError("it is not JSON") from error
-
-
-def _value(entry: dict[str, Any], field: "dataclasses.Field[Any]") -> Any:
-    key = log_key(field)
-    if key not in entry:
-        raise ValueError(f"{key!r} is missing")
-    value = entry[key]
-    if field.type is int:
-        is_valid = _is_count(value)
-    elif field.type is float:
-        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
-    else:
-        is_valid = isinstance(value, list) and len(value) > 0 and all(_is_count(load) for load in value)
-        value = np.array(value, dtype=np.int64) if is_valid else value
-    if not is_valid:
-        raise ValueError(f"{key!r} is {json.dumps(value)[:40]}")
-    return value
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63

@@ -43,12 +43,12 @@ def records_per_point(num_records: int) -> int:
     return -(-num_records // MAX_POINTS)
 
 
-def downsample(steps: NDArray[np.int64], values: NDArray[np.float64]) -> Curve:
+def downsample(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve:
     """Make one point of every `records_per_point` records; the last may stand for fewer."""
     starts = np.arange(0, len(values), records_per_point(len(values)))
     counts = np.diff([*starts, len(values)])
     return Curve(
-        steps=steps[starts + counts - 1].astype(np.float64),
+        steps=steps[starts + counts - 1],
         mean=np.add.reduceat(values, starts) / counts,
         minimum=np.minimum.reduceat(values, starts),
         maximum=np.maximum.reduceat(values, starts),

@@ -24,10 +24,11 @@ from types import TracebackType
 from typing import Self
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.balance.log_format import is_beginning_of_record, parse_record
 from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, shown_fields, summarize
 
-_LINE_START = b'{"epoch": '
 _BLOCK = 1 << 16  # bytes
+_MAX_LINE = 1 << 26  # bytes, far more than a record of a million ranks has
 
 
 class _Writer(ABC):
@@ -173,34 +174,51 @@ class TensorBoard(_Writer):
 def _remove_incomplete_line(file: FileIO, path: Path) -> None:
     """Truncate an incomplete last line, so that the next record starts on a line of its own.
 
+    The first and the last complete line must be records, and an incomplete one the beginning of a record; the lines
+    between them are not read, because logs can be large.
+
     Raises:
         DataError: the file is not a log; it is left unchanged.
 
     """
-    file.seek(0)
-    beginning = file.read(len(_LINE_START))
-    end = start = file.seek(0, os.SEEK_END)
-    last_lines = b""
-    while start > 0 and b"\n" not in last_lines:
-        size = min(_BLOCK, start)
-        start = file.seek(start - size)
-        last_lines = file.read(size) + last_lines
-    incomplete = last_lines[last_lines.rfind(b"\n") + 1 :]
-    for text in (beginning, incomplete[: len(_LINE_START)]):
-        if not _LINE_START.startswith(text):
-            raise DataError(f"{path} exists and is not a log of balancing metrics; choose another file")
-    if incomplete.endswith(b"}") and _is_json(incomplete):  # only the newline is missing
+    end = file.seek(0, os.SEEK_END)
+    *complete, incomplete = _last_lines(file, end)
+    if incomplete.endswith(b"}"):  # only the newline is missing
+        complete.append(incomplete)
+    elif not is_beginning_of_record(incomplete):
+        raise _not_a_log(path)
+    for line in {_first_line(file), *complete[-1:]} if complete else ():
+        try:
+            parse_record(line)
+        except ValueError as error:
+            raise _not_a_log(path) from error
+    if incomplete.endswith(b"}"):
         file.write(b"\n")
     else:
         file.truncate(end - len(incomplete))
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+def _first_line(file: FileIO) -> bytes:
+    """Return the first line without its newline, or its first bytes if it is too long for a record."""
+    file.seek(0)
+    line = b""
+    while b"\n" not in line and len(line) < _MAX_LINE and (block := file.read(_BLOCK)):
+        line += block
+    return line.partition(b"\n")[0]
+
+
+def _last_lines(file: FileIO, end: int) -> list[bytes]:
+    """Return the last complete line, if there is one, and what follows it; if they are too long, only their ends."""
+    start, text = end, b""
+    while start > 0 and text.count(b"\n") < 2 and len(text) < 2 * _MAX_LINE:
+        size = min(max(_BLOCK, len(text)), start)  # doubling, so that the time is linear
+        start = file.seek(start - size)
+        text = file.read(size) + text
+    return text.split(b"\n")[-2:]
+
+
+def _not_a_log(path: Path) -> DataError:
+    return DataError(f"{path} exists and is not a log of balancing metrics; choose another file")
 
 
 def _reason(error: OSError) -> str:

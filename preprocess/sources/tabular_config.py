@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
 from evenrank.datasets.schema import check_names
 
@@ -67,8 +67,8 @@ def read_toml(path: Path) -> TabularConfig:
     with open_regular(path) as file:
         try:
             raw = tomllib.load(file)
-        except ValueError as error:
-            raise DataError(f"{path} is not valid TOML ({error}); fix it") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not valid TOML ({first_line(error)}); fix it") from error
     known = {field.name: field.default is MISSING for field in fields(TabularConfig)}
     if unknown := sorted(raw.keys() - known):
         raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")

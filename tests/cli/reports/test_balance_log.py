@@ -99,7 +99,7 @@ def test_a_bad_value_is_named_with_its_line(tmp_path: Path, change: dict[str, ob
         (b"\xff\xfe", "it is not JSON"),
         (b"[" * 100_000, "it is not JSON"),
         (b"[1]", "it is not an object"),
-        (b"{}", "'steps' is missing"),
+        (b"{}", "'epoch' is missing"),
     ],
 )
 def test_a_line_that_is_not_a_record_is_named_with_its_number(tmp_path: Path, line: bytes, reason: str) -> None:

@@ -28,7 +28,7 @@ def _page(tmp_path: Path, *steps: StepMetrics, name: str = "log.jsonl") -> str:
 
 def test_a_point_stands_for_consecutive_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance_plots, "MAX_POINTS", 3)
-    curve = balance_plots.downsample(np.array([10, 20, 30, 40, 50, 60, 70]), np.array([1.0, 2, 6, 5, 3, 4, 8]))
+    curve = balance_plots.downsample(np.array([10.0, 20, 30, 40, 50, 60, 70]), np.array([1.0, 2, 6, 5, 3, 4, 8]))
     assert balance_plots.records_per_point(7) == 3
     assert curve.steps.tolist() == [30, 60, 70]
     assert curve.mean.tolist() == [3, 4, 8]
@@ -148,7 +148,7 @@ def test_the_command_prints_a_table_and_then_the_path_of_the_page(tmp_path: Path
     [
         (["nowhere.jsonl"], "error: nowhere.jsonl cannot be read: No such file or directory; give a file that "),
         (["empty.jsonl"], "error: empty.jsonl has no record yet; the job writes one after every `every` steps"),
-        (["bad.jsonl"], "error: bad.jsonl, line 1 is not a record of balancing metrics: 'steps' is missing; give"),
+        (["bad.jsonl"], "error: bad.jsonl, line 1 is not a record of balancing metrics: 'step' is missing; give"),
         (["run.jsonl", "--html", "run.jsonl"], "error: run.jsonl is the log, which the page would replace; choose"),
         (["run.jsonl", "--html", "."], "error: . is a folder; --html needs the name of a file"),
         (["run.jsonl", "--html", "run.jsonl/x.html"], "error: run.jsonl/x.html could not be written: "),

@@ -16,7 +16,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import writers
-from evenrank.dataloader.balance.metrics import StepMetrics, shown_fields
+from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, shown_fields
 from evenrank.dataloader.balance.writers import JsonLines, TensorBoard
 
 
@@ -151,8 +151,39 @@ def test_a_log_is_continued_after_its_last_complete_line(
         assert path.read_bytes().startswith(text[: ends[complete]])
 
 
-@pytest.mark.parametrize("text", ["notes", "notes\n", '{"loss": 1}\n', '{"epoch": 0}\nnotes', "\n", "\0\1"])
-def test_a_file_that_is_not_a_log_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+RECORD = json.dumps(LogRecord.of(STEPS[:1], seen=1).to_json())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "notes",
+        "notes\n",
+        '{"loss": 1}\n',
+        '{"epoch": 0}\nnotes',
+        "\n",
+        "\0\1",
+        '{"epoch": 0, "loss": 1}\n{"epoch": 1, "loss": 0.5}\n',
+        '{"epoch": 0, "loss": 1',
+        '{"epoch": 0, "step": 1, "loss": 1',
+        '{"epoch": 0, "step": "a',
+        '{"epoch": {"of": 1, "step": 2',
+        f"{RECORD}\n\n",
+        f"{RECORD}\n[1]\n",
+        f"{RECORD}\nnotes",
+        f'{RECORD}\n{{"epoch": 1, "xt"',
+        f'{RECORD}\n{{"epoch": 1}}',
+        f"notes\n{RECORD}\n",
+        f"notes\n{RECORD}",
+        f'{RECORD[:-1]}, "more',
+        "[" * 100_000 + "\n",
+        '{"epoch": ' + "9" * 5000 + "\n",
+    ],
+)
+def test_a_file_that_is_not_a_log_is_refused_and_kept(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "_MAX_LINE", 1 << 15)
     path = tmp_path / "log.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=r"log\.jsonl exists and is not a log of balancing metrics; choose another"):
