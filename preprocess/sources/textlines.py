@@ -16,6 +16,7 @@ import polars as pl
 from polars.io.plugins import register_io_source
 
 from evenrank.core.errors import DataError
+from evenrank.core.files import check_regular
 
 # Columns of the frames of lines; the prefix keeps them apart from the columns of files.
 LINE, TEXT = "evenrank line", "evenrank text"
@@ -145,8 +146,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _open(path: Path) -> gzip.GzipFile | BufferedReader:
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise DataError(f"{path} is not a regular file; check the path")
+    check_regular(path)
     return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
 
 

@@ -130,7 +130,7 @@ def all_gather_objects(gather: MetadataAllGather, value: Any) -> list[Any]:
 
 
 def _all_gather(message: NDArray[np.uint8], group: FailFastGroup) -> NDArray[np.uint8]:
-    messages = torch.empty((group.world_size, len(message)), dtype=torch.uint8)
+    messages = torch.empty((group.world_size, len(message)), dtype=torch.uint8, device="cpu")
     # Copied because torch warns of arrays that are not writable, such as those of a pickle.
     group.all_gather(list(messages), torch.from_numpy(message.copy()))
     gathered: NDArray[np.uint8] = messages.numpy()

@@ -211,7 +211,9 @@ def lay_out_output(plan: Plan) -> OutputLayout:
         section = plan.sections[indices[0]]
         spec = specs[section.field]
         if section.key is None and plan.num_real < plan.num_rows:
-            padding = torch.full((plan.num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype)
+            padding = torch.full(
+                (plan.num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu"
+            )
             host_data.add(as_bytes(padding).numpy(), end=start + size)
         views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, plan.num_rows)
     jagged: dict[str, JaggedTensorView] = {}
@@ -295,7 +297,7 @@ def _jagged_view(
 ) -> JaggedTensorView:
     assert spec.keys is not None
     assert spec.lengths_dtype is not None
-    dtype = torch.empty(0, dtype=spec.lengths_dtype).numpy().dtype
+    dtype = torch.empty(0, dtype=spec.lengths_dtype, device="cpu").numpy().dtype
     flat = lengths.reshape(-1)
     lengths_view, offsets_view = (
         TensorView.at_byte(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))

@@ -139,7 +139,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "users.dat")
-    with pytest.raises(DataError, match=r"users\.dat is not a regular file; check the path"):
+    with pytest.raises(DataError, match=r"users\.dat is a named pipe, not a regular file"):
         list(textlines.read_lines(tmp_path / "users.dat"))
 
 

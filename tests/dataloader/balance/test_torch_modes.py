@@ -1,0 +1,71 @@
+"""Global modes of PyTorch around a Balancer change nothing: neither the batches, nor what can be done with them."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from evenrank.dataloader import LoaderConfig, RandomBatches
+from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.batch_schema import schema_of
+from tests.dataloader.balance.costs import one_per_sample
+from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.rich_batch import rich_batch, samples_of
+from tests.ranks import RankPool
+
+CONFIG = LoaderConfig(batch_size=6, max_history_length=50)
+
+
+@contextlib.contextmanager
+def _set(setter: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "none": contextlib.nullcontext,
+    "default device": lambda: torch.device("meta"),
+    "default dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
+    "inference mode": torch.inference_mode,
+    "no gradients": lambda: torch.set_grad_enabled(False),
+    "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
+}
+
+
+def _train(rank: int, world_size: int, mode: str, exchange: str) -> list[Any]:
+    """Return the samples of two epochs and the gradients of an embedding table; create all but the model and the batches of one loader in the mode.
+
+    One rank has fewer batches, so that empty ones are made, and batches are padded.
+    """
+    trained: list[Any] = []
+    table = torch.nn.Embedding(97, 2)
+    torch.nn.init.ones_(table.weight)
+    rich = [rich_batch([[(1, 2), (3, 4)]] * (2 + rank), first_id=10 * rank)] * 2
+    with MODES[mode]():
+        loader = list(RandomBatches(CONFIG, num_batches=3 - rank, rank=rank, world_size=world_size))
+        with (
+            Balancer(loader, cost=one_per_sample, exchange=exchange) as balancer,
+            Balancer(rich, cost=one_per_sample, exchange=exchange, batch_size=5) as rich_balancer,
+        ):
+            for batch in (*balancer, *balancer):
+                trained.append((ids_of(batch), rows_of(batch.features, "item_id"), str(batch.features.device())))
+                with torch.inference_mode(False), torch.enable_grad():
+                    (table(batch.features["item_id"].values() % 97) * batch.num_real).sum().backward()
+            for batch in rich_balancer:
+                trained.append((samples_of(batch), batch.matrix.tolist(), schema_of(batch)))
+                with torch.inference_mode(False):
+                    batch.ids.add_(1)  # which tensors of the inference mode do not allow
+    assert table.weight.grad is not None
+    return [*trained, table.weight.grad.tolist()]
+
+
+@pytest.mark.parametrize("exchange", ["all-to-all", "all-gather"])
+def test_modes_of_pytorch_change_nothing(ranks: RankPool, exchange: str) -> None:
+    expected = ranks.run(2, _train, "none", exchange)
+    for mode in MODES:
+        assert ranks.run(2, _train, mode, exchange) == expected, mode
