@@ -38,7 +38,7 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 
 def _train(rank: int, world_size: int, mode: str, exchange: str) -> list[Any]:
-    """Return the samples of two epochs and the gradients of an embedding table; create all but the model and the batches of one loader in the mode.
+    """Return the samples of two epochs, and the gradients of an embedding table.
 
     One rank has fewer batches, so that empty ones are made, and batches are padded.
     """
