@@ -37,20 +37,23 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-def _train(rank: int, world_size: int, mode: str, exchange: str) -> list[Any]:
+def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) -> list[Any]:
     """Return the samples of two epochs, and the gradients of an embedding table.
 
     One rank has fewer batches, so that empty ones are made, and batches are padded.
     """
     trained: list[Any] = []
-    table = torch.nn.Embedding(97, 2)
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    table = torch.nn.Embedding(97, 2, device=device)
     torch.nn.init.ones_(table.weight)
     rich = [rich_batch([[(1, 2), (3, 4)]] * (2 + rank), first_id=10 * rank)] * 2
     with MODES[mode]():
         loader = list(RandomBatches(CONFIG, num_batches=3 - rank, rank=rank, world_size=world_size))
         with (
-            Balancer(loader, cost=one_per_sample, exchange=exchange) as balancer,
-            Balancer(rich, cost=one_per_sample, exchange=exchange, batch_size=5) as rich_balancer,
+            Balancer(loader, cost=one_per_sample, exchange=exchange, device=device) as balancer,
+            Balancer(rich, cost=one_per_sample, exchange=exchange, device=device, batch_size=5) as rich_balancer,
         ):
             for batch in (*balancer, *balancer):
                 trained.append((ids_of(batch), rows_of(batch.features, "item_id"), str(batch.features.device())))
@@ -66,6 +69,13 @@ def _train(rank: int, world_size: int, mode: str, exchange: str) -> list[Any]:
 
 @pytest.mark.parametrize("exchange", ["all-to-all", "all-gather"])
 def test_modes_of_pytorch_change_nothing(ranks: RankPool, exchange: str) -> None:
-    expected = ranks.run(2, _train, "none", exchange)
+    expected = ranks.run(2, _train, "none", exchange, False)
     for mode in MODES:
-        assert ranks.run(2, _train, mode, exchange) == expected, mode
+        assert ranks.run(2, _train, mode, exchange, False) == expected, mode
+
+
+@pytest.mark.multi_gpu
+def test_modes_of_pytorch_change_nothing_on_gpus(ranks: RankPool) -> None:
+    expected = ranks.run(2, _train, "none", "all-to-all", True)
+    for mode in MODES:
+        assert ranks.run(2, _train, mode, "all-to-all", True) == expected, mode
