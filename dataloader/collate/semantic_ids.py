@@ -14,7 +14,7 @@ from evenrank.core.errors import DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batch import SemanticIdBatch
 from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.sequences import LABEL, context_limits, layout_with_context, pad_rows
+from evenrank.dataloader.collate.sequences import LABEL, check_user_ids, context_limits, layout_with_context, pad_rows
 from evenrank.dataloader.collate.spans import StoreRows, copy_codes, find_spans
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
@@ -147,6 +147,8 @@ class SemanticIdCollate:
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows without a target, and those whose history or target contains an item without a code."""
+        if self.user_id:
+            check_user_ids(store)
         num_targets = store.lengths if store.num_targets is None else store.num_targets
         return {
             "no event to predict": np.flatnonzero(num_targets < 1),

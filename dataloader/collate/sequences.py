@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batch import JaggedBatch, SequenceBatch
 from evenrank.dataloader.collate.layout import Layout
 from evenrank.dataloader.collate.spans import StoreRows, copy_context, copy_events, find_context, find_spans
@@ -29,7 +29,12 @@ class Collate(Protocol[Batch]):
         ...
 
     def unusable(self, store: SequenceStore) -> Mapping[str, NDArray[np.int64]]:
-        """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons."""
+        """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons.
+
+        Raises:
+            DataError: a row has a user id that cannot be a feature.
+
+        """
         ...
 
     def filters(self) -> tuple[object, ...]:
@@ -86,6 +91,8 @@ class SequenceCollate:
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows with fewer events than candidates or, if rows have numbers of targets, those with none."""
+        if self.user_id:
+            check_user_ids(store)
         if not self.max_num_candidates:
             return {}
         is_short = store.lengths < self.max_num_candidates if store.num_targets is None else store.num_targets < 1
@@ -184,6 +191,16 @@ def context_limits(store: SequenceStore, *, user_id: bool) -> dict[str, int]:
     """Return the most values that a sample can have of `user_id`, on request, and of each contextual feature."""
     names = (*((USER_ID,) if user_id else ()), *store.manifest.contextual)
     return {name: store.multi_valued[name].max_length if name in store.multi_valued else 1 for name in names}
+
+
+def check_user_ids(store: SequenceStore) -> None:
+    """Raise a DataError if a user id is negative, and so no row of an embedding table; datasets may have such ids."""
+    user_ids = store.rows[USER_ID]
+    if len(user_ids) and (least := int(user_ids.min())) < 0:
+        raise DataError(
+            f"user_id=True makes user ids a feature, but {store.folder or 'the dataset'} has user {least}; number its "
+            "users from 0, or leave user_id=True out"
+        )
 
 
 def pad_rows(values: NDArray[np.int64], batch_size: int, num_batches: int, *, fill: int) -> NDArray[np.int64]:

@@ -2,20 +2,32 @@ import itertools
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError, DataError, StateError
-from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
+from evenrank.dataloader import (
+    Loader,
+    LoaderConfig,
+    Mixture,
+    SemanticIdConfig,
+    SequenceBatch,
+    build_loader,
+    build_stream_loader,
+)
 from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batches import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
-from tests.datasets.crafted import copy_dataset, update_manifest
+from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
 from tests.ranks import RankPool
 
 
@@ -270,3 +282,24 @@ def test_length_stays_that_of_an_epoch_after_a_state_is_loaded(small_dataset: Pa
     assert (len(loader), loader.remaining_batches()) == (length, length - 5)
     assert len(list(loader)) == length - 5
     assert (len(loader), loader.remaining_batches()) == (length, length)
+
+
+def test_negative_user_ids_cannot_be_a_feature(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = copy_dataset(small_dataset, tmp_path / "data")
+    ids = -1 - np.arange(len(open_store(small_dataset)))
+    change_table(dataset, set_columns({"user_id": pa.array(ids)}))
+    codes = CodeTable(codes=np.zeros((501, 2), dtype=np.int32), codebook_sizes=(1, 1))
+    configs: list[ReadConfig[Any]] = [
+        LoaderConfig(batch_size=4, user_id=True),
+        SemanticIdConfig(batch_size=4, codes=codes, user_id=True),
+    ]
+    for config in configs:
+        with pytest.raises(
+            DataError, match=rf"data has user {ids[-1]}; number its users from 0, or leave user_id=True"
+        ):
+            build_loader(dataset, config, rank=0, world_size=1)
+        with pytest.raises(DataError, match=r"the dataset has user -\d+; number its users from 0"):
+            list(build_stream_loader(dataset, config, rank=0, world_size=1))
+    assert sum(
+        batch.num_real for batch in build_loader(dataset, LoaderConfig(batch_size=4), rank=0, world_size=1)
+    ) == len(ids)
