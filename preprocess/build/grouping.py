@@ -4,20 +4,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
+from evenrank.core.hashing import mix_word
 
 
 @compiled
-def _slot(key: int, mask: int) -> np.int64:
-    # Fibonacci hashing (Knuth, TAOCP volume 3): the high bits of the product with 2^64 / golden ratio are well mixed.
-    return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(20)) & np.uint64(mask))
+def slot_of(user_id: int, seed: np.uint64, mask: int) -> np.int64:
+    """Return where the search for a user begins in a table of mask + 1 slots, a power of two."""
+    return np.int64(mix_word(np.uint64(user_id) ^ seed) & np.uint64(mask))
 
 
 @compiled
-def encode_users(user_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Number users in order of first appearance, with an open-addressing hash table.
 
     Args:
         user_ids: int64 [events].
+        seed: of the hash function; the result does not depend on it. Take a random one: ids could be chosen such that
+            all of them are in one run of slots for a given seed, and the time would be quadratic.
 
     Returns:
         The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
@@ -33,7 +36,7 @@ def encode_users(user_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArra
         if event > 0 and user == user_ids[event - 1]:  # many logs are already grouped by user
             codes[event] = codes[event - 1]
             continue
-        slot = _slot(user, capacity - 1)
+        slot = slot_of(user, seed, capacity - 1)
         while table[slot] >= 0 and users[table[slot]] != user:
             slot = (slot + 1) & (capacity - 1)
         if table[slot] < 0:
@@ -47,7 +50,7 @@ def encode_users(user_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArra
                 grown[:count] = users[:count]
                 users = grown
                 for code in range(count):
-                    slot = _slot(users[code], capacity - 1)
+                    slot = slot_of(users[code], seed, capacity - 1)
                     while table[slot] >= 0:
                         slot = (slot + 1) & (capacity - 1)
                     table[slot] = code

@@ -1,14 +1,18 @@
 """The events of a bucket -> sequences: one row per user, events in time order, rows in the order of the dataset."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.buckets import Columns
 from evenrank.preprocess.build.grouping import count_duplicates, encode_users, first_at_or_after, gather, order_events
+
+_MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +77,16 @@ def build_sequences(columns: Columns) -> tuple[Sequences, int]:
     Returns:
         The sequences, ordered by (user_hash(user_id), user_id), and the number of events that repeat another.
 
+    Raises:
+        DataError: there are more events than an int32 can number.
+
     """
-    users, codes = encode_users(columns[USER_ID])
+    if len(columns[USER_ID]) > _MAX_EVENTS:
+        raise DataError(
+            f"{len(columns[USER_ID]):,} events are of users whose hashes begin alike, more than {_MAX_EVENTS:,}; "
+            "preprocess fewer events at once"
+        )
+    users, codes = encode_users(columns[USER_ID], np.uint64(secrets.randbits(64)))
     ranks = np.empty(len(users), dtype=np.int32)
     sorted_users = np.lexsort((users, user_hash(users)))
     ranks[sorted_users] = np.arange(len(users), dtype=np.int32)

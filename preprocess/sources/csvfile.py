@@ -12,7 +12,6 @@ from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, EventPart
 from evenrank.preprocess.sources.read_errors import reading
 from evenrank.preprocess.sources.textlines import LINE, NUL_FAULT, TEXT, Block, read_blocks, read_header, scan_blocks
 
-_EXTRA_FIELDS = "fields after the last column"
 _FAULT = "evenrank fault"
 
 
@@ -61,8 +60,9 @@ class CsvEvents:
         return pl.all_horizontal(*self.checks.values()).fill_null(False).alias(IS_GOOD)
 
     def _parse_events(self, block: Block) -> pl.DataFrame:
-        # Polars' reader does not tell an empty field after the last column from none.
-        if _has_only_numbers(block) and f"{self.separator[0]}\n".encode() not in block.data:
+        # As good rows have a value in the last column, a block with as many separators as they need has no others.
+        num_separators = (len(self.columns) - 1) * len(self.separator) * block.data.count(b"\n")
+        if _has_only_numbers(block) and block.data.count(self.separator[0].encode()) == num_separators:
             events = self._parse_quickly(block)
             if events.get_column(IS_GOOD).all():
                 return events
@@ -71,16 +71,14 @@ class CsvEvents:
 
     def _parse_quickly(self, block: Block) -> pl.DataFrame:
         """Parse a block with Polars' CSV reader; what it makes of bad rows depends on the rows before them."""
-        # A separator of two characters, `::`, is parsed as `:` with an empty column between any two fields. The last
-        # column receives a superfluous field.
+        # A separator of two characters, `::`, is parsed as `:` with an empty column between any two fields.
         num_gaps = len(self.separator) - 1
         schema: dict[str, type[pl.DataType]] = {}
         for name, dtype in self.columns.items():
             if schema:
                 schema.update({f"gap before {name} {gap}": pl.String for gap in range(num_gaps)})
             schema[name] = dtype
-        schema[_EXTRA_FIELDS] = pl.String
-        are_empty = [pl.col(name).is_null() for name in schema if name not in self.columns]
+        gaps_are_empty = [pl.col(name).is_null() for name in schema if name not in self.columns]
         events = pl.scan_csv(
             block.data,
             separator=self.separator[0],
@@ -88,11 +86,11 @@ class CsvEvents:
             schema=schema,
             missing_columns="insert",
             ignore_errors=True,  # fields that cannot be parsed become null, and good rows contain no null
-            truncate_ragged_lines=True,  # one superfluous field is enough to mark a row as bad
+            truncate_ragged_lines=True,
             extra_columns="ignore",
             quote_char=None,
         )
-        is_good = pl.all_horizontal(self._is_good(), *are_empty).alias(IS_GOOD)
+        is_good = pl.all_horizontal(self._is_good(), *gaps_are_empty).alias(IS_GOOD)
         return events.select(*self.events, is_good).collect()
 
     def _parse_strictly(self, block: Block) -> pl.DataFrame:

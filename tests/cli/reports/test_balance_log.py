@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +113,15 @@ def test_a_line_that_is_not_a_record_is_named_with_its_number(tmp_path: Path, li
 
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(DataError, match=f"{path} cannot be read: {reason}; give a file that on_step=JsonLines"):
+    os.mkfifo(tmp_path / "pipe")
+    cases = {
+        "none": "cannot be read: No such file or directory",
+        ".": "is not a regular file",
+        "pipe": "is not a regular",
+    }
+    for name, reason in cases.items():
+        path = tmp_path / name
+        with pytest.raises(DataError, match=f"{path} {reason}.*; give a file that on_step=JsonLines"):
             read_json_lines(path)
 
 

@@ -28,7 +28,12 @@ def _malformed(rng: random.Random, header: bytes, good: list[bytes]) -> bytes:
     """Return a file with a header, whose lines are good ones with nasty bytes in random places."""
     lines = []
     is_clean = rng.random() < 0.3  # so that some files are read quickly from end to end
-    good = [*good, *good, rng.choice(good) + rng.choice([b",", b"\t", b":"]), b"\xef\xbb\xbf" + rng.choice(good)]
+    good = [
+        *good,
+        *good,
+        rng.choice(good) + rng.choice([b",", b"\t", b":", b"::", b"::9", b",,9"]),
+        b"\xef\xbb\xbf" + rng.choice(good),
+    ]
     for line in rng.choices(good, k=rng.randrange(1, 8)):
         if is_clean or rng.random() < 0.5:
             lines.append(line)
