@@ -5,9 +5,11 @@ Rich takes a tenth of a second to import, which `evenrank --help` does not need:
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from evenrank.core.text import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -16,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def print_result(result: "RenderableType") -> None:
-    """Print a text or a table to standard output."""
+    """Print a text or a table to standard output; characters that control a terminal are escaped."""
     _console().print(result)
 
 
 def print_error(message: str) -> None:
-    """Print one line to standard error."""
-    typer.echo(f"error: {message}", err=True)
+    """Print one line to standard error; characters that control a terminal or end a line are escaped."""
+    typer.echo(f"error: {escape_controls(message)}", err=True)
 
 
 def new_table(*headers: str, left: Collection[str], narrow: bool = False) -> "Table":
@@ -53,9 +55,9 @@ def stages() -> Iterator[Callable[[str], None]]:
     """Show a spinner while the context is open; yields a function that sets the description of the current stage."""
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with _progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+    with _progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()) as progress:
         task = progress.add_task("starting")
-        yield lambda stage: progress.update(task, description=stage)
+        yield lambda stage: progress.update(task, description=escape_controls(stage))
 
 
 @contextlib.contextmanager
@@ -70,7 +72,7 @@ def steps(description: str, total: int, *, shown: bool = True) -> Iterator[Calla
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with _progress(*columns, shown=shown) as progress:
         task = progress.add_task(description, total=total)
         yield lambda: progress.advance(task)
@@ -85,6 +87,12 @@ def _progress(*columns: "ProgressColumn", shown: bool = True) -> "Progress":
 
 def _console(*, stderr: bool = False) -> "Console":
     from rich.console import Console
+    from rich.text import Text
 
-    # Names of files are printed as they are: without markup, emoji codes and line breaks.
-    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    class SafeConsole(Console):
+        # Rich renders every string by this method, also those in the cells of tables. Names of files are printed as
+        # they are: without markup, emoji codes and line breaks.
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(escape_controls(text, keep="\n"), **options)
+
+    return SafeConsole(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)

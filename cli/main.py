@@ -3,6 +3,7 @@
 Modules of commands import at the top only typer and what is light: `evenrank --help` imports all of them.
 """
 
+import io
 import signal
 import sys
 from collections.abc import Callable
@@ -17,8 +18,12 @@ from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
 from evenrank.core.errors import EvenrankError
+from evenrank.core.text import escape_controls
 
 Command = Callable[..., None]
+
+# Of Typer, which has either its own copy of Click or the package: the class of errors in the arguments.
+_UsageError: Any = typer.BadParameter.__base__
 
 # Errors are one line, without a box around it or a traceback.
 _PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
@@ -67,8 +72,15 @@ def _stop(number: int, frame: object) -> None:
 def _run(app: typer.Typer) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # of Ctrl-C, and of a job scheduler
         signal.signal(number, _stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
+    except _UsageError as error:
+        usage = io.StringIO()
+        error.show(usage)
+        typer.echo(escape_controls(usage.getvalue(), keep="\n"), err=True, nl=False)
+        sys.exit(2)
     except EvenrankError as error:
         console.print_error(str(error))
         sys.exit(2)

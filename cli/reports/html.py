@@ -7,6 +7,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from evenrank.core import atomic_file
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.text import escape_controls
 
 
 def page_path(subject: Path, chosen: Path | None) -> Path:
@@ -58,11 +59,17 @@ def render_template(template: str, **values: object) -> str:
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["number"] = _format_number
     return environment.get_template(template).render(values)
+
+
+def _printable(value: object) -> object:
+    """Return text with control characters escaped, and HTML, such as plots, as it is."""
+    return escape_controls(value, keep="\n\t") if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def to_text(value: object) -> str:

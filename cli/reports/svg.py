@@ -19,6 +19,7 @@ BLUE, ORANGE, GREEN, RED, GREY = "#3d7cc9", "#d9822b", "#3f9b63", "#cf4c45", "#8
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "evenrank",  # ids that are the same in every run
+    "text.parse_math": False,  # a dollar sign in a name is one
     "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,

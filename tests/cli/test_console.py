@@ -1,0 +1,80 @@
+"""What is printed contains no characters that a terminal obeys, wherever it comes from."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evenrank.cli import console
+from evenrank.cli.reports.dataset_data import LengthHistogram
+from evenrank.cli.reports.dataset_plots import lengths_svg
+from evenrank.datasets.schema import MANIFEST_NAME
+from tests.cli.programs import Finished
+
+EVIL = "\x1b[31m\x07\x9b2J\u202e"
+ESCAPED = r"\x1b[31m\x07\x9b2J\u202e"
+
+
+def _has_controls(text: str) -> bool:
+    return re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", text) is not None
+
+
+def test_results_and_tables_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    table = console.new_table(EVIL, left=[EVIL])
+    table.add_row(f"[/x] {EVIL}")
+    console.print_result(table)
+    console.print_result(f"{EVIL}\n[/x] :warning:")
+    console.print_error(f"{EVIL}\n[/x]")
+    output = capsys.readouterr()
+    assert not _has_controls(output.out + output.err)
+    assert output.out.count(ESCAPED) == 3
+    assert f"{ESCAPED}\n[/x] :warning:\n" in output.out
+    assert output.err == f"error: {ESCAPED}\\n[/x]\n"
+
+
+def test_progress_is_escaped_and_without_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    with console.stages() as on_stage:
+        on_stage(f"reading [/x] {EVIL}")
+    assert f"reading [/x] {ESCAPED}" in capsys.readouterr().err
+
+
+def test_arguments_in_usage_errors_are_escaped(evenrank: Callable[..., Finished]) -> None:
+    for arguments in ((f"--{EVIL}",), ("inspect", "a", EVIL), ("preprocess", f"--{EVIL}"), (EVIL,)):
+        run = evenrank(*arguments)
+        assert run.returncode == 2
+        assert not _has_controls(run.stderr)
+        assert "\\x1b[31m" in run.stderr
+
+
+def test_labels_of_a_dataset_are_escaped(
+    small_dataset: Path, tmp_path: Path, evenrank: Callable[..., Finished]
+) -> None:
+    folder = tmp_path / "a [/x]"
+    folder.mkdir(parents=True)
+    for path in small_dataset.rglob("*.parquet"):
+        (folder / path.parent.name).mkdir(exist_ok=True)
+        (folder / path.relative_to(small_dataset)).write_bytes(path.read_bytes())
+    values = json.loads((small_dataset / MANIFEST_NAME).read_text())
+    values["context_labels"]["item_id"] = [None, EVIL]
+    values["options"][f"{EVIL}<b>"] = EVIL
+    (folder / MANIFEST_NAME).write_text(json.dumps(values))
+    run = evenrank("inspect", folder)
+    assert run.returncode == 0, run.stderr
+    assert not _has_controls(run.stdout)
+    assert ESCAPED in run.stdout
+    (page,) = tmp_path.rglob("*.html")
+    html = page.read_text()
+    assert not _has_controls(html)
+    assert f"{ESCAPED}&lt;b&gt;" in html
+
+
+def test_names_in_plots_are_no_formulas() -> None:
+    name = r"$\frac{ <b>"
+    histogram = LengthHistogram(edges=np.array([1, 2, 4]), density={name: np.array([0.5, 0.5])}, empty={name: 0})
+    assert r"$\frac{ &lt;b&gt;" in lengths_svg(histogram)
