@@ -14,16 +14,15 @@ import fcntl
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_lock_file
+from evenrank.core.user_folders import WRITABLE_BY_OTHERS, user_folders
 from evenrank.datasets.schema import CACHE_NAME
 
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # Of a folder that this user cannot write to, rather than of a disk that is full or damaged.
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 
@@ -47,7 +46,7 @@ class _Root:
             link, target = path.lstat(), path.stat()
         except OSError:
             return False
-        if not stat.S_ISDIR(target.st_mode) or target.st_mode & _WRITABLE_BY_OTHERS & ~self.mode:
+        if not stat.S_ISDIR(target.st_mode) or target.st_mode & WRITABLE_BY_OTHERS & ~self.mode:
             return False
         return {link.st_uid, target.st_uid} <= self.owners
 
@@ -98,15 +97,10 @@ def _roots(folder: Path) -> Iterator[_Root]:
     yield _Root(
         path=folder / CACHE_NAME,
         owners=frozenset((user, dataset.st_uid, 0)),
-        mode=0o755 | dataset.st_mode & _WRITABLE_BY_OTHERS,
+        mode=0o755 | dataset.st_mode & WRITABLE_BY_OTHERS,
     )
-    with contextlib.suppress(RuntimeError):  # there is no home folder: HOME is not set, and the user is unknown
-        home = Path.home()
-        if home.is_absolute():
-            yield _Root(path=home / ".cache" / "evenrank", owners=frozenset((user,)), mode=0o700)
-    with contextlib.suppress(OSError):  # there is no temporary folder
-        temporary = Path(tempfile.gettempdir())
-        yield _Root(path=temporary / f"evenrank-{user}", owners=frozenset((user,)), mode=0o700)
+    for path in user_folders():
+        yield _Root(path=path, owners=frozenset((user,)), mode=0o700)
 
 
 def _build(entry: Path, build: Callable[[Path], None]) -> None:
