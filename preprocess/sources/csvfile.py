@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, EventPart
 from evenrank.preprocess.sources.read_errors import reading
@@ -61,8 +63,8 @@ class CsvEvents:
 
     def _parse_events(self, block: Block) -> pl.DataFrame:
         # As good rows have a value in the last column, a block with as many separators as they need has no others.
-        num_separators = (len(self.columns) - 1) * len(self.separator) * block.data.count(b"\n")
-        if _has_only_numbers(block) and block.data.count(self.separator[0].encode()) == num_separators:
+        num_separators = (len(self.columns) - 1) * len(self.separator) * block.num_lines()
+        if _count_separators(np.frombuffer(block.data, dtype=np.uint8), ord(self.separator[0])) == num_separators:
             events = self._parse_quickly(block)
             if events.get_column(IS_GOOD).all():
                 return events
@@ -120,10 +122,17 @@ class CsvEvents:
         return bad
 
 
-def _has_only_numbers(block: Block) -> bool:
-    """Return whether lines consist of digits and the characters from `,` to `:`; Polars' reader trims blanks."""
-    characters = np.frombuffer(block.data, dtype=np.uint8)
-    return bool(((characters - np.uint8(ord(",")) <= ord(":") - ord(",")) | (characters == ord("\n"))).all())
+@compiled
+def _count_separators(data: NDArray[np.uint8], separator: int) -> int:
+    """Return the number of separators in data, uint8 [n]; -1 if it is not made up of numbers.
+
+    These consist of digits and the characters from `,` to `:`. Polars' reader trims blanks.
+    """
+    num_separators = num_others = 0
+    for value in data:
+        num_separators += value == separator
+        num_others += not (value == 10 or 44 <= value <= 58)
+    return -1 if num_others else num_separators
 
 
 def integer_check(name: str) -> dict[str, pl.Expr]:

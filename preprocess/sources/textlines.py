@@ -4,6 +4,7 @@ The quick and the strict reading of a file both start from these blocks, so that
 begins or ends, which bytes belong to it, or what its number is.
 """
 
+import contextlib
 import gzip
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 from polars.io.plugins import register_io_source
 
+from evenrank.core.compiled import compiled
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
 
@@ -25,6 +28,7 @@ NUL_FAULT = "the line contains a NUL byte; the file is damaged there"
 _BLOCK_BYTES = 16 << 20
 _MAX_LINE_BYTES = 64 << 20
 _BOM = b"\xef\xbb\xbf"
+_NEWLINE = ord("\n")
 # Without the lookbehind, long runs of carriage returns would take quadratic time.
 _LINE_END = re.compile(rb"(?<!\r)\r+\n")
 
@@ -38,6 +42,10 @@ class Block:
     data: bytes
     """The lines in UTF-8, each with a final newline; carriage returns before it and bytes that are not UTF-8 are
     replaced."""
+
+    def num_lines(self) -> int:
+        """Return the number of lines."""
+        return count_byte(np.frombuffer(self.data, dtype=np.uint8), _NEWLINE)
 
     def lines(self) -> pl.DataFrame:
         """Return the columns LINE (int64) and TEXT, one row per line."""
@@ -54,11 +62,11 @@ def read_header(path: Path) -> str:
         OSError, EOFError, zlib.error: the file cannot be read.
 
     """
-    with _open(path) as file:
+    with _opened(path) as file:
         line = file.readline(_MAX_LINE_BYTES + 1)
     if len(line) > _MAX_LINE_BYTES:
         raise _too_long(path, 1)
-    return line.removeprefix(_BOM).decode(errors="replace").rstrip("\r\n")
+    return line.decode(errors="replace").rstrip("\r\n")
 
 
 def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
@@ -69,24 +77,30 @@ def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
         OSError, EOFError, zlib.error: the file cannot be read.
 
     """
-    with _open(path) as file:
+    with _opened(path) as file:
         number = 1
         if has_header:
             file.readline()
             number = 2
-        rest = b"" if has_header else file.read(len(_BOM)).removeprefix(_BOM)
         while chunk := file.read(_BLOCK_BYTES):
-            end = chunk.rfind(b"\n") + 1
-            if end:
-                lines = rest + chunk[:end]
-                yield _block(number, lines)
-                number += lines.count(b"\n")
-                rest = b""
-            rest += chunk[end:]
-            if len(rest) > _MAX_LINE_BYTES:
-                raise _too_long(path, number)
-        if rest:
-            yield _block(number, rest if rest.endswith(b"\n") else rest + b"\n")
+            rest = b"" if chunk.endswith(b"\n") else file.readline(_MAX_LINE_BYTES)
+            last_line = chunk.rfind(b"\n") + 1
+            if len(chunk) - last_line + len(rest) > _MAX_LINE_BYTES:
+                raise _too_long(path, number + chunk.count(b"\n"))
+            ending = b"" if (rest or chunk).endswith(b"\n") else b"\n"
+            lines = b"".join((chunk, rest, ending)) if rest or ending else chunk
+            block = _block(number, lines)
+            number += block.num_lines()
+            yield block
+
+
+@compiled
+def count_byte(data: NDArray[np.uint8], byte: int) -> int:
+    """Return how often a byte occurs in data, uint8 [n]; several times as fast as `bytes.count` where that is often."""
+    count = 0
+    for value in data:
+        count += value == byte
+    return count
 
 
 def count_lines(path: Path) -> int:
@@ -97,7 +111,7 @@ def count_lines(path: Path) -> int:
         OSError, EOFError, zlib.error: the file cannot be read.
 
     """
-    return sum(block.data.count(b"\n") for block in read_blocks(path, has_header=True))
+    return sum(block.num_lines() for block in read_blocks(path, has_header=True))
 
 
 def scan_blocks(
@@ -145,9 +159,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _open(path: Path) -> gzip.GzipFile | BufferedReader:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
+    """Open a file behind its byte order mark, if it has one."""
     check_regular(path)
-    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        if file.read(len(_BOM)) != _BOM:
+            file.seek(0)
+        yield file
 
 
 def _block(first_line: int, lines: bytes) -> Block:
