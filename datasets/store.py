@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.core.files import check_regular
+from evenrank.datasets.column_file import map_column
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
 from evenrank.datasets.unpack import EVENTS, OFFSETS, ROWS, TIME_ORDER, unpack
 
@@ -132,16 +132,10 @@ def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
 
 
 def _map(cache: Path, name: str, dtype: str, length: int) -> NDArray[Any]:
-    path = cache / f"{name}.npy"
     try:
-        check_regular(path)
-        column = np.lib.format.open_memmap(path, mode="r")
-    except (DataError, OSError, ValueError, TypeError, OverflowError, EOFError) as error:
+        return map_column(cache / f"{name}.npy", dtype, length)
+    except (DataError, OSError) as error:
         raise _damaged(cache, name) from error
-    if column.shape != (length,) or column.dtype != np.dtype(dtype):
-        raise _damaged(cache, name)
-    view: NDArray[Any] = column.view(np.ndarray)  # methods of np.memmap cost several times as much
-    return view
 
 
 def _damaged(cache: Path, name: str) -> DataError:

@@ -10,7 +10,6 @@ used for other data. Columns have folders of their own, so that they may have an
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import DataError, first_line
 from evenrank.core.files import open_regular
 from evenrank.datasets.cache import find_or_build
+from evenrank.datasets.column_file import ColumnWriter
 from evenrank.datasets.schema import (
     ACTION,
     ITEM_ID,
@@ -74,8 +74,8 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
     last_times = [np.empty(0, dtype=np.int64)]
     with contextlib.ExitStack() as stack:
 
-        def create(name: str, dtype: str, length: int) -> _ColumnWriter:
-            return stack.enter_context(_ColumnWriter(entry / f"{name}.npy", dtype, length))
+        def create(name: str, dtype: str, length: int) -> ColumnWriter:
+            return stack.enter_context(ColumnWriter(entry / f"{name}.npy", dtype, length))
 
         offsets = create(OFFSETS, "int64", split.rows + 1)
         offsets.append(np.zeros(1, dtype=np.int64))
@@ -113,30 +113,6 @@ def _last_times(ends: NDArray[np.int64], block: RowBlock) -> NDArray[np.int64]:
     has_events = block.lengths > 0
     times[has_events] = block.event_columns[TIMESTAMP_MS][ends[has_events] - 1]
     return times
-
-
-class _ColumnWriter:
-    """The `.npy` file of a column, as a context manager.
-
-    It is written to rather than mapped, because a store to a mapped file on a full disk ends the process.
-    """
-
-    def __init__(self, path: Path, dtype: str, length: int) -> None:
-        self._file = path.open("xb")
-        self._dtype = np.dtype(dtype)
-        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (length,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def append(self, values: NDArray[np.integer]) -> None:
-        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
-
-    def __enter__(self) -> "_ColumnWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())  # some file systems report only now that the disk is full
 
 
 def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tuple[Path, RowBlock]]:

@@ -9,7 +9,7 @@ from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular, open_lock_file, open_regular, opener_of_own_files
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 @pytest.mark.parametrize("refuse", [check_regular, open_regular])
 def test_only_regular_files_are_opened(tmp_path: Path, refuse: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -272,7 +272,7 @@ def test_features_can_have_the_names_of_the_caches_own_files(tmp_path: Path, nam
     assert sorted(store.time_order.tolist()) == list(range(30))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 @pytest.mark.parametrize("name", ["manifest.json", "train/part-00000.parquet"])
 def test_a_named_pipe_is_refused_instead_of_waited_for(small_dataset: Path, tmp_path: Path, name: str) -> None:
     dataset = _fresh_copy(small_dataset, tmp_path)

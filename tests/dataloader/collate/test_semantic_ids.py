@@ -208,7 +208,7 @@ def test_codes_beyond_their_codebooks_are_refused(tmp_path: Path) -> None:
         read_codes(tmp_path / "codes.npy", (4, 9))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 @pytest.mark.parametrize("suffix", [".pt", ".npy"])
 def test_a_named_pipe_of_codes_is_refused_instead_of_waited_for(tmp_path: Path, suffix: str) -> None:
     os.mkfifo(tmp_path / f"codes{suffix}")

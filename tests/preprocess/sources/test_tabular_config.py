@@ -71,7 +71,7 @@ def test_a_missing_toml_raises(tmp_path: Path) -> None:
         read_toml(tmp_path / "log.toml")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log.toml")
     with pytest.raises(DataError, match=r"log\.toml is a named pipe, not a regular file"):
