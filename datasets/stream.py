@@ -85,7 +85,12 @@ class StreamSource:
         if len(lengths) != end - first:
             raise DataError(f"{self.root} has fewer rows than its manifest says; preprocess the dataset again")
         row_names = list(self.manifest.row_columns)
-        if blocks and NUM_TARGETS in blocks[0].row_columns:
+        have_targets = {NUM_TARGETS in block.row_columns for block in blocks}
+        if len(have_targets) > 1:
+            raise DataError(
+                f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; preprocess the dataset again"
+            )
+        if True in have_targets:
             row_names.append(NUM_TARGETS)
         rows = {name: np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)]) for name in row_names}
         num_targets = rows.pop(NUM_TARGETS, None)

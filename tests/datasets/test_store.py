@@ -250,6 +250,8 @@ def test_files_with_and_without_numbers_of_targets_are_refused(small_dataset: Pa
     update_manifest(dataset)
     with pytest.raises(DataError, match=r"part-00001.parquet: some files have a column 'num_targets' and some not"):
         open_store(dataset)
+    with pytest.raises(DataError, match="parts: some files have a column 'num_targets' and some not"):
+        open_stream(dataset, "train").read(0, 100)
 
 
 def test_a_column_that_appears_twice_is_refused(small_dataset: Path, tmp_path: Path) -> None:

@@ -133,9 +133,12 @@ def test_a_file_that_appears_during_the_exchange_is_kept(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
+def test_a_file_that_appears_during_the_work_is_found_before_the_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     old = preprocess(_config(out))
+    monkeypatch.setattr(atomic_folder, "_exchange_folders", None)  # calling it would fail
 
     def write(stage: str) -> None:
         (out / "late").mkdir(exist_ok=True)
