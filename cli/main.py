@@ -25,6 +25,8 @@ Command = Callable[..., None]
 # Of Typer, which has either its own copy of Click or the package: the class of errors in the arguments.
 _UsageError: Any = typer.BadParameter.__base__
 
+_MAX_SHOWN = 200  # characters of a path
+
 # Errors are one line, without a box around it or a traceback.
 _PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
@@ -83,6 +85,14 @@ def _run(app: typer.Typer) -> None:
         sys.exit(2)
     except EvenrankError as error:
         console.print_error(str(error))
+        sys.exit(2)
+    except OSError as error:  # such as a path that is too long even to ask whether it exists
+        path = str(error.filename or "")
+        shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}..."
+        console.print_error(f"{shown or 'a file'}: {error.strerror or error}; check the path and its permissions")
+        sys.exit(2)
+    except MemoryError:
+        console.print_error("there is not enough memory for these options; choose smaller values")
         sys.exit(2)
     except _Stopped as stopped:
         (number,) = stopped.args

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenrank.dataloader.balance.cost import Cost
     from evenrank.dataloader.balance.metrics import MetricsSummary
 
+_MAX_SAMPLES = 1 << 26  # of a step, which are held in memory
 _EXPLANATION = """\
 load      cost of the heaviest rank divided by the lower bound, mean over steps
 speed-up  expected from the cost: heaviest loads before balancing / after
@@ -36,7 +37,7 @@ def simulate_command(
         ),
     ],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "8,64,1024,16384",
-    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1)] = 32,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=1 << 20)] = 32,
     strategy: Annotated[
         str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")
     ] = "karmarkar-karp,lpt-swap,min-move",
@@ -47,10 +48,13 @@ def simulate_command(
             "moves."
         ),
     ] = 0.01,
-    steps: Annotated[int, typer.Option(help="Steps to draw for each row of the table.", min=1)] = 10,
+    steps: Annotated[int, typer.Option(help="Steps to draw for each row of the table.", min=1, max=1_000_000)] = 10,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     max_history_length: Annotated[
-        int, typer.Option(help="Events per sample; longer histories are cut to their newest events.", min=1)
+        int,
+        typer.Option(
+            help="Events per sample; longer histories are cut to their newest events.", min=1, max=(1 << 31) - 1
+        ),
     ] = 4096,
     cost: Annotated[
         Path | None,
@@ -61,10 +65,12 @@ def simulate_command(
             show_default=False,
         ),
     ] = None,
-    hidden: Annotated[int, typer.Option(help="Width of the HSTU layers.", min=1)] = 1024,
-    heads: Annotated[int, typer.Option(help="Attention heads per layer, each hidden / heads wide.", min=1)] = 4,
-    layers: Annotated[int, typer.Option(help="Number of HSTU layers.", min=1)] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn steps.")] = 0,
+    hidden: Annotated[int, typer.Option(help="Width of the HSTU layers.", min=1, max=1 << 20)] = 1024,
+    heads: Annotated[
+        int, typer.Option(help="Attention heads per layer, each hidden / heads wide.", min=1, max=1 << 20)
+    ] = 4,
+    layers: Annotated[int, typer.Option(help="Number of HSTU layers.", min=1, max=1 << 20)] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn steps.", min=0)] = 0,
 ) -> None:
     """Show what balancing would gain on any number of ranks, without GPUs or processes.
 
@@ -76,6 +82,11 @@ def simulate_command(
         evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
     """
     world_sizes = _parse_world_sizes(ranks)
+    if max(world_sizes) * batch_size > _MAX_SAMPLES:
+        raise ConfigError(
+            f"{max(world_sizes):,} ranks with --batch-size {batch_size:,} are more than {_MAX_SAMPLES:,} samples per "
+            "step; choose fewer"
+        )
     strategies = _parse_strategies(strategy)
 
     from evenrank.cli.simulation import simulate

@@ -21,6 +21,8 @@ from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH
 from evenrank.datasets.zipf import draw_zipf
 
 _MAX_VALUE = 2**63 - 1024  # the largest int64 that float64 represents
+_MAX_EXPONENT = 100  # 2^-100 of all values are not `low`, if that is 1; areas of larger exponents underflow
+_MAX_STD_OVER_MEAN = 1e100  # its square must be a float64
 _MAX_ACTION = int(np.iinfo(EVENT_DTYPES[ACTION]).max)
 
 
@@ -64,8 +66,8 @@ class Normal:
 
     def __post_init__(self) -> None:
         _check_range(self.low, self.high)
-        if self.std < 0:
-            raise ConfigError(f"std must be at least 0, got {self.std}")
+        if not (math.isfinite(self.mean) and 0 <= self.std < math.inf):
+            raise ConfigError(f"mean and std must be finite and std at least 0, got {self.mean} and {self.std}")
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -87,8 +89,11 @@ class Lognormal:
 
     def __post_init__(self) -> None:
         _check_range(self.low, self.high)
-        if self.mean <= 0 or self.std < 0:
-            raise ConfigError(f"mean must be positive and std at least 0, got {self.mean} and {self.std}")
+        if not (0 < self.mean < math.inf and 0 <= self.std < math.inf and self.std / self.mean <= _MAX_STD_OVER_MEAN):
+            raise ConfigError(
+                "mean must be positive, std at least 0 and at most 10^100 times the mean, and both finite; got "
+                f"{self.mean} and {self.std}"
+            )
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -225,9 +230,9 @@ def _check_range(low: int, high: int) -> None:
 
 
 def _check_zipf(exponent: float, least_exponent: float, low: int, shift: int) -> None:
-    if not least_exponent <= exponent < math.inf:
+    if not least_exponent <= exponent <= _MAX_EXPONENT:
         rule = "above 1, for values without a limit to have probabilities" if least_exponent else "at least 0"
-        raise ConfigError(f"exponent must be finite and {rule}, got {exponent}")
+        raise ConfigError(f"exponent must be {rule}, and at most {_MAX_EXPONENT}, got {exponent}")
     if shift < 0 or low + shift < 1:
         raise ConfigError(
             f"low + shift must be at least 1 and shift at least 0, got low={low} shift={shift}; pass shift=1 for "

@@ -88,6 +88,9 @@ def _quotas(weights: Sequence[float], total: int) -> NDArray[np.int64]:
     shares = np.asarray(weights, dtype=np.float64)
     if not (np.isfinite(shares) & (shares > 0)).all():
         raise ConfigError(f"weights must be positive numbers, got {list(weights)}")
+    with np.errstate(over="ignore"):
+        if np.isinf(shares.sum()):
+            shares = shares / shares.max()
     exact = shares / shares.sum() * total
     quotas: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     largest_remainders = np.argsort(quotas - exact, kind="stable")

@@ -66,6 +66,8 @@ class PreprocessConfig:
         parse_split(self.split)
         if not 0 <= self.seed < 2**62:
             raise ConfigError(f"seed must be between 0 and 2^62 - 1, got {self.seed}")
+        if any("\ud800" <= character <= "\udfff" for character in str(self.out)):  # how Python keeps other bytes
+            raise ConfigError(f"the name of the folder {self.out} is not UTF-8; choose another name")
         if self.on_error not in get_args(OnError):
             raise ConfigError(f"on_error must be one of {', '.join(get_args(OnError))}, got {self.on_error!r}")
 

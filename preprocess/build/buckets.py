@@ -22,6 +22,7 @@ EVENTS_PER_BUCKET = 4_000_000
 # Limit of the events kept in memory, over all buckets.
 BYTES_IN_MEMORY = 400 << 20
 
+_MAX_BITS = 16  # an index is a uint16
 _INT32 = np.iinfo(np.int32)
 
 
@@ -39,7 +40,7 @@ class Buckets:
         self._folder = folder
         self._dtypes = dict(dtypes)
         # The number of buckets is a power of two, so that leading bits of the hash are the index.
-        self._num_bits = max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length()
+        self._num_bits = min(_MAX_BITS, max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length())
         self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, the parts in memory
         self._num_bytes = 0  # of all parts in memory
         self._num_spilled = [0] * len(self)  # per bucket, the number of parts in its file

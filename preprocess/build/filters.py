@@ -10,6 +10,8 @@ from evenrank.datasets.schema import ITEM_ID, USER_ID
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.sequences import Sequences
 
+_MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a row
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filters:
@@ -31,8 +33,8 @@ class Filters:
     def __post_init__(self) -> None:
         for name in ("min_user_events", "min_item_events", "min_length", "max_length", "window", "stride"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+            if value is not None and not 1 <= value <= _MAX_EVENTS:
+                raise ConfigError(f"{name} must be between 1 and {_MAX_EVENTS}, got {value}")
         if self.max_length is not None and self.max_length < self.min_length:
             raise ConfigError(f"max_length must be at least min_length, got {self.max_length} and {self.min_length}")
         if self.stride is not None and self.window is None:

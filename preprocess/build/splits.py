@@ -19,6 +19,7 @@ from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 
 TRAIN = "train"
 EVAL = "eval"
+_MAX_TARGETS = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ def parse_split(text: str) -> SplitRule:
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
             return SplitRule(text=text, divide=lambda sequences, seed: _by_user(sequences, fraction, seed))
-        if kind == "leave-last" and (count := int(value)) >= 1:
+        if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_TARGETS:
             return SplitRule(text=text, divide=lambda sequences, seed: _leave_last(sequences, count), has_targets=True)
         if kind == "time" and 0 <= (boundary_ms := _milliseconds(value)) <= MAX_TIMESTAMP_MS:
             return SplitRule(
@@ -52,10 +53,10 @@ def parse_split(text: str) -> SplitRule:
             )
         if text == "none":
             return SplitRule(text=text, divide=lambda sequences, seed: {TRAIN: sequences})
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
-        f"invalid split {text!r}; expected user:FRACTION (0 to 1), leave-last:N (N from 1), "
+        f"invalid split {text!r}; expected user:FRACTION (0 to 1), leave-last:N (N from 1 to 2^31-1), "
         "time:TIMESTAMP (milliseconds or ISO 8601, 1970 to 9999) or none"
     )
 

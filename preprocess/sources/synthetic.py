@@ -14,6 +14,8 @@ from evenrank.preprocess.sources.interactions import IS_GOOD, Context, EventPart
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
 _DAY_MS = 86_400_000
 _USERS_PER_BLOCK = 16_384
+_MAX_USERS = 1_000_000_000  # their features are drawn at once
+_MAX_EVENTS_PER_BLOCK = 1 << 30
 _BYTES_PER_EVENT = 20  # roughly what an event takes in a raw file
 _SCHEMA = {USER_ID: pl.Int64, ITEM_ID: pl.Int64, ACTION: pl.Int32, TIMESTAMP_MS: pl.Int64, IS_GOOD: pl.Boolean}
 
@@ -34,8 +36,8 @@ class SyntheticConfig:
     """Ids of each contextual feature, by name, at least 0; one value per user, 0 for missing."""
 
     def __post_init__(self) -> None:
-        if self.num_users < 1:
-            raise ConfigError(f"num_users must be at least 1, got {self.num_users}")
+        if not 1 <= self.num_users <= _MAX_USERS:
+            raise ConfigError(f"num_users must be between 1 and {_MAX_USERS:,}, got {self.num_users}")
         check_names(self.contextual)
 
 
@@ -65,7 +67,8 @@ def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
 
 def _part(config: SyntheticConfig, seed: int, first: int) -> EventPart:
     last = min(first + _USERS_PER_BLOCK, config.num_users)
-    mean_length = config.lengths.sample(np.random.default_rng(0), 1000).mean()
+    mean_length = config.lengths.sample(np.random.default_rng(0), 1000).mean(dtype=np.float64)
+    _check_events(first, last, int((last - first) * mean_length))
     return EventPart(
         name=f"users {first + 1} to {last}",
         size=int((last - first) * mean_length * _BYTES_PER_EVENT),
@@ -77,7 +80,8 @@ def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl
     # One generator per block, so that a block does not depend on which others were drawn before.
     rng = np.random.default_rng((seed, 1, first))
     lengths = config.lengths.sample(rng, last - first)
-    num_events = int(lengths.sum())
+    num_events = sum(lengths.tolist())  # in Python's integers, which do not overflow
+    _check_events(first, last, num_events)
     # Time stamps ascend within a user: a start, then gaps of one hour on average.
     elapsed = np.cumsum(rng.exponential(_DAY_MS / 24, num_events).astype(np.int64))
     elapsed_before_user = np.concatenate(([0], elapsed))[np.cumsum(lengths) - lengths]
@@ -92,3 +96,11 @@ def _draw_block(config: SyntheticConfig, seed: int, first: int, last: int) -> pl
         },
         schema=_SCHEMA,
     )
+
+
+def _check_events(first: int, last: int, num_events: int) -> None:
+    if num_events > _MAX_EVENTS_PER_BLOCK:
+        raise ConfigError(
+            f"users {first + 1:,} to {last:,} have {num_events:,} events, more than {_MAX_EVENTS_PER_BLOCK:,}; choose "
+            "shorter lengths"
+        )

@@ -100,6 +100,26 @@ def test_text_is_parsed_into_a_distribution() -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "normal:mean=1e308,std=1e308",
+            "normal:mean=-1e308",
+            "lognormal:mean=1e-300,std=1e-200",
+            "lognormal:mean=1e308",
+        ),
+        *("zipf:exponent=100", "zipf:exponent=100,high=none", "zipf:exponent=100,low=9223372036854774784,high=none"),
+        *("clipped-zipf:exponent=100", "clipped-zipf:exponent=1.0000000001", "uniform:low=0,high=9223372036854774784"),
+    ],
+)
+def test_extreme_parameters_give_values_in_range(text: str) -> None:
+    distribution = parse_distribution(text)
+    values = distribution.sample(np.random.default_rng(0), 100)
+    assert values.min() >= vars(distribution)["low"]
+    assert values.max() <= (vars(distribution)["high"] or 2**63 - 1024)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("gamma", "unknown distribution 'gamma'.*known: uniform, normal, zipf, clipped-zipf, lognormal, histogram"),
@@ -108,12 +128,18 @@ def test_text_is_parsed_into_a_distribution() -> None:
         ("uniform:low=5,high=4", "low=5 high=4"),
         ("uniform:high=9223372036854775807", "high at most 2.63 - 1024"),
         ("zipf:low=0", "low . shift must be at least 1 .*, got low=0 shift=0; pass shift=1 for values from 0"),
-        ("zipf:exponent=-1", "exponent must be finite and at least 0, got -1.0"),
-        ("zipf:exponent=inf", "exponent must be finite and at least 0, got inf"),
-        ("clipped-zipf:exponent=1", "exponent must be finite and above 1, .* got 1.0"),
+        ("zipf:exponent=-1", "exponent must be at least 0, and at most 100, got -1.0"),
+        ("zipf:exponent=inf", "exponent must be at least 0, and at most 100, got inf"),
+        ("clipped-zipf:exponent=1", "exponent must be above 1, .* got 1.0"),
         ("clipped-zipf:high=none", "high must be int, got 'none'"),
         ("histogram:column=length", "histogram needs path .*; write histogram:path="),
         ("lognormal:mean=0", "mean must be positive"),
+        ("lognormal:mean=nan", "mean must be positive, .*; got nan and 256.0"),
+        ("lognormal:std=inf", "mean must be positive, .*; got 128.0 and inf"),
+        ("lognormal:mean=1e-308,std=1e308", "std at least 0 and at most 10.100 times the mean"),
+        ("normal:mean=nan", "mean and std must be finite and std at least 0, got nan and 64.0"),
+        ("normal:std=inf", "mean and std must be finite and std at least 0, got 128.0 and inf"),
+        ("zipf:exponent=nan", "exponent must be at least 0, and at most 100, got nan"),
     ],
 )
 def test_invalid_text_is_refused_with_the_known_names(text: str, message: str) -> None:

@@ -46,7 +46,12 @@ def test_datasets_of_equal_size_come_in_different_orders() -> None:
     assert rows[rows < 50].tolist() != (rows[rows >= 50] - 50).tolist()
 
 
-@pytest.mark.parametrize("weights", [[0, 1], [-1, 1], [float("nan"), 1]])
+def test_weights_whose_sum_is_too_large_for_a_float_are_shares_too() -> None:
+    rows = _epoch(MixtureOrder([_samples(100), _samples(50)], [1.5e308, 0.5e308], num_samples=80), 0)
+    assert sum(row < 100 for row in rows) == 60
+
+
+@pytest.mark.parametrize("weights", [[0, 1], [-1, 1], [0, 0], [float("nan"), 1], [float("inf"), 1]])
 def test_weights_must_be_positive(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="weights must be positive numbers"):
         MixtureOrder([_samples(5), _samples(5)], weights)

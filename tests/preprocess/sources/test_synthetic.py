@@ -36,5 +36,14 @@ def test_every_feature_follows_its_distribution(tmp_path: Path) -> None:
 def test_the_name_of_a_column_is_no_contextual_feature() -> None:
     with pytest.raises(ConfigError, match="no feature can be called 'length'"):
         SyntheticConfig(contextual={"length": Uniform()})
-    with pytest.raises(ConfigError, match="num_users must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_users must be between 1 and 1,000,000,000, got 0"):
         SyntheticConfig(num_users=0)
+
+
+def test_more_events_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
+    synthetic = SyntheticConfig(num_users=10, lengths=Uniform(low=2**62, high=2**62))
+    with pytest.raises(
+        ConfigError, match="users 1 to 10 have 46,116,860,184,273,879,040 events, more than 1,073,741,824"
+    ):
+        preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=synthetic))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,117 @@
+"""Every option of every command with values that nobody should pass: one line and exit code 2, or a result."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from evenrank.cli.inspect import inspect_command
+from evenrank.cli.inspect_balance import inspect_balance_command
+from evenrank.cli.main import run_command
+from evenrank.cli.metrics import metrics_command
+from evenrank.cli.preprocess import preprocess_command
+from evenrank.cli.simulate import simulate_command
+from evenrank.core.errors import RankError
+from tests.dataloader.balance.test_writers import STEPS
+from tests.dataloader.balance.test_writers import write as write_log
+
+VALUES = ["nan", "inf", "-1", "0", "0.5", "1e308", str(2**31), str(2**63), str(2**100), "9" * 5000, "", "[/x]"]
+VALUES += ["\x1b[31m", "\udcff", ",", "none"]
+SPLITS = ["user:nan", "user:1e400", f"leave-last:{2**31}", f"leave-last:{2**100}", "time:2020-01-01T00:00:00+99:99"]
+SPLITS += ["time:0001-01-01T00:00+23:59", "time:9999-12-31T23:59:59-23:59", "time:" + "9" * 5000, "time:\u0663", ":"]
+DISTRIBUTIONS = [
+    "lognormal:mean=nan",
+    "lognormal:std=inf",
+    "lognormal:mean=1e-308,std=1e308",
+    "normal:mean=inf,std=nan",
+]
+DISTRIBUTIONS += [
+    "normal:mean=1e308,std=1e308",
+    f"uniform:high={2**100}",
+    f"uniform:high={10**18}",
+    "zipf:exponent=nan",
+]
+DISTRIBUTIONS += [
+    "zipf:exponent=100,high=none",
+    "zipf:exponent=1e308",
+    "clipped-zipf:exponent=inf",
+    "uniform:low=",
+    "uniform:=",
+]
+DISTRIBUTIONS += ["histogram:path=nowhere", "zipf:,,=,", "normal:std=1e308", "\u0663:mean=\u0663"]
+# Further values of options, and of the first argument.
+FURTHER: dict[tuple[str, str | None], list[str]] = {
+    ("preprocess", "--split"): SPLITS,
+    ("preprocess", "--lengths"): DISTRIBUTIONS,
+    ("simulate", None): DISTRIBUTIONS,
+}
+
+# Where a value that is accepted takes a second.
+FEWER: dict[tuple[str, str | None], list[str]] = {
+    (name, "--html"): ["", "9" * 5000, "[/x]", "\udcff", "."] for name in ("inspect", "metrics")
+}
+
+# What is passed besides the option.
+COMMANDS: dict[str, tuple[Callable[..., None], list[str]]] = {
+    "preprocess": (preprocess_command, ["--dataset", "synthetic", "--users", "9", "--items", "5", "--out", "out"]),
+    "custom": (preprocess_command, ["--dataset", "custom", "--events", "log.csv", "--out", "out"]),
+    "inspect": (inspect_command, ["DATA"]),
+    "simulate": (simulate_command, ["uniform:high=9", "--ranks", "2", "--batch-size", "2", "--steps", "1"]),
+    "metrics": (metrics_command, ["log.jsonl"]),
+    "inspect_balance": (inspect_balance_command, ["DATA"]),
+}
+
+
+def _parameters() -> Iterator[tuple[str, str | None]]:
+    for name, (command, _) in COMMANDS.items():
+        app = typer.Typer()
+        app.command()(command)
+        for parameter in typer.main.get_command(app).params:
+            option = max(parameter.opts, key=len)
+            if option not in ("--help", "--by-date"):
+                yield name, option if option.startswith("--") else None
+
+
+@pytest.mark.parametrize(("name", "option"), list(_parameters()))
+def test_hostile_values_of_options(
+    name: str,
+    option: str | None,
+    small_dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
+    write_log(tmp_path / "log.jsonl", *STEPS)
+    before = sorted(tmp_path.rglob("*"))
+    if name == "inspect_balance":
+        monkeypatch.setenv("WORLD_SIZE", "1")
+
+        def refuse(*arguments: object, **options: object) -> None:
+            raise RankError("all options were accepted")
+
+        monkeypatch.setattr("torch.distributed.init_process_group", refuse)
+    command, others = COMMANDS[name]
+    for value in FEWER.get((name, option), [*VALUES, *FURTHER.get((name, option), ())]):
+        arguments = [str(small_dataset) if argument == "DATA" else argument for argument in others]
+        if option is None:
+            arguments[0] = value
+        else:
+            arguments.append(f"{option}={value}")
+        monkeypatch.setattr(sys, "argv", ["evenrank", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            run_command(command)
+        errors = capsys.readouterr().err
+        assert stopped.value.code in (0, 2), (value, errors)
+        if stopped.value.code == 2:
+            is_usage = errors.startswith("Usage: ")
+            assert is_usage or (errors.startswith("error: ") and errors.count("\n") == 1), (value, errors)
+            assert sorted(tmp_path.rglob("*")) == before, value
+        else:
+            for path in sorted(set(tmp_path.rglob("*")) - set(before), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
