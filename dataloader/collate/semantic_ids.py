@@ -1,7 +1,6 @@
 """Items as tuples of codes (semantic ids): the code table, and samples -> SemanticIdBatch."""
 
 import hashlib
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,17 +104,21 @@ def _read_tensor(path: Path) -> NDArray[np.integer]:
     check_regular(path)
     try:
         if path.suffix == ".npy":
-            array: NDArray[np.integer] = np.load(path, allow_pickle=False)
-            return array
+            # Mapped, a file that is shorter than its header says takes no memory.
+            return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided or loaded.is_quantized:
+            raise DataError(f"{path} must contain one tensor [levels, items], got {type(loaded).__name__}")
+        if loaded.numel() * loaded.element_size() > path.stat().st_size:  # an expanded tensor repeats its elements
+            raise DataError(f"{path} has fewer bytes than a tensor {list(loaded.shape)}; save it after contiguous()")
+        return loaded.detach().numpy()
+    except DataError:
+        raise
+    except Exception as error:  # a malformed file can raise anything
         raise DataError(
             f"{path} cannot be read as a tensor without running code from it ({first_line(error)}); save a single "
             "tensor [levels, items]"
         ) from error
-    if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided:
-        raise DataError(f"{path} must contain one tensor [levels, items], got {type(loaded).__name__}")
-    return loaded.numpy()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -214,3 +214,42 @@ def test_a_named_pipe_of_codes_is_refused_instead_of_waited_for(tmp_path: Path, 
     os.mkfifo(tmp_path / f"codes{suffix}")
     with pytest.raises(DataError, match="is a named pipe, not a regular file"):
         read_codes(tmp_path / f"codes{suffix}")
+
+
+def _npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + (len(header) + 1).to_bytes(2, "little") + header.encode() + b"\n" + bytes(64)
+
+
+MALFORMED = {
+    "empty.npy": b"",
+    "empty.pt": b"",
+    "pickle.npy": pickle.dumps([[1]]),
+    "pickle.pt": pickle.dumps([[1]]),
+    "huge.npy": _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (64, 1000000000000), }"),
+    "huger.npy": _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (9999999999999999999999, 9), }"),
+    "deep.npy": _npy("{'descr': " + "(" * 5000 + "}"),
+    "boolean.npy": _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (True, 8), }"),
+}
+ARRAYS = [np.array([[1, None]]), np.array(3), np.array([1, 2]), np.ones((2, 2), complex), np.ones((2, 2), bool)]
+ARRAYS += [
+    np.zeros((2, 2), [("a", "i4")]),
+    np.zeros((2, 2), "M8[s]"),
+    np.full((2, 2), 2**63, np.uint64),
+    np.ones((2, 0), int),
+]
+TENSORS = [torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.complex64).conj(), {"a": torch.ones(2)}]
+TENSORS += [torch.ones(1, dtype=torch.long).expand(64, 10**11), torch.ones(2, 2, device="meta", dtype=torch.long)]
+
+
+def test_files_without_a_table_of_codes_are_refused_with_one_line(tmp_path: Path) -> None:
+    for name, content in MALFORMED.items():
+        (tmp_path / name).write_bytes(content)
+    for number, array in enumerate(ARRAYS):
+        np.save(tmp_path / f"array {number}.npy", array, allow_pickle=True)
+    for number, tensor in enumerate(TENSORS):
+        torch.save(tensor, tmp_path / f"tensor {number}.pt")
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(DataError) as caught:
+            read_codes(path)
+        assert str(caught.value).startswith(str(path))
+        assert "\n" not in str(caught.value)
