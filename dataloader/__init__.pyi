@@ -20,7 +20,7 @@ from .samples import Mixture as Mixture
 from .stream_loader import StreamConfig as StreamConfig
 from .stream_loader import StreamLoader as StreamLoader
 from .stream_loader import build_stream_loader as build_stream_loader
-from .stream_loader import merge_stream_states as merge_stream_states
+from .stream_state import merge_stream_states as merge_stream_states
 
 __all__ = [
     "JaggedBatch",

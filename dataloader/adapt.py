@@ -20,8 +20,29 @@ from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.identity import check_world_size, find_identity
 from evenrank.dataloader.loader_checks import check_all_came, check_batch, check_batches, exact_length
 from evenrank.dataloader.node import EpochNode
+from evenrank.dataloader.state import (
+    ANYTHING,
+    COUNT,
+    EPOCH,
+    FLAG,
+    MAPPING,
+    TEXT,
+    check_state,
+    check_value,
+    decode,
+    encode,
+    integer,
+)
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
+_STATE_FIELDS = {
+    "epoch": EPOCH,
+    "position": integer(0, 1 << 62),  # to which an epoch's steps are added
+    "is_end": FLAG,
+    "world_size": COUNT,
+    "ranks": MAPPING,
+}
+_RANK_FIELDS = {"has_ended": FLAG, "state": ANYTHING}
 # Snapshots that are kept: more than a Balancer and a pipeline behind it pull ahead of training.
 _KEPT_SNAPSHOTS = 256
 
@@ -40,7 +61,7 @@ class _Snapshot(NamedTuple):
 
     position: Position
     has_ended: bool  # on this rank; others may have more batches
-    state: bytes  # pickled, as loaders may go on changing what they return
+    state: bytes | str  # pickled, as loaders may go on changing what they return; or as it was loaded from a checkpoint
 
 
 class Source(Generic[Batch]):
@@ -68,6 +89,7 @@ class Source(Generic[Batch]):
         self._has_positions = self._has_state and "after" in inspect.signature(cast(Any, state_dict)).parameters
         self._next = Position(0, 0)  # of the next iteration, where positions are counted here
         self._has_ended = False  # this rank has no more batches in the next iteration, which is the rest of an epoch
+        self._has_loaded = False  # a state, since the latest iteration
         self._is_bypassed = False
         self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
         self._snapshots: deque[_Snapshot] = deque(maxlen=_KEPT_SNAPSHOTS)
@@ -89,7 +111,7 @@ class Source(Generic[Batch]):
         # A state that was loaded into a StatefulDataLoader by someone else makes it start anywhere.
         is_counted = position > 0 or getattr(self._batches, "next_iter_state", None) is None
         expected = exact_length(self._batches) if is_counted else None
-        iterator = iter(self._batches)  # some loaders know their state from here on only
+        iterator = self._begin()  # some loaders know their state from here on only
         self._take_snapshot(Position(epoch, position))
         for batch in iterator:
             check_batch(batch)
@@ -99,6 +121,21 @@ class Source(Generic[Batch]):
             yield self._owned(batch).replace(epoch=epoch, step=position - 1, position=position)
         check_all_came(position, expected)
         self._take_snapshot(Position(epoch, position), has_ended=True)
+
+    def _begin(self) -> Iterator[Batch]:
+        has_loaded, self._has_loaded = self._has_loaded, False
+        try:
+            return iter(self._batches)
+        except Exception as error:  # some loaders look at a loaded state here only
+            if has_loaded:
+                raise self._refused_state(error) from error
+            raise
+
+    def _refused_state(self, error: Exception) -> StateError:
+        return StateError(
+            f"the {type(self._batches).__name__} cannot load its part of the state ({one_line(error)}); load one that "
+            "it has saved"
+        )
 
     def _owned(self, batch: Batch) -> Batch:
         """Return a batch that stays as it is while further ones are pulled."""
@@ -168,25 +205,27 @@ class Source(Generic[Batch]):
             self._batches.load_state_dict(state)
             self._state_at_start = None
             return
-        if state.get("version") != _STATE_VERSION or not isinstance(state.get("ranks"), Mapping):
+        state = check_state(state, "the Balancer", _STATE_VERSION, _STATE_FIELDS)
+        saved = state["ranks"].get(str(self._rank))
+        if state["world_size"] != self._world_size or saved is None:
+            saved_ranks = ", ".join(name[:20] for name in state["ranks"] if isinstance(name, str))
             raise StateError(
-                f"the state has version {state.get('version')!r} and no states of ranks; load one that the state_dict "
-                "of a Balancer over such a loader returned"
-            )
-        if state.get("world_size") != self._world_size or str(self._rank) not in state["ranks"]:
-            raise StateError(
-                f"the state is of {state.get('world_size')} ranks, with that of ranks {', '.join(state['ranks'])}; "
+                f"the state is of {state['world_size']} ranks, with that of ranks {saved_ranks}; "
                 f"this is rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many "
                 "ranks, each with its own state, or use build_loader, which resumes on any number"
             )
-        saved = state["ranks"][str(self._rank)]
+        check_value(saved, f"the state of the Balancer has, for rank {self._rank},", TEXT)
+        of_rank = check_state(decode(saved), f"rank {self._rank}", _STATE_VERSION, _RANK_FIELDS)
+        position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
+        if getattr(self._batches, "_iter_for_state_dict", False):
+            # torchdata's Loader has made an iterator for `state_dict` alone, and would iterate over that next, whatever
+            # state is loaded.
+            iter(self._batches)
         try:
-            position = Position(int(state["epoch"]), int(state["position"]))
-            is_end = bool(state["is_end"])
-            loader_state, has_ended = pickle.loads(saved)
-        except (KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise StateError(f"the state is damaged ({one_line(error)}); load an intact one") from None
-        self._batches.load_state_dict(loader_state)
+            self._batches.load_state_dict(of_rank["state"])
+        except Exception as error:  # the loader's own
+            raise self._refused_state(error) from error
+        self._has_loaded = True
         self._next = Position(position.epoch + 1, 0) if is_end else position
         self._has_ended = has_ended and not is_end
         self._ends = {position.epoch: position.position} if is_end else {}
@@ -208,8 +247,7 @@ class Source(Generic[Batch]):
 
     def _take_snapshot(self, position: Position, *, has_ended: bool = False) -> None:
         if self._has_state:
-            state = pickle.dumps((self._batches.state_dict(), has_ended))
-            self._snapshots.append(_Snapshot(position, has_ended, state))
+            self._snapshots.append(_Snapshot(position, has_ended, pickle.dumps(self._batches.state_dict())))
 
     def _find_snapshot(self, position: Position | None) -> _Snapshot:
         if self._is_bypassed:
@@ -235,13 +273,16 @@ class Source(Generic[Batch]):
         return candidates[-1]._replace(position=position)
 
     def _state_of(self, snapshot: _Snapshot) -> dict[str, Any]:
-        # States of ranks are bytes, so that all ranks' states have the same structure, whatever the loaders save.
-        position = snapshot.position
+        # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
+        position, text = snapshot.position, snapshot.state
+        if isinstance(text, bytes):
+            of_rank = {"state": pickle.loads(text), "has_ended": snapshot.has_ended}
+            text = encode({"version": _STATE_VERSION, **of_rank})
         return {
             "version": _STATE_VERSION,
             "epoch": position.epoch,
             "position": position.position,
             "is_end": self._ends.get(position.epoch) == position.position,
             "world_size": self._world_size,
-            "ranks": {str(self._rank): snapshot.state},
+            "ranks": {str(self._rank): text},
         }

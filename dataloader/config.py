@@ -9,6 +9,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
+from evenrank.dataloader.state import SEED, show
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -54,8 +55,10 @@ class ReadConfig(ABC, Generic[Batch]):
     def __post_init__(self) -> None:
         for name, minimum in self._MINIMUMS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < minimum:
+            if type(value) is not int or value < minimum:
                 raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+        if (expected := SEED(self.seed)) is not None:
+            raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
         if self.order not in get_args(Order):
             raise ConfigError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
 

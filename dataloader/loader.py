@@ -20,6 +20,7 @@ from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
+from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state
 from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import EpochSchedule
@@ -203,19 +204,16 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             StateError: the state is damaged, of another version, or of other data or filters.
 
         """
-        if state.get("version") != _STATE_VERSION:
-            raise StateError(
-                f"the loader's state has version {state.get('version')!r}, expected {_STATE_VERSION}; load it with the "
-                "version of evenrank that saved it"
-            )
-        for name in ("epoch", "position", "num_samples", "seed"):
-            value = state.get(name)
-            if not isinstance(value, int) or (value < 0 and name != "seed"):
-                raise StateError(f"the loader's state has {name} {value!r}; load a state that state_dict returned")
-        if state["num_samples"] != self.num_samples or state.get("fingerprint") != self._fingerprint:
+        state = check_state(
+            state,
+            "the loader",
+            _STATE_VERSION,
+            {"epoch": EPOCH, "position": COUNT, "seed": SEED, "num_samples": COUNT, "fingerprint": TEXT},
+        )
+        if state["num_samples"] != self.num_samples or state["fingerprint"] != self._fingerprint:
             raise StateError(
                 f"the loader's state is of other data or filters: it has {state['num_samples']:,} samples and "
-                f"fingerprint {str(state.get('fingerprint'))[:12]}, this loader {self.num_samples:,} and "
+                f"fingerprint {state['fingerprint'][:12]}, this loader {self.num_samples:,} and "
                 f"{self._fingerprint[:12]}; load it with the dataset and the filters that it was saved with"
             )
         if state["position"] > self.num_samples:

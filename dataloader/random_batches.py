@@ -17,6 +17,7 @@ from evenrank.dataloader.identity import shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.random_data import RandomData, draw_samples
+from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state, show
 from evenrank.dataloader.transform import make_rng
 from evenrank.datasets.store import SequenceStore
 
@@ -139,15 +140,21 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 and batch size are among these.
 
         """
+        state = check_state(
+            state,
+            "random batches",
+            _STATE_VERSION,
+            {"epoch": EPOCH, "position": COUNT, "seed": SEED, "num_samples": COUNT, "fingerprint": TEXT},
+        )
         expected = self.state_dict()
-        for name in ("version", "seed", "num_samples", "fingerprint"):
-            if state.get(name) != expected[name]:
+        for name in ("seed", "num_samples", "fingerprint"):
+            if state[name] != expected[name]:
                 raise StateError(
-                    f"the state of random batches has {name} {state.get(name)!r}, these batches {expected[name]!r}; "
+                    f"the state of random batches has {name} {show(state[name])}, these batches {expected[name]!r}; "
                     "load it with the seed, num_batches, num_distinct, batch_size and world_size that it was saved with"
                 )
         epoch, position = state["epoch"], state["position"]
-        if position % self._samples_per_step or not 0 <= position <= expected["num_samples"]:
+        if position % self._samples_per_step or position > expected["num_samples"]:
             raise StateError(
                 f"the state of random batches has position {position}, which is not after a step of "
                 f"{self._samples_per_step} samples; load a state that state_dict returned"

@@ -6,7 +6,7 @@ from all open ones. What comes next depends only on the position in each shard.
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,15 +19,22 @@ from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
+from evenrank.dataloader.stream_state import (
+    POSITIONS_KEY,
+    STATE_VERSION,
+    check_complete,
+    check_position,
+    decode_positions,
+    encode_positions,
+    read_state,
+)
 from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.windows import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
 
-__all__ = ["StreamConfig", "StreamLoader", "build_stream_loader", "merge_stream_states"]
+__all__ = ["StreamConfig", "StreamLoader", "build_stream_loader"]
 
-_STATE_VERSION = 1
-_POSITIONS_KEY = "places"  # part of the format of saved states
 # Steps whose positions are kept for `state_dict`: more than pipelines and a Balancer together pull ahead.
 _KEPT_STEPS = 256
 
@@ -120,7 +127,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, position, seed = self._epoch, self._position, self._seed
-        shards, shard_positions = self._own_shards(epoch, seed), self._own_shard_positions()
+        shards, shard_positions = self._shards_of(self._rank, epoch, seed), self._own_shard_positions()
         self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
         self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
         batch_size = self._config.batch_size
@@ -143,14 +150,14 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
                 yield batch.pin_memory() if self._config.pin_memory else batch
 
-    def _own_shards(self, epoch: int, seed: int) -> list[Shard]:
-        """Return this rank's shards of an epoch, in the order in which it opens them."""
+    def _shards_of(self, rank: int, epoch: int, seed: int) -> list[Shard]:
+        """Return a rank's shards of an epoch, in the order in which it opens them."""
         order = permute(np.arange(len(self._shards)), len(self._shards), seed=seed, epoch=epoch)
-        return [self._shards[index] for index in order[self._rank :: self._world_size].tolist()]
+        return [self._shards[index] for index in order[rank :: self._world_size].tolist()]
 
     def _own_shard_positions(self) -> dict[int, ShardPosition]:
         """Return where the next iteration begins in each of this rank's shards."""
-        own = self._own_shards(self._epoch, self._seed)
+        own = self._shards_of(self._rank, self._epoch, self._seed)
         return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in own}
 
     def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
@@ -189,13 +196,13 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
     def _state(self, snapshot: _Snapshot) -> dict[str, Any]:
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "epoch": snapshot.epoch,
             "position": snapshot.position,
             "seed": self._seed,
             "num_shards": len(self._shards),
             "fingerprint": self._fingerprint,
-            _POSITIONS_KEY: _encode_positions(snapshot.shard_positions),
+            POSITIONS_KEY: encode_positions(snapshot.shard_positions),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,30 +214,43 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             StateError: the state lacks shards, is of another version, or of other data, filters or shards.
 
         """
-        if state.get("version") != _STATE_VERSION:
-            raise StateError(
-                f"the stream's state has version {state.get('version')!r}, expected {_STATE_VERSION}; load it with the "
-                "version of evenrank that saved it"
-            )
-        if state.get("fingerprint") != self._fingerprint:
+        state = read_state(state)
+        if state["fingerprint"] != self._fingerprint:
             raise StateError(
                 "the stream's state is of other data, filters or shards: it has fingerprint "
-                f"{str(state.get('fingerprint'))[:12]}, this stream {self._fingerprint[:12]}; load it with the "
-                "dataset and the settings that it was saved with"
+                f"{state['fingerprint'][:12]}, this stream {self._fingerprint[:12]}; load it with the dataset and the "
+                "settings that it was saved with"
             )
-        shard_positions = _decode_positions(state[_POSITIONS_KEY])
+        shard_positions = decode_positions(state, len(self._shards))
+        for index, shard_position in shard_positions.items():
+            check_position(shard_position, self._shards[index], seed=state["seed"], epoch=state["epoch"])
         epoch, position = state["epoch"], state["position"]
-        own = {shard.index for shard in self._own_shards(epoch, state["seed"])}
+        own = {shard.index for shard in self._shards_of(self._rank, epoch, state["seed"])}
         if set(shard_positions) != own:  # else it is this rank's own state, of the same number of ranks
-            _check_complete(shard_positions, len(self._shards))
+            check_complete(shard_positions, len(self._shards))
         self._seed = state["seed"]
         self._snapshots.clear()
-        if len(shard_positions) == len(self._shards) and all(
-            shard_positions[shard.index].windows_done >= shard.num_windows for shard in self._shards
-        ):
+        if self._is_exhausted(shard_positions, epoch):
             self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
         else:
             self._epoch, self._position, self._shard_positions = epoch, position, shard_positions
+
+    def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:
+        """Return whether no rank has a batch left; unknown, so False, for positions in the shards of one rank only.
+
+        Rows that are not samples count as if they were: that they are not is only found out by reading them.
+        """
+        if len(shard_positions) < len(self._shards):
+            return False
+        min_samples = self._config.batch_size if self._config.drop_last else 1
+        return all(
+            sum(
+                shard.rows_left(*shard_positions[shard.index], seed=self._seed, epoch=epoch)
+                for shard in self._shards_of(rank, epoch, self._seed)
+            )
+            < min_samples
+            for rank in range(self._world_size)
+        )
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])
@@ -261,42 +281,3 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             self._collate.filters(),
         )
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
-
-
-def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states of all ranks after one step into the state of all shards, loadable on any number of ranks.
-
-    Raises:
-        StateError: the states are of different steps or streams, or the state of a rank is missing.
-
-    """
-    if not states:
-        raise StateError("there are no states to merge; pass those of all ranks")
-    merged = dict(states[0])
-    shard_positions: dict[int, ShardPosition] = {}
-    for index, state in enumerate(states):
-        for name in ("version", "epoch", "position", "seed", "num_shards", "fingerprint"):
-            if state.get(name) != merged.get(name):
-                raise StateError(
-                    f"states 0 and {index} cannot be merged: {name} is {merged.get(name)} and {state.get(name)}; save "
-                    "the states of all ranks after the same step"
-                )
-        shard_positions |= _decode_positions(state[_POSITIONS_KEY])
-    _check_complete(shard_positions, merged["num_shards"])
-    return {**merged, _POSITIONS_KEY: _encode_positions(shard_positions)}
-
-
-def _encode_positions(shard_positions: Mapping[int, ShardPosition]) -> dict[str, list[int]]:
-    return {str(index): list(position) for index, position in sorted(shard_positions.items())}
-
-
-def _decode_positions(encoded: Mapping[str, Sequence[int]]) -> dict[int, ShardPosition]:
-    return {int(index): ShardPosition(int(done), int(taken)) for index, (done, taken) in encoded.items()}
-
-
-def _check_complete(shard_positions: Mapping[int, ShardPosition], num_shards: int) -> None:
-    if missing := sorted(set(range(num_shards)) - set(shard_positions)):
-        raise StateError(
-            f"the state lacks {len(missing)} of {num_shards} shards, among them shard {missing[0]}; merge the states "
-            "of all ranks with merge_stream_states"
-        )

@@ -45,7 +45,7 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_shards", "buffer_rows", "open_shards"):
-            if (value := getattr(self, name)) < 1:
+            if type(value := getattr(self, name)) is not int or value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
@@ -236,11 +236,28 @@ class Shard:
             Its first row in the split, and the order of its n rows, a permutation of 0..n-1: int64 [n].
 
         """
+        first = self._first_row(position, seed=seed, epoch=epoch)
+        num_rows = min(self.buffer_rows, self.end - first)
+        row_seed = derive_seed(seed, self.index) + first + 1
+        return first, permute(np.arange(num_rows), num_rows, seed=row_seed, epoch=epoch)
+
+    def window_rows(self, position: int, *, seed: int, epoch: int) -> int:
+        """Return the number of rows of the window at a position of an epoch's order of windows; see `window`."""
+        return min(self.buffer_rows, self.end - self._first_row(position, seed=seed, epoch=epoch))
+
+    def rows_left(self, windows_done: int, rows_taken: int, *, seed: int, epoch: int) -> int:
+        """Return the rows that come after the first windows of an epoch's order, and after some of the next window."""
+        if not windows_done:
+            return self.end - self.first - rows_taken
+        done = permute(np.arange(windows_done), self.num_windows, seed=derive_seed(seed, self.index), epoch=epoch)
+        lacking = self.num_windows * self.buffer_rows - (self.end - self.first)  # rows that the last window lacks
+        rows_done = windows_done * self.buffer_rows - (lacking if self.num_windows - 1 in done else 0)
+        return self.end - self.first - rows_done - rows_taken
+
+    def _first_row(self, position: int, *, seed: int, epoch: int) -> int:
         shard_seed = derive_seed(seed, self.index)
         window_index = int(permute(np.array([position]), self.num_windows, seed=shard_seed, epoch=epoch)[0])
-        first = self.first + window_index * self.buffer_rows
-        num_rows = min(self.buffer_rows, self.end - first)
-        return first, permute(np.arange(num_rows), num_rows, seed=shard_seed + first + 1, epoch=epoch)
+        return self.first + window_index * self.buffer_rows
 
 
 def cut_shards(num_rows: int, config: StreamConfig) -> list[Shard]:

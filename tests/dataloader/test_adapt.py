@@ -11,7 +11,7 @@ from torchdata.nodes import Batcher, Mapper, MapStyleWrapper, Prefetcher
 from torchdata.nodes import Loader as NodeLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader import (
     JaggedCollate,
     LoaderConfig,
@@ -21,7 +21,9 @@ from evenrank.dataloader import (
     dense,
     jagged,
 )
+from evenrank.dataloader.adapt import Position
 from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.state import encode
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.ranks import RankFailure, RankPool
 
@@ -235,7 +237,7 @@ def _load_of_other_ranks(rank: int, world_size: int) -> None:
     with Balancer(_stateful(MapStyle(rank, world_size)), cost=_tokens) as balancer:
         next(iter(balancer))
         state = balancer.state_dict()
-        state["ranks"] = {"0": state["ranks"].get("0", b"")}  # as saved by a library that saves rank 0's state only
+        state["ranks"] = {"0": state["ranks"].get("0", "")}  # as saved by a library that saves rank 0's state only
         balancer.load_state_dict(state)
 
 
@@ -250,20 +252,55 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [lambda s: s.pop("is_end"), lambda s: s.update(epoch=None), lambda s: s.update(ranks={"0": b"x"})],
-    ids=["is_end", "epoch", "ranks"],
+    ("damage", "message"),
+    [
+        (lambda s: s.pop("is_end"), "the state of the Balancer has no is_end; load a state that state_dict returned"),
+        (lambda s: s.update(epoch=None), "the state of the Balancer has epoch None, expected an integer from 0 to "),
+        (lambda s: s.update(ranks={"0": b"x"}), "the state of the Balancer has, for rank 0, b'x', expected text"),
+        (lambda s: s.update(ranks={"0": "x"}), "the loader's part of the state is damaged"),
+        (lambda s: s.update(ranks={"0": "abcd"}), "the loader's part of the state is damaged"),
+        (lambda s: s.update(ranks={"0": encode({})}), "the state of rank 0 has version None, expected 2"),
+        (
+            lambda s: s.update(ranks={"0": encode(Position(1, 2))}),
+            r"contains evenrank\.dataloader\.adapt\.Position, which is not loaded from files by default; if you",
+        ),
+    ],
 )
-def test_damaged_state_is_refused_and_the_position_kept(damage: Callable[[dict[str, Any]], None]) -> None:
+def test_damaged_state_is_refused_and_the_position_kept(damage: Callable[[dict[str, Any]], None], message: str) -> None:
     with Balancer(_stateful(MapStyle(0, 1)), cost=_tokens) as balancer:
         batches = iter(balancer)
         next(batches)
         state = balancer.state_dict()
         damaged = dict(state)
         damage(damaged)
-        with pytest.raises(StateError, match="the state is damaged"):
+        with pytest.raises(StateError, match=message) as raised:
             balancer.load_state_dict(damaged)
+        assert "\n" not in str(raised.value)
         assert balancer.state_dict() == state
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STATEFUL if "worker" not in kind])
+def test_state_is_loaded_after_another_one_was_asked_for(kind: str) -> None:
+    """As torch.distributed.checkpoint does, which takes it as a template."""
+    with Balancer(STATEFUL[kind](MapStyle(0, 1)), cost=_tokens) as balancer:
+        steps = iter(balancer)
+        trained = _ids(next(steps)) + _ids(next(steps))
+        state = balancer.state_dict()
+    with Balancer(STATEFUL[kind](MapStyle(0, 1)), cost=_tokens) as resumed:
+        resumed.state_dict()
+        resumed.load_state_dict(state)
+        rest = [i for batch in resumed for i in _ids(batch)]
+    assert sorted(trained + rest) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("kind", ["StatefulDataLoader", "nodes"])
+def test_state_that_the_loader_itself_cannot_load_is_refused(kind: str) -> None:
+    with Balancer(STATEFUL[kind](MapStyle(0, 1)), cost=_tokens) as balancer:
+        state = balancer.state_dict()
+        state["ranks"] = {"0": encode({"version": 2, "has_ended": False, "state": {"x": 1}})}
+        balancer.load_state_dict(state)
+        with pytest.raises(RankError, match=r"the (StatefulData)?Loader cannot load its part of the state \("):
+            list(balancer)
 
 
 def test_steps_started_by_hand_have_the_state_of_loaders_that_know_positions_only() -> None:

@@ -187,9 +187,9 @@ def test_a_state_of_other_batches_is_refused() -> None:
             StateError, match=r"the state of random batches has (seed|num_samples|fingerprint) .*; load"
         ):
             other.load_state_dict(state)
-    with pytest.raises(StateError, match="version 2, these batches 1"):
+    with pytest.raises(StateError, match="version 2, expected 1"):
         make().load_state_dict({**state, "version": 2})
-    for position in (3, -8, 48):
+    for position in (3, 48):
         with pytest.raises(StateError, match=f"has position {position}, which is not after a step of 8 samples"):
             make().load_state_dict({**state, "position": position})
 

@@ -1,0 +1,158 @@
+"""States of loaders as untrusted input: they come from files, of other programs and versions, perhaps damaged.
+
+A loader declares what each entry of its state must be, and loads nothing before all entries have been checked.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenrank.core.errors import StateError, one_line
+
+Check = Callable[[object], str | None]
+"""Returns what a value must be instead, as text; None if the value is valid."""
+
+INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
+MAX_EPOCH = (1 << 31) - 1  # so that the samples that a mixture has drawn since the first epoch can be counted in int64
+_MAX_SHOWN = 60  # characters of a value in a message
+_RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]
+# What states may contain besides plain containers, numbers, text, bytes and tensors: NumPy's arrays and numbers.
+_NUMPY_GLOBALS: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSU"},
+    *(
+        (function, f"numpy.{core}.multiarray.{name}")  # before and since NumPy 2
+        for function, name in ((_RECONSTRUCT, "_reconstruct"), (_SCALAR, "scalar"))
+        for core in ("core", "_core")
+    ),
+]
+
+
+def integer(low: int, high: int) -> Check:
+    """Return the check of an integer in low..high; a bool is none."""
+
+    def check(value: object) -> str | None:
+        is_valid = type(value) is int and low <= value <= high
+        return None if is_valid else f"an integer from {low} to {high}"
+
+    return check
+
+
+def instance(kind: type, text: str) -> Check:
+    """Return the check of an instance of a class, which is called `text` in messages."""
+    return lambda value: None if isinstance(value, kind) else text
+
+
+EPOCH = integer(0, MAX_EPOCH)
+COUNT = integer(0, INT64_MAX)
+SEED = integer(INT64_MIN, INT64_MAX)
+TEXT = instance(str, "text")
+FLAG = instance(bool, "True or False")
+MAPPING = instance(Mapping, "a mapping")
+ANYTHING = instance(object, "anything")
+
+
+def check_state(state: object, owner: str, version: int, fields: Mapping[str, Check]) -> dict[str, Any]:
+    """Check that a state has exactly these entries, besides its version, and that their values are valid.
+
+    Args:
+        state: any object.
+        owner: whose state it is, for messages, such as "the loader".
+        version: that the state must have.
+        fields: what each entry must be, by name.
+
+    Returns:
+        The state.
+
+    Raises:
+        StateError: it is invalid; the message names the entry, its value and what it must be.
+
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"the state of {owner} must be a mapping, got {show(state)}; load a state that state_dict returned"
+        )
+    found = state.get("version")
+    if type(found) is not int or found != version:
+        raise StateError(
+            f"the state of {owner} has version {show(found)}, expected {version}; load it with the version of evenrank "
+            "that saved it"
+        )
+    for name, check in fields.items():
+        if name not in state:
+            raise StateError(f"the state of {owner} has no {name}; load a state that state_dict returned")
+        check_value(state[name], f"the state of {owner} has {name}", check)
+    if unknown := [name for name in state if name not in fields and name != "version"]:
+        raise StateError(
+            f"the state of {owner} has the unknown entry {show(unknown[0])}; load a state that state_dict returned"
+        )
+    return dict(state)
+
+
+def check_value(value: object, has: str, check: Check) -> None:
+    """Check a value; `has` names whose it is, such as "the state of the loader has epoch".
+
+    Raises:
+        StateError: it is invalid.
+
+    """
+    if (expected := check(value)) is not None:
+        raise StateError(f"{has} {show(value)}, expected {expected}; load a state that state_dict returned")
+
+
+def show(value: object) -> str:
+    """Return a value as short text on one line, whatever it is."""
+    if isinstance(value, int) and abs(value) >> 128:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, int | float | str | bytes):
+        text = repr(value[:_MAX_SHOWN] if isinstance(value, str | bytes) else value)
+        return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return f"a {type(value).__name__}"
+
+
+def encode(state: object) -> str:
+    """Return the state of anyone's loader as text, which every format of checkpoints can hold."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def decode(text: str) -> Any:
+    """Return the state that `encode` has made text of, without running code from it.
+
+    It may contain plain containers, numbers, text, bytes, tensors, NumPy's arrays, and instances of the classes that
+    `torch.serialization.add_safe_globals` was called with.
+
+    Raises:
+        StateError: it contains something else, or is damaged.
+
+    """
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise StateError(f"the loader's part of the state is damaged ({one_line(error)}); load an intact one") from None
+    with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+        try:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes are read as anything
+            if unsafe := _unsafe_globals(content):
+                raise StateError(
+                    f"the loader's part of the state contains {unsafe[0]}, which is not loaded from files by default; "
+                    "if you trust them, call torch.serialization.add_safe_globals([...]) with that class"
+                ) from None
+            raise StateError(
+                f"the loader's part of the state is damaged ({type(error).__name__}); load an intact one"
+            ) from None
+
+
+def _unsafe_globals(content: bytes) -> list[str]:
+    try:
+        return torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+    except Exception:  # damaged, and not to be understood
+        return []
