@@ -33,6 +33,7 @@ from evenrank.dataloader.state import (
     encode,
     integer,
 )
+from evenrank.dataloader.tensor_modes import outside_inference_mode
 
 _STATE_VERSION = 2
 _STATE_FIELDS = {
@@ -141,7 +142,10 @@ class Source(Generic[Batch]):
         """Return a batch that stays as it is while further ones are pulled."""
         # Others may collate all batches in the same buffers, as a loop that trains one before it asks for the next
         # would not notice.
-        return batch if isinstance(self._batches, EpochNode) else batch.clone()
+        if isinstance(self._batches, EpochNode):
+            return batch
+        with outside_inference_mode():
+            return batch.clone()
 
     def length(self) -> int | None:
         """Return the batches of an epoch; None if they are not known."""

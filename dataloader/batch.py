@@ -45,7 +45,8 @@ def dense(
     Args:
         fill: value of its padding rows.
         default: of the field.
-        dtype: what a JaggedCollate converts to; None: what `torch.as_tensor` makes of the first sample's value.
+        dtype: what a JaggedCollate converts to; None: that of the first sample's array or tensor;
+            Python's floats become float32.
         shape: of a row that a JaggedCollate makes; None: that of the first sample's value.
 
     """

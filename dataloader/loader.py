@@ -21,6 +21,7 @@ from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
 from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state
+from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.order import EpochSchedule
@@ -136,6 +137,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._start = (epoch + 1, 0)
         schedule, seed = self._schedule(start), self._seed
 
+        @outside_inference_mode()
         def make_batches(steps: range) -> list[Batch]:
             sample_ids = self._sample_ids(schedule, steps, epoch=epoch, seed=seed)
             groups = group_by_store(self._stores, sample_ids)

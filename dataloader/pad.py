@@ -13,11 +13,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.batch_schema import BatchSchema, FieldSpec
+from evenrank.dataloader.tensor_modes import outside_inference_mode
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
+@outside_inference_mode()
 def pad_batch(batch: Batch, batch_size: int) -> Batch:
     """Return the batch padded to `batch_size` rows: length 0 in every key, the fill value in dense fields.
 
@@ -42,6 +44,7 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     return batch.replace(batch_size=batch_size, **padded)
 
 
+@outside_inference_mode()
 def empty_batch(schema: BatchSchema) -> JaggedBatch:
     """Return a batch of this schema without samples, for a rank that has run out of data."""
     lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
@@ -57,10 +60,10 @@ def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tenso
     if spec.dtype is None:
         return None
     if spec.keys is None:
-        return torch.full((batch_size, *spec.shape), spec.fill, dtype=spec.dtype)
-    values = torch.empty((0, *spec.shape), dtype=spec.dtype)
-    weights = None if spec.weights_dtype is None else torch.empty(0, dtype=spec.weights_dtype)
-    lengths = torch.zeros((len(spec.keys), batch_size), dtype=spec.lengths_dtype).numpy()
+        return torch.full((batch_size, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu")
+    values = torch.empty((0, *spec.shape), dtype=spec.dtype, device="cpu")
+    weights = None if spec.weights_dtype is None else torch.empty(0, dtype=spec.weights_dtype, device="cpu")
+    lengths = torch.zeros((len(spec.keys), batch_size), dtype=spec.lengths_dtype, device="cpu").numpy()
     return keyed_jagged_tensor(spec.keys, values, lengths, weights)
 
 

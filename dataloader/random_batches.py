@@ -18,6 +18,7 @@ from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.random_data import RandomData, draw_samples
 from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state, show
+from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import make_rng
 from evenrank.datasets.store import SequenceStore
 
@@ -177,6 +178,7 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
         decisive = {"rank": None, **{name: self._shared[name] for name in names}}
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
+    @outside_inference_mode()
     def _make(self, step: int) -> Batch:
         """Draw and collate the batch of a step."""
         batch_size = self._config.batch_size

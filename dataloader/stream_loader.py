@@ -6,15 +6,17 @@ from all open ones. What comes next depends only on the position in each shard.
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
@@ -28,6 +30,7 @@ from evenrank.dataloader.stream_state import (
     encode_positions,
     read_state,
 )
+from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.windows import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.datasets.order import permute
@@ -143,12 +146,26 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 if self._config.drop_last and len(sample_ids) < batch_size:
                     return
                 position += 1
-                (batch,) = self._collate(groups, sample_ids, batch_size=batch_size)
-                batch.epoch, batch.step, batch.position = epoch, step, position
-                if self._transform is not None:
-                    batch = apply(self._transform, batch, make_rng(seed, epoch, position, self._rank))
+                batch = self._make_batch(groups, sample_ids, epoch=epoch, step=step, position=position, seed=seed)
                 self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
-                yield batch.pin_memory() if self._config.pin_memory else batch
+                yield batch
+
+    @outside_inference_mode()
+    def _make_batch(
+        self,
+        groups: Sequence[StoreRows],
+        sample_ids: NDArray[np.int64],
+        *,
+        epoch: int,
+        step: int,
+        position: int,
+        seed: int,
+    ) -> Batch:
+        (batch,) = self._collate(groups, sample_ids, batch_size=self._config.batch_size)
+        batch.epoch, batch.step, batch.position = epoch, step, position
+        if self._transform is not None:
+            batch = apply(self._transform, batch, make_rng(seed, epoch, position, self._rank))
+        return batch.pin_memory() if self._config.pin_memory else batch
 
     def _shards_of(self, rank: int, epoch: int, seed: int) -> list[Shard]:
         """Return a rank's shards of an epoch, in the order in which it opens them."""

@@ -14,6 +14,10 @@ from evenrank.core.errors import ConfigError, DataError, one_line
 from evenrank.dataloader.batch import JaggedBatch, host, keyed_jagged_tensor, name_keys
 from evenrank.dataloader.loss_key import LossKey, check_loss_key, loss_tokens
 from evenrank.dataloader.pad import pad_batch
+from evenrank.dataloader.tensor_modes import outside_inference_mode
+
+# What becomes of Python's numbers, as in torch by default.
+_NARROWED: dict[str, Any] = {"d": np.float32, "D": np.complex64}
 
 
 class Jagged(NamedTuple):
@@ -152,6 +156,7 @@ class JaggedCollate:
         if declaration.max_length is not None:
             self._limits[name] = declaration.max_length
 
+    @outside_inference_mode()
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> CollatedBatch:
         """Return the batch of these samples.
 
@@ -177,7 +182,7 @@ class JaggedCollate:
             num_real=len(samples),
             loss_tokens=int(loss_tokens(self._loss_key, lengths, np.ones(len(samples), dtype=np.bool_)).sum()),
             max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
-            length_limits=self._limits or None,
+            length_limits=dict(self._limits) or None,
             values=values,
             fills=self._fills,
             counted=self._loss_key,
@@ -220,7 +225,7 @@ def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: t
     if not column:
         if dtype is None or shape is None:
             raise ConfigError(f"a batch without samples needs dense(dtype=..., shape=...) of {name!r}; declare both")
-        return torch.empty((0, *shape), dtype=dtype)
+        return torch.empty((0, *shape), dtype=dtype, device="cpu")
     tensors = [_as_tensor(value, name, index, dtype) for index, value in enumerate(column)]
     expected = (tuple(tensors[0].shape) if shape is None else shape, tensors[0].dtype)
     for index, tensor in enumerate(tensors):
@@ -236,9 +241,19 @@ def _as_tensor(value: Any, name: str, index: int, dtype: torch.dtype | None) -> 
     if dtype is not None and dtype != torch.bfloat16:
         return torch.from_numpy(np.asarray(_as_array(value, name, index, dtype)))
     try:
-        return torch.as_tensor(value, dtype=dtype)
+        if dtype is None and _is_of_python(value):
+            array = np.asarray(value)  # does not depend on torch's default dtype
+            return torch.from_numpy(array.astype(_NARROWED.get(array.dtype.char, array.dtype)))
+        return torch.as_tensor(value, dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise _not_numbers(value, name, index, error) from None
+
+
+def _is_of_python(value: Any) -> bool:
+    """Return whether a value has no dtype of its own, nor has any part of it."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_of_python, value))
+    return not isinstance(value, Tensor | np.ndarray | np.generic)
 
 
 def _as_array(value: Any, name: str, index: int, dtype: torch.dtype) -> NDArray[Any]:
@@ -261,7 +276,7 @@ def _as_array(value: Any, name: str, index: int, dtype: torch.dtype) -> NDArray[
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
 def _not_numbers(value: Any, name: str, index: int, error: Exception) -> DataError:

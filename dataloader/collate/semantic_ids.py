@@ -206,7 +206,7 @@ class SemanticIdCollate:
                 num_real=min(max(len(sample_ids) - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens,
                 max_lengths=feature_max | label_max,
-                length_limits=limits,
+                length_limits=dict(limits),
                 features=features_of_batch,
                 labels=labels_of_batch,
                 sample_ids=ids[batch],

@@ -146,7 +146,7 @@ class SequenceCollate:
                 num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens,
                 max_lengths=feature_max | label_max if has_labels else feature_max,
-                length_limits=limits,
+                length_limits=dict(limits),
                 features=features_of_batch,
                 labels=labels_of_batch,
                 num_candidates=num_candidates[batch],

@@ -256,6 +256,22 @@ def test_objects_that_are_overwritten_are_found_unless_they_are_equal(parts: Pat
                 list(loader)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_stream_that_drops_the_last_batch_goes_on_with_the_next_epoch(parts: Path, world_size: int) -> None:
+    loaders = _loaders(parts, world_size, drop_last=True)
+    epochs = [[_epoch(loader) for loader in loaders] for _ in range(2)]
+    assert sum(len(batch) for batches in epochs[0] for batch in batches) < len(open_store(parts))
+    stopped = _loaders(parts, world_size, drop_last=True)
+    last = [list(loader)[-1] for loader in stopped]
+    step = max(batch.position for batch in last)
+    states = [loader.state_dict(after=max(last, key=lambda batch: batch.position)) for loader in stopped]
+    assert {state["position"] for state in states} == {step}
+    resumed = _loaders(parts, world_size, drop_last=True)
+    for loader in resumed:
+        loader.load_state_dict(merge_stream_states(states))
+    assert [_epoch(loader) for loader in resumed] == epochs[1]
+
+
 def test_each_of_as_many_ranks_may_load_the_state_that_it_saved(parts: Path) -> None:
     loaders = _loaders(parts, 2)
     iterators = [iter(loader) for loader in loaders]

@@ -59,6 +59,16 @@ def test_windows_contain_every_row_of_a_shard_once_per_epoch_in_another_order() 
     assert rows(0) == rows(0) != sorted(rows(0))
 
 
+def test_rows_left_are_those_of_the_windows_that_follow() -> None:
+    for shard in cut_shards(53, StreamConfig(num_shards=2, buffer_rows=8)):
+        for epoch in range(5):
+            sizes = [len(shard.window(position, seed=3, epoch=epoch)[1]) for position in range(shard.num_windows)]
+            assert [shard.window_rows(p, seed=3, epoch=epoch) for p in range(shard.num_windows)] == sizes
+            for done in range(shard.num_windows + 1):
+                assert shard.rows_left(done, 0, seed=3, epoch=epoch) == sum(sizes[done:])
+            assert shard.rows_left(1, 1, seed=3, epoch=epoch) == sum(sizes[1:]) - 1
+
+
 def test_a_missing_dataset_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere is not a readable dataset: .*No such file") as raised:
         open_stream(tmp_path / "nowhere", "train")
