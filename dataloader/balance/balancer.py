@@ -11,6 +11,7 @@ at the same points: step t+lookahead is started when step t is handed out, and a
 loader failed, takes part in the all-gathers like any other, so no rank waits for one that left.
 """
 
+import contextlib
 import dataclasses
 import time
 import traceback
@@ -148,17 +149,26 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._failure_note = FailureNote(members)
         log = StepLogger(every=log_every, window=log_window) if log_every is not None and members.rank == 0 else None
         self._observers = [observe for observe in (log, on_step) if observe is not None]
-        # The metadata all-gather and the exchange of different steps overlap, so each has a communicator of its own.
-        self._all_gather = make_all_gather(members, settled.hosts, timeout)
-        self._group = None
-        if members.store is not None:
-            self._group = FailFastGroup(
-                members.substore("exchange"),
-                members.rank,
-                members.world_size,
-                timeout,
-                backend=self._device.backend,
+        # A rank that fails from here on, and keeps its error, must not leave the others waiting for its groups.
+        with contextlib.ExitStack() as opened:
+            # The metadata all-gather and the exchange of different steps overlap, so each has its own communicator.
+            self._all_gather = make_all_gather(members, settled.hosts, timeout)
+            opened.callback(self._all_gather.close)
+            self._group = None
+            if members.store is not None:
+                self._group = FailFastGroup(
+                    members.substore("exchange"),
+                    members.rank,
+                    members.world_size,
+                    timeout,
+                    backend=self._device.backend,
+                )
+                opened.callback(self._group.drop)
+            self._exchange = Exchange(
+                COLLECTIVES[self._settings.exchange](), self._group, self._device, world_size=members.world_size
             )
+            self._exchange.connect()
+            opened.pop_all()
         # One thread, so that all-gathers of successive steps keep their order.
         self._background = ThreadPoolExecutor(
             1, thread_name_prefix="evenrank-balancer", initializer=self._device.use_in_thread
@@ -175,7 +185,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             rank=members.rank,
             world_size=members.world_size,
         )
-        self._exchange.connect()
 
     def __len__(self) -> int:
         """Return the steps of an epoch: the batches of the rank with the most.

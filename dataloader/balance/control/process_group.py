@@ -1,7 +1,9 @@
 """The ranks that balance together, and process groups that are torn down on every rank when one rank fails."""
 
+import atexit
 import contextlib
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,6 +127,7 @@ class FailFastGroup:
                 self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         except RuntimeError as error:
             raise _rank_lost(error) from None
+        _open_groups.add(self)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work | None:
         """Gather every rank's `tensor` into this rank's `outputs`, one per rank. Collective: every rank must call this.
@@ -188,7 +191,26 @@ class FailFastGroup:
         """Close all connections; closing twice does nothing."""
         if self._backend is not None:
             self._backend.shutdown()
+        self.drop()
+
+    def drop(self) -> None:
+        """Close all connections, and abort what is in flight on a GPU rather than wait for other ranks."""
         self._backend = None
+
+
+_open_groups: "weakref.WeakSet[FailFastGroup]" = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_open_groups() -> None:
+    """Drop the groups that nobody has closed, while the interpreter still lets other threads run.
+
+    A thread of Gloo that frees a tensor needs the GIL. Once the interpreter finalizes, such a thread is terminated
+    instead, which aborts the process ("terminate called without an active exception"). Dropping a group ends its
+    threads. The threads of Balancers have ended already, as all executors' threads have before this is called.
+    """
+    for group in list(_open_groups):
+        group.drop()
 
 
 def _completed(work: Work | None, async_op: bool) -> Work | None:

@@ -1,5 +1,6 @@
 """No hangs: a failure on one rank, or a difference between ranks, is reported on every rank. Real Gloo groups."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,13 +14,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import evenrank
 from evenrank.core.code import code_hash
-from evenrank.core.errors import ConfigError, EvenrankError
+from evenrank.core.errors import ConfigError, EvenrankError, RankError, one_line
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics, arguments
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.pad import pad_batch
 from tests.dataloader.balance.costs import Ints, Lengths
@@ -334,3 +337,45 @@ def test_a_token_limit_that_cannot_be_kept_is_raised_on_all_ranks(ranks: RankPoo
 def test_wrong_arguments_name_the_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Balancer([], cost=_tokens, **options)
+
+
+def _fail_while_connecting(rank: int, world_size: int) -> str:
+    def connect(self: Exchange) -> None:
+        raise OSError("out of memory")
+
+    try:
+        with patch.object(Exchange, "connect", connect) if rank == 1 else contextlib.nullcontext():
+            Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+    except (OSError, RankError) as error:
+        # Rank 1 keeps its error, and with it the frames of the constructor, until rank 0 has ended.
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        return one_line(error)
+    return "no error"
+
+
+def test_a_constructor_that_fails_on_one_rank_ends_on_the_others(ranks: RankPool) -> None:
+    lost, failed = ranks.run(2, _fail_while_connecting)
+    assert failed == "OSError: out of memory"
+    assert lost.startswith("a rank is lost or does not respond (")
+
+
+def _drop(rank: int, world_size: int, kind: str) -> None:
+    """Drop Balancers without closing them; none of their threads, files or groups may be left."""
+    counts = []
+    for _ in range(6):
+        balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])] * 6, cost=_tokens)
+        for batch in balancer if kind != "unused" else ():
+            if kind == "left early" and batch.step == 1:
+                break
+        background = balancer._background
+        del balancer
+        background.shutdown()  # waits for its thread, which ends a moment later
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    assert all(last <= early for early, last in zip(counts[1], counts[-1], strict=True)), counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+@pytest.mark.parametrize("kind", ["unused", "whole epoch", "left early"])
+def test_dropped_balancers_leave_no_thread_or_file_behind(ranks: RankPool, kind: str) -> None:
+    for world_size in (1, 2):
+        ranks.run(world_size, _drop, kind)

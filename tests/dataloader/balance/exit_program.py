@@ -1,0 +1,98 @@
+"""Programs that end without destroying their default process group, given how many of each kind, and a folder.
+
+Ranks are forked from a process that has imported everything, which takes seconds, and end as any interpreter does:
+unlike those of multiprocessing, which skip that. Prints the exit codes of all ranks by kind.
+"""
+
+import atexit
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_max_workers: int | None = None  # of this process once its Balancers have ended
+
+
+def _num_workers() -> int:
+    """Return the threads of Gloo that run collectives, and that need the GIL when they free a tensor."""
+    return sum("gloo_runloop" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def _check_workers() -> None:
+    """End with exit code 3 if a thread of a Balancer is left."""
+    if _max_workers is not None and _num_workers() > _max_workers:
+        os._exit(3)
+
+
+atexit.register(_check_workers)  # before evenrank registers anything, so that it runs after that
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from evenrank.dataloader.balance import Balancer  # noqa: E402
+from evenrank.dataloader.balance.warmup import warm_up  # noqa: E402
+from tests.dataloader.balance.costs import Ints, Lengths  # noqa: E402
+from tests.dataloader.rich_batch import rich_batch  # noqa: E402
+
+KINDS = ("closed", "unclosed", "left early", "in flight")
+WORLD_SIZE = 2
+_kept: list[Any] = []  # until the interpreter ends
+
+
+def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
+    return lengths["a"] + lengths["b"]
+
+
+def _balance(kind: str, rank: int) -> None:
+    batches = [rich_batch([[(1, 1), (1, 1)]], first_id=rank)] * 6
+    balancer = Balancer(batches, cost=_tokens)
+    if kind == "in flight":
+        _kept.extend((balancer, balancer.launch(balancer.start(batches[0]))))
+        return
+    iterator = iter(balancer)
+    next(iterator)
+    if kind == "left early":
+        _kept.append(iterator)
+        return
+    list(iterator)
+    if kind == "closed":
+        balancer.close()
+    else:
+        _kept.append(balancer)
+
+
+def _run(rank: int, folder: Path, kind: str) -> None:
+    global _max_workers
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+    _balance("closed", rank)
+    _max_workers = _num_workers()
+    for _ in range(3):
+        _balance(kind, rank)
+    if rank == 0:
+        sys.exit(0)  # the other rank ends at the end of its file
+
+
+def _main() -> None:
+    runs, parent = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    warm_up()
+    codes: dict[str, list[int]] = {}
+    for kind in KINDS:
+        codes[kind] = []
+        for run in range(runs):
+            folder = parent / f"{kind} {run}"
+            folder.mkdir()
+            processes = []
+            for rank in range(WORLD_SIZE):
+                process = os.fork()
+                if process == 0:
+                    _run(rank, folder, kind)
+                    return
+                processes.append(process)
+            codes[kind] += [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    _main()
