@@ -17,6 +17,11 @@ settings.load_profile("evenrank")
 _COMPILED = ("core", "preprocess", "datasets", "dataloader")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-seconds", type=float, default=3600.0, help="how long the soak test draws rounds")
+    parser.addoption("--soak-seed", type=int, default=0, help="which rounds it draws")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessGuard())
     _delete_stale_numba_caches()

@@ -1,0 +1,257 @@
+"""Soak: jobs with random faults, resumed from their last checkpoint, train each sample of an epoch exactly once.
+
+`pytest -m long tests/soak --soak-seconds 60 --soak-seed 1` plays other rounds than the default, for a minute.
+"""
+
+import base64
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenrank.dataloader import merge_stream_states
+from tests.soak.rounds import Fault, Round, Shape, draw_round
+from tests.soak.worker import contents_of, make_loader, run_rank
+
+_GPU_ROUNDS = 24
+_GPU_SECONDS = 1800.0
+_GPU_FAULTS = (Fault.NONE, Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.MODEL_RAISES, Fault.LEAVES)
+_LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
+_LOST = ("RankError", "RuntimeError", "DistBackendError", "DistNetworkError")
+
+_log = logging.getLogger("tests.soak")
+
+
+class Job:
+    """The processes of a job, and what they have written."""
+
+    def __init__(
+        self, plan: Round, shape: Shape, folder: Path, data: Path, other_data: Path, states: Sequence[Any] | None
+    ) -> None:
+        folder.mkdir()
+        # CUDA cannot be used after a fork. Without it, importing once suffices.
+        context: Any = multiprocessing.get_context("spawn" if plan.device == "cuda" else "forkserver")
+        if plan.device == "cpu":
+            context.set_forkserver_preload(["tests.soak.worker"])
+        self._plan, self._folder = plan, folder
+        self.processes: list[BaseProcess] = [
+            context.Process(
+                target=run_rank,
+                args=(plan, shape, rank, folder, data, other_data, None if states is None else states[rank]),
+            )
+            for rank in range(shape.world_size)
+        ]
+        for process in self.processes:
+            process.start()
+        try:
+            self._supervise()
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
+        self.had_fault = (folder / "fault").exists()
+        self.exit_codes = [process.exitcode for process in self.processes]
+        self.logs = [
+            [json.loads(line) for line in (folder / f"rank {rank}").read_text().splitlines()]
+            for rank in range(shape.world_size)
+        ]
+
+    def _supervise(self) -> None:
+        """Wait until all processes have ended; continue those that have stopped."""
+        deadline = time.monotonic() + _LIMIT
+        while running := [process for process in self.processes if process.is_alive()]:
+            assert time.monotonic() < deadline, f"ranks {[self.processes.index(process) for process in running]} hang"
+            stopped = [process for process in running if _state_of(process.pid) == "T"]
+            if stopped and (self._plan.fault != Fault.STOPPED_LONG or len(running) == 1):
+                os.kill(stopped[0].pid or 0, signal.SIGCONT)
+            time.sleep(0.05)
+        # Those that they have started, such as the workers of a DataLoader, notice that a moment later.
+        while left := _alive_in_groups({process.pid for process in self.processes}):
+            assert time.monotonic() < deadline, f"processes {left} are left"
+            time.sleep(0.05)
+
+    def steps(self, rank: int) -> list[dict[str, Any]]:
+        """Return what a rank has written after each step."""
+        return [entry for entry in self.logs[rank] if "samples" in entry]
+
+    def error(self, rank: int) -> dict[str, Any] | None:
+        """Return what ended a rank; None if it was killed."""
+        last = self.logs[rank][-1:]
+        return last[0] if last and "error" in last[0] else None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the last checkpoint: those that all ranks have written."""
+        return min(len(self.steps(rank)) for rank in range(len(self.processes)))
+
+    def samples(self, num_steps: int) -> Counter[tuple[int, tuple[int, ...]]]:
+        """Return the samples, with their contents, that the checkpoint after these steps has trained."""
+        return Counter(
+            (sample, tuple(items))
+            for rank in range(len(self.processes))
+            for entry in self.steps(rank)[:num_steps]
+            for sample, items in entry["samples"]
+        )
+
+
+def _state_of(process: int | None) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "gone"
+
+
+def _alive_in_groups(groups: set[int | None]) -> list[str]:
+    """Return the processes of process groups, without those that only wait for their parent to ask for their code."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = path.read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:  # it has ended
+            continue
+        if state not in "ZX" and int(group) in groups:
+            alive.append(path.parent.name)
+    return alive
+
+
+def _check_ends(plan: Round, job: Job) -> None:
+    """Check the exit code and the error of each rank."""
+    for rank, code in enumerate(job.exit_codes):
+        error = job.error(rank)
+        is_culprit = rank == plan.culprit
+        if not job.had_fault or plan.fault in (Fault.NONE, Fault.STOPPED, Fault.SAME_DATA, Fault.ALL_LEAVE):
+            assert (code, error) == (0, {"error": None}), (rank, code, error)
+        elif plan.fault == Fault.KILLED and is_culprit:
+            assert code == -signal.SIGKILL
+        elif plan.fault in (Fault.COST_RAISES, Fault.LOADER_RAISES):
+            assert error is not None
+            assert (code, error["error"]) == (1, "RankError"), (rank, code, error)
+            assert error["message"].startswith(f"RankError: rank {plan.culprit} failed: InjectedError"), error
+        elif plan.fault in (Fault.MODEL_RAISES, Fault.ON_STEP_RAISES) and is_culprit:
+            assert error is not None
+            assert (code, error["error"]) == (1, "InjectedError"), (rank, code, error)
+        elif plan.fault == Fault.DISK_FULL and is_culprit:
+            assert error is not None
+            assert code == 1
+            assert "no space left" in error["message"].lower(), error
+        elif plan.fault == Fault.LEAVES and is_culprit:
+            assert (code, error) == (0, {"error": None}), (rank, code, error)
+        else:  # it has noticed, unless it needed nothing more of the culprit
+            assert error is not None
+            assert (code, error["error"]) in {(0, None), *((1, name) for name in _LOST)}, (rank, code, error)
+
+
+def _states_to_resume(plan: Round, job: Job) -> list[Any]:
+    """Return the state that each rank of the job that resumes loads."""
+    number = job.num_steps
+    if number == 0:
+        return [{}] * plan.resumed.world_size
+    states = [pickle.loads(base64.b64decode(job.steps(rank)[number - 1]["state"])) for rank in range(len(job.logs))]
+    if plan.loader == "StatefulDataLoader":
+        return states
+    state = merge_stream_states(states) if plan.loader == "StreamLoader" else states[0]
+    return [state] * plan.resumed.world_size
+
+
+def _epoch(plan: Round, data: Path) -> Counter[tuple[int, tuple[int, ...]]]:
+    """Return the samples of an epoch, with their contents, without any balancing."""
+    shape = (
+        plan.first if plan.loader not in ("Loader", "StreamLoader") else Shape(world_size=1, batch_size=8, workers=0)
+    )
+    return Counter(
+        (sample, tuple(items))
+        for rank in range(shape.world_size)
+        for batch in make_loader(plan, shape, rank, data)
+        for sample, items in contents_of(batch)
+    )
+
+
+def _files(data: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(data)): path.read_bytes()
+        for path in data.rglob("*")
+        if path.is_file() and ".cache" not in path.parts
+    }
+
+
+def _play(plan: Round, folder: Path, datasets: Mapping[str, Path]) -> None:
+    """Run a job with its fault, then the one that resumes it, and compare what they trained with the epoch."""
+    folder.mkdir()
+    data = folder / "data"
+    shutil.copytree(datasets["data"], data)
+    expected, files = _epoch(plan, data), _files(data)
+    job = Job(plan, plan.first, folder / "first", data, datasets["other"], None)
+    _check_ends(plan, job)
+    trained = job.samples(job.num_steps)
+    if plan.fault == Fault.OTHER_DATA:
+        shutil.rmtree(data)
+        shutil.copytree(datasets["data"], data)
+    assert _files(data) == files
+    if trained != expected:  # otherwise the state is that of the next epoch
+        resumed = Job(plan, plan.resumed, folder / "resumed", data, datasets["other"], _states_to_resume(plan, job))
+        assert set(resumed.exit_codes) == {0}, [resumed.error(rank) for rank in range(plan.resumed.world_size)]
+        trained += resumed.samples(resumed.num_steps)
+    assert trained == expected
+    assert sorted(path.name for path in folder.iterdir() if path.name != "resumed") == ["data", "first"]
+    shutil.rmtree(folder)
+
+
+def _play_rounds(
+    folder: Path, datasets: Mapping[str, Path], *, seed: int, seconds: float, rounds: int, **options: Any
+) -> None:
+    started = time.monotonic()
+    played: Counter[str] = Counter()
+    while time.monotonic() < started + seconds and played.total() < rounds:
+        number = played.total()
+        plan = draw_round(seed, number, **options)
+        try:
+            _play(plan, folder / str(number), datasets)
+        except Exception as error:
+            error.add_note(f"in round {number} of seed {seed}: {plan}; its logs are in {folder / str(number)}")
+            raise
+        played[str(plan.fault)] += 1
+        _log.info("%d rounds in %.0f s: %s", played.total(), time.monotonic() - started, dict(played))
+
+
+@pytest.fixture(scope="module")
+def datasets(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a dataset, and another one with the same users and other histories."""
+    from evenrank.datasets.distributions import Lognormal, Zipf
+    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+
+    other = tmp_path_factory.mktemp("other") / "data"
+    synthetic = SyntheticConfig(
+        num_users=300, lengths=Lognormal(mean=12, std=14, low=0, high=60), items=Zipf(exponent=1.05, high=500)
+    )
+    preprocess(PreprocessConfig(dataset="synthetic", out=other, seed=8, synthetic=synthetic))
+    return {"data": small_dataset, "other": other}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)  # each round has a limit
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="states of processes are read in /proc")
+def test_random_faults_lose_no_sample_and_hang_no_rank(
+    tmp_path: Path, datasets: dict[str, Path], pytestconfig: pytest.Config
+) -> None:
+    seconds, seed = pytestconfig.getoption("soak_seconds"), pytestconfig.getoption("soak_seed")
+    _play_rounds(tmp_path, datasets, seed=seed, seconds=seconds, rounds=10**9, faults=tuple(Fault))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(0)
+def test_random_faults_on_gpus_lose_no_sample_and_hang_no_rank(tmp_path: Path, datasets: dict[str, Path]) -> None:
+    ranks = min(torch.cuda.device_count(), 2)
+    options = {"faults": _GPU_FAULTS, "device": "cuda", "max_ranks": ranks}
+    _play_rounds(tmp_path, datasets, seed=0, seconds=_GPU_SECONDS, rounds=_GPU_ROUNDS, **options)

@@ -1,0 +1,215 @@
+"""A rank of a soak round: a trainer that saves, after each step, what it has trained and its state."""
+
+import base64
+import json
+import os
+import pickle
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from evenrank.core.errors import one_line
+from evenrank.dataloader import (
+    JaggedCollate,
+    LoaderConfig,
+    RandomBatches,
+    StreamConfig,
+    build_loader,
+    build_stream_loader,
+    dense,
+    jagged,
+)
+from evenrank.dataloader.balance import Balancer, StepMetrics
+from evenrank.dataloader.balance.writers import JsonLines
+from tests.dataloader.balance.costs import Ints, Lengths
+from tests.soak.rounds import Fault, Round, Shape
+
+NUM_OWN_SAMPLES = 150  # of the dataset behind a StatefulDataLoader
+NUM_RANDOM_BATCHES = 12
+TIMEOUT = timedelta(minutes=30)
+SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
+STREAM = StreamConfig(num_shards=7, buffer_rows=16, open_shards=2)
+
+
+class InjectedError(Exception):
+    """The exception that a user's code raises."""
+
+
+class Injector:
+    """Has the fault of a round, on its culprit, once."""
+
+    def __init__(self, plan: Round, rank: int, folder: Path) -> None:
+        self._plan = plan
+        self._is_culprit = rank == plan.culprit
+        self._calls = 0
+        self._folder = folder
+
+    def is_due(self, fault: Fault, step: int | None = None) -> bool:
+        """Return whether the fault happens now: in this step or, without one, in this call."""
+        if self._plan.fault != fault or not (self._is_culprit or fault == Fault.ALL_LEAVE):
+            return False
+        self._calls += 1
+        if (self._calls - 1 if step is None else step) != self._plan.step:
+            return False
+        (self._folder / "fault").touch()
+        return True
+
+    def raise_if_due(self, fault: Fault, step: int | None = None) -> None:
+        """Raise as a user's code does, if the fault happens now."""
+        if self.is_due(fault, step):
+            raise InjectedError(str(fault))
+
+    def hit(self, step: int, data: Path, other_data: Path) -> None:
+        """Have the faults of a process and of its files, if they happen in this step."""
+        if self.is_due(Fault.KILLED, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.is_due(Fault.STOPPED, step) or self.is_due(Fault.STOPPED_LONG, step):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        for fault, source in ((Fault.SAME_DATA, data), (Fault.OTHER_DATA, other_data)):
+            if self.is_due(fault, step):
+                copy = shutil.copytree(source, self._folder / "copy")
+                data.rename(self._folder / "replaced")
+                copy.rename(data)
+
+
+class OwnSamples(torch.utils.data.Dataset[dict[str, Any]]):
+    """Anyone's samples: the id, and as many items as the id gives."""
+
+    def __init__(self, injector: Injector | None) -> None:
+        self._injector = injector
+
+    def __len__(self) -> int:
+        return NUM_OWN_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._injector is not None:
+            self._injector.raise_if_due(Fault.LOADER_RAISES)
+        return {"sample_ids": index, "item_id": np.arange(index % 17 + 1)}
+
+
+def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector | None = None) -> Any:
+    """Return the loader of a rank; without an injector, one without faults."""
+
+    def transform(batch: Any, rng: np.random.Generator) -> Any:
+        if injector is not None:
+            injector.raise_if_due(Fault.LOADER_RAISES)
+        return batch
+
+    config = LoaderConfig(batch_size=shape.batch_size, num_workers=shape.workers, prefetch=3, seed=plan.seed)
+    match plan.loader:
+        case "Loader":
+            return build_loader(data, config, rank=rank, world_size=shape.world_size, transform=transform)
+        case "StreamLoader":
+            return build_stream_loader(
+                data, config, STREAM, rank=rank, world_size=shape.world_size, transform=transform
+            )
+        case "RandomBatches":
+            return RandomBatches(config, num_batches=NUM_RANDOM_BATCHES, rank=rank, world_size=shape.world_size)
+    return StatefulDataLoader(
+        OwnSamples(injector),
+        batch_size=shape.batch_size,
+        sampler=list(range(rank, NUM_OWN_SAMPLES, shape.world_size)),
+        collate_fn=JaggedCollate({"sample_ids": dense(), "item_id": jagged()}),
+        num_workers=shape.workers,
+        multiprocessing_context="fork" if shape.workers else None,
+    )
+
+
+def contents_of(batch: Any) -> Iterator[tuple[int, list[int]]]:
+    """Yield the id and the items of each sample."""
+    items = batch.features["item_id"]
+    rows = torch.split(items.values().cpu(), items.lengths().tolist())
+    for index, sample in enumerate(batch.sample_ids[: batch.num_real].tolist()):
+        yield int(sample), rows[index].tolist()
+
+
+def run_rank(
+    plan: Round, shape: Shape, rank: int, folder: Path, data: Path, other_data: Path, state: Mapping[str, Any] | None
+) -> None:
+    """Train an epoch, or the rest of one; write what was trained, and what ended it, to `folder/rank R`."""
+    os.setpgid(0, 0)  # so that processes that it leaves behind can be found
+    torch.set_num_threads(1)
+    with (folder / f"rank {rank}").open("w") as log:
+        try:
+            _train(plan, shape, rank, folder, data, other_data, state, log)
+        except Exception as error:
+            _write(log, {"error": type(error).__name__, "message": one_line(error)})
+            sys.exit(1)
+        _write(log, {"error": None})
+
+
+def _train(
+    plan: Round,
+    shape: Shape,
+    rank: int,
+    folder: Path,
+    data: Path,
+    other_data: Path,
+    state: Mapping[str, Any] | None,
+    log: Any,
+) -> None:
+    timeout = SHORT_TIMEOUT if plan.fault == Fault.STOPPED_LONG and state is None else TIMEOUT
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=shape.world_size, timeout=timeout
+    )
+    device = f"cuda:{rank}" if plan.device == "cuda" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    injector = Injector(plan, rank, folder)
+    # A job that resumes has no faults.
+    if state is not None:
+        injector.is_due = lambda fault, step=None: False  # type: ignore[method-assign]
+
+    def cost(lengths: Lengths, num_candidates: Ints) -> Ints:
+        injector.raise_if_due(Fault.COST_RAISES)
+        return lengths["item_id"] ** 2 + 1
+
+    metrics_log = JsonLines(folder / f"metrics {rank}")
+
+    def on_step(metrics: StepMetrics) -> None:
+        injector.raise_if_due(Fault.ON_STEP_RAISES)
+        if injector.is_due(Fault.DISK_FULL):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), metrics_log._file.fileno())
+        metrics_log(metrics)
+
+    with Balancer(
+        make_loader(plan, shape, rank, data, injector),
+        cost=cost,
+        strategy=plan.strategy,
+        equal_counts=plan.equal_counts,
+        exchange=plan.exchange,
+        lookahead=plan.lookahead,
+        device=device,
+        timeout=timeout,
+        on_step=on_step,
+    ) as balancer:
+        if state:
+            balancer.load_state_dict(state)
+        for step, batch in enumerate(balancer):
+            injector.raise_if_due(Fault.MODEL_RAISES, step)
+            if injector.is_due(Fault.LEAVES, step) or injector.is_due(Fault.ALL_LEAVE, step):
+                break
+            if device is not None:
+                weight = torch.rand(2048, 2048, device=device)
+                torch.tanh(weight @ weight).sum()
+            if plan.gradients:
+                dist.all_reduce(torch.ones(16))
+            saved = base64.b64encode(pickle.dumps(balancer.state_dict())).decode()
+            _write(log, {"samples": list(contents_of(batch)), "state": saved})
+            injector.hit(step, data, other_data)
+    dist.destroy_process_group()
+
+
+def _write(log: Any, entry: Mapping[str, Any]) -> None:
+    log.write(json.dumps(entry) + "\n")
+    log.flush()
+    os.fsync(log.fileno())
