@@ -91,7 +91,7 @@ def _main() -> None:
                     return
                 processes.append(process)
             codes[kind] += [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    print(json.dumps(codes))
+    sys.stdout.write(json.dumps(codes))
 
 
 if __name__ == "__main__":
