@@ -138,7 +138,7 @@ def _check_ends(plan: Round, job: Job) -> None:
         elif plan.fault in (Fault.COST_RAISES, Fault.LOADER_RAISES):
             assert error is not None
             assert (code, error["error"]) == (1, "RankError"), (rank, code, error)
-            assert error["message"].startswith(f"RankError: rank {plan.culprit} failed: InjectedError"), error
+            assert error["message"].startswith(f"rank {plan.culprit} failed: InjectedError"), error
         elif plan.fault in (Fault.MODEL_RAISES, Fault.ON_STEP_RAISES) and is_culprit:
             assert error is not None
             assert (code, error["error"]) == (1, "InjectedError"), (rank, code, error)
