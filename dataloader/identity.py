@@ -7,6 +7,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
+from evenrank.core.code import compiled_code_hash
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.protocols import HasIdentity
@@ -25,7 +26,8 @@ def shared_settings(*records: Any) -> dict[str, Any]:
             compared unless it says otherwise.
 
     """
-    settings: dict[str, Any] = {}
+    # The order of samples is computed in compiled loops.
+    settings: dict[str, Any] = {"compiled_code": compiled_code_hash()}
     for record in records:
         for field in dataclasses.fields(record):
             value = getattr(record, field.name)

@@ -80,6 +80,7 @@ def check_all_came(num_batches: int, expected: int | None) -> None:
     """
     if expected is not None and num_batches < expected:
         raise DataError(
-            f"the DataLoader ended after {num_batches} of {expected} batches; its dataset or collate_fn raised "
-            "StopIteration, as next() does without a default: pass one, or raise another error"
+            f"the DataLoader ended after {num_batches} of {expected} batches: its dataset or collate_fn raised "
+            "StopIteration, as next() does without a default, or its state is damaged; pass a default, raise another "
+            "error, or load another state"
         )

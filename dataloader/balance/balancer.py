@@ -261,6 +261,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         """
         if batch is not None:
             self._source.bypass()
+            batch = batch.clone()  # the caller may fill its buffers again before the background reads them
         return Handle(planned=self._background.submit(self._plan, batch, None))
 
     def launch(self, handle: Handle) -> Handle:

@@ -174,9 +174,10 @@ class StepPlanner:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
         identity, error = self._try_identity(error)
         reports = all_gather_objects(self._all_gather, (report_schema(batch, error), identity))
-        schema = common_schema([report for report, _ in reports], self._settings.batch_size)
+        raise_reported_errors([report.error for report, _ in reports])
+        # A setting that differs is named itself, rather than what it does to the batches.
         check_settings([identity for _, identity in reports])
-        return schema
+        return common_schema([report for report, _ in reports], self._settings.batch_size)
 
     def _try_identity(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
         """Return this rank's identity, and the error to report to all ranks."""

@@ -439,7 +439,7 @@ def _stop_early(rank: int, world_size: int, kind: str) -> None:
 def test_data_loader_that_a_sample_has_ended_is_an_error_on_all_ranks(ranks: RankPool, kind: str) -> None:
     for failure in ranks.try_run(2, _stop_early, kind):
         assert isinstance(failure, RankFailure)
-        assert failure.message.startswith("rank 1 failed: the DataLoader ended after 2 of 5 batches; its dataset or ")
+        assert failure.message.startswith("rank 1 failed: the DataLoader ended after 2 of 5 batches: its dataset or ")
 
 
 class EstimatingSampler(SequentialSampler):

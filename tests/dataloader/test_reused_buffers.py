@@ -42,11 +42,12 @@ class _InOneBuffer:
             yield self.batch
 
 
+STEPS: Any = range(NUM_STEPS)  # a sequence, which serves as a Dataset
 LOADERS: dict[str, Callable[[int], Any]] = {
     "iterable, by torch": lambda rank: _InOneBuffer(rank, through_numpy=False),
     "iterable, by NumPy": lambda rank: _InOneBuffer(rank, through_numpy=True),
     "node": lambda rank: IterableWrapper(_InOneBuffer(rank, through_numpy=True)),
-    "DataLoader": lambda rank: DataLoader(range(NUM_STEPS), batch_size=1, collate_fn=_Collate(rank)),
+    "DataLoader": lambda rank: DataLoader(STEPS, batch_size=1, collate_fn=_Collate(rank)),
 }
 
 
@@ -84,7 +85,7 @@ def test_clone_is_equal_and_shares_no_memory() -> None:
         if original is None:
             assert value is None
             continue
-        parts = [(value, original)]
+        parts: list[tuple[Any, Any]] = [(value, original)]
         if isinstance(original, KeyedJaggedTensor):
             assert isinstance(value, KeyedJaggedTensor)
             assert value.keys() == original.keys()
@@ -100,6 +101,13 @@ def test_clone_is_equal_and_shares_no_memory() -> None:
 
 def test_clone_copies_tensors_of_any_layout() -> None:
     wide = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
-    for tensor in (wide, wide[:, 1:3], wide.t(), wide[0].expand(3, 4), torch.zeros(3, 0), torch.ones(3, dtype=bool)):
+    for tensor in (
+        wide,
+        wide[:, 1:3],
+        wide.t(),
+        wide[0].expand(3, 4),
+        torch.zeros(3, 0),
+        torch.ones(3, dtype=torch.bool),
+    ):
         batch = COLLATE([{"item_id": [], "id": 0}] * 3).replace(id=tensor)
         assert torch.equal(batch.clone().id, tensor)

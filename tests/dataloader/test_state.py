@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "balanced stream": lambda path: Balancer(build_stream_loader(path, CONFIG, STREAM, **RANK), cost=_tokens),
     "balanced StatefulDataLoader": lambda path: Balancer(
         StatefulDataLoader(INDICES, batch_size=8, collate_fn=COLLATE),
-        cost=_tokens,  # type: ignore[arg-type]
+        cost=_tokens,
     ),
     "balanced nodes": lambda path: Balancer(_nodes(), cost=_tokens),
 }
@@ -136,7 +136,8 @@ def _damaged(draw: st.DrawFn, state: dict[str, Any]) -> Any:
             case "remove":
                 del parent[key]
             case "add" if isinstance(parent, dict):
-                parent[draw(st.one_of(st.text(max_size=2), st.integers()))] = draw(_JUNK)
+                key_to_add: Any = draw(st.one_of(st.text(max_size=2), st.integers()))
+                parent[key_to_add] = draw(_JUNK)
             case "nudge" if isinstance(parent[key], str) and parent[key]:
                 index = draw(st.integers(0, len(parent[key]) - 1))
                 parent[key] = parent[key][:index] + draw(st.characters()) + parent[key][index + 1 :]

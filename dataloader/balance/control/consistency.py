@@ -128,14 +128,13 @@ def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None
     """Return the schema of all ranks that have batches; None if no rank has any.
 
     Args:
-        reports: of all ranks.
+        reports: of all ranks, none of which failed.
         batch_size: of the schema; None: that of the longest batch.
 
     Raises:
-        RankError: a rank failed, or two ranks differ; the message names ranks, fields and values.
+        RankError: two ranks differ; the message names ranks, fields and values.
 
     """
-    raise_reported_errors([report.error for report in reports])
     known = [(rank, report.schema) for rank, report in enumerate(reports) if report.schema is not None]
     if batch_size is None:
         batch_size = max((schema.batch_size for _, schema in known if schema.batch_size), default=1)
