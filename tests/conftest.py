@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-import evenrank
 from tests.process_marks import MARK, ProcessGuard, starts_processes
 from tests.ranks import RankPool
 
 # No deadline: examples that start collectives or compile can take long, and nothing here is timed.
 settings.register_profile("evenrank", deadline=None, print_blob=True)
 settings.load_profile("evenrank")
-
-_COMPILED = ("core", "preprocess", "datasets", "dataloader")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,21 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessGuard())
-    _delete_stale_numba_caches()
-
-
-def _delete_stale_numba_caches() -> None:
-    """Delete cached machine code that is older than any file with compiled functions.
-
-    Numba recompiles a function when its own file changes, but not when the file of a function that it calls does.
-    """
-    package = Path(evenrank.__file__).parent
-    files = [path for folder in _COMPILED for path in (package / folder).rglob("*.py")]
-    newest = max(path.stat().st_mtime for path in files if "@compiled" in path.read_text())
-    for folder in _COMPILED:
-        for cached in (package / folder).rglob("*.nb[ic]"):
-            if cached.stat().st_mtime < newest:
-                cached.unlink(missing_ok=True)  # another process of a parallel run can be first
 
 
 # Before the marks are evaluated by `-m`.
