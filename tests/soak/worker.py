@@ -157,7 +157,9 @@ def _train(
     state: Mapping[str, Any] | None,
     log: Any,
 ) -> None:
-    timeout = SHORT_TIMEOUT if plan.fault == Fault.STOPPED_LONG and state is None else TIMEOUT
+    # On a GPU a lost rank is noticed by the timeout alone if the host waits for the device.
+    is_noticed_late = plan.fault == Fault.STOPPED_LONG or plan.device == "cuda"
+    timeout = SHORT_TIMEOUT if is_noticed_late and state is None else TIMEOUT
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=shape.world_size, timeout=timeout
     )

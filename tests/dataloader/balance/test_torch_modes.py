@@ -60,7 +60,7 @@ def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) 
                 with torch.inference_mode(False), torch.enable_grad():
                     (table(batch.features["item_id"].values() % 97) * batch.num_real).sum().backward()
             for batch in rich_balancer:
-                trained.append((samples_of(batch), batch.matrix.tolist(), schema_of(batch)))
+                trained.append((samples_of(batch.to("cpu")), batch.matrix.tolist(), schema_of(batch.to("cpu"))))
                 with torch.inference_mode(False):
                     batch.ids.add_(1)  # which tensors of the inference mode do not allow
     assert table.weight.grad is not None
