@@ -250,7 +250,13 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _close_after(self, error: Exception) -> None:
         """Close, so that ranks that wait for this one end, too."""
         self._failure = one_line(error)
+        self._drop_exchange()
         self.close()
+
+    def _drop_exchange(self) -> None:
+        """Abort what is in flight: on a GPU, closing would wait for ranks that may be lost."""
+        if self._group is not None:
+            self._group.drop()
 
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
@@ -348,6 +354,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._drop_exchange()
         self.close()
 
     def _await_plan(self, handle: Handle) -> PreparedStep | None:

@@ -22,11 +22,10 @@ import pytest
 
 from evenrank.dataloader import merge_stream_states
 from tests.soak.rounds import Fault, Round, Shape, draw_round
-from tests.soak.worker import contents_of, make_loader, run_rank
+from tests.soak.worker import LIMIT, contents_of, make_loader, run_rank
 
 _GPU_ROUNDS = 24
 _GPU_FAULTS = (Fault.NONE, Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.MODEL_RAISES, Fault.LEAVES)
-_LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
 _LOST = ("RankError", "RuntimeError", "DistBackendError", "DistNetworkError")
 
 _log = logging.getLogger("tests.soak")
@@ -68,7 +67,7 @@ class Job:
 
     def _supervise(self) -> None:
         """Wait until all processes have ended; continue those that have stopped."""
-        deadline = time.monotonic() + _LIMIT
+        deadline = time.monotonic() + LIMIT
         while running := [process for process in self.processes if process.is_alive()]:
             assert time.monotonic() < deadline, f"ranks {[self.processes.index(process) for process in running]} hang"
             stopped = [process for process in running if _state_of(process.pid) == "T"]

@@ -1,6 +1,7 @@
 """A rank of a soak round: a trainer that saves, after each step, what it has trained and its state."""
 
 import base64
+import faulthandler
 import json
 import os
 import pickle
@@ -36,6 +37,7 @@ from tests.soak.rounds import Fault, Round, Shape
 NUM_OWN_SAMPLES = 150  # of the dataset behind a StatefulDataLoader
 NUM_RANDOM_BATCHES = 12
 TIMEOUT = timedelta(minutes=30)
+LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
 SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
 STREAM = StreamConfig(num_shards=7, buffer_rows=16, open_shards=2)
 
@@ -138,6 +140,7 @@ def run_rank(
     """Train an epoch, or the rest of one; write what was trained, and what ended it, to `folder/rank R`."""
     os.setpgid(0, 0)  # so that processes that it leaves behind can be found
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT - 10)  # where a rank hangs
     with (folder / f"rank {rank}").open("w") as log:
         try:
             _train(plan, shape, rank, folder, data, other_data, state, log)

@@ -184,11 +184,11 @@ class FailFastGroup:
         except RuntimeError as error:
             lost = _rank_lost(error)
             traceback.clear_frames(error.__traceback__)  # they refer to the backend
-            self.close()
+            self.drop()
             raise lost from None
 
     def close(self) -> None:
-        """Close all connections; closing twice does nothing."""
+        """Close all connections, on a GPU once what is in flight is complete; closing twice does nothing."""
         if self._backend is not None:
             self._backend.shutdown()
         self.drop()
