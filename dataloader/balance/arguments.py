@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-import evenrank
 from evenrank.core.code import code_hash
 from evenrank.core.errors import RankError, one_line
 from evenrank.dataloader.adapt import Source
@@ -56,7 +55,7 @@ def settle_arguments(
         shared = settings.shared() | {
             "cost": describe_cost(cost),
             "device": exchange_device.device.type,
-            "the code of evenrank": f"{evenrank.__version__} ({code_hash()})",
+            "the code of evenrank": code_hash(),
         }
     except Exception as raised:  # reported to all ranks
         error = raised
