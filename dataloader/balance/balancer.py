@@ -173,9 +173,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._background = ThreadPoolExecutor(
             1, thread_name_prefix="evenrank-balancer", initializer=self._device.use_in_thread
         )
-        self._exchange = Exchange(
-            COLLECTIVES[self._settings.exchange](), self._group, self._device, world_size=members.world_size
-        )
         self._planner = StepPlanner(
             self._source.identity,
             cost=cost,
@@ -210,9 +207,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         return remaining
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._closed:
-            after = "" if self._failure is None else f", after {self._failure}"
-            raise ConfigError(f"the Balancer is closed{after}; create a new one")
+        self._check_open()
         source = iter(self._source)
         started: deque[Handle] = deque()
         launched: deque[Handle] = deque()
@@ -264,7 +259,11 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         Args:
             batch: this rank's batch, on the CPU; None once it has no more.
 
+        Raises:
+            ConfigError: the Balancer is closed.
+
         """
+        self._check_open()
         if batch is not None:
             self._source.bypass()
             batch = batch.clone()  # the caller may fill its buffers again before the background reads them
@@ -357,6 +356,11 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         if error is not None:
             self._drop_exchange()
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            after = "" if self._failure is None else f", after {self._failure}"
+            raise ConfigError(f"the Balancer is closed{after}; create a new one")
 
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()

@@ -118,6 +118,7 @@ class FailFastGroup:
         self.world_size = world_size
         # Nothing else may refer to it; a traceback would keep that reference alive.
         self._backend: Any = None
+        self._pending: weakref.WeakSet[_PendingWork] = weakref.WeakSet()
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
@@ -142,7 +143,7 @@ class FailFastGroup:
         options = AllgatherOptions()
         options.asyncOp = async_op
         with self.guard():
-            return _completed(self._backend.allgather([list(outputs)], [tensor], options), async_op)
+            return self._completed(self._backend.allgather([list(outputs)], [tensor], options), async_op)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], splits: list[int], *, async_op: bool = False
@@ -160,14 +161,15 @@ class FailFastGroup:
         options = AllToAllOptions()
         options.asyncOp = async_op
         with self.guard():
-            return _completed(self._backend.alltoall_base(output, tensor, output_splits, splits, options), async_op)
+            work = self._backend.alltoall_base(output, tensor, output_splits, splits, options)
+            return self._completed(work, async_op)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Send `tensor` of rank `root` to all ranks. Collective: every rank must call this."""
         options = BroadcastOptions()
         options.rootRank = root
         with self.guard():
-            _completed(self._backend.broadcast([tensor], options), False)
+            self._completed(self._backend.broadcast([tensor], options), False)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -195,7 +197,32 @@ class FailFastGroup:
 
     def drop(self) -> None:
         """Close all connections, and abort what is in flight on a GPU rather than wait for other ranks."""
+        for pending in self._pending:
+            pending.work = None
         self._backend = None
+
+    def _completed(self, work: Work | None, async_op: bool) -> Work | None:
+        if work is None:
+            return None
+        if not async_op:
+            work.wait()
+            return None
+        pending = _PendingWork(work)
+        self._pending.add(pending)
+        return pending
+
+
+class _PendingWork:
+    """A collective in flight, as its group hands it out: it can be kept without keeping the connections open."""
+
+    def __init__(self, work: Work) -> None:
+        self.work: Work | None = work  # refers to the connections
+
+    def wait(self) -> None:
+        """Return once the collective is complete, or at once if the group was dropped, which `guard` reports."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
 
 
 _open_groups: "weakref.WeakSet[FailFastGroup]" = weakref.WeakSet()
@@ -211,14 +238,6 @@ def _drop_open_groups() -> None:
     """
     for group in list(_open_groups):
         group.drop()
-
-
-def _completed(work: Work | None, async_op: bool) -> Work | None:
-    if async_op:
-        return work
-    if work is not None:
-        work.wait()
-    return None
 
 
 def _rank_lost(error: RuntimeError) -> RankLostError:

@@ -96,6 +96,40 @@ def test_an_error_of_a_callback_that_the_program_catches_ends_all_ranks(ranks: R
     assert culprit[1] == "the Balancer is closed, after OSError: no space left on device; create a new one"
 
 
+def _leave_with_a_step_in_flight(rank: int, world_size: int, how: str) -> str:
+    def write(metrics: StepMetrics) -> None:
+        if rank == 1 and metrics.step == 1 and how == "callback":
+            raise OSError("no space left on device")
+
+    batches = [replace(rich_batch([[(1, 1), (1, 1)]]), step=step) for step in range(8)]
+    balancer = Balancer(batches, cost=_tokens, on_step=write, timeout=timedelta(minutes=10))
+    iterator = iter(balancer)
+    try:
+        next(iterator)
+        if rank == 1 and how == "close":
+            balancer.close()  # and keeps the iterator
+            balancer.start(batches[0])
+        for _ in iterator:
+            pass
+    except (OSError, EvenrankError) as error:
+        # Rank 1 keeps its error, and with it the frames that refer to the step in flight, until the others have ended.
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        return one_line(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["callback", "close"])
+def test_a_step_in_flight_that_is_kept_does_not_keep_the_other_ranks_waiting(ranks: RankPool, how: str) -> None:
+    first, culprit, last = ranks.run(3, _leave_with_a_step_in_flight, how)
+    if how == "callback":
+        assert culprit == "OSError: no space left on device"
+        assert first == last == f"rank 1 failed: {culprit}"
+    else:
+        assert culprit == "the Balancer is closed; create a new one"
+        assert first.startswith("a rank is lost or does not respond (")
+        assert last.startswith("a rank is lost or does not respond (")
+
+
 def _disagree(rank: int, world_size: int, what: str) -> None:
     batch = rich_batch([[(1, 1), (1, 1)]])
     second = batch
