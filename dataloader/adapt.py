@@ -109,10 +109,10 @@ class Source(Generic[Batch]):
         self._next, self._has_ended = Position(epoch + 1, 0), False
         if has_ended:
             return
-        # A state that was loaded into a StatefulDataLoader by someone else makes it start anywhere.
-        is_counted = position > 0 or getattr(self._batches, "next_iter_state", None) is None
-        expected = exact_length(self._batches) if is_counted else None
         iterator = self._begin()  # some loaders know their state from here on only
+        # A state that was loaded into a StatefulDataLoader by someone else makes it start anywhere.
+        is_counted = position > 0 or not getattr(iterator, "_num_yielded", 0)
+        expected = exact_length(self._batches) if is_counted else None
         self._take_snapshot(Position(epoch, position))
         for batch in iterator:
             check_batch(batch)

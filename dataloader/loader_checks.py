@@ -66,7 +66,8 @@ def exact_length(batches: object) -> int | None:
     if type(batches) not in (DataLoader, StatefulDataLoader):  # derived ones, such as Accelerate's, may skip batches
         return None
     loader: DataLoader[Any] = batches  # type: ignore[assignment]
-    samplers = [sampler for sampler in (loader.batch_sampler, loader.sampler) if sampler is not None]
+    batches_of = getattr(loader.batch_sampler, "sampler", None)  # of a batch sampler that was passed to the loader
+    samplers = [sampler for sampler in (loader.batch_sampler, batches_of, loader.sampler) if sampler is not None]
     is_exact = all(type(sampler).__module__.startswith(_EXACT_SAMPLERS) for sampler in samplers)
     return None if isinstance(loader.dataset, IterableDataset) or not is_exact else len(loader)
 

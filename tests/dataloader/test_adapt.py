@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torchdata.nodes import Batcher, Mapper, MapStyleWrapper, Prefetcher
 from torchdata.nodes import Loader as NodeLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -451,9 +451,17 @@ class EstimatingSampler(SequentialSampler):
 
 def test_only_lengths_that_are_exact_are_checked() -> None:
     dataset = MapStyle(0, 1)
-    resumed = _stateful(dataset)
-    resumed.load_state_dict(_state_after(2, _stateful(dataset)))  # not through the Balancer
-    for loader, expected in ((_data_loader(dataset, sampler=EstimatingSampler(dataset)), 43), (resumed, 33)):
+    resumed, asked = _stateful(dataset), _stateful(dataset)
+    for loader in (resumed, asked):
+        loader.load_state_dict(_state_after(2, _stateful(dataset)))  # not through the Balancer
+    asked.state_dict()  # creates the next iterator
+    batch_sampler = BatchSampler(EstimatingSampler(dataset), batch_size=5, drop_last=False)
+    for loader, expected in (
+        (_data_loader(dataset, sampler=EstimatingSampler(dataset)), 43),
+        (DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=COLLATE), 43),
+        (resumed, 33),
+        (asked, 33),
+    ):
         with Balancer(loader, cost=_tokens) as balancer:
             assert sum(batch.num_real for batch in balancer) == expected
             assert sum(batch.num_real for batch in balancer) == 43
