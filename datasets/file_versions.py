@@ -31,11 +31,14 @@ def versions_of(files: fs.FileSystem, paths: Iterable[str]) -> dict[str, Version
     paths = list(paths)
     if isinstance(files, fs.LocalFileSystem):
         return {path: version_of(files, path) for path in paths}
-    listed: Mapping[str, fs.FileInfo] = {
-        info.path: info
-        for folder in {path.rpartition("/")[0] for path in paths}
-        for info in files.get_file_info(fs.FileSelector(folder, allow_not_found=True))
-    }
+    try:
+        listed: Mapping[str, fs.FileInfo] = {
+            info.path: info
+            for folder in {path.rpartition("/")[0] for path in paths}
+            for info in files.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+        }
+    except OSError:  # those who may read a bucket may not always list it
+        return {path: version_of(files, path) for path in paths}
     return {path: _remote_version(listed[path]) if path in listed else None for path in paths}
 
 
