@@ -110,9 +110,12 @@ def _put_in_place(partial: Path, out: Path) -> None:
     else:
         _exchange(partial, out)
         # Nobody finds the old folder any more, so what it contains now is what would be lost.
-        if (fault := find_foreign(partial)) is not None:
+        try:
+            if (fault := find_foreign(partial)) is not None:
+                raise DataError(f"{out} {fault}")
+        except BaseException:  # also if it cannot be read
             _exchange(partial, out)
-            raise DataError(f"{out} {fault}")
+            raise
     _fsync(out.parent)
 
 

@@ -133,6 +133,22 @@ def test_a_file_that_appears_during_the_exchange_is_kept(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_old_dataset_that_turns_unreadable_during_the_exchange_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    old = preprocess(_config(out))
+
+    def fail(folder: Path) -> str | None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(atomic_folder, "find_foreign", fail)  # called after the exchange
+    with pytest.raises(DataError, match=r"out could not be written: Permission denied; it is unchanged"):
+        preprocess(_config(out, num_users=9))
+    assert read_manifest(out) == old
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_file_that_appears_during_the_work_is_found_before_the_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
