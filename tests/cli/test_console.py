@@ -61,7 +61,7 @@ def test_labels_of_a_dataset_are_escaped(
         (folder / path.parent.name).mkdir(exist_ok=True)
         (folder / path.relative_to(small_dataset)).write_bytes(path.read_bytes())
     values = json.loads((small_dataset / MANIFEST_NAME).read_text())
-    values["context_labels"]["item_id"] = [None, EVIL]
+    values["dataset"] = f"made by {EVIL}"
     values["options"][f"{EVIL}<b>"] = EVIL
     (folder / MANIFEST_NAME).write_text(json.dumps(values))
     run = evenrank("inspect", folder)
