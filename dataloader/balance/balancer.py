@@ -14,7 +14,6 @@ loader failed, takes part in the all-gathers like any other, so no rank waits fo
 import contextlib
 import dataclasses
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
+from evenrank.core.errors import ConfigError, RankError, one_line
 from evenrank.dataloader.adapt import Position
 from evenrank.dataloader.balance.arguments import settle_arguments
 from evenrank.dataloader.balance.control.all_gather import make_all_gather
@@ -224,14 +223,9 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
                 # User code can raise on one rank alone, so it runs after the collective was launched on all ranks.
                 yield self._hand_out(launched.popleft())
         except RankError as error:
-            # Ranks may have launched different steps. What is in flight ends with the process groups, and those end
-            # with the last reference to them, some of which are in frames that the traceback keeps alive.
+            # Ranks may have launched different steps, so nothing is awaited; what is in flight ends with the groups.
             launched.clear()
-            traceback.clear_frames(error.__traceback__)
             self._close_after(error)
-            if isinstance(error, RankLostError) and (reason := self._failure_note.read()) is not None:
-                self._failure = reason
-                raise RankError(reason) from None
             raise
         except Exception as error:  # possibly on this rank alone
             # All ranks have launched the same steps, so these can complete.
@@ -244,7 +238,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def _close_after(self, error: Exception) -> None:
         """Close, so that ranks that wait for this one end, too."""
-        self._failure = one_line(error)
+        if not self._closed or isinstance(error, RankError):
+            self._failure = one_line(error)
         self._drop_exchange()
         self.close()
 
@@ -284,7 +279,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         handle.state = State.LAUNCHED
         if prepared is not None:
             started = time.perf_counter()
-            handle.in_flight = self._exchange.launch(prepared)
+            with self._failure_note.explaining(self._close_after):
+                handle.in_flight = self._exchange.launch(prepared)
             handle.exchange_seconds = time.perf_counter() - started
         return handle
 
@@ -364,7 +360,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()
-        prepared = handle.planned.result().prepared
+        with self._failure_note.explaining(self._close_after):
+            prepared = handle.planned.result().prepared
         handle.waited_seconds += time.perf_counter() - started
         return prepared
 
@@ -372,7 +369,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         handle.state = State.FINISHED
         if handle.in_flight is not None:
             started = time.perf_counter()
-            self._exchange.finish(handle.in_flight)
+            with self._failure_note.explaining(self._close_after):
+                self._exchange.finish(handle.in_flight)
             handle.exchange_seconds += time.perf_counter() - started
 
     def _note_hand_out(self, handle: Handle, *, is_last: bool) -> None:
@@ -396,6 +394,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         return cast(Batch, batch)
 
     def _start_next(self, source: Iterator[Batch]) -> Handle:
+        self._check_open()
         batch, error = None, None
         try:
             batch = next(source, None)

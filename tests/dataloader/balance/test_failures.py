@@ -98,13 +98,16 @@ def test_an_error_of_a_callback_that_the_program_catches_ends_all_ranks(ranks: R
 
 def _leave_with_a_step_in_flight(rank: int, world_size: int, how: str) -> str:
     def write(metrics: StepMetrics) -> None:
-        if rank == 1 and metrics.step == 1 and how == "callback":
+        if rank == 1 and metrics.step == 1 and how != "close":
             raise OSError("no space left on device")
 
     batches = [replace(rich_batch([[(1, 1), (1, 1)]]), step=step) for step in range(8)]
     balancer = Balancer(batches, cost=_tokens, on_step=write, timeout=timedelta(minutes=10))
-    iterator = iter(balancer)
     try:
+        if how == "by hand":
+            for batch in batches:
+                balancer.finish(balancer.launch(balancer.start(batch)))
+        iterator = iter(balancer)
         next(iterator)
         if rank == 1 and how == "close":
             balancer.close()  # and keeps the iterator
@@ -118,16 +121,27 @@ def _leave_with_a_step_in_flight(rank: int, world_size: int, how: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("how", ["callback", "close"])
+@pytest.mark.parametrize("how", ["callback", "by hand", "close"])
 def test_a_step_in_flight_that_is_kept_does_not_keep_the_other_ranks_waiting(ranks: RankPool, how: str) -> None:
     first, culprit, last = ranks.run(3, _leave_with_a_step_in_flight, how)
-    if how == "callback":
+    if how != "close":
         assert culprit == "OSError: no space left on device"
         assert first == last == f"rank 1 failed: {culprit}"
     else:
         assert culprit == "the Balancer is closed; create a new one"
         assert first.startswith("a rank is lost or does not respond (")
         assert last.startswith("a rank is lost or does not respond (")
+
+
+def test_an_iterator_of_a_closed_balancer_says_so() -> None:
+    balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])] * 4, cost=_tokens)
+    iterator = iter(balancer)
+    next(iterator)
+    balancer.close()
+    with pytest.raises(ConfigError, match=r"^the Balancer is closed; create a new one$"):
+        next(iterator)
+    with pytest.raises(ConfigError, match=r"^the Balancer is closed; create a new one$"):
+        next(iter(balancer))
 
 
 def _disagree(rank: int, world_size: int, what: str) -> None:
