@@ -49,10 +49,14 @@ def instance(kind: type, text: str) -> Check:
     return lambda value: None if isinstance(value, kind) else text
 
 
+def _printable(value: object) -> str | None:
+    return None if isinstance(value, str) and value.isprintable() else "text of one line"
+
+
 EPOCH = integer(0, MAX_EPOCH)
 COUNT = integer(0, INT64_MAX)
 SEED = integer(INT64_MIN, INT64_MAX)
-TEXT = instance(str, "text")
+TEXT: Check = _printable
 FLAG = instance(bool, "True or False")
 MAPPING = instance(Mapping, "a mapping")
 ANYTHING = instance(object, "anything")

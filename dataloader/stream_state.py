@@ -58,8 +58,8 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in ("epoch", "position", "seed", "num_shards", "fingerprint"):
             if state[name] != merged[name]:
                 raise StateError(
-                    f"states 0 and {index} cannot be merged: {name} is {merged[name]} and {state[name]}; save the "
-                    "states of all ranks after the same step"
+                    f"states 0 and {index} cannot be merged: {name} is {merged[name]!r} and {state[name]!r}; save "
+                    "the states of all ranks after the same step"
                 )
         for shard, position in decode_positions(state, merged["num_shards"]).items():
             if shard_positions.setdefault(shard, position) != position:

@@ -111,7 +111,8 @@ def test_an_unknown_user_without_a_home_folder_opens_a_dataset_of_another(
     temporary = open_folder / "tmp"
     temporary.mkdir()
     temporary.chmod(0o1777)
-    command = [sys.executable, "-c", _AS_A_STRANGER, str(small_dataset), str(dataset), str(temporary), str(STRANGER)]
+    unpacked_first = copy_dataset(small_dataset, open_folder / "first")  # by root, which imports everything
+    command = [sys.executable, "-c", _AS_A_STRANGER, str(unpacked_first), str(dataset), str(temporary), str(STRANGER)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.stdout.strip() == str(temporary / f"evenrank-{STRANGER}"), result.stderr
     assert (temporary / f"evenrank-{STRANGER}").stat().st_mode & 0o777 == 0o700
