@@ -15,13 +15,14 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from numba import config, njit
+import numba
 
 from evenrank.core.code import PACKAGE_FOLDER, compiled_code_hash
 from evenrank.core.user_folders import is_private, user_folders
 
+_CONFIG: Any = numba.config  # whose options are set when it is imported, so that type checkers do not know them
 _PREFIX = "compiled-"
 _LOCK = threading.Lock()
 
@@ -32,11 +33,11 @@ def compiled(function: Function) -> Function:
     """Compile a function with Numba at its first call, cached on disk; it runs without the GIL and keeps its type."""
     folder = cache_folder()
     with _LOCK:
-        before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")  # read by `njit`
+        before, _CONFIG.CACHE_DIR = _CONFIG.CACHE_DIR, str(folder or "")  # read by `njit`
         try:
-            return cast(Function, njit(nogil=True, cache=folder is not None)(function))
+            return cast(Function, numba.njit(nogil=True, cache=folder is not None)(function))
         finally:
-            config.CACHE_DIR = before
+            _CONFIG.CACHE_DIR = before
 
 
 @functools.cache
