@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, RandomBatches
 from evenrank.dataloader.balance import STRATEGIES, Balancer, PartitionProblem, partition, register_strategy
 from evenrank.dataloader.balance.control.all_gather import make_all_gather
@@ -107,6 +108,25 @@ def test_an_error_in_the_strategy_of_one_rank_is_raised_on_all(ranks: RankPool) 
     for failure in (first, last):
         assert failure.type_name == "RankError"
         assert failure.message == "rank 1 failed: ZeroDivisionError: no such sample"
+
+
+class _FailingTokens(_CostOfRank):
+    def tokens(self, lengths: Lengths) -> Ints:
+        raise ZeroDivisionError("no tokens")
+
+
+def _catch_failing_tokens(rank: int, world_size: int) -> str:
+    cost = _FailingTokens(rank) if rank == 1 else _CostOfRank(rank)
+    balancer = Balancer(_batches(rank, world_size), cost=cost)
+    try:
+        list(balancer)
+    except RankError as error:  # and the program goes on without closing the Balancer
+        return str(error)
+    return "trained"
+
+
+def test_tokens_that_raise_on_one_rank_end_all_ranks(ranks: RankPool) -> None:
+    assert ranks.run(3, _catch_failing_tokens) == ["rank 1 failed: ZeroDivisionError: no tokens"] * 3
 
 
 def _confirm(rank: int, world_size: int, what: str) -> None:
