@@ -46,10 +46,14 @@ def read_ahead(num_workers: int) -> Iterator[Submit]:
         yield lambda read: read
         return
     executor = ThreadPoolExecutor(num_workers, thread_name_prefix="evenrank-stream")
+    waits = True
     try:
         yield lambda read: executor.submit(read).result
+    except GeneratorExit:
+        waits = False  # see Workers.map
+        raise
     finally:
-        executor.shutdown(cancel_futures=True)
+        executor.shutdown(wait=waits, cancel_futures=True)
 
 
 class ShardReader:

@@ -44,6 +44,7 @@ class Workers:
             return
         executor = self._threads()
         pending: deque[Future[Out]] = deque()
+        waits = True
         try:
             for item in items:
                 pending.append(executor.submit(function, item))
@@ -51,11 +52,16 @@ class Workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        except GeneratorExit:
+            # The garbage collector may finalize an iterator that was left, while its thread holds a lock of `threading`
+            # that joining another thread needs as well.
+            waits = False
+            raise
         finally:
             for future in pending:
                 future.cancel()
             if not self._persistent:
-                executor.shutdown()
+                executor.shutdown(wait=waits)
 
     def _threads(self) -> ThreadPoolExecutor:
         # A forked child inherits the executor but not its threads, and would wait for them forever.

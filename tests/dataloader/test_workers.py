@@ -62,9 +62,30 @@ def test_threads_stop_with_their_iteration(small_dataset: Path, leave_early: boo
     assert _threads() - before
     if leave_early:
         iterator.close()  # type: ignore[attr-defined]
+        for thread in _threads() - before:  # which are told to stop, but not awaited
+            thread.join(timeout=60)
     else:
         list(iterator)
     assert _threads() == before
+
+
+@pytest.mark.skipif(not hasattr(threading, "_shutdown_locks_lock"), reason="this Python has no such lock")
+def test_an_iterator_may_be_finalized_while_its_thread_holds_the_lock_of_joins(small_dataset: Path) -> None:
+    before = _threads()
+    iterator = iter(_loader(small_dataset))
+    next(iterator)
+    finalized = threading.Event()
+
+    def finalize() -> None:
+        # As when the garbage collector runs while `threading` starts a thread.
+        with threading._shutdown_locks_lock:  # type: ignore[attr-defined]
+            iterator.close()  # type: ignore[attr-defined]
+            finalized.set()
+
+    threading.Thread(target=finalize, daemon=True).start()
+    assert finalized.wait(timeout=60)
+    for thread in _threads() - before:
+        thread.join(timeout=60)
 
 
 def test_persistent_threads_are_kept_until_closed(small_dataset: Path) -> None:
