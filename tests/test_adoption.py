@@ -47,9 +47,11 @@ class Model(torch.nn.Module):
         scores = self.score(self.items(items, offsets)).squeeze(1)
         return torch.nn.functional.binary_cross_entropy_with_logits(scores, bought, reduction="none")
 """
+# DistributedDataParallel keeps the group, of which a thread can abort the end of the interpreter, with and without us.
 EPILOGUE = """
 torch.save(model.module.state_dict(), f"{name}-{rank}.pt")
-dist.destroy_process_group()
+import os
+os._exit(0)
 """
 
 
