@@ -26,7 +26,7 @@ from tests.soak.worker import LIMIT, contents_of, make_loader, run_rank
 
 _GPU_ROUNDS = 24
 _GPU_FAULTS = (Fault.NONE, Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.MODEL_RAISES, Fault.LEAVES)
-_LOST = ("RankError", "RuntimeError", "DistBackendError", "DistNetworkError")
+_LOST = ("RankError", "RankLostError", "RuntimeError", "DistBackendError", "DistNetworkError")
 
 _log = logging.getLogger("tests.soak")
 
