@@ -11,24 +11,21 @@ at the same points: step t+lookahead is started when step t is handed out, and a
 loader failed, takes part in the all-gathers like any other, so no rank waits for one that left.
 """
 
-import contextlib
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, RankError, one_line
+from evenrank.core.errors import RankError
 from evenrank.dataloader.adapt import Position
 from evenrank.dataloader.balance.arguments import settle_arguments
-from evenrank.dataloader.balance.control.all_gather import make_all_gather
-from evenrank.dataloader.balance.control.failure_note import FailureNote
-from evenrank.dataloader.balance.control.process_group import FailFastGroup, Group, members_of
+from evenrank.dataloader.balance.control.connection import Connection
+from evenrank.dataloader.balance.control.process_group import Group, members_of
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
@@ -116,8 +113,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         log_window: tuple[int, int] | None = DEFAULTS.log_window,
     ) -> None:
         super().__init__()
-        self._closed = False
-        self._failure: str | None = None  # what closed it
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         warm_up()
         members = members_of(group)
@@ -145,38 +140,28 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             timeout=timeout,
         )
         self._num_steps = settled.num_steps
-        self._failure_note = FailureNote(members)
         log = StepLogger(every=log_every, window=log_window) if log_every is not None and members.rank == 0 else None
         self._observers = [observe for observe in (log, on_step) if observe is not None]
-        # A rank that fails from here on, and keeps its error, must not leave the others waiting for its groups.
-        with contextlib.ExitStack() as opened:
-            # The metadata all-gather and the exchange of different steps overlap, so each has its own communicator.
-            self._all_gather = make_all_gather(members, settled.hosts, timeout)
-            opened.callback(self._all_gather.close)
-            self._group = None
-            if members.store is not None:
-                self._group = FailFastGroup(
-                    members.substore("exchange"),
-                    members.rank,
-                    members.world_size,
-                    timeout,
-                    backend=self._device.backend,
-                )
-                opened.callback(self._group.drop)
+        self._connection = Connection(
+            members,
+            hosts=settled.hosts,
+            timeout=timeout,
+            backend=self._device.backend,
+            use_in_thread=self._device.use_in_thread,
+        )
+        with self._connection.aborting():
             self._exchange = Exchange(
-                COLLECTIVES[self._settings.exchange](), self._group, self._device, world_size=members.world_size
+                COLLECTIVES[self._settings.exchange](),
+                self._connection.exchange_group,
+                self._device,
+                world_size=members.world_size,
             )
             self._exchange.connect()
-            opened.pop_all()
-        # One thread, so that all-gathers of successive steps keep their order.
-        self._background = ThreadPoolExecutor(
-            1, thread_name_prefix="evenrank-balancer", initializer=self._device.use_in_thread
-        )
         self._planner = StepPlanner(
             self._source.identity,
             cost=cost,
             settings=self._settings,
-            all_gather=self._all_gather,
+            all_gather=self._connection.all_gather,
             prepare=self._exchange.prepare,
             rank=members.rank,
             world_size=members.world_size,
@@ -206,7 +191,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         return remaining
 
     def __iter__(self) -> Iterator[Batch]:
-        self._check_open()
+        self._connection.check_open()
         source = iter(self._source)
         started: deque[Handle] = deque()
         launched: deque[Handle] = deque()
@@ -225,28 +210,15 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         except RankError as error:
             # Ranks may have launched different steps, so nothing is awaited; what is in flight ends with the groups.
             launched.clear()
-            self._close_after(error)
+            self._connection.close_after(error)
             raise
         except Exception as error:  # possibly on this rank alone
             # All ranks have launched the same steps, so these can complete.
             drain([*launched, *started])
-            self._failure_note.write(error)
-            self._close_after(error)
+            self._connection.fail(error)
             raise
         finally:
             drain([*launched, *started])
-
-    def _close_after(self, error: Exception) -> None:
-        """Close, so that ranks that wait for this one end, too."""
-        if not self._closed or isinstance(error, RankError):
-            self._failure = one_line(error)
-        self._drop_exchange()
-        self.close()
-
-    def _drop_exchange(self) -> None:
-        """Abort what is in flight: on a GPU, closing would wait for ranks that may be lost."""
-        if self._group is not None:
-            self._group.drop()
 
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
@@ -258,11 +230,11 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             ConfigError: the Balancer is closed.
 
         """
-        self._check_open()
+        self._connection.check_open()
         if batch is not None:
             self._source.bypass()
             batch = batch.clone()  # the caller may fill its buffers again before the background reads them
-        return Handle(planned=self._background.submit(self._plan, batch, None))
+        return Handle(planned=self._connection.submit(self._plan, batch, None))
 
     def launch(self, handle: Handle) -> Handle:
         """Wait for the plan and start the exchange. Collective: every rank must call this.
@@ -279,7 +251,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         handle.state = State.LAUNCHED
         if prepared is not None:
             started = time.perf_counter()
-            with self._failure_note.explaining(self._close_after):
+            with self._connection.watching():
                 handle.in_flight = self._exchange.launch(prepared)
             handle.exchange_seconds = time.perf_counter() - started
         return handle
@@ -299,8 +271,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         try:
             return self._hand_out(handle)
         except Exception as error:
-            self._failure_note.write(error)
-            self._close_after(error)
+            self._connection.fail(error)
             raise
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
@@ -337,11 +308,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
     def close(self) -> None:
         """End the background thread and the process groups; on every rank. Closing twice does nothing."""
-        self._closed = True
-        self._background.shutdown()
-        self._all_gather.close()
-        if self._group is not None:
-            self._group.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -349,18 +316,14 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._drop_exchange()
-        self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            after = "" if self._failure is None else f", after {self._failure}"
-            raise ConfigError(f"the Balancer is closed{after}; create a new one")
+        if error is None:
+            self._connection.close()
+        else:
+            self._connection.abort()
 
     def _await_plan(self, handle: Handle) -> PreparedStep | None:
         started = time.perf_counter()
-        with self._failure_note.explaining(self._close_after):
+        with self._connection.watching():
             prepared = handle.planned.result().prepared
         handle.waited_seconds += time.perf_counter() - started
         return prepared
@@ -369,7 +332,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         handle.state = State.FINISHED
         if handle.in_flight is not None:
             started = time.perf_counter()
-            with self._failure_note.explaining(self._close_after):
+            with self._connection.watching():
                 self._exchange.finish(handle.in_flight)
             handle.exchange_seconds += time.perf_counter() - started
 
@@ -394,13 +357,13 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         return cast(Batch, batch)
 
     def _start_next(self, source: Iterator[Batch]) -> Handle:
-        self._check_open()
+        self._connection.check_open()  # before a batch is pulled
         batch, error = None, None
         try:
             batch = next(source, None)
         except Exception as raised:  # the loader's own error, which this step's all-gather reports to all ranks
             error = raised
-        return Handle(planned=self._background.submit(self._plan, batch, error))
+        return Handle(planned=self._connection.submit(self._plan, batch, error))
 
     def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
         with self._device.profiled("start"):

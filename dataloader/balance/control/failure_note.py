@@ -1,10 +1,9 @@
 """Why a rank left: written to the group's store by the first rank that fails alone, read by those that then lose it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from evenrank.core.errors import RankError, RankLostError, one_line
+from evenrank.core.errors import one_line
 from evenrank.dataloader.balance.control.process_group import Members
 
 _KEY = "reason"
@@ -39,21 +38,3 @@ class FailureNote:
             return self._store.get(_KEY).decode()
         except RuntimeError:
             return None
-
-    @contextlib.contextmanager
-    def explaining(self, close_after: Callable[[Exception], None]) -> Iterator[None]:
-        """If another rank is lost, call `close_after` with the error, and raise the reason if that rank has left one.
-
-        Raises:
-            RankError: the reason.
-
-        """
-        try:
-            yield
-        except RankLostError as error:
-            close_after(error)  # first, because other ranks may wait for this one
-            if (reason := self.read()) is None:
-                raise
-            explained = RankError(reason)
-            close_after(explained)
-            raise explained from None

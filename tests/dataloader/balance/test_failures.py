@@ -410,7 +410,7 @@ def _drop(rank: int, world_size: int, kind: str) -> None:
         for batch in balancer if kind != "unused" else ():
             if kind == "left early" and batch.step == 1:
                 break
-        background = balancer._background
+        background = balancer._connection._background
         del balancer
         background.shutdown()  # waits for its thread, which ends a moment later
         counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))

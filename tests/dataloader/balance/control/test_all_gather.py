@@ -71,7 +71,7 @@ def _balance_hierarchically(rank: int, world_size: int) -> tuple[str, list[int]]
         patch.object(socket, "gethostname", lambda: f"host {rank // 2}"),
         Balancer(batches, cost=cost) as balancer,
     ):
-        kind = type(balancer._all_gather).__name__
+        kind = type(balancer._connection.all_gather).__name__
         for batch in balancer:
             seen += [sample["id"] for sample in samples_of(batch)]
     return kind, seen
