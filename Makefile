@@ -40,13 +40,13 @@ test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600
 
 test-gpu:
-	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/soak
+	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/examples tests/soak
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/mypy tests scripts
+	@$(BIN)/mypy tests scripts examples
 	@$(BIN)/pyright
 
 fix: $(INSTALLED)
