@@ -15,13 +15,14 @@ A sample's tokens are its contextual ones, its history and its candidates. With 
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Sequences:
     """Where the samples of a batch are in tensors [tokens, ...], and what their tokens are."""
 
@@ -40,6 +41,11 @@ class Sequences:
     def lengths(self) -> Tensor:
         """Tokens of each sample: int64 [B]."""
         return self.offsets.diff()
+
+    @cached_property
+    def longest_first(self) -> Tensor:
+        """The samples by descending length: int64 [B]."""
+        return self.lengths.argsort(descending=True)
 
     def rows(self) -> Tensor:
         """Return the sample of each token: int64 [tokens]."""

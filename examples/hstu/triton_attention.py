@@ -1,0 +1,165 @@
+"""HSTU attention by jagged Triton kernels, forward and backward, for CUDA.
+
+Nothing is padded, and a sample's work is spread over as many programs as it has blocks of tokens, in both directions:
+if one program had a whole sample, the longest sample would set the time of all, however well ranks are balanced.
+Programs start in the order of their samples' lengths, longest first, so that short work comes last and fills the gaps.
+
+The backward computes the scores again. Nothing is added atomically, so equal inputs give equal bits.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from evenrank.core.errors import ConfigError
+from hstu.attention import Sequences
+from hstu.triton_kernels import backward_key, backward_query, forward
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How a kernel is launched."""
+
+    rows: int
+    """Tokens of a program's own block."""
+    columns: int
+    """Tokens of a block that it reads at a time."""
+    warps: int
+    """Of 32 threads, per program."""
+    stages: int
+    """Blocks that are loaded ahead."""
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# The fastest on an H200 of all with 32 to 128 rows and columns, 4 or 8 warps and 1 to 4 stages; equal lengths of 2,048.
+FORWARD = {
+    (64, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
+    (128, BF16): Launch(rows=64, columns=64, warps=4, stages=3),
+    (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3),
+    (64, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
+    (128, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
+    (256, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
+}
+BACKWARD_QUERY = {
+    (64, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
+    (128, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
+    (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3),
+    (64, FP32): Launch(rows=64, columns=64, warps=4, stages=1),
+    (128, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
+    (256, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
+}
+BACKWARD_KEY = {
+    (64, BF16): Launch(rows=64, columns=64, warps=4, stages=3),
+    (128, BF16): Launch(rows=64, columns=32, warps=4, stages=3),
+    (256, BF16): Launch(rows=128, columns=32, warps=8, stages=3),
+    (64, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
+    (128, FP32): Launch(rows=32, columns=32, warps=4, stages=2),
+    (256, FP32): Launch(rows=32, columns=32, warps=4, stages=1),
+}
+
+
+def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+    """Attend without padding; the arguments and the result are those of `padded_attention`.
+
+    Args:
+        query: bfloat16 or float32 [tokens, heads, head_dim] on a CUDA device, with a head_dim of 64, 128 or 256; may be
+            a view with gaps between tokens and heads.
+        key: like `query`.
+        value: like `query`.
+        sequences: where the samples are, on the same device.
+        scale_length: what weights are divided by.
+
+    Raises:
+        ConfigError: the dtype, the head_dim or the device is none of these.
+
+    """
+    if query.shape[-1] not in HEAD_DIMS:
+        raise ConfigError(f"head_dim must be one of {HEAD_DIMS} for Triton attention, got {query.shape[-1]}")
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise ConfigError(
+            f"Triton attention takes bfloat16 or float32, got {query.dtype}, {key.dtype} and {value.dtype}; "
+            "use autocast or padded_attention"
+        )
+    output: Tensor = _Attention.apply(query, key, value, sequences, scale_length)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale_length: int) -> Tensor:
+        query, key, value = (_with_dense_heads(tensor) for tensor in (query, key, value))
+        ctx.save_for_backward(query, key, value)
+        ctx.sequences, ctx.scale_length = sequences, scale_length
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        _launch(forward, FORWARD, [query, key, value], [output], sequences, scale_length)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        inputs = [query, key, value, _with_dense_heads(gradient)]
+        d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+        common = (ctx.sequences, ctx.scale_length)
+        _launch(backward_query, BACKWARD_QUERY, inputs, [d_query], *common)
+        # Two sums [128, 256] do not fit into registers, and computing the scores twice is faster than smaller blocks.
+        parts = [(True, False), (False, True)] if query.shape[-1] == 256 else [(True, True)]
+        for has_key, has_value in parts:
+            _launch(backward_key, BACKWARD_KEY, inputs, [d_key, d_value], *common, HAS_KEY=has_key, HAS_VALUE=has_value)
+        return d_query, d_key, d_value, None, None
+
+
+def _with_dense_heads(tensor: Tensor) -> Tensor:
+    """Return the tensor such that the values of a head are adjacent and aligned, as the kernels read them."""
+    is_dense = tensor.stride(-1) == 1 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+    return tensor if is_dense and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
+
+
+def _launch(
+    kernel: Any,
+    launches: dict[tuple[int, torch.dtype], Launch],
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    sequences: Sequences,
+    scale_length: int,
+    **flags: bool,
+) -> None:
+    _, heads, head_dim = inputs[0].shape
+    launch = launches[head_dim, inputs[0].dtype]
+    blocks = triton.cdiv(sequences.max_length, launch.rows)
+    if sequences.num_tokens == 0 or heads == 0:
+        return
+    arguments = [
+        *inputs,
+        *outputs,
+        sequences.offsets,
+        sequences.num_contextual,
+        sequences.num_candidates,
+        sequences.longest_first,
+        *[stride for tensor in inputs for stride in tensor.stride()[:2]],
+        *outputs[0].stride()[:2],
+        1 / math.sqrt(head_dim),
+        1 / scale_length,
+    ]
+    try:
+        kernel[(blocks, heads, len(sequences.offsets) - 1)](
+            *arguments,
+            HEAD_DIM=head_dim,
+            ROWS=launch.rows,
+            COLUMNS=launch.columns,
+            EXACT=inputs[0].dtype == torch.float32,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+            **flags,
+        )
+    except triton.runtime.errors.OutOfResources as error:
+        raise ConfigError(
+            f"Triton attention with head_dim {head_dim} and {inputs[0].dtype} needs more than this GPU has ({error}); "
+            "use a smaller head_dim or padded_attention"
+        ) from error
