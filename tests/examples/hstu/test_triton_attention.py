@@ -58,7 +58,8 @@ def _run(attention: Attention, inputs: list[Tensor], sequences: Sequences, dtype
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
-    return (result.double() - exact).norm().item()
+    error: float = (result.double() - exact).norm().item()
+    return error
 
 
 def _check(sequences: Sequences, heads: int, head_dim: int, dtype: torch.dtype, few_tokens: bool = False) -> None:
