@@ -25,15 +25,17 @@ def _sigmoid(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _scores(left, right, HEAD_DIM: tl.constexpr, EXACT: tl.constexpr):
+def _products(left, right):
     """Return the products of the rows of two blocks: float32 [left rows, right rows]."""
-    if EXACT and HEAD_DIM == 256:
-        # Tensor cores truncate when they add. Half as many terms in a sum keep the error near that of float32.
-        left_low, left_high = _halves(left, HEAD_DIM)
-        right_low, right_high = _halves(right, HEAD_DIM)
-        low = tl.dot(left_low, tl.trans(right_low), input_precision="tf32x3")
-        return low + tl.dot(left_high, tl.trans(right_high), input_precision="tf32x3")
     return tl.dot(left, tl.trans(right), input_precision="tf32x3")
+
+
+@triton.jit
+def _products_in_halves(left, right, HEAD_DIM: tl.constexpr):
+    """Return the same, with half as many terms in each sum, because tensor cores truncate when they add."""
+    left_low, left_high = _halves(left, HEAD_DIM)
+    right_low, right_high = _halves(right, HEAD_DIM)
+    return _products(left_low, right_low) + _products(left_high, right_high)
 
 
 @triton.jit
@@ -98,7 +100,10 @@ def _attend(
 ):  # fmt: skip
     tokens = block * COLUMNS + tl.arange(0, COLUMNS)
     key = _load(keys, tokens, key_stride, length, HEAD_DIM)
-    scores = _scores(query, key, HEAD_DIM, EXACT) * scale
+    if EXACT and HEAD_DIM == 256:
+        scores = _products_in_halves(query, key, HEAD_DIM) * scale
+    else:
+        scores = _products(query, key) * scale
     weights = scores * _sigmoid(scores, EXACT)
     if MASKED:
         weights = tl.where(_sees(queries[:, None], tokens[None, :], history, contextual), weights, 0.0)
@@ -149,9 +154,9 @@ def _add_query_gradient(
     tokens = block * COLUMNS + tl.arange(0, COLUMNS)
     key = _load(keys, tokens, key_stride, length, HEAD_DIM)
     value = _load(values, tokens, value_stride, length, HEAD_DIM)
-    scores = _scores(query, key, HEAD_DIM, EXACT) * scale
+    scores = _products(query, key) * scale
     sigmoid = _sigmoid(scores, EXACT)
-    d_weights = _scores(gradient, value, HEAD_DIM, EXACT)
+    d_weights = _products(gradient, value)
     d_scores = d_weights * sigmoid * (1.0 + scores * (1.0 - sigmoid))
     if MASKED:
         d_scores = tl.where(_sees(queries[:, None], tokens[None, :], history, contextual), d_scores, 0.0)
@@ -205,14 +210,14 @@ def _add_key_gradients(
     tokens = block * COLUMNS + tl.arange(0, COLUMNS)
     query = _load(queries_base, tokens, query_stride, length, HEAD_DIM)
     gradient = _load(gradients, tokens, gradient_stride, length, HEAD_DIM)
-    scores = _scores(key, query, HEAD_DIM, EXACT) * scale  # [keys, queries]
+    scores = _products(key, query) * scale  # [keys, queries]
     sigmoid = _sigmoid(scores, EXACT)
     if MASKED:
         sigmoid = tl.where(_sees(tokens[None, :], keys[:, None], history, contextual), sigmoid, 0.0)
     if HAS_VALUE:
         d_value = tl.dot((scores * sigmoid).to(gradient.dtype), gradient, d_value, input_precision="tf32x3")
     if HAS_KEY:
-        d_weights = _scores(value, gradient, HEAD_DIM, EXACT)
+        d_weights = _products(value, gradient)
         d_scores = d_weights * sigmoid * (1.0 + scores * (1.0 - sigmoid))
         d_key = tl.dot(d_scores.to(query.dtype), query, d_key, input_precision="tf32x3")
     return d_key, d_value
