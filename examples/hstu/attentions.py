@@ -1,0 +1,33 @@
+"""`ATTENTIONS`: implementations of HSTU attention by name; register your own to choose it in an `HSTUConfig`."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from evenrank.core.registry import Registry
+from hstu.attention import Sequences, padded_attention
+
+
+class Attention(Protocol):
+    """The call that all implementations have in common; `padded_attention` says what its arguments are."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+        """Return what each token receives: [tokens, heads, head_dim]."""
+        ...
+
+
+ATTENTIONS: Registry[Attention] = Registry("attention", expected="a function", accepts=callable)
+ATTENTIONS.register("padded")(padded_attention)
+
+
+@ATTENTIONS.register("triton")
+def _triton(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+    from hstu.triton_attention import triton_attention  # Triton comes with PyTorch for CUDA alone
+
+    return triton_attention(query, key, value, sequences, scale_length=scale_length)
+
+
+@ATTENTIONS.register("auto")
+def _of_device(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+    attention = ATTENTIONS["triton" if query.is_cuda else "padded"]
+    return attention(query, key, value, sequences, scale_length=scale_length)

@@ -1,0 +1,138 @@
+"""From a batch to the tokens of its samples: which value of which feature is which token.
+
+    features of a sample         user_id u    item_id a b c    action 1 2    num_candidates 1
+    its tokens                   u   a   1   b   2   c
+
+The values of contextual features come first, then the items, each followed by its action if it has one; candidates are
+the last items. All of it is integer arithmetic on whole batches, with sizes known on the host: no loop over samples, no
+synchronization with the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import SequenceBatch
+from evenrank.datasets.schema import ACTION, ITEM_ID
+from hstu.attention import Sequences
+from hstu.config import HSTUConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLayout:
+    """Where the values of a batch's features are among its tokens."""
+
+    sequences: Sequences
+    """Where the samples are."""
+    places: Mapping[str, Tensor]
+    """Per feature, the token of each of its values: int64 [values]."""
+    first_item: Tensor
+    """int64 [B]: the token of each sample's first item; without items, where it would be."""
+    num_items: Tensor
+    """int64 [B]: items of each sample, candidates included."""
+    num_actions: Tensor
+    """int64 [B]: how many of a sample's first items are followed by their action."""
+
+    def arrange(self, embeddings: Mapping[str, JaggedTensor]) -> Tensor:
+        """Return the embeddings of all tokens, in their order: [tokens, embedding_dim].
+
+        Args:
+            embeddings: per feature, the embedding of each of its values.
+
+        """
+        # `items`, because what a sharded module returns is waited for by its methods, and has no [].
+        by_name = {name: jagged.values() for name, jagged in embeddings.items()}
+        values = torch.cat([by_name[name] for name in self.places])
+        # Every token is copied from exactly one value, so the backward pass is a selection of rows, without sums.
+        return torch.zeros_like(values).index_copy(0, torch.cat(list(self.places.values())), values)
+
+    def last_items(self, counts: Tensor, num_values: int) -> Tensor:
+        """Return the tokens of the last items of each sample.
+
+        Args:
+            counts: int64 [B]: how many of them.
+            num_values: their sum, on the host.
+
+        Returns:
+            int64 [num_values], in order of the samples.
+
+        """
+        rows, index = rows_and_index(counts, num_values)
+        return _item_tokens(self.first_item, self.num_actions, rows, (self.num_items - counts)[rows] + index)
+
+
+def lay_out(batch: SequenceBatch, config: HSTUConfig) -> TokenLayout:
+    """Lay out the tokens of a batch.
+
+    Raises:
+        ConfigError: the batch lacks a feature whose values are tokens, or the lengths of its longest rows.
+
+    """
+    features = batch.features
+    keys = (*config.contextual, ITEM_ID, *((ACTION,) if config.interleave_actions else ()))
+    known = features.keys()
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"the model needs the feature {key!r}; batches have {', '.join(known)}")
+    limits = batch.max_lengths or batch.length_limits
+    if limits is None:
+        raise ConfigError("the batch has no max_lengths; iterate over a loader of evenrank or a Balancer")
+
+    all_lengths = features.lengths().view(len(known), -1).long()
+    lengths = {key: all_lengths[known.index(key)] for key in keys}
+    num_values = {key: features.length_per_key()[known.index(key)] for key in keys}
+    num_items = lengths[ITEM_ID]
+    num_actions = lengths[ACTION] if config.interleave_actions else torch.zeros_like(num_items)
+    num_contextual = sum((lengths[key] for key in config.contextual), torch.zeros_like(num_items))
+    offsets = offsets_of(num_contextual + num_items + num_actions)
+
+    places = {}
+    begin = offsets[:-1]
+    for key in config.contextual:
+        rows, index = rows_and_index(lengths[key], num_values[key])
+        places[key] = begin[rows] + index
+        begin = begin + lengths[key]
+    places[ITEM_ID] = _item_tokens(begin, num_actions, *rows_and_index(num_items, num_values[ITEM_ID]))
+    if config.interleave_actions:
+        rows, index = rows_and_index(num_actions, num_values[ACTION])
+        places[ACTION] = begin[rows] + 2 * index + 1
+    return TokenLayout(
+        sequences=Sequences(
+            offsets=offsets,
+            num_contextual=num_contextual,
+            # Actions are those of the first items: of the history alone, or of candidates as well.
+            num_candidates=batch.num_candidates + (num_actions - (num_items - batch.num_candidates)).clamp(min=0),
+            num_tokens=sum(num_values.values()),
+            max_length=sum(limits[key] for key in keys),
+        ),
+        places=places,
+        first_item=begin,
+        num_items=num_items,
+        num_actions=num_actions,
+    )
+
+
+def _item_tokens(first_item: Tensor, num_actions: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens of items, given their sample and their number in it: int64, of the same shape."""
+    return first_item[rows] + index + torch.minimum(index, num_actions[rows])
+
+
+def rows_and_index(counts: Tensor, num_values: int) -> tuple[Tensor, Tensor]:
+    """Return, for each value of jagged rows, its row and its number in it: int64 [num_values] both.
+
+    Args:
+        counts: int64 [B]: values of each row.
+        num_values: their sum, on the host.
+
+    """
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_values)
+    return rows, torch.arange(num_values, device=counts.device) - offsets_of(counts)[rows]
+
+
+def offsets_of(counts: Tensor) -> Tensor:
+    """Return where each row begins, and where the last one ends: int64 [B + 1]."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
