@@ -10,10 +10,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
+from evenrank.datasets.schema import ITEM_ID
 from evenrank.training import label_bits
 from hstu.config import HSTUConfig
 from hstu.encoder import HSTUEncoder
-from hstu.tokens import lay_out
+from hstu.tokens import lay_out, values_of
 
 
 class HSTURanking(nn.Module):
@@ -75,10 +76,10 @@ class RankingHead(nn.Module):
         if batch.labels is None:
             raise ConfigError("the batch has no labels; set max_num_candidates or num_tasks of its LoaderConfig")
         layout = lay_out(batch, self.config)
-        tokens = self.encoder(layout.arrange(embeddings), layout.sequences)
+        tokens = self.encoder(layout.arrange(values_of(embeddings)), layout.sequences)
         # Labels are those of the last items: of the candidates, or of all.
         labeled = layout.last_items(batch.labels.lengths().long(), batch.labels.length_per_key()[0])
-        logits = self.tasks(tokens[labeled])
+        logits = self.tasks(tokens[layout.places[ITEM_ID][labeled]])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = self.targets(batch.labels.values()).to(logits.dtype)
         return binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(0), logits

@@ -30,39 +30,33 @@ class TokenLayout:
     """Where the samples are."""
     places: Mapping[str, Tensor]
     """Per feature, the token of each of its values: int64 [values]."""
-    first_item: Tensor
-    """int64 [B]: the token of each sample's first item; without items, where it would be."""
     num_items: Tensor
     """int64 [B]: items of each sample, candidates included."""
-    num_actions: Tensor
-    """int64 [B]: how many of a sample's first items are followed by their action."""
 
-    def arrange(self, embeddings: Mapping[str, JaggedTensor]) -> Tensor:
+    def arrange(self, embeddings: Mapping[str, Tensor]) -> Tensor:
         """Return the embeddings of all tokens, in their order: [tokens, embedding_dim].
 
         Args:
-            embeddings: per feature, the embedding of each of its values.
+            embeddings: per feature, the embedding of each of its values: [values, embedding_dim].
 
         """
-        # `items`, because what a sharded module returns is waited for by its methods, and has no [].
-        by_name = {name: jagged.values() for name, jagged in embeddings.items()}
-        values = torch.cat([by_name[name] for name in self.places])
+        values = torch.cat([embeddings[name] for name in self.places])
         # Every token is copied from exactly one value, so the backward pass is a selection of rows, without sums.
         return torch.zeros_like(values).index_copy(0, torch.cat(list(self.places.values())), values)
 
     def last_items(self, counts: Tensor, num_values: int) -> Tensor:
-        """Return the tokens of the last items of each sample.
+        """Return which of the batch's items are among the last of their sample.
 
         Args:
             counts: int64 [B]: how many of them.
             num_values: their sum, on the host.
 
         Returns:
-            int64 [num_values], in order of the samples.
+            int64 [num_values]: indices of values of `item_id`, in order.
 
         """
         rows, index = rows_and_index(counts, num_values)
-        return _item_tokens(self.first_item, self.num_actions, rows, (self.num_items - counts)[rows] + index)
+        return (offsets_of(self.num_items)[1:] - counts)[rows] + index
 
 
 def lay_out(batch: SequenceBatch, config: HSTUConfig) -> TokenLayout:
@@ -96,7 +90,8 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig) -> TokenLayout:
         rows, index = rows_and_index(lengths[key], num_values[key])
         places[key] = begin[rows] + index
         begin = begin + lengths[key]
-    places[ITEM_ID] = _item_tokens(begin, num_actions, *rows_and_index(num_items, num_values[ITEM_ID]))
+    rows, index = rows_and_index(num_items, num_values[ITEM_ID])
+    places[ITEM_ID] = begin[rows] + index + torch.minimum(index, num_actions[rows])
     if config.interleave_actions:
         rows, index = rows_and_index(num_actions, num_values[ACTION])
         places[ACTION] = begin[rows] + 2 * index + 1
@@ -110,15 +105,14 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig) -> TokenLayout:
             max_length=sum(limits[key] for key in keys),
         ),
         places=places,
-        first_item=begin,
         num_items=num_items,
-        num_actions=num_actions,
     )
 
 
-def _item_tokens(first_item: Tensor, num_actions: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    """Return the tokens of items, given their sample and their number in it: int64, of the same shape."""
-    return first_item[rows] + index + torch.minimum(index, num_actions[rows])
+def values_of(embeddings: Mapping[str, JaggedTensor]) -> dict[str, Tensor]:
+    """Return the values of each feature: [values, embedding_dim]."""
+    # What a sharded module returns has arrived as soon as one of its methods has been called. It has no [].
+    return {name: jagged.values() for name, jagged in embeddings.items()}
 
 
 def rows_and_index(counts: Tensor, num_values: int) -> tuple[Tensor, Tensor]:
