@@ -41,6 +41,7 @@ class HSTULayer(nn.Module):
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
+        self.heads = config.heads
         self.head_dim = config.head_dim
         self.recompute = config.recompute
         width = config.heads * config.head_dim

@@ -75,10 +75,11 @@ class RankingHead(nn.Module):
         """Return the loss sums and the logits; see `HSTURanking.forward`."""
         if batch.labels is None:
             raise ConfigError("the batch has no labels; set max_num_candidates or num_tasks of its LoaderConfig")
-        layout = lay_out(batch, self.config)
+        num_labels = batch.labels.lengths().long()
+        layout = lay_out(batch, self.config, predicts_history=num_labels > batch.num_candidates)
         tokens = self.encoder(layout.arrange(values_of(embeddings)), layout.sequences)
         # Labels are those of the last items: of the candidates, or of all.
-        labeled = layout.last_items(batch.labels.lengths().long(), batch.labels.length_per_key()[0])
+        labeled = layout.last_items(num_labels, batch.labels.length_per_key()[0])
         logits = self.tasks(tokens[layout.places[ITEM_ID][labeled]])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = self.targets(batch.labels.values()).to(logits.dtype)

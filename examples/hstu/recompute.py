@@ -42,7 +42,8 @@ def recompute_saved(output: Tensor, function: Callable[[], Tensor]) -> AbstractC
             return function()
 
     def pack(saved: Tensor) -> "Tensor | _View":
-        if not saved.numel() or saved.untyped_storage().data_ptr() != storage:
+        # Subclasses, such as DTensor, have no storage of their own; all empty tensors have the same one.
+        if type(saved) is not Tensor or not saved.numel() or saved.untyped_storage().data_ptr() != storage:
             return saved
         return _View(saved.size(), saved.stride(), saved.storage_offset(), again)
 

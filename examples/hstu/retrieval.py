@@ -136,7 +136,7 @@ class RetrievalHead(nn.Module):
             vectors: per feature, the embedding of each of its values: [values, embedding_dim].
 
         """
-        layout = lay_out(batch, self.config)
+        layout = lay_out(batch, self.config, predicts_history=torch.ones_like(batch.num_candidates, dtype=torch.bool))
         return layout, self.encoder(layout.arrange(vectors), layout.sequences)
 
     def query(self, tokens: Tensor) -> Tensor:

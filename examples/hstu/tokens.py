@@ -59,8 +59,14 @@ class TokenLayout:
         return (offsets_of(self.num_items)[1:] - counts)[rows] + index
 
 
-def lay_out(batch: SequenceBatch, config: HSTUConfig) -> TokenLayout:
+def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tensor) -> TokenLayout:
     """Lay out the tokens of a batch.
+
+    Args:
+        batch: with its features.
+        config: says which features become tokens.
+        predicts_history: bool [B]: samples whose history has loss tokens. There, contextual tokens see only those
+            before them. If they saw the history, the next layer would show it its own future in them.
 
     Raises:
         ConfigError: the batch lacks a feature whose values are tokens, or the lengths of its longest rows.
@@ -98,7 +104,7 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig) -> TokenLayout:
     return TokenLayout(
         sequences=Sequences(
             offsets=offsets,
-            num_contextual=num_contextual,
+            num_contextual=num_contextual.masked_fill(predicts_history, 0),
             # Actions are those of the first items: of the history alone, or of candidates as well.
             num_candidates=batch.num_candidates + (num_actions - (num_items - batch.num_candidates)).clamp(min=0),
             num_tokens=sum(num_values.values()),
