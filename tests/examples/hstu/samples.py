@@ -1,0 +1,139 @@
+"""Batches of samples given as lists, random ones, and embedding tables that keep the dtype of tests."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec import EmbeddingConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from evenrank.dataloader import SequenceBatch
+from evenrank.dataloader.batch import keyed_jagged_tensor
+from hstu.config import HSTUConfig
+from hstu.ranking import HSTURanking
+from hstu.retrieval import HSTURetrieval
+from hstu.tables import tables
+
+SIZES = {"user_id": 10, "tags": 6, "item_id": 30, "action": 8}
+CONFIG = HSTUConfig(
+    max_length=50,
+    contextual=("user_id", "tags"),
+    embedding_dim=6,
+    hidden=8,
+    heads=4,
+    head_dim=4,
+    layers=2,
+    position_buckets=12,
+    dropout=0.0,
+)
+NUM_TASKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The features of one sample, and its labels."""
+
+    user_id: list[int] = field(default_factory=list)
+    tags: list[int] = field(default_factory=list)
+    item_id: list[int] = field(default_factory=list)
+    action: list[int] = field(default_factory=list)
+    num_candidates: int = 0
+    labels: list[int] | None = None
+
+
+def make_batch(samples: Sequence[Sample], *, rows: int | None = None, first_id: int = 0) -> SequenceBatch:
+    """Return a batch of samples and padding; without labels if the samples have none."""
+    padding = Sample(labels=[] if all(sample.labels is not None for sample in samples) else None)
+    padded = [*samples, *[padding] * ((rows or len(samples)) - len(samples))]
+    keys = ("user_id", "tags", "item_id", "action")
+    features, limits = _jagged({key: [getattr(sample, key) for sample in padded] for key in keys})
+    labels = None
+    num_loss_tokens = sum(max(len(sample.item_id) - 1, 0) for sample in samples)
+    if padding.labels is not None:
+        labels, label_limits = _jagged({"label": [sample.labels or [] for sample in padded]})
+        limits |= label_limits
+        num_loss_tokens = labels.length_per_key()[0]
+    ids = [first_id + row if row < len(samples) else -1 for row in range(len(padded))]
+    return SequenceBatch(
+        batch_size=len(padded),
+        num_real=len(samples),
+        loss_tokens=num_loss_tokens,
+        max_lengths=limits,
+        features=features,
+        labels=labels,
+        num_candidates=torch.tensor([sample.num_candidates for sample in padded]),
+        sample_ids=torch.tensor(ids),
+    )
+
+
+def _jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTensor, dict[str, int]]:
+    lengths = np.array([[len(row) for row in rows] for rows in rows_by_key.values()])
+    values = [value for rows in rows_by_key.values() for row in rows for value in row]
+    limits = {key: int(counts.max()) for key, counts in zip(rows_by_key, lengths, strict=True)}
+    return keyed_jagged_tensor(list(rows_by_key), torch.tensor(values, dtype=torch.int64), lengths), limits
+
+
+def random_samples(count: int, *, seed: int = 0, candidates: int = 2, predict: str = "candidates") -> list[Sample]:
+    """Draw samples with histories of 0 to 7 items.
+
+    Args:
+        count: of them.
+        seed: of the draw.
+        candidates: of each sample, if those are predicted.
+        predict: `candidates`, `candidates-with-actions`, `history` or `next` (item).
+
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(key: str, length: int) -> list[int]:
+        drawn: list[int] = rng.integers(0, SIZES[key], length).tolist()
+        return drawn
+
+    samples = []
+    for _ in range(count):
+        history = int(rng.integers(0, 8))
+        sample = Sample(user_id=draw("user_id", 1), tags=draw("tags", int(rng.integers(0, 4))))
+        if predict.startswith("candidates"):
+            labels = draw("action", candidates)
+            actions = draw("action", history) + (draw("action", candidates) if predict != "candidates" else [])
+            items = draw("item_id", history + candidates)
+            sample = replace(sample, item_id=items, action=actions, num_candidates=candidates, labels=labels)
+        else:
+            actions = draw("action", history)
+            labels = actions if predict == "history" else None
+            sample = replace(sample, item_id=draw("item_id", history), action=actions, labels=labels)
+        samples.append(sample)
+    return samples
+
+
+class Tables(nn.Module):
+    """Embedding tables like `torchrec.EmbeddingCollection`, which always returns float32."""
+
+    def __init__(self, configs: Sequence[EmbeddingConfig]) -> None:
+        super().__init__()
+        self.features = {feature: config.name for config in configs for feature in config.feature_names}
+        self.tables = nn.ModuleDict(
+            {config.name: nn.Embedding(config.num_embeddings, config.embedding_dim) for config in configs}
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        return {
+            feature: JaggedTensor(self.tables[table](features[feature].values()), lengths=features[feature].lengths())
+            for feature, table in self.features.items()
+        }
+
+
+def make_ranking(config: HSTUConfig = CONFIG, **options: Any) -> HSTURanking:
+    """Return a model with the same weights each time, in float64."""
+    torch.manual_seed(0)
+    return HSTURanking(Tables(tables(SIZES, config)), config, **{"num_tasks": NUM_TASKS, **options}).double()
+
+
+def make_retrieval(config: HSTUConfig = CONFIG, **options: Any) -> HSTURetrieval:
+    """Return a model with the same weights each time, in float64."""
+    torch.manual_seed(0)
+    embeddings = Tables(tables(SIZES, config, retrieval=True))
+    return HSTURetrieval(embeddings, config, num_items=SIZES["item_id"], **{"num_negatives": 16, **options}).double()

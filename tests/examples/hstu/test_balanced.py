@@ -1,0 +1,83 @@
+"""Balanced training over 4 ranks has the gradients of one process on the whole batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenrank.dataloader import SequenceBatch
+from evenrank.dataloader.balance import STRATEGIES, Balancer
+from evenrank.training import scale_loss
+from tests.examples.hstu.samples import CONFIG, Sample, make_batch, make_ranking, make_retrieval, random_samples
+from tests.ranks import RankPool
+
+ROWS = 3
+STEPS = 3
+WORLD_SIZE = 4
+
+
+def _samples(step: int, task: str) -> list[Sample]:
+    count = WORLD_SIZE * ROWS if step < STEPS - 1 else ROWS  # in the last step, ranks have nothing
+    return random_samples(count, seed=step, predict="next" if task == "retrieval" else task)
+
+
+def _batch(samples: list[Sample], rows: int, step: int, task: str) -> SequenceBatch:
+    batch = make_batch(samples, rows=rows).replace(position=step + 1)  # a Balancer counts steps over a list
+    return batch.replace(labels=None) if task == "retrieval" else batch
+
+
+def _model(task: str) -> nn.Module:
+    return make_retrieval() if task == "retrieval" else make_ranking()
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return [gradient.clone() for gradient in gradients]
+
+
+def _train(rank: int, world_size: int, task: str, strategy: str) -> tuple[list[list[Tensor]], int]:
+    model = DistributedDataParallel(_model(task))
+    batches = []
+    for step in range(STEPS):
+        mine = _samples(step, task)[rank * ROWS : (rank + 1) * ROWS]
+        batches.append(_batch(mine, ROWS, step, task))
+    gradients, num_moved = [], 0
+    with Balancer(batches, cost=CONFIG.cost(), strategy=strategy) as balancer:
+        for batch, loaded in zip(balancer, batches, strict=True):
+            model.zero_grad()
+            loss_sums, _ = model(batch)
+            scale_loss(loss_sums.sum(), batch).backward()
+            gradients.append(_gradients(model))
+            num_moved += batch.features.length_per_key() != loaded.features.length_per_key()
+    return gradients, num_moved
+
+
+def _check(ranks: RankPool, task: str, strategy: str) -> int:
+    """Compare the gradients of all ranks and steps with those of one process; return how many batches changed."""
+    model: Any = _model(task)
+    expected = []
+    for step in range(STEPS):
+        samples = _samples(step, task)
+        model.zero_grad()
+        batch = _batch(samples, len(samples), step, task)
+        (model(batch)[0].sum() / batch.loss_tokens).backward()
+        expected.append(_gradients(model))
+    results = ranks.run(WORLD_SIZE, _train, task, strategy)
+    for gradients, _ in results:
+        for step_gradients, reference in zip(gradients, expected, strict=True):
+            for gradient, expected_gradient in zip(step_gradients, reference, strict=True):
+                torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
+    return sum(num_moved for _, num_moved in results)
+
+
+def test_gradients_equal_those_of_one_process_under_every_strategy(ranks: RankPool) -> None:
+    for strategy in STRATEGIES:
+        num_moved = _check(ranks, "candidates", strategy)
+        assert (num_moved > 0) == (strategy != "identity")
+
+
+def test_labels_of_histories_and_next_items_too(ranks: RankPool) -> None:
+    for task in ("history", "retrieval"):
+        assert _check(ranks, task, "lpt-swap") > 0

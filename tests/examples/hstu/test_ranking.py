@@ -1,0 +1,151 @@
+"""What the ranking model's logits depend on, and that it learns."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec import EmbeddingCollection
+
+from evenrank.core.errors import ConfigError
+from evenrank.training import label_bits
+from hstu.ranking import HSTURanking, at_least
+from hstu.tables import tables
+from tests.examples.hstu.samples import CONFIG, NUM_TASKS, SIZES, Sample, make_batch, make_ranking, random_samples
+
+SAMPLE = Sample(user_id=[3], tags=[1, 2], item_id=[4, 5, 6, 7, 8], action=[1, 2, 3], num_candidates=2, labels=[5, 6])
+
+
+def _logits(sample: Sample) -> Tensor:
+    logits: Tensor = make_ranking()(make_batch([sample]))[1]
+    return logits.detach()
+
+
+def _changed(values: list[int], index: int) -> list[int]:
+    return [*values[:index], values[index] - 1, *values[index + 1 :]]
+
+
+def _is_equal(logits: Tensor, others: Tensor) -> list[bool]:
+    return torch.isclose(logits, others, rtol=1e-12, atol=0).all(1).tolist()
+
+
+def test_a_candidate_does_not_change_the_logits_of_others() -> None:
+    logits = _logits(SAMPLE)
+    assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 3)))) == [False, True]
+    assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 4)))) == [True, False]
+
+
+def test_candidates_are_not_in_an_order() -> None:
+    swapped = replace(SAMPLE, item_id=[4, 5, 6, 8, 7])
+    assert _is_equal(_logits(SAMPLE), _logits(swapped).flip(0)) == [True, True]
+
+
+def test_actions_of_candidates_change_no_logit() -> None:
+    first = replace(SAMPLE, action=[1, 2, 3, 4, 5])
+    second = replace(SAMPLE, action=[1, 2, 3, 0, 1])
+    assert _is_equal(_logits(first), _logits(second)) == [True, True]
+
+
+def test_candidates_see_the_whole_history_and_the_context() -> None:
+    logits = _logits(SAMPLE)
+    for name in ("user_id", "tags", "action"):
+        for index in range(len(getattr(SAMPLE, name))):
+            changed = replace(SAMPLE, **{name: _changed(getattr(SAMPLE, name), index)})
+            assert _is_equal(logits, _logits(changed)) == [False, False], name
+    for index in range(3):
+        assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, index)))) == [False, False]
+
+
+def test_a_label_of_the_history_cannot_be_known_before_it_happens() -> None:
+    sample = Sample(user_id=[3], tags=[1, 2], item_id=[4, 5, 6, 7], action=[1, 2, 3, 4], labels=[1, 2, 3, 4])
+    logits = _logits(sample)
+    for index in range(4):
+        changed = replace(sample, item_id=_changed(sample.item_id, index))
+        assert _is_equal(logits, _logits(changed)) == [step < index for step in range(4)]
+        changed = replace(sample, action=_changed(sample.action, index))
+        # Its own logit is that of the item's token, which comes first.
+        assert _is_equal(logits, _logits(changed)) == [step <= index for step in range(4)]
+
+
+def test_contextual_tokens_see_the_history_if_candidates_alone_are_predicted() -> None:
+    seen: list[Tensor] = []
+    model = make_ranking()
+    model.dense.encoder.layers[0].register_forward_hook(lambda _module, _args, output: seen.append(output))
+    others = [
+        replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 2)),  # the last item of the history
+        replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 4)),  # a candidate
+    ]
+    for sample in (SAMPLE, *others):
+        model(make_batch([sample]))
+    contextual = slice(0, 3)
+    assert _is_equal(seen[0][contextual], seen[1][contextual]) == [False] * 3
+    assert _is_equal(seen[0][contextual], seen[2][contextual]) == [True] * 3
+
+
+@given(seed=st.integers(0, 2**32), data=st.data(), predict=st.sampled_from(["candidates", "history"]))
+def test_logits_do_not_depend_on_the_other_samples_of_a_batch(seed: int, data: st.DataObject, predict: str) -> None:
+    samples = random_samples(5, seed=seed, predict=predict)
+    model = make_ranking()
+
+    def by_sample(rows: list[int], padding: int) -> dict[int, Tensor]:
+        batch = make_batch([samples[row] for row in rows], rows=len(rows) + padding)
+        assert batch.labels is not None
+        counts = batch.labels.lengths().tolist()[: len(rows)]
+        return dict(zip(rows, torch.split(model(batch)[1].detach(), counts), strict=True))
+
+    together = by_sample(list(range(5)), 0)
+    order = data.draw(st.permutations(range(5)))
+    cut = data.draw(st.integers(1, 4))
+    for rows in (order[:cut], order[cut:]):
+        for row, logits in by_sample(rows, data.draw(st.integers(0, 3))).items():
+            torch.testing.assert_close(logits, together[row], rtol=1e-12, atol=1e-12)
+
+
+def test_loss_sums_are_those_of_the_tasks() -> None:
+    batch = make_batch(random_samples(4))
+    assert batch.labels is not None
+    loss_sums, logits = make_ranking()(batch)
+    targets = label_bits(batch.labels["label"].values(), NUM_TASKS).double()
+    assert logits.shape == targets.shape == (batch.loss_tokens, NUM_TASKS)
+    for task in range(NUM_TASKS):
+        expected = binary_cross_entropy_with_logits(logits[:, task], targets[:, task], reduction="sum")
+        torch.testing.assert_close(loss_sums[task], expected)
+
+
+def test_a_batch_without_samples_gives_every_parameter_a_zero_gradient() -> None:
+    for config in (CONFIG, replace(CONFIG, recompute=True)):
+        model = make_ranking(config)
+        loss_sums, logits = model(make_batch([], rows=3))
+        assert logits.shape == (0, NUM_TASKS)
+        loss_sums.sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert not parameter.grad.any(), name
+
+
+def test_at_least_is_one_binary_task() -> None:
+    assert at_least(7)(torch.tensor([6, 7, 9])).tolist() == [[0], [1], [1]]
+
+
+def test_a_batch_without_labels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no labels; set max_num_candidates or num_tasks of its LoaderConfig"):
+        make_ranking()(make_batch([Sample(item_id=[1], action=[1])]))
+
+
+def test_training_lowers_the_loss() -> None:
+    torch.manual_seed(0)
+    model = HSTURanking(EmbeddingCollection(tables=tables(SIZES, CONFIG)), CONFIG, targets=at_least(4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    batch = make_batch(random_samples(16))
+    losses = []
+    for _ in range(30):
+        loss_sums, _ = model(batch)
+        optimizer.zero_grad()
+        (loss_sums.sum() / batch.loss_tokens).backward()
+        optimizer.step()
+        losses.append(loss_sums.item() / batch.loss_tokens)
+    assert losses[0] > 0.6
+    assert losses[-1] < 0.3

@@ -1,0 +1,130 @@
+"""What the retrieval model predicts from what, the softmax, and the ranks of targets."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from torchrec import EmbeddingCollection
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import SequenceBatch
+from hstu.retrieval import HSTURetrieval
+from hstu.tables import tables
+from tests.dataloader.batches import rows_of
+from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_retrieval, random_samples
+
+SAMPLE = Sample(user_id=[3], tags=[1], item_id=[4, 5, 6, 7], action=[1, 2, 3, 4])
+
+
+def _items(model: HSTURetrieval) -> Tensor:
+    weight: Tensor = model.get_parameter("embeddings.tables.item_id.weight")
+    return weight.detach()
+
+
+def _queries(model: HSTURetrieval, batch: SequenceBatch) -> list[Tensor]:
+    """Return what each sample's tokens predict, computed from the encoder's output: [tokens, embedding_dim] each."""
+    seen: list[Tensor] = []
+    hook = model.dense.encoder.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    model(batch.replace(labels=None))
+    hook.remove()
+    lengths = sum((batch.features[key].lengths() for key in ("user_id", "tags", "item_id", "action")), 0)
+    return list(torch.split(model.dense.lower_width(seen[0]).detach(), lengths.tolist()))  # type: ignore[union-attr]
+
+
+def test_each_next_item_is_predicted_from_the_action_before_it_among_the_negatives() -> None:
+    model = make_retrieval(temperature=0.1)
+    batch = make_batch([SAMPLE, Sample(user_id=[1], item_id=[2], action=[0]), Sample(tags=[1])], rows=4)
+    loss_sums, log_probabilities = model(batch)
+    negatives = rows_of(model.negatives(batch), "negative_id")[0]
+    items, queries = _items(model), _queries(model, batch)[0]
+    expected = []
+    for index, target in enumerate(SAMPLE.item_id[1:]):
+        query = queries[2 + 2 * index + 1]  # after 2 contextual tokens, that of the item's action
+        others = [item for item in negatives if item != target]
+        scores = cosine_similarity(query[None], items[[target, *others]]) / 0.1
+        expected.append(scores.log_softmax(0)[0])
+    assert len(set(negatives) & set(SAMPLE.item_id[1:])) > 0  # accidental hits
+    assert batch.loss_tokens == 3
+    torch.testing.assert_close(log_probabilities.squeeze(1), torch.stack(expected), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(loss_sums, -torch.stack(expected).sum()[None], rtol=1e-10, atol=1e-10)
+
+
+def test_an_item_is_predicted_without_its_future() -> None:
+    model = make_retrieval()
+    before = model(make_batch([SAMPLE]))[1].squeeze(1)
+    changed = replace(SAMPLE, item_id=[4, 5, 6, 9], action=[1, 2, 0, 0])
+    after = model(make_batch([changed]))[1].squeeze(1)
+    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [True, True, False]
+
+
+def test_without_interleaving_an_item_is_predicted_from_the_item_before_it() -> None:
+    model = make_retrieval(replace(CONFIG, interleave_actions=False))
+    before = model(make_batch([SAMPLE]))[1].squeeze(1)
+    after = model(make_batch([replace(SAMPLE, item_id=[4, 8, 6, 7], action=[0, 0, 0, 0])]))[1].squeeze(1)
+    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [False, False, False]
+    after = model(make_batch([replace(SAMPLE, item_id=[4, 5, 9, 7])]))[1].squeeze(1)
+    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_ranks_are_those_among_all_items(chunk: int) -> None:
+    model = make_retrieval().eval()
+    samples = random_samples(10, predict="next")
+    batch = make_batch(samples, rows=12)
+    expected = []
+    for sample, queries in zip(samples, _queries(model, batch), strict=False):
+        if len(sample.item_id) >= 2:
+            scores = cosine_similarity(queries[-3][None], _items(model))  # the last two are the target and its action
+            expected.append((scores > scores[sample.item_id[-1]]).sum().item())
+    assert 0 < len(expected) < 10
+    assert model.ranks(batch, chunk=chunk).tolist() == expected
+
+
+def test_a_candidate_is_ranked_by_the_history_alone() -> None:
+    model = make_retrieval().eval()
+    as_history = model.ranks(make_batch([SAMPLE]))
+    as_candidate = replace(SAMPLE, action=[1, 2, 3], num_candidates=1, labels=[4])
+    assert model.ranks(make_batch([as_candidate])).tolist() == as_history.tolist()
+    among_others = replace(as_candidate, item_id=[4, 5, 6, 9, 7], num_candidates=2, labels=[4, 4])
+    assert model.ranks(make_batch([among_others])).tolist() == as_history.tolist()
+
+
+def test_a_model_that_has_diverged_ranks_last() -> None:
+    model = make_retrieval()
+    torch.nn.init.constant_(model.dense.lower_width.weight, torch.nan)
+    assert model.ranks(make_batch([SAMPLE])).tolist() == [SIZES["item_id"] - 1]
+
+
+def test_no_sample_has_no_rank_and_zero_gradients() -> None:
+    model = make_retrieval()
+    batch = make_batch([], rows=2).replace(labels=None)
+    assert model.ranks(batch).tolist() == []
+    loss_sums, log_probabilities = model(batch)
+    assert log_probabilities.shape == (0, 1)
+    loss_sums.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_a_batch_with_labels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has labels; set max_num_candidates=0 and num_tasks=0 to train retrieval"):
+        make_retrieval()(make_batch(random_samples(1)))
+
+
+def test_training_improves_ranks() -> None:
+    torch.manual_seed(0)
+    embeddings = EmbeddingCollection(tables=tables(SIZES, CONFIG, retrieval=True))
+    model = HSTURetrieval(embeddings, CONFIG, num_items=SIZES["item_id"], num_negatives=20, temperature=0.2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    batch = make_batch(random_samples(12, predict="next"))
+    before = model.ranks(batch).float().mean()
+    for step in range(40):
+        loss_sums, _ = model(batch.replace(position=step))
+        optimizer.zero_grad()
+        (loss_sums.sum() / batch.loss_tokens).backward()
+        optimizer.step()
+    assert before > 12
+    assert model.ranks(batch).float().mean() < 6
