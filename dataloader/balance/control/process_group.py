@@ -45,6 +45,32 @@ class Members:
         return PrefixStore(name, self.store)
 
 
+def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
+    """Return a group as a process group; None if it is None, and there is no default process group either.
+
+    Raises:
+        ConfigError: it is not a group of which this process is a rank.
+
+    """
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(
+                f"group is a device mesh of the dimensions {group.mesh_dim_names or group.ndim}; pass one dimension, "
+                'such as mesh["dp"], or several flattened into one'
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        raise ConfigError(
+            "this process is not a rank of the group; pass a group on its own ranks only"
+            if is_outside
+            else f"group must be a process group or a device mesh, got {type(group).__name__}"
+        )
+    return group
+
+
 def members_of(group: Group | None) -> Members:
     """Return the ranks of a group; their store is empty, however often this is called for the same group.
 
@@ -57,29 +83,14 @@ def members_of(group: Group | None) -> Members:
         ConfigError: it is not a group of which this process is a rank.
 
     """
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return Members(rank=0, world_size=1, store=None)
-        group = dist.group.WORLD
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ConfigError(
-                f"group is a device mesh of the dimensions {group.mesh_dim_names or group.ndim}; pass one dimension, "
-                'such as mesh["dp"], or several flattened into one'
-            )
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        raise ConfigError(
-            "this process is not a rank of the group; create the Balancer on the group's ranks only"
-            if is_outside
-            else f"group must be a process group or a device mesh, got {type(group).__name__}"
-        )
-    rank = group.rank()
-    store = group.get_group_store()
+    process_group = process_group_of(group)
+    if process_group is None:
+        return Members(rank=0, world_size=1, store=None)
+    rank = process_group.rank()
+    store = process_group.get_group_store()
     # Each rank counts for itself, so that the number does not depend on which rank comes first.
     number = store.add(f"evenrank/members/{rank}", 1)
-    return Members(rank=rank, world_size=group.size(), store=PrefixStore(f"evenrank/{number}", store))
+    return Members(rank=rank, world_size=process_group.size(), store=PrefixStore(f"evenrank/{number}", store))
 
 
 class Work(Protocol):

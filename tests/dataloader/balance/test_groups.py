@@ -124,7 +124,7 @@ def _pass_wrong_group(rank: int, world_size: int, what: str) -> None:
             "group is a device mesh of the dimensions ('dp', 'tp'); pass one dimension, such as mesh[\"dp\"], or "
             "several flattened into one",
         ),
-        ("outside", "this process is not a rank of the group; create the Balancer on the group's ranks only"),
+        ("outside", "this process is not a rank of the group; pass a group on its own ranks only"),
         ("name", "group must be a process group or a device mesh, got str"),
     ],
 )
