@@ -78,7 +78,13 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     loss_tokens: int = host(0)
     """Loss tokens of this rank's batch."""
     world_loss_tokens: int | None = host(None)
-    """Loss tokens of all ranks in this step; None before a Balancer has counted them."""
+    """Loss tokens of all ranks, in this step or, behind `training.accumulate`, in all steps that are accumulated; None
+    before a Balancer has counted them.
+    """
+    world_task_tokens: Tensor | None = host(None)
+    """The same for each task: integers [tasks], on the device that trains, from `training.accumulate`; None: each loss
+    token counts for all tasks.
+    """
     dp_size: int | None = host(None)
     """Ranks of the Balancer's group, over which the loss tokens are counted; None before a Balancer."""
     max_lengths: Mapping[str, int] | None = host(None)
@@ -187,6 +193,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         for _, value in self.tensors():
             if value is not None:
                 value.record_stream(stream)
+        if self.world_task_tokens is not None:
+            self.world_task_tokens.record_stream(stream)
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         return self.replace(**{name: function(value) for name, value in self.tensors() if value is not None})

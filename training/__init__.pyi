@@ -1,4 +1,5 @@
+from .accumulation import accumulate as accumulate
 from .labels import label_bits as label_bits
 from .loss import scale_loss as scale_loss
 
-__all__ = ["label_bits", "scale_loss"]
+__all__ = ["accumulate", "label_bits", "scale_loss"]

@@ -1,4 +1,5 @@
 from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -162,3 +163,11 @@ def test_wrong_rows_are_an_error() -> None:
         batch.index_select([-1, 2])
     with pytest.raises(ValueError, match="rows have padding, 1 and above, before a sample; put padding last"):
         batch.index_select([1, 0])
+
+
+def test_a_stream_that_uses_a_batch_keeps_its_counts_allocated() -> None:
+    batch = JaggedBatch(batch_size=1, num_real=0)
+    batch.record_stream(Mock())  # nothing to keep
+    counts, stream = Mock(), Mock()
+    batch.replace(world_task_tokens=counts).record_stream(stream)
+    counts.record_stream.assert_called_once_with(stream)

@@ -1,0 +1,109 @@
+"""`accumulate`: the batches of each optimizer step, and the loss tokens that their losses are divided by."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.training import accumulate
+from tests.dataloader.batches import ids_of
+from tests.ranks import RankPool
+
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+
+
+def _batches(world_loss_tokens: list[int | None]) -> list[JaggedBatch]:
+    return [
+        JaggedBatch(batch_size=1, num_real=0, step=step, loss_tokens=1, world_loss_tokens=count)
+        for step, count in enumerate(world_loss_tokens)
+    ]
+
+
+def test_each_batch_has_the_loss_tokens_of_its_whole_optimizer_step() -> None:
+    groups = list(accumulate(_batches([5, 3, 2, 0, 7]), 2))
+    assert [[(batch.step, batch.world_loss_tokens) for batch in group] for group in groups] == [
+        [(0, 8), (1, 8)],
+        [(2, 2), (3, 2)],
+        [(4, 7)],
+    ]
+    for batch in chain.from_iterable(groups):
+        assert batch.loss_tokens == 1
+        assert batch.world_task_tokens is None
+
+
+def test_no_batch_is_pulled_before_its_optimizer_step_is_asked_for() -> None:
+    pulled: list[int] = []
+
+    def pulling() -> Iterator[JaggedBatch]:
+        for batch in _batches([1] * 5):
+            pulled.append(batch.step)
+            yield batch
+
+    iterator = accumulate(pulling(), 2)
+    assert pulled == []
+    counts = []
+    for _ in iterator:
+        counts.append(len(pulled))
+    assert counts == [2, 4, 5]
+
+
+def _balancer(path: Path) -> Balancer[SequenceBatch]:
+    return Balancer(build_loader(path, LoaderConfig(batch_size=16), rank=0, world_size=1), cost=COST)
+
+
+def _ids(groups: Iterable[list[SequenceBatch]]) -> list[list[list[int]]]:
+    return [[ids_of(batch) for batch in group] for group in groups]
+
+
+def test_the_state_after_an_optimizer_step_resumes_with_the_next_one(small_dataset: Path) -> None:
+    with _balancer(small_dataset) as balancer:
+        expected = _ids(accumulate(balancer, 3))
+    assert len(expected) > 2
+    for trained in range(1, len(expected)):
+        with _balancer(small_dataset) as balancer:
+            iterator = accumulate(balancer, 3)
+            assert _ids(islice(iterator, trained)) == expected[:trained]
+            state = balancer.state_dict()
+        with _balancer(small_dataset) as balancer:
+            balancer.load_state_dict(state)
+            assert _ids(accumulate(balancer, 3)) == expected[trained:]
+
+
+def _count_tasks(rank: int, world_size: int, counts: Tensor) -> list[list[list[int]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp = mesh["dp"]
+    mine = counts[dp.get_local_rank()]
+    groups = accumulate(_batches([9, 9, 9]), 2, task_tokens=lambda batch: mine[batch.step], group=dp)
+    tokens: list[list[list[int]]] = []
+    for group in groups:
+        assert all(batch.world_task_tokens is not None for batch in group)
+        tokens.append([batch.world_task_tokens.tolist() for batch in group if batch.world_task_tokens is not None])
+    return tokens
+
+
+def test_loss_tokens_of_tasks_are_counted_over_the_ranks_and_steps_of_an_optimizer_step(ranks: RankPool) -> None:
+    # [data-parallel ranks, steps, tasks]
+    counts = torch.tensor([[[1, 0, 7], [2, 0, 0], [4, 0, 1]], [[10, 0, 0], [20, 0, 3], [0, 5, 0]]])
+    for tokens in ranks.run(4, _count_tasks, counts):
+        assert tokens == [[[33, 0, 10], [33, 0, 10]], [[4, 5, 1]]]
+
+
+def test_batches_that_no_balancer_counted_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a batch has no world_loss_tokens; pass a Balancer instead of the loader"):
+        list(accumulate(_batches([3, None]), 2))
+
+
+def test_wrong_arguments_are_refused_before_anything_is_pulled() -> None:
+    with pytest.raises(ConfigError, match="num_steps must be at least 1, got 0"):
+        accumulate(_batches([1]), 0)
+    wrong: Any = "dp"
+    with pytest.raises(ConfigError, match="group must be a process group or a device mesh, got str"):
+        accumulate(_batches([1]), 1, group=wrong)
