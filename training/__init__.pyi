@@ -1,5 +1,6 @@
 from .accumulation import accumulate as accumulate
+from .averages import LossAverage as LossAverage
 from .labels import label_bits as label_bits
 from .loss import scale_loss as scale_loss
 
-__all__ = ["accumulate", "label_bits", "scale_loss"]
+__all__ = ["LossAverage", "accumulate", "label_bits", "scale_loss"]
