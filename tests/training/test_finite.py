@@ -1,0 +1,200 @@
+"""`FiniteCheck`: a NaN on one rank is the same error on every rank, while they train with DistributedDataParallel."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from evenrank.core.errors import RankError
+from evenrank.dataloader import JaggedBatch, dense
+from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
+from tests.ranks import RankPool
+
+NUM_STEPS = 5
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Batch(JaggedBatch):
+    sample_ids: Tensor = dense(fill=-1)
+
+
+def _batch(rank: int, step: int, num_real: int = 3, device: str = "cpu") -> _Batch:
+    ids = torch.full((num_real + 1,), -1)
+    ids[:num_real] = 100 * rank + 10 * step + torch.arange(num_real)
+    return _Batch(
+        batch_size=num_real + 1,
+        num_real=num_real,
+        epoch=2,
+        step=step,
+        loss_tokens=1,
+        world_loss_tokens=1,
+        dp_size=1,
+        sample_ids=ids.to(device),
+    )
+
+
+def _train(rank: int, world_size: int, values: Mapping[tuple[int, int], float], device: str) -> dict[str, Any]:
+    """Train with losses of these values in these steps of these ranks, and finite ones elsewhere."""
+    group = None
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        group = dist.new_group(backend="nccl")
+    model = DistributedDataParallel(torch.nn.Linear(2, 2).to(device), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    check = FiniteCheck(group=group)
+    trained, message = 0, None
+    try:
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            # The second task has a loss of its own.
+            factor = torch.tensor([1.0, values.get((rank, step), 1.0)], device=device)
+            loss_sums = model(torch.ones(2, device=device)).sigmoid() * factor
+            batch = _batch(rank, step, device=device)
+            check.update(loss_sums, batch)
+            loss_sums.sum().backward()
+            optimizer.step()
+            batch.sample_ids.zero_()  # as a loader that uses its buffers again
+            trained += 1
+        check.finish()
+    except RankError as error:
+        message = str(error)
+    still_works = torch.ones(1, device=device)
+    dist.all_reduce(still_works, group=group)
+    return {"message": message, "trained": trained, "still_works": still_works.item() == world_size}
+
+
+def _check_that_all_ranks_raise(results: list[dict[str, Any]], trained: int, message: str) -> None:
+    for result in results:
+        assert result["message"] is not None
+        assert result["message"] == results[0]["message"]
+        assert "\n" not in result["message"]
+        assert result["trained"] == trained
+        assert result["still_works"]
+    begin, end = results[0]["message"].split(" is [0.")
+    assert f"{begin} is [{end.split(', ', 1)[1]}" == message
+
+
+ADVICE = "load a checkpoint of an earlier step, as the weights may have been trained with it since"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_all_ranks_raise_one_step_after_a_loss_that_is_not_finite(ranks: RankPool, value: float) -> None:
+    # From the next step on the losses of all ranks are NaN, but the first one is named.
+    _check_that_all_ranks_raise(
+        ranks.run(3, _train, {(1, 2): value}, "cpu"),
+        3,
+        f"the loss of rank 1 in epoch 2, step 2 is [{value}]; its samples are 120, 121, 122; {ADVICE}",
+    )
+
+
+def test_the_first_of_several_ranks_is_named_and_the_others_are_counted(ranks: RankPool) -> None:
+    _check_that_all_ranks_raise(
+        ranks.run(4, _train, {(3, 1): math.nan, (2, 1): math.inf}, "cpu"),
+        2,
+        "the loss of rank 2 in epoch 2, step 1 is [inf]; its samples are 210, 211, 212; it is one of 2 such ranks; "
+        f"{ADVICE}",
+    )
+
+
+def test_finish_looks_at_the_last_step(ranks: RankPool) -> None:
+    _check_that_all_ranks_raise(
+        ranks.run(2, _train, {(0, NUM_STEPS - 1): math.nan}, "cpu"),
+        NUM_STEPS,
+        f"the loss of rank 0 in epoch 2, step 4 is [nan]; its samples are 40, 41, 42; {ADVICE}",
+    )
+
+
+def test_finite_losses_end_nothing(ranks: RankPool) -> None:
+    for result in ranks.run(2, _train, {(0, 1): 1e30}, "cpu"):
+        assert result == {"message": None, "trained": NUM_STEPS, "still_works": True}
+
+
+def _check_a_mesh(rank: int, world_size: int) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    messages = []
+    for group in (mesh["dp"], None):
+        check = FiniteCheck(group=group)
+        check.update(torch.tensor(math.nan if rank == 3 else 1.0), _batch(rank, 0))
+        try:
+            check.finish()
+            messages.append("finite")
+        except RankError as error:
+            messages.append(str(error).split(";")[0])
+    return messages[0], messages[1]
+
+
+def test_ranks_are_named_by_their_numbers_in_the_job_and_only_those_of_the_group_raise(ranks: RankPool) -> None:
+    message = "the loss of rank 3 in epoch 2, step 0 is nan"
+    results = ranks.run(4, _check_a_mesh)
+    assert results == [("finite", message), (message, message), ("finite", message), (message, message)]
+
+
+def _message_alone(batch: JaggedBatch) -> str:
+    check = FiniteCheck()
+    check.update(torch.tensor(math.nan), batch)
+    with pytest.raises(RankError) as raised:
+        check.update(torch.tensor(1.0), batch)
+    check.finish()  # an error is raised once
+    return str(raised.value)
+
+
+def test_a_process_alone_raises_too() -> None:
+    message = _message_alone(_batch(0, 7))
+    assert message == f"the loss of rank 0 in epoch 2, step 7 is nan; its samples are 70, 71, 72; {ADVICE}"
+
+
+def test_only_so_many_samples_are_named() -> None:
+    ids = ", ".join(str(sample) for sample in range(64))
+    assert f"; its samples are {ids} and 36 more; load" in _message_alone(_batch(0, 0, num_real=100))
+    assert f"; its samples are {ids}; load" in _message_alone(_batch(0, 0, num_real=64))
+    assert "; its samples are none; load" in _message_alone(_batch(0, 0, num_real=0))
+
+
+def test_samples_without_ids_are_counted() -> None:
+    message = _message_alone(JaggedBatch(batch_size=4, num_real=3))
+    assert message.startswith("the loss of rank 0 in epoch 0, step 0 is nan; its 3 samples have no ids; load")
+
+
+@pytest.mark.gpu
+def test_no_step_synchronizes_with_the_device() -> None:
+    check, average = FiniteCheck(), LossAverage(2, device="cuda")
+    weight = torch.ones(2, device="cuda", requires_grad=True)
+    batches = [_batch(0, step, device="cuda") for step in range(NUM_STEPS)]
+    tokens = torch.tensor([3, 0], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for (batch,) in accumulate(batches, 1, task_tokens=lambda batch: tokens):
+            loss_sums = weight * 6
+            check.update(loss_sums, batch)
+            average.update(loss_sums, batch, task_tokens=tokens)
+            scale_loss(loss_sums, batch).sum().backward()
+        check.update(weight * math.nan, batches[3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [6 / 3 * NUM_STEPS, 0]
+    first, second = average.compute()
+    assert first == 2
+    assert math.isnan(second)
+    with pytest.raises(RankError, match=r"in epoch 2, step 3 is \[nan, nan\]; its samples are 30, 31, 32;"):
+        check.finish()
+
+
+@pytest.mark.multi_gpu
+def test_all_ranks_raise_over_nccl() -> None:
+    pool = RankPool()
+    try:
+        _check_that_all_ranks_raise(
+            pool.run(2, _train, {(1, 2): math.nan}, "cuda"),
+            3,
+            f"the loss of rank 1 in epoch 2, step 2 is [nan]; its samples are 120, 121, 122; {ADVICE}",
+        )
+    finally:
+        pool.stop()
