@@ -5,3 +5,38 @@ from .labels import label_bits as label_bits
 from .loss import scale_loss as scale_loss
 
 __all__ = ["FiniteCheck", "LossAverage", "accumulate", "label_bits", "scale_loss"]
+from .devices import DevicePeaks as DevicePeaks
+from .devices import computed_peaks as computed_peaks
+from .devices import device_peaks as device_peaks
+from .devices import peaks_by_name as peaks_by_name
+from .flops import Flops as Flops
+from .flops import ModelFlops as ModelFlops
+from .flops import Work as Work
+from .flops import batch_work as batch_work
+from .flops import causal_work as causal_work
+from .flops import decoder_flops as decoder_flops
+from .flops import hstu_flops as hstu_flops
+from .flops import hstu_pairs as hstu_pairs
+from .flops import hstu_work as hstu_work
+from .flops import mlp_flops as mlp_flops
+from .labels import label_bits as label_bits
+from .loss import scale_loss as scale_loss
+
+__all__ = [
+    "DevicePeaks",
+    "Flops",
+    "ModelFlops",
+    "Work",
+    "batch_work",
+    "causal_work",
+    "computed_peaks",
+    "decoder_flops",
+    "device_peaks",
+    "hstu_flops",
+    "hstu_pairs",
+    "hstu_work",
+    "label_bits",
+    "mlp_flops",
+    "peaks_by_name",
+    "scale_loss",
+]

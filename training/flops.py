@@ -1,0 +1,254 @@
+"""Floating-point operations (FLOPs) of a batch, from its lengths: those of the matrix products.
+
+A product of [m, k] and [k, n] takes 2 m k n operations. Norms, activations, gates, softmax, position buckets and
+embedding lookups are left out, as in the model FLOPs by which utilization is defined (Chowdhery et al., 2022, "PaLM",
+appendix B). All of it is linear in three counts:
+
+    tokens        rows of the linear layers
+    pairs         query and key of which the first sees the second: scores and weighted values
+    predictions   rows of the head, the loss tokens
+
+Operations that a kernel does in vain, on padding or masked pairs, do not count; neither does what is computed again.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+from torch import Tensor
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batch import SequenceBatch
+from evenrank.datasets.schema import ACTION, ITEM_ID
+
+Count = int | Tensor
+"""A number: an int, or an int64 scalar on any device, so that counting on a GPU does not wait for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flops:
+    """Operations of a forward and a backward pass."""
+
+    linear_forward: Count
+    """Of the linear layers."""
+
+    linear_backward: Count
+    """Twice the forward's: each product A B has the gradients of A and of B, of the same size."""
+
+    attention_forward: Count
+    """Of scores and weighted values."""
+
+    attention_backward: Count
+    """Twice the forward's, or 2.5 times; see `with_recomputed_scores`."""
+
+    @property
+    def forward(self) -> Count:
+        """Operations of the forward pass."""
+        return self.linear_forward + self.attention_forward
+
+    @property
+    def backward(self) -> Count:
+        """Operations of the backward pass."""
+        return self.linear_backward + self.attention_backward
+
+    @property
+    def total(self) -> Count:
+        """Operations of both."""
+        return self.forward + self.backward
+
+    def with_recomputed_scores(self) -> Self:
+        """Count the scores that fused kernels compute again in the backward pass: 5 products there, after 2.
+
+        That is the convention for the speed of attention kernels, 3.5 times the forward's operations in all (Dao,
+        2023, "FlashAttention-2", section 4.1). Utilization (MFU) is defined without them: 3 times.
+        """
+        return dataclasses.replace(self, attention_backward=self.attention_forward * 5 // 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a batch gives a model to do, in the counts in which FLOPs are linear."""
+
+    tokens: Count
+    """Tokens of all samples."""
+
+    pairs: Count
+    """Pairs of tokens of which the first sees the second, its own pair included; per head and layer."""
+
+    predictions: Count
+    """Rows of the head, such as candidates or loss tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFlops:
+    """Forward FLOPs of a model per unit of its work; `hstu_flops` and `decoder_flops` make those of the examples."""
+
+    per_token: int
+    """Of all linear layers that each token goes through."""
+
+    per_pair: int
+    """Of all attention layers and heads: 4 heads head_dim each layer."""
+
+    per_prediction: int = 0
+    """Of the head."""
+
+    def of(self, work: Work) -> Flops:
+        """Return the FLOPs of a step; scalars on a device where the counts are."""
+        linear = self.per_token * work.tokens + self.per_prediction * work.predictions
+        attention = self.per_pair * work.pairs
+        return Flops(
+            linear_forward=linear,
+            linear_backward=2 * linear,
+            attention_forward=attention,
+            attention_backward=2 * attention,
+        )
+
+
+def mlp_flops(widths: Sequence[int]) -> int:
+    """Return the forward FLOPs of a row through linear layers of these widths, the input's first."""
+    return sum(2 * inner * outer for inner, outer in pairwise(widths))
+
+
+def hstu_flops(
+    *, hidden: int, heads: int, head_dim: int, layers: int, embedding: Sequence[int] = (), head: Sequence[int] = ()
+) -> ModelFlops:
+    """Return the FLOPs of an HSTU model (Zhai et al., 2024): in each layer, one linear to U, V, Q, K and one back.
+
+    Args:
+        hidden: width of the residual stream.
+        heads: attention heads of a layer; of this rank, if they are distributed in tensor parallelism.
+        head_dim: width of a head.
+        layers: number of layers.
+        embedding: widths of the MLP between embedding and first layer, such as (128, 256, 256); empty: there is none.
+        head: widths of the MLP of a prediction, such as (256, 512, tasks), or (hidden, scored items) for a sampled
+            softmax with negatives of its own for each prediction; empty: there is none.
+
+    Raises:
+        ConfigError: a size is not positive.
+
+    """
+    _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
+    width = heads * head_dim
+    layer = mlp_flops((hidden, 4 * width)) + mlp_flops((width, hidden))
+    return ModelFlops(
+        per_token=mlp_flops(embedding) + layers * layer,
+        per_pair=layers * 4 * width,
+        per_prediction=mlp_flops(head),
+    )
+
+
+def decoder_flops(
+    *, hidden: int, heads: int, head_dim: int, layers: int, ffn_hidden: int, head: Sequence[int] = ()
+) -> ModelFlops:
+    """Return the FLOPs of a decoder with softmax attention and a feed-forward network of two linears, as in SASRec.
+
+    Args:
+        hidden: width of the residual stream.
+        heads: attention heads of a layer; of this rank, if they are distributed in tensor parallelism.
+        head_dim: width of a head.
+        layers: number of layers.
+        ffn_hidden: inner width of the feed-forward network.
+        head: widths of the MLP of a prediction, such as (hidden, codes of a codebook); empty: there is none.
+
+    Raises:
+        ConfigError: a size is not positive.
+
+    """
+    _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers, ffn_hidden=ffn_hidden)
+    width = heads * head_dim
+    layer = mlp_flops((hidden, 3 * width)) + mlp_flops((width, hidden)) + mlp_flops((hidden, ffn_hidden, hidden))
+    return ModelFlops(per_token=layers * layer, per_pair=layers * 4 * width, per_prediction=mlp_flops(head))
+
+
+def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tensor:
+    """Return in how many pairs of its tokens the first sees the second, of each sample: int64 [B].
+
+    Contextual tokens see one another and the whole history; tokens of the history see themselves and what precedes
+    them; candidates see the history and themselves. With h = 3 tokens of history, 1 of them contextual, and 2
+    candidates, 3 + 5 + 8 pairs:
+
+        contextual   x x x
+        history      x x
+                     x x x
+        candidates   x x x x
+                     x x x   x
+
+    Args:
+        history: integers [B], contextual tokens included.
+        contextual: integers [B], at most `history`.
+        candidates: integers [B].
+
+    """
+    history, contextual, candidates = history.long(), contextual.long(), candidates.long()
+    causal = (history * (history + 1) - contextual * (contextual + 1)) // 2
+    return causal + contextual * history + candidates * (history + 1)
+
+
+def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predictions: Count) -> Work:
+    """Return the work of an HSTU model on samples of these lengths, without waiting for their device.
+
+    Args:
+        history: integers [B], tokens before the candidates, contextual ones included.
+        contextual: integers [B], how many of them are contextual.
+        candidates: integers [B], tokens of candidates.
+        predictions: rows of the head; `batch.loss_tokens` for most models.
+
+    """
+    pairs = hstu_pairs(history, contextual, candidates).sum()
+    return Work(tokens=(history + candidates).long().sum(), pairs=pairs, predictions=predictions)
+
+
+def causal_work(tokens: Tensor, *, predictions: Count) -> Work:
+    """Return the work of a causal decoder on samples of these lengths, without waiting for their device.
+
+    Args:
+        tokens: integers [B], those of a semantic-id model's candidates and begin of sequence included.
+        predictions: rows of the head.
+
+    """
+    tokens = tokens.long()
+    return Work(tokens=tokens.sum(), pairs=(tokens * (tokens + 1) // 2).sum(), predictions=predictions)
+
+
+def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Sequence[str] = ()) -> Work:
+    """Return the work of an HSTU model on a batch, where the batch is, without waiting for the device.
+
+    The lengths of a balanced batch are on its device alone, so the counts are scalars there. To log them, sum them on
+    the device, as a ThroughputMeter does.
+
+    Args:
+        batch: of any loader, balanced or not.
+        interleave_actions: each action is a token of its own after its item; see `HSTUCost`.
+        contextual: keys whose values are tokens in front of the history.
+
+    Raises:
+        ConfigError: the batch lacks one of the keys.
+
+    """
+    items, candidates = _lengths(batch, ITEM_ID), batch.num_candidates
+    history = items - candidates
+    if interleave_actions:
+        actions = _lengths(batch, ACTION)  # of the first items: of the history alone, or of the candidates as well
+        candidate_actions = (actions - history).clamp(min=0).minimum(candidates)
+        history = history + actions - candidate_actions
+        candidates = candidates + candidate_actions
+    front = items.new_zeros(items.shape)
+    for key in contextual:
+        front = front + _lengths(batch, key)
+    return hstu_work(history + front, front, candidates, predictions=batch.loss_tokens)
+
+
+def _lengths(batch: SequenceBatch, key: str) -> Tensor:
+    keys = batch.features.keys()
+    if key not in keys:
+        raise ConfigError(f"the work needs the key {key!r}; batches have {', '.join(keys)}")
+    lengths: Tensor = batch.features.lengths().view(len(keys), -1)[keys.index(key)]
+    return lengths.long()
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1, got {size}")
