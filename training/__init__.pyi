@@ -21,17 +21,27 @@ from .flops import hstu_work as hstu_work
 from .flops import mlp_flops as mlp_flops
 from .labels import label_bits as label_bits
 from .loss import scale_loss as scale_loss
+from .perf import AttentionTracker as AttentionTracker
+from .perf import LayerTiming as LayerTiming
+from .perf import gather_timings as gather_timings
+from .throughput import Throughput as Throughput
+from .throughput import ThroughputMeter as ThroughputMeter
 
 __all__ = [
+    "AttentionTracker",
     "DevicePeaks",
     "Flops",
+    "LayerTiming",
     "ModelFlops",
+    "Throughput",
+    "ThroughputMeter",
     "Work",
     "batch_work",
     "causal_work",
     "computed_peaks",
     "decoder_flops",
     "device_peaks",
+    "gather_timings",
     "hstu_flops",
     "hstu_pairs",
     "hstu_work",
