@@ -26,13 +26,19 @@ from .perf import LayerTiming as LayerTiming
 from .perf import gather_timings as gather_timings
 from .throughput import Throughput as Throughput
 from .throughput import ThroughputMeter as ThroughputMeter
+from .watch import MemoryUsage as MemoryUsage
+from .watch import MemoryWatch as MemoryWatch
+from .watch import StallWatch as StallWatch
 
 __all__ = [
     "AttentionTracker",
     "DevicePeaks",
     "Flops",
     "LayerTiming",
+    "MemoryUsage",
+    "MemoryWatch",
     "ModelFlops",
+    "StallWatch",
     "Throughput",
     "ThroughputMeter",
     "Work",

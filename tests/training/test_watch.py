@@ -1,0 +1,249 @@
+"""A stall is reported once, with the stacks and the ranks that are behind; a cache is released for a reason."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from typing import TextIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.core.errors import ConfigError
+from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
+from evenrank.training.watch import GIB, Alarm
+from tests.ranks import RankPool
+
+SECONDS = 0.2  # without a heartbeat; tests wait for reports, not for this long
+
+
+class _Pipe:
+    """What a watch writes, line by line, as it is written."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        self.writer: TextIO = os.fdopen(writer, "w")
+        self.reader: TextIO = os.fdopen(reader)
+
+    def report(self, last_line: str) -> str:
+        """Return what is written up to a line that matches; blocks until then."""
+        lines: list[str] = []
+        while not (lines and re.search(last_line, lines[-1])):
+            lines.append(self.reader.readline())
+            assert lines[-1], f"ended before {last_line}: {lines}"
+        return "".join(lines)
+
+    def close(self) -> str:
+        """Return all that has not been read."""
+        self.writer.close()
+        with self.reader:
+            return self.reader.read()
+
+
+def test_an_alarm_rings_once_per_stall() -> None:
+    alarm = Alarm(10)
+    assert not alarm.rings(1e9)  # no heartbeat has armed it
+    alarm.beat(100)
+    assert [alarm.rings(now) for now in (100, 109.9, 110, 200)] == [False, False, True, False]
+    alarm.beat(201)
+    assert [alarm.rings(now) for now in (201, 210, 211, 212)] == [False, False, True, False]
+    assert alarm.count == 2
+
+
+def test_a_disarmed_alarm_waits_for_the_next_heartbeat() -> None:
+    alarm = Alarm(10)
+    alarm.beat(0)
+    alarm.disarm()
+    assert not alarm.rings(1e9)
+    alarm.beat(1e9)
+    assert alarm.rings(1e9 + 10)
+
+
+def _hang_here(pipe: _Pipe, last_line: str) -> str:
+    return pipe.report(last_line)
+
+
+def test_the_stacks_of_a_stalled_process_are_written_and_the_next_stall_as_well() -> None:
+    pipe = _Pipe()
+    with StallWatch(SECONDS, file=pipe.writer) as watch:
+        for count in (1, 2):
+            watch.beat()
+            # The stack of this thread is written last, as it was started first.
+            report = _hang_here(pipe, "in test_the_stacks_of_a_stalled")
+            assert f"rank 0 has had no heartbeat for 0.2 s, since heartbeat {count}" in report
+            assert "in _hang_here" in report
+    assert "evenrank" not in pipe.close()  # no ranks to name, and no further report
+
+
+def _stall_twice(rank: int, world_size: int) -> list[str]:
+    """Let rank 1 stay behind, while rank 0 waits for it, and return the reports of this rank."""
+    pipe = _Pipe()
+    reports = []
+    with StallWatch(SECONDS, file=pipe.writer) as watch:
+        watch.beat()
+        for heartbeat in (2, 3):
+            if rank == 0:
+                watch.beat()
+                reports.append(pipe.report(f"not arrived at heartbeat {heartbeat}: 1 "))
+                dist.barrier()
+            else:
+                _wait_for_rank_0()
+                watch.beat()
+            dist.barrier()
+    return reports
+
+
+def _wait_for_rank_0() -> None:
+    dist.barrier()
+
+
+def test_the_ranks_that_have_not_arrived_are_named_in_each_stall(ranks: RankPool) -> None:
+    reports, _ = ranks.run(2, _stall_twice)
+    assert len(reports) == 2
+    for number, report in enumerate(reports):
+        last = report.splitlines()[-1]
+        assert re.fullmatch(
+            rf"evenrank: rank 0: 1 of 2 ranks have not arrived at heartbeat {number + 2}: 1 \(at \d\)", last
+        )
+        assert "in _stall_twice" in report
+
+
+def _stall_alone(rank: int, world_size: int) -> str:
+    pipe = _Pipe()
+    with StallWatch(SECONDS, file=pipe.writer) as watch:
+        watch.beat()
+        report = _hang_here(pipe, "ranks have") if rank == 1 else ""
+        dist.barrier()
+    return report
+
+
+def test_the_rank_that_stalls_shows_where(ranks: RankPool) -> None:
+    _, report = ranks.run(2, _stall_alone)
+    assert "rank 1 has had no heartbeat" in report
+    assert "in _hang_here" in report
+
+
+def test_the_thread_ends_with_the_watch() -> None:
+    def watching() -> int:
+        return sum(thread.name == "evenrank-stall-watch" for thread in threading.enumerate())
+
+    with StallWatch(60) as watch:
+        assert watching() == 0  # not armed
+        watch.beat()
+        assert watching() == 1
+    assert watching() == 0
+    watch.close()
+    with pytest.raises(ConfigError, match="the StallWatch is closed; create another one"):
+        StallWatch.beat(_closed())
+
+
+def _closed() -> StallWatch:
+    watch = StallWatch(60)
+    watch.close()
+    return watch
+
+
+def test_standard_error_gets_the_report_and_a_watched_process_ends() -> None:
+    code = "import sys; from evenrank.training import StallWatch; StallWatch(0.05).beat(); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], text=True, stdin=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        first = next(line for line in process.stderr if line.startswith("evenrank"))
+        assert "rank 0 has had no heartbeat for 0.05 s, since heartbeat 1" in first
+        process.stdin.close()  # ends the stall, and the process
+        assert "File" in process.stderr.read()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_a_time_that_never_passes_is_an_error(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="seconds must be positive and finite"):
+        StallWatch(seconds)
+
+
+SIZES = st.integers(0, 200 * GIB)
+
+
+@given(allocated=SIZES, unallocated=SIZES, free=SIZES, total=SIZES)
+def test_a_cache_is_released_exactly_if_it_is_large_or_little_is_free(
+    allocated: int, unallocated: int, free: int, total: int
+) -> None:
+    usage = MemoryUsage(allocated=allocated, reserved=allocated + unallocated, free=free, total=total)
+    is_large = 2 * unallocated > total
+    is_scarce = free < 2 * GIB and unallocated > 0
+    assert (usage.reason_to_release() is not None) == (is_large or is_scarce)
+
+
+@pytest.mark.parametrize(
+    ("unallocated", "free", "reason"),
+    [
+        (40 * GIB, 10 * GIB, None),
+        (40 * GIB + 1, 10 * GIB, "more than half of the device is reserved but unallocated"),
+        (GIB, 2 * GIB, None),
+        (GIB, 2 * GIB - 1, "less than 2 GiB is free"),
+        (0, 0, None),  # there is nothing to release
+    ],
+)
+def test_the_limits_are_half_of_the_device_and_two_gibibytes(unallocated: int, free: int, reason: str | None) -> None:
+    usage = MemoryUsage(allocated=5 * GIB, reserved=5 * GIB + unallocated, free=free, total=80 * GIB)
+    assert usage.reason_to_release() == reason
+
+
+def test_a_line_has_all_sizes() -> None:
+    usage = MemoryUsage(allocated=3 * GIB // 2, reserved=2 * GIB, free=77 * GIB, total=80 * GIB)
+    assert usage.line() == "memory: 1.5 GiB allocated, 2.0 reserved, 77.0 free of 80.0"
+
+
+def test_memory_of_the_cpu_is_not_watched() -> None:
+    with pytest.raises(ConfigError, match="device is cpu; memory is watched on cuda"):
+        MemoryWatch("cpu")
+
+
+class _Filling(MemoryWatch):
+    """A device of 80 GiB, 50 of which are cached, until the cache is released."""
+
+    def usage(self) -> MemoryUsage:
+        reserved = (51 if _Filling.is_cached else 1) * GIB
+        return MemoryUsage(allocated=GIB, reserved=reserved, free=80 * GIB - reserved, total=80 * GIB)
+
+    is_cached = True
+
+
+def test_releasing_the_cache_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(_Filling, "is_cached", False))
+    watch = _Filling("cuda")
+    with caplog.at_level(logging.WARNING, logger="evenrank"):
+        assert watch.check().reserved == GIB
+        assert watch.check().reserved == GIB
+    assert caplog.messages == [
+        "memory: 1.0 GiB allocated, 51.0 reserved, 29.0 free of 80.0; more than half of the device is reserved but "
+        "unallocated, so 50.0 GiB of cache were released"
+    ]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_large_cache_is_released(caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    watch = MemoryWatch(device)
+    start = watch.usage()
+    if start.free < 0.6 * start.total:
+        pytest.skip(f"the device is in use: {start.line()}")
+    kept = torch.ones(GIB // 4, device=device)
+    assert watch.check().allocated >= start.allocated + GIB
+    assert not caplog.messages  # there is no reason
+    filling = torch.empty(int(0.55 * start.total), dtype=torch.uint8, device=device)
+    del filling
+    assert watch.usage().unallocated > start.total / 2
+    with caplog.at_level(logging.WARNING, logger="evenrank"):
+        after = watch.check()
+    assert after.unallocated < GIB
+    assert after.free > start.free - 2 * GIB
+    assert "more than half of the device is reserved but unallocated" in caplog.text
+    assert kept.sum() == GIB // 4

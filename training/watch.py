@@ -1,0 +1,255 @@
+"""Watchdogs of a training process: `StallWatch` for steps that do not end, `MemoryWatch` for a GPU that runs full."""
+
+import atexit
+import faulthandler
+import logging
+import math
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TextIO
+
+import torch
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.control.process_group import Group, members_of
+from evenrank.training.arrivals import Arrivals
+
+GIB = 2**30
+
+_log = logging.getLogger("evenrank")
+
+_PERIOD = 1.0  # seconds at most from one look at the heartbeats to the next
+
+
+class StallWatch:
+    """Shows where a process hangs, and which ranks the others wait for, when heartbeats stop.
+
+        with StallWatch(seconds=300) as watch:
+            for batch in balancer:
+                loss = model(batch)
+                watch.beat()  # before this rank waits for the others
+                loss.backward()
+
+    The first heartbeat arms it. If none follows for `seconds`, a background thread writes the stacks of all Python
+    threads to standard error, and the ranks that are behind the furthest one. The next heartbeat arms it again.
+
+    A rank has arrived at a heartbeat if it has had as many as the furthest rank. So call `beat` equally often on all
+    ranks, where each has done its own part of a step and is about to wait: after the step, in which all wait for
+    one another, nobody is behind. The background thread publishes heartbeats in the store of the group, at most once a
+    second; a heartbeat itself takes about a microsecond and waits for nothing.
+
+    An extension that keeps the GIL stops the background thread too. Then the other ranks name this one.
+
+    Every rank of the group must make one; creating it waits for no other rank.
+
+    Args:
+        seconds: longer than any step, evaluation or checkpoint between two heartbeats; see `disarm`.
+        group: the ranks that wait for one another; None: the default process group or, without one, this process alone.
+        file: what is written to instead of standard error, with a file descriptor.
+
+    Raises:
+        ConfigError: `seconds` is not positive, or this process is not a rank of the group.
+
+    """
+
+    def __init__(self, seconds: float, *, group: Group | None = None, file: TextIO | None = None) -> None:
+        if not 0 < seconds < math.inf:
+            raise ConfigError(f"seconds must be positive and finite, got {seconds}")
+        self._alarm = Alarm(seconds)
+        self._arrivals = Arrivals(members_of(group))
+        self._file = file
+        self._period = min(_PERIOD, seconds / 4)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def beat(self) -> None:
+        """Note that this rank makes progress; the first call arms the watch, the first after a stall arms it again.
+
+        Raises:
+            ConfigError: the watch is closed.
+
+        """
+        self._alarm.beat(time.monotonic())
+        if self._thread is None:
+            self._start()
+
+    def disarm(self) -> None:
+        """Expect no heartbeat until the next one comes, as during an evaluation of unknown length."""
+        self._alarm.disarm()
+
+    def close(self) -> None:
+        """End the background thread. Closing twice does nothing."""
+        self._closing.set()
+        atexit.unregister(self.close)
+        if self._thread is not None:
+            # It may be waiting for a store whose server is gone; it is a daemon, so it ends with the process.
+            self._thread.join(timeout=2 * _PERIOD)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._closing.is_set():
+            raise ConfigError("the StallWatch is closed; create another one")
+        self._thread = threading.Thread(target=self._watch, name="evenrank-stall-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._period):
+            self._arrivals.publish(self._alarm.count)
+            if self._alarm.rings(time.monotonic()):
+                self._report()
+
+    def _report(self) -> None:
+        file = self._file or _with_descriptor(sys.stderr) or sys.__stderr__
+        if file is None:
+            return
+        rank, count = self._arrivals.rank, self._alarm.count
+        file.write(
+            f"evenrank: rank {rank} has had no heartbeat for {self._alarm.seconds:g} s, since heartbeat {count:,}; "
+            "the stacks of its threads:\n"
+        )
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        # After the stacks, because the process that serves the store may hang as well.
+        if (line := self._arrivals.line(count)) is not None:
+            file.write(f"evenrank: rank {rank}: {line}\n")
+        file.flush()
+
+
+class Alarm:
+    """Whether heartbeats have stopped: once per stall, and again only after another heartbeat.
+
+    Args:
+        seconds: without a heartbeat, after which it rings.
+
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._beat: tuple[int, float | None] = (0, None)  # one object, which threads exchange without a lock
+        self._rung_at = 0
+
+    @property
+    def count(self) -> int:
+        """Heartbeats so far."""
+        return self._beat[0]
+
+    def beat(self, now: float) -> None:
+        """Note a heartbeat at a time in seconds."""
+        self._beat = (self._beat[0] + 1, now)
+
+    def disarm(self) -> None:
+        """Do not ring before the next heartbeat."""
+        self._beat = (self._beat[0], None)
+
+    def rings(self, now: float) -> bool:
+        """Return whether a stall is noticed at a time in seconds."""
+        count, last = self._beat
+        if last is None or now - last < self.seconds or count == self._rung_at:
+            return False
+        self._rung_at = count
+        return True
+
+
+def _with_descriptor(file: TextIO | None) -> TextIO | None:
+    """Return the file if faulthandler can write to it, which it cannot to what notebooks put in place of stderr."""
+    try:
+        return file if file is not None and file.fileno() >= 0 else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUsage:
+    """Memory of a GPU, in bytes, as this process sees it."""
+
+    allocated: int
+    """Of tensors."""
+
+    reserved: int
+    """Of the caching allocator: what is allocated, and what it keeps for later."""
+
+    free: int
+    """Free on the device, for any process."""
+
+    total: int
+    """Of the device."""
+
+    @property
+    def unallocated(self) -> int:
+        """What the caching allocator keeps for later."""
+        return self.reserved - self.allocated
+
+    def reason_to_release(self) -> str | None:
+        """Return why the cache should be released; None if it should not, or if there is none."""
+        if self.unallocated > self.total / 2:
+            return "more than half of the device is reserved but unallocated"
+        if self.free < 2 * GIB and self.unallocated > 0:
+            return "less than 2 GiB is free"
+        return None
+
+    def line(self) -> str:
+        """Return it as a line of a log."""
+        allocated, reserved, free, total = (
+            f"{size / GIB:.1f}" for size in (self.allocated, self.reserved, self.free, self.total)
+        )
+        return f"memory: {allocated} GiB allocated, {reserved} reserved, {free} free of {total}"
+
+
+class MemoryWatch:
+    """Reports the memory of a GPU, and releases the caching allocator's cache before others run out of memory.
+
+    Memory that is reserved but unallocated is lost to everything outside PyTorch's allocator, such as NCCL, and where
+    lengths vary from step to step it may be in pieces too small for the next step.
+
+    Args:
+        device: a CUDA device.
+
+    Raises:
+        ConfigError: it is not one.
+
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        if self._device.type != "cuda":
+            raise ConfigError(f"device is {device}; memory is watched on cuda")
+
+    def usage(self) -> MemoryUsage:
+        """Return what is in use now, without waiting for the device."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return MemoryUsage(
+            allocated=torch.cuda.memory_allocated(self._device),
+            reserved=torch.cuda.memory_reserved(self._device),
+            free=free,
+            total=total,
+        )
+
+    def check(self) -> MemoryUsage:
+        """Return what is in use, after releasing the cache if there is a reason to.
+
+        Releasing waits for the device, and a warning in the log says so: call this once in many steps.
+        """
+        before = self.usage()
+        reason = before.reason_to_release()
+        if reason is None:
+            return before
+        torch.cuda.empty_cache()
+        after = self.usage()
+        _log.warning(
+            "%s; %s, so %.1f GiB of cache were released",
+            before.line(),
+            reason,
+            (before.reserved - after.reserved) / GIB,
+        )
+        return after
