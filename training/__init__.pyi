@@ -3,6 +3,8 @@ from .averages import LossAverage as LossAverage
 from .finite import FiniteCheck as FiniteCheck
 from .labels import label_bits as label_bits
 from .loss import scale_loss as scale_loss
+from .metrics import BinaryAUC as BinaryAUC
+from .metrics import RankingMetrics as RankingMetrics
 
 __all__ = ["FiniteCheck", "LossAverage", "accumulate", "label_bits", "scale_loss"]
 from .devices import DevicePeaks as DevicePeaks
@@ -56,3 +58,4 @@ __all__ = [
     "peaks_by_name",
     "scale_loss",
 ]
+__all__ = ["BinaryAUC", "RankingMetrics", "label_bits", "scale_loss"]

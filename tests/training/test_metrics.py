@@ -1,0 +1,221 @@
+"""Metrics are exact, and have equal bits however the samples are distributed over ranks."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from evenrank.core.errors import ConfigError
+from evenrank.training import BinaryAUC, RankingMetrics
+from tests.ranks import RankFailure, RankPool
+
+SCORES = st.one_of(
+    st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 1.0, 30.0, 31.0, math.inf]),  # ties, and logits of sigmoid 1
+    st.floats(width=32, allow_nan=False),
+)
+SAMPLES = st.lists(st.tuples(SCORES, st.booleans()), max_size=40)
+
+
+def _auc_of_pairs(samples: Sequence[tuple[float, bool]]) -> float:
+    """Return the AUC by its definition, rounded once."""
+    pairs = [(p, n) for p, is_positive in samples for n, other in samples if is_positive and not other]
+    wins = sum(Fraction((p > n) * 2 + (p == n), 2) for p, n in pairs)
+    return float(wins / len(pairs)) if pairs else math.nan
+
+
+def _tensors(samples: Sequence[tuple[float, bool]]) -> tuple[Tensor, Tensor]:
+    scores = torch.tensor([score for score, _ in samples], dtype=torch.float32)
+    return scores[:, None], torch.tensor([target for _, target in samples], dtype=torch.float32)[:, None]
+
+
+def _same(values: Sequence[float], others: Sequence[float]) -> bool:
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(values, others, strict=True))
+
+
+@given(samples=SAMPLES, cuts=st.lists(st.integers(0, 40), max_size=3))
+def test_auc_equals_its_definition_over_all_pairs(samples: list[tuple[float, bool]], cuts: list[int]) -> None:
+    metric = BinaryAUC()
+    scores, targets = _tensors(samples)
+    for part in range(len(cuts) + 1):  # in several calls, some without samples
+        begin, end = [0, *sorted(cuts), len(samples)][part : part + 2]
+        metric.update(scores[begin:end], targets[begin:end])
+    assert _same(metric.compute(), [_auc_of_pairs(samples)])
+    assert _same(metric.compute(), [_auc_of_pairs(samples)])
+
+
+def test_tasks_have_an_auc_each() -> None:
+    metric = BinaryAUC(3)
+    metric.update(torch.tensor([[1.0, 5, 2], [2.0, 5, 1]]), torch.tensor([[0, 1, 1], [1, 0, 1]]))
+    metric.update(torch.tensor([[3.0, 4, 0]], dtype=torch.bfloat16), torch.tensor([[True, False, True]]))
+    assert _same(metric.compute(), [1.0, 0.75, math.nan])
+    metric.reset()
+    assert _same(metric.compute(), [math.nan] * 3)
+
+
+def test_auc_of_a_task_with_a_nan_score_is_nan() -> None:
+    metric = BinaryAUC(2)
+    metric.update(torch.tensor([[math.nan, 0], [1, 1.0], [2, 2]]), torch.tensor([[0, 0], [0, 0], [1, 1]]))
+    assert _same(metric.compute(), [math.nan, 1.0])
+
+
+def test_scores_may_be_overwritten_after_an_update() -> None:
+    metric = BinaryAUC()
+    scores = torch.tensor([[1.0], [2.0]])
+    metric.update(scores, torch.tensor([[0], [1]]))
+    scores.zero_()
+    assert metric.compute() == [1.0]
+
+
+def _metrics_of_places(places: Sequence[int], k: int) -> dict[str, float]:
+    hits = [place for place in places if 1 <= place <= k]
+    sums = {"recall": len(hits), "ndcg": sum(1 / math.log2(p + 1) for p in hits), "mrr": sum(1 / p for p in hits)}
+    return {f"{name}@{k}": total / len(places) for name, total in sums.items()}
+
+
+@given(places=st.lists(st.integers(-1, 12), min_size=1))
+def test_ranking_metrics_equal_their_definitions(places: list[int]) -> None:
+    metric = RankingMetrics((3, 1, 8))
+    metric.update(torch.tensor(places[:5]))
+    metric.update(torch.tensor(places[5:], dtype=torch.int64))
+    expected = {name: value for k in (3, 1, 8) for name, value in _metrics_of_places(places, k).items()}
+    assert metric.compute() == pytest.approx(expected, rel=1e-14)
+
+
+def test_ranking_metrics_of_known_places() -> None:
+    metric = RankingMetrics((2, 4))
+    assert all(math.isnan(value) for value in metric.compute().values())
+    metric.update(torch.tensor([1, 3, 0, 100]))
+    assert metric.compute() == {
+        "recall@2": 0.25,
+        "ndcg@2": 0.25,
+        "mrr@2": 0.25,
+        "recall@4": 0.5,
+        "ndcg@4": 0.375,
+        "mrr@4": (1 + 1 / 3) / 4,
+    }
+    metric.reset()
+    metric.update(torch.tensor([1]))
+    assert metric.compute()["recall@2"] == 1
+
+
+Samples = tuple[Tensor, Tensor, Tensor]  # scores, targets, places
+
+
+def _random_samples() -> Samples:
+    torch.manual_seed(0)
+    scores = torch.cat([torch.randn(400, 2), torch.randint(0, 5, (400, 2)).float()])  # half of them have ties
+    return scores, torch.rand(800, 2) < torch.tensor([0.3, 0.01]), torch.randint(0, 60, (800,))
+
+
+def _compute(samples: Samples, group: Any = None, device: str = "cpu") -> tuple[list[float], dict[str, float]]:
+    auc, ranking = BinaryAUC(2, group=group, device=device), RankingMetrics(group=group, device=device)
+    auc.update(*samples[:2])
+    ranking.update(samples[2])
+    return auc.compute(), ranking.compute()
+
+
+def _compute_parts(rank: int, world_size: int, parts: list[Samples]) -> tuple[list[float], dict[str, float]]:
+    return _compute(parts[rank])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_any_distribution_over_ranks_gives_equal_bits(ranks: RankPool, world_size: int) -> None:
+    samples = _random_samples()
+    expected = _compute(samples)
+    owners = torch.randint(0, world_size, (len(samples[0]),))
+    only_last = torch.full_like(owners, world_size - 1)  # all others have no samples
+    for owner in (owners, only_last):
+        parts = [tuple(tensor[owner == rank] for tensor in samples) for rank in range(world_size)]
+        assert ranks.run(world_size, _compute_parts, parts) == [expected] * world_size
+
+
+def _compute_on_mesh(rank: int, world_size: int, parts: list[Samples]) -> tuple[list[float], dict[str, float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return _compute(parts[mesh["dp"].get_local_rank()], mesh["dp"])
+
+
+def test_metrics_cover_one_dimension_of_a_device_mesh(ranks: RankPool) -> None:
+    samples = _random_samples()
+    parts = [tuple(tensor[rank::2] for tensor in samples) for rank in range(2)]
+    assert ranks.run(4, _compute_on_mesh, parts) == [_compute(samples)] * 4
+
+
+def _compute_other_tasks(rank: int, world_size: int) -> None:
+    BinaryAUC(rank + 1).compute()
+
+
+def _compute_other_ks(rank: int, world_size: int) -> None:
+    RankingMetrics((10, 20 + rank)).compute()
+
+
+def _compute_other_metrics(rank: int, world_size: int) -> None:
+    (BinaryAUC() if rank else RankingMetrics()).compute()
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (_compute_other_tasks, "num_tasks differs between ranks: 1 on rank 0, 2 on rank 1"),
+        (_compute_other_ks, "ks differs between ranks: [10, 20] on rank 0, [10, 21] on rank 1"),
+        (_compute_other_metrics, "metric differs between ranks: RankingMetrics on rank 0, BinaryAUC on rank 1"),
+    ],
+)
+def test_differences_between_ranks_are_errors_on_all_ranks(ranks: RankPool, compute: Any, message: str) -> None:
+    for failure in ranks.try_run(2, compute):
+        assert isinstance(failure, RankFailure)
+        assert failure.type_name == "RankError"
+        assert failure.message == message
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_equal_bits_and_updates_without_synchronizing() -> None:
+    samples = _random_samples()
+    on_gpu = [tensor.cuda() for tensor in samples]
+    auc, ranking = BinaryAUC(2, device="cuda"), RankingMetrics(device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        auc.update(*on_gpu[:2])
+        ranking.update(on_gpu[2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (auc.compute(), ranking.compute()) == _compute(samples)
+
+
+def _compute_over_nccl(rank: int, world_size: int, parts: list[Samples]) -> tuple[list[float], dict[str, float]]:
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    return _compute(parts[rank], group, "cuda")
+
+
+@pytest.mark.multi_gpu
+def test_gpus_over_nccl_give_equal_bits() -> None:
+    samples = _random_samples()
+    first_has_none = [tuple(tensor[:0] for tensor in samples), samples]
+    halves = [tuple(tensor[rank::2] for tensor in samples) for rank in range(2)]
+    pool = RankPool()
+    try:
+        for parts in (first_has_none, halves):
+            assert pool.run(2, _compute_over_nccl, parts) == [_compute(samples)] * 2
+    finally:
+        pool.stop()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
+        BinaryAUC(0)
+    with pytest.raises(ConfigError, match=r"scores and targets must be \[n, 2\], got \[3\] and \[3\]"):
+        BinaryAUC(2).update(torch.zeros(3), torch.zeros(3))
+    with pytest.raises(ConfigError, match=r"scores and targets must be \[n, 2\], got \[3, 2\] and \[4, 2\]"):
+        BinaryAUC(2).update(torch.zeros(3, 2), torch.zeros(4, 2))
+    with pytest.raises(ConfigError, match=r"ks must be numbers of at least 1, got \[5, 0\]"):
+        RankingMetrics((5, 0))
+    with pytest.raises(ConfigError, match=r"places must be integers \[n\], got torch.float32 \[2\]"):
+        RankingMetrics().update(torch.zeros(2))
