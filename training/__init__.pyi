@@ -59,3 +59,22 @@ __all__ = [
     "scale_loss",
 ]
 __all__ = ["BinaryAUC", "RankingMetrics", "label_bits", "scale_loss"]
+from .pipelines import PIPELINES as PIPELINES
+from .pipelines import Pipeline as Pipeline
+from .pipelines import PipelineForward as PipelineForward
+from .pipelines import PipelineStep as PipelineStep
+from .pipelines import make_pipeline as make_pipeline
+from .pipelines import register_pipeline as register_pipeline
+from .pipelines import run_pipeline as run_pipeline
+
+__all__ = [
+    "PIPELINES",
+    "Pipeline",
+    "PipelineForward",
+    "PipelineStep",
+    "label_bits",
+    "make_pipeline",
+    "register_pipeline",
+    "run_pipeline",
+    "scale_loss",
+]

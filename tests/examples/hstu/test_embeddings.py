@@ -1,0 +1,150 @@
+"""Sharded and replicated tables train like those of one process."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingCollection
+
+from hstu.embeddings import Embeddings
+from tests.ranks import RankPool
+from tests.training.sharded_model import (
+    DIM,
+    RATE,
+    ROWS,
+    Model,
+    balanced,
+    batches_of,
+    distribute,
+    join,
+    make_tables,
+    scaled,
+    skip_without_kernels,
+    weights_of,
+)
+
+THRESHOLDS = {"all sharded": 1, "mixed": 20, "all replicated": 1000}
+SHARDED_TABLES = {"all sharded": 3, "mixed": 1, "all replicated": 0}
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
+def test_before_sharding_the_embeddings_are_those_of_a_plain_collection(threshold: int) -> None:
+    features = batches_of(0, 1).batch(0).features
+    ours = Embeddings(make_tables(), min_sharded_rows=threshold)(features)
+    plain = EmbeddingCollection(tables=make_tables())(features)
+    assert sorted(ours) == sorted(plain) == sorted(ROWS)
+    for key in ROWS:
+        assert len(ours[key].values()) > 0
+        assert torch.equal(ours[key].values(), plain[key].values())
+        assert torch.equal(ours[key].lengths(), plain[key].lengths())
+
+
+def _train_sharded(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
+    """Return, for each division of the tables, which parameters the optimizer has, and the weights after training."""
+    logging.disable(logging.WARNING)
+    device, group = join(rank, device_type)
+    results = {}
+    for case, threshold in THRESHOLDS.items():
+        parallel, optimizer = distribute(Model(min_sharded_rows=threshold), device, group)
+        before = {name: tensor.data_ptr() for name, tensor in parallel.named_parameters()}
+        assert set(optimizer.params) == set(before)
+        with balanced(batches_of(rank, world_size), device) as batches:
+            for batch in batches:
+                optimizer.zero_grad()
+                scaled(parallel(batch), batch).backward()
+                optimizer.step()
+        results[case] = weights_of(parallel)
+    return results
+
+
+def _train_in_one_process(world_size: int) -> dict[str, Any]:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for batches in zip(*(batches_of(rank, world_size) for rank in range(world_size)), strict=True):
+        optimizer.zero_grad()
+        losses = torch.stack([model(batch)[0].sum() for batch in batches])
+        (losses.sum() / sum(batch.loss_tokens for batch in batches)).backward()
+        optimizer.step()
+    return {name.split(".")[-2]: weight.detach().numpy() for name, weight in model.named_parameters()}
+
+
+def _check_like_one_process(results: list[dict[str, Any]]) -> None:
+    expected = _train_in_one_process(len(results))
+    untrained = {name.split(".")[-2]: weight.detach().numpy() for name, weight in Model().named_parameters()}
+    assert all(np.abs(expected[name] - untrained[name]).max() > 0.02 for name in expected)
+    for case in THRESHOLDS:
+        by_rank = [result[case] for result in results]
+        names = {name.split(".")[-2]: name for name in by_rank[0]}
+        assert set(names) == set(expected)
+        num_sharded = 0
+        for short, name in names.items():
+            shares = [weights[name] for weights in by_rank]
+            is_sharded = ".sharded." in name
+            num_sharded += is_sharded
+            # A sharded table has other rows on each rank, any other weight is the same on all.
+            if is_sharded:
+                assert all(len(rows) < len(expected[short]) for share in shares for _, rows in share)
+                shares = [sorted((part for share in shares for part in share), key=lambda part: part[0])]
+            for share in shares:
+                trained = np.concatenate([rows for _, rows in share])
+                np.testing.assert_allclose(trained, expected[short], rtol=1e-4, atol=1e-6, err_msg=f"{case}: {name}")
+        assert num_sharded == SHARDED_TABLES[case]
+
+
+def test_sharded_and_replicated_tables_train_like_those_of_one_process(ranks: RankPool) -> None:
+    _check_like_one_process(ranks.run(2, _train_sharded, "cpu"))
+
+
+@pytest.mark.multi_gpu
+def test_on_gpus_sharded_and_replicated_tables_train_like_those_of_one_process() -> None:
+    skip_without_kernels()
+    pool = RankPool()
+    try:
+        _check_like_one_process(pool.run(2, _train_sharded, "cuda"))
+    finally:
+        pool.stop()
+
+
+@pytest.mark.gpu
+def test_the_lookup_on_the_side_stream_waits_for_what_it_reads_and_is_waited_for() -> None:
+    """The device is kept busy before the ids and weights are written, and so is the side stream at the lookup.
+
+    Warnings are errors, so gradients that autograd accumulates on another stream than expected fail it too.
+    """
+    from hstu import embeddings as module
+
+    batch = batches_of(0, 1).batch(0)
+    plain = Embeddings(make_tables(), min_sharded_rows=1000)
+    expected = {key: jagged.values() for key, jagged in plain(batch.features).items()}
+    torch.stack([(values**2).sum() for values in expected.values()]).sum().backward()
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    tables = Embeddings(make_tables(), min_sharded_rows=1000).to(device)
+    blank = {name: torch.zeros_like(weight) for name, weight in tables.named_parameters()}
+    final = {name: weight.detach().clone() for name, weight in tables.named_parameters()}
+    moved = batch.pin_memory().to(device, non_blocking=True).features
+    ids = moved.values().clone()
+    for _ in range(3):
+        with torch.no_grad():
+            for name, weight in tables.named_parameters():
+                weight.copy_(blank[name])
+            moved.values().zero_()
+            torch.cuda._sleep(50_000_000)
+            for name, weight in tables.named_parameters():
+                weight.copy_(final[name])
+            moved.values().copy_(ids)
+        tables.zero_grad()
+        moved._jt_dict = None
+        with torch.cuda.stream(module._side_stream(device)):
+            torch.cuda._sleep(50_000_000)
+        found = {key: jagged.values() for key, jagged in tables(moved).items()}
+        for key in ROWS:
+            assert found[key].shape == (len(expected[key]), DIM)
+            assert torch.equal(found[key].cpu(), expected[key]), key
+        torch.stack([(values**2).sum() for values in found.values()]).sum().backward()
+        for (name, weight), other in zip(tables.named_parameters(), plain.parameters(), strict=True):
+            assert weight.grad is not None
+            assert other.grad is not None
+            torch.testing.assert_close(weight.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5, msg=name)

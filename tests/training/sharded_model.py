@@ -1,0 +1,131 @@
+"""A small model with sharded and replicated tables, and batches for it, on the CPU or on GPUs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torchrec import EmbeddingConfig
+from torchrec.distributed import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.random_batches import RandomBatches
+from evenrank.dataloader.random_data import RandomData
+from evenrank.datasets.distributions import Lognormal, Uniform
+from evenrank.training import scale_loss
+from hstu.embeddings import Embeddings, make_optimizer, shard
+
+DIM = 4
+RATE = 0.5
+ROWS = {"item_id": 41, "action": 10, "region": 5}  # 41 rows: shards of different sizes
+MIN_SHARDED_ROWS = 20
+CONFIG = LoaderConfig(batch_size=8, max_history_length=40, max_num_candidates=2)
+DATA = RandomData(
+    lengths=Lognormal(mean=10, std=10, high=40),
+    items=Uniform(high=ROWS["item_id"] - 1),
+    contextual={"region": Uniform(high=ROWS["region"] - 1)},
+    num_real=Uniform(low=0, high=8),
+)
+
+
+def make_tables() -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(name=f"{key}_table", num_embeddings=rows, embedding_dim=DIM, feature_names=[key], init_fn=_fill)
+        for key, rows in ROWS.items()
+    ]
+
+
+@torch.no_grad()
+def _fill(table: Tensor) -> Tensor:
+    return table.copy_(torch.linspace(-1, 1, table.numel()).reshape(table.shape))
+
+
+class Head(nn.Module):
+    """Scores a sample by the sum of its embeddings, once for each of its labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, DIM).unsqueeze(-1))
+
+    def forward(self, batch: SequenceBatch, embeddings: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
+        pooled = torch.stack([_sum_of_rows(embeddings[key]) for key in ROWS]).sum(0)
+        scores = torch.tanh(0.1 * pooled @ self.weight)
+        logits = scores.repeat_interleave(batch.num_candidates, dim=0, output_size=batch.loss_tokens)
+        return ((logits - 0.5) ** 2).sum(0), logits
+
+
+def _sum_of_rows(jagged: JaggedTensor) -> Tensor:
+    values, lengths = jagged.values(), jagged.lengths()
+    rows = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths, output_size=len(values))
+    sums: Tensor = values.new_zeros(len(lengths), DIM).index_add(0, rows, values)
+    return sums
+
+
+class Model(nn.Module):
+    """Returns (loss sums [1], logits [labels, 1]) or, with the loss inside, (loss, logits)."""
+
+    def __init__(self, *, loss_inside: bool = False, min_sharded_rows: int = MIN_SHARDED_ROWS) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(make_tables(), min_sharded_rows=min_sharded_rows)
+        self.head = Head()
+        self.loss_inside = loss_inside
+
+    def forward(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        loss_sums, logits = self.head(batch, self.embeddings(batch.features))
+        return (scale_loss(loss_sums, batch).sum() if self.loss_inside else loss_sums), logits
+
+
+def scaled(output: tuple[Tensor, Tensor], batch: SequenceBatch) -> Tensor:
+    """Return the loss of a model that does not compute it itself."""
+    return scale_loss(output[0], batch).sum()
+
+
+def join(rank: int, device_type: str) -> tuple[torch.device, dist.ProcessGroup]:
+    """Return the device of this rank, and the group of all ranks for it."""
+    assert dist.group.WORLD is not None
+    if device_type == "cpu":
+        return torch.device("cpu"), dist.group.WORLD
+    device = torch.device(device_type, rank)
+    torch.cuda.set_device(device)
+    return device, dist.new_group(backend="nccl")
+
+
+def distribute(
+    model: Model, device: torch.device, group: dist.ProcessGroup, *, cached: bool = False
+) -> tuple[DistributedModelParallel, Any]:
+    """Return the model on all ranks, and its optimizer, SGD of all parameters."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": RATE}
+    parallel = shard(model, device, fused=fused, group=group, cached=cached)
+    return parallel, make_optimizer(parallel, lambda parameters: torch.optim.SGD(parameters, lr=RATE))
+
+
+def batches_of(rank: int, world_size: int, *, num_batches: int = 8) -> RandomBatches[SequenceBatch]:
+    return RandomBatches(CONFIG, DATA, num_batches=num_batches, rank=rank, world_size=world_size)
+
+
+def balanced(batches: RandomBatches[SequenceBatch], device: torch.device) -> Balancer[SequenceBatch]:
+    cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+    return Balancer(batches, cost=cost, device=device)
+
+
+def weights_of(model: nn.Module) -> dict[str, list[tuple[int, NDArray[np.float32]]]]:
+    """Return the weights by name, as a list of first row and rows: those of this rank."""
+    return {
+        name: [(shard.metadata.shard_offsets[0], shard.tensor.cpu().numpy()) for shard in value.local_shards()]
+        if hasattr(value, "local_shards")
+        else [(0, value.detach().cpu().numpy())]
+        for name, value in model.state_dict().items()
+    }
+
+
+def skip_without_kernels() -> None:
+    kernel = "split_embedding_codegen_lookup_sgd_function"
+    if not any(hasattr(torch.ops.fbgemm, name) for name in (kernel, f"{kernel}_pt2")):
+        pytest.skip("this build of fbgemm_gpu has no embedding kernels")

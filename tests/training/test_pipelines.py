@@ -1,0 +1,336 @@
+"""Pipelines by name: they train and evaluate like a plain loop, and drain when the data end."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenrank.core.errors import ConfigError
+from evenrank.training import (
+    PIPELINES,
+    Pipeline,
+    PipelineForward,
+    PipelineStep,
+    make_pipeline,
+    register_pipeline,
+    run_pipeline,
+)
+from tests.dataloader.batches import ids_of
+from tests.ranks import RankPool
+from tests.registrations import restored
+from tests.training.sharded_model import (
+    Model,
+    balanced,
+    batches_of,
+    distribute,
+    join,
+    scaled,
+    skip_without_kernels,
+)
+
+PLAIN = "a plain loop"
+CPU_MODES = [PLAIN, "none", "sparse-dist"]
+GPU_MODES = [*CPU_MODES, "prefetch"]
+NUM_TRAIN, NUM_EVAL, NUM_EPOCHS = 6, 3, 2
+
+Log = list[tuple[str, int, int, float, Any]]
+"""What, epoch, step, loss and logits of each batch."""
+
+
+def _loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_inside: bool, batches: Iterable[Any]
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    for batch in batches:
+        optimizer.zero_grad()
+        output = model(batch)
+        loss = output[0] if loss_inside else scaled(output, batch)
+        if model.training:
+            loss.backward()
+            optimizer.step()
+        yield batch, loss.detach(), output[1]
+
+
+def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str, loss_inside: bool) -> Log:
+    """Train for some epochs; evaluate after three steps and at the end of each."""
+    device, group = join(rank, device_type)
+    model, optimizer = distribute(Model(loss_inside=loss_inside), device, group, cached=mode == "prefetch")
+    run: Callable[[Iterable[Any]], Iterator[tuple[Any, Tensor, Tensor]]]
+    if mode == PLAIN:
+        run = functools.partial(_loop, model, optimizer, loss_inside)
+    else:
+        pipeline: Any = make_pipeline(mode, model, optimizer, device, loss=None if loss_inside else scaled)
+
+        def run(batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor]]:
+            for step in run_pipeline(pipeline, batches):
+                yield step.batch, step.loss, step.output if loss_inside else step.output[1]
+
+    log: Log = []
+
+    def note(kind: str, steps: Iterator[tuple[Any, Tensor, Tensor]]) -> None:
+        for batch, loss, logits in steps:
+            log.append((kind, batch.epoch, batch.step, float(loss), logits.detach().cpu().numpy()))
+
+    train = balanced(batches_of(rank, world_size, num_batches=NUM_TRAIN), device)
+    evaluation = balanced(batches_of(rank, world_size, num_batches=NUM_EVAL), device)
+    with train, evaluation:
+        for _ in range(NUM_EPOCHS):
+            epoch = iter(train)
+            for part in (islice(epoch, 3), epoch):
+                model.train()
+                note("train", run(part))
+                model.eval()
+                with torch.no_grad():
+                    note("eval", run(evaluation))
+    if mode not in (PLAIN, "none"):
+        assert len(pipeline._pipelined_modules) == 1  # its ids are sent ahead
+    return log
+
+
+def _all_modes(rank: int, world_size: int, device_type: str, modes: list[str]) -> dict[tuple[str, bool], Log]:
+    logging.disable(logging.WARNING)
+    return {
+        (mode, inside): _train_and_evaluate(rank, world_size, device_type, mode, inside)
+        for mode in modes
+        for inside in (False, True)
+    }
+
+
+def _check_like_the_plain_loop(results: list[dict[tuple[str, bool], Log]], tolerance: float) -> None:
+    parts = [("train", 3), ("eval", NUM_EVAL), ("train", NUM_TRAIN - 3), ("eval", NUM_EVAL)] * NUM_EPOCHS
+    for by_mode in results:
+        reference = by_mode[PLAIN, False]
+        assert [kind for kind, *_ in reference] == [kind for kind, count in parts for _ in range(count)]
+        steps = [(epoch, step) for kind, epoch, step, *_ in reference if kind == "train"]
+        assert steps == [(epoch, step) for epoch in range(NUM_EPOCHS) for step in range(NUM_TRAIN)]
+        losses = [loss for kind, *_, loss, _ in reference if kind == "eval"]
+        assert np.abs(np.subtract(losses[:NUM_EVAL], losses[-NUM_EVAL:])).min() > 1e-3  # it has been trained
+        for mode, log in by_mode.items():
+            assert [entry[:3] for entry in log] == [entry[:3] for entry in reference], mode
+            for (*_, loss, logits), (*_, expected_loss, expected_logits) in zip(log, reference, strict=True):
+                np.testing.assert_allclose(loss, expected_loss, rtol=tolerance, err_msg=str(mode))
+                np.testing.assert_allclose(logits, expected_logits, rtol=tolerance, atol=tolerance, err_msg=str(mode))
+
+
+def test_losses_and_logits_are_equal_with_and_without_a_pipeline(ranks: RankPool) -> None:
+    _check_like_the_plain_loop(ranks.run(2, _all_modes, "cpu", CPU_MODES), tolerance=0)
+
+
+@pytest.mark.multi_gpu
+def test_on_gpus_losses_and_logits_are_equal_with_and_without_a_pipeline() -> None:
+    skip_without_kernels()
+    pool = RankPool()
+    try:
+        # Sums are in no fixed order there.
+        _check_like_the_plain_loop(pool.run(2, _all_modes, "cuda", GPU_MODES), tolerance=1e-4)
+    finally:
+        pool.stop()
+
+
+def _stop_and_resume(rank: int, world_size: int, device_type: str, modes: list[str]) -> dict[str, Any]:
+    """Stop after three steps, once to save a state and once for good."""
+    logging.disable(logging.WARNING)
+    device, group = join(rank, device_type)
+    results = {}
+    for mode in modes:
+        pipeline = make_pipeline(
+            mode, *distribute(Model(), device, group, cached=mode == "prefetch"), device, loss=scaled
+        )
+        with balanced(batches_of(rank, world_size), device) as source:
+            iterator = iter(source)
+            trained = [pipeline.progress(iterator).batch for _ in range(3)]
+            ahead = next(iterator).step - trained[-1].step
+            state = source.state_dict(after=trained[-1])
+            pipeline.reset()
+            for step in islice(run_pipeline(pipeline, source), 3):
+                assert step.batch.epoch == 1
+            again = [step.batch.step for step in run_pipeline(pipeline, source)]
+        with balanced(batches_of(rank, world_size), device) as resumed:
+            resumed.load_state_dict(state)
+            rest = list(resumed)
+        results[mode] = {
+            "ids": [ids_of(batch) for batch in (*trained, *rest)],
+            "all": [ids_of(batch) for batch in batches_of(rank, world_size)],
+            "ahead": ahead,
+            "again": again,
+        }
+    return results
+
+
+def _check_resumed(results: list[dict[str, Any]]) -> None:
+    for mode in results[0]:
+        by_rank = [result[mode] for result in results]
+        for steps in zip(*(result["ids"] for result in by_rank), *(result["all"] for result in by_rank), strict=True):
+            resumed, expected = steps[: len(by_rank)], steps[len(by_rank) :]
+            assert sorted(chain.from_iterable(resumed)) == sorted(chain.from_iterable(expected))
+        assert all(result["ahead"] >= 2 for result in by_rank)  # it had pulled batches that it did not train
+        assert all(result["again"] == list(range(8)) for result in by_rank)  # the run before was abandoned
+
+
+def test_a_job_resumes_after_the_batch_trained_last_and_an_abandoned_run_leaves_nothing_behind(ranks: RankPool) -> None:
+    _check_resumed(ranks.run(2, _stop_and_resume, "cpu", CPU_MODES[1:]))
+
+
+@pytest.mark.multi_gpu
+def test_on_gpus_a_job_resumes_after_the_batch_trained_last() -> None:
+    skip_without_kernels()
+    pool = RankPool()
+    try:
+        _check_resumed(pool.run(2, _stop_and_resume, "cuda", GPU_MODES[1:]))
+    finally:
+        pool.stop()
+
+
+def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return function(*arguments, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    return call
+
+
+@contextmanager
+def _ids_may_be_counted() -> Iterator[None]:
+    """Exempt TorchRec's input distribution.
+
+    Which rank gets how many ids of a table that is sharded by rows is known to the device alone; TorchRec copies the
+    counts to the host, which needs them to size the all-to-all of the ids. The pipelines do that ahead, on a stream of
+    its own.
+    """
+    from torchrec.distributed import embedding_sharding
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
+    exempt = [
+        (ShardedEmbeddingCollection, "input_dist"),
+        (embedding_sharding.KJTListSplitsAwaitable, "_wait_impl"),
+        (embedding_sharding.FusedKJTListSplitsAwaitable, "__init__"),
+        (embedding_sharding.FusedKJTListSplitsAwaitable, "_wait_impl"),
+        (embedding_sharding.KJTListAwaitable, "_wait_impl"),
+    ]
+    with ExitStack() as stack:
+        for owner, name in exempt:
+            stack.enter_context(patch.object(owner, name, _unchecked(getattr(owner, name))))
+        yield
+
+
+def _train_without_synchronizing(rank: int, world_size: int, mode: str) -> list[float]:
+    """Train with an error wherever the host would wait for the device, after a warm-up, and return the losses.
+
+    Inside are the Balancer's plan and exchange, the lookups of both kinds of tables, the all-to-all of embeddings, the
+    side stream, the head, the scaled loss, backward with both all-reduce and the update of sharded tables, and the
+    optimizer. Only the input distribution is exempt.
+    """
+    logging.disable(logging.WARNING)
+    device, group = join(rank, "cuda")
+    model, optimizer = distribute(Model(), device, group, cached=mode == "prefetch")
+    pipeline = make_pipeline(mode, model, optimizer, device, loss=scaled)
+    losses = []
+    with balanced(batches_of(rank, world_size, num_batches=16), device) as batches, _ids_may_be_counted():
+        try:
+            for step in run_pipeline(pipeline, batches):
+                losses.append(step.loss)
+                # DistributedDataParallel arranges its buckets in the first steps.
+                torch.cuda.set_sync_debug_mode("error" if 5 <= len(losses) < 15 else "default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("mode", GPU_MODES[1:])
+def test_no_step_waits_for_the_device(mode: str) -> None:
+    skip_without_kernels()
+    pool = RankPool()
+    try:
+        for losses in pool.run(2, _train_without_synchronizing, mode):
+            assert len(losses) == 16
+            assert np.isfinite(losses).all()
+    finally:
+        pool.stop()
+
+
+def _sum(output: Tensor, batch: Tensor) -> Tensor:
+    return output.sum()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"no pipeline is called 'sparse'; known are none, sparse-dist, prefetch"):
+        make_pipeline("sparse", model, _optimizer(model), "cpu")
+
+
+def test_prefetching_on_the_cpu_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="'prefetch' needs a CUDA device, got cpu; use 'sparse-dist' or 'none'"):
+        make_pipeline("prefetch", model, _optimizer(model), "cpu")
+
+
+def test_a_model_without_sharded_tables_is_refused_where_they_are_needed() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match=r"has no sharded modules for the pipeline 'sparse-dist' .*; use 'none'"):
+        make_pipeline("sparse-dist", model, _optimizer(model), "cpu", loss=scaled)
+
+
+def test_a_model_without_torchrec_trains_in_the_pipeline_none() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    pipeline: Pipeline[Tensor] = make_pipeline("none", model, _optimizer(model), "cpu", loss=_sum)
+    batches = [torch.full((1, 1), float(value)) for value in (1, 2)]
+    losses = [step.loss.item() for step in run_pipeline(pipeline, batches)]
+    assert losses == [1, 2 * 0.5]
+    assert model.weight.item() == 1 - 0.5 - 1
+
+
+class _Slowly:
+    """A pipeline of its own, with nothing ahead."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, forward: PipelineForward[Any]) -> None:
+        self._optimizer = optimizer
+        self._forward = forward
+        self.num_resets = 0
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> PipelineStep[Any]:
+        loss, step = self._forward(next(dataloader_iter))
+        if self._forward.training:
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+        return step
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def test_a_registered_pipeline_is_made_and_run_like_ours() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with restored(PIPELINES):
+        register_pipeline("slowly")(lambda model, optimizer, device, forward: _Slowly(optimizer, forward))
+        pipeline: Pipeline[Tensor] = make_pipeline("slowly", model, _optimizer(model), "cpu", loss=_sum)
+    assert isinstance(pipeline, _Slowly)
+    nn.init.ones_(model.weight)
+    ones = [torch.ones(1, 1)] * 2
+    assert [step.loss.item() for step in run_pipeline(pipeline, ones)] == [1, 0.5]
+    model.eval()
+    assert [(step.loss.item(), step.output.item()) for step in run_pipeline(pipeline, ones)] == [(0, 0)] * 2
+    assert pipeline.num_resets == 2
+
+
+def test_a_pipeline_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'mine' must be a function of model, optimizer, device and forward, got 1"):
+        register_pipeline("mine")(1)  # type: ignore[arg-type]
