@@ -1,16 +1,10 @@
 from .accumulation import accumulate as accumulate
 from .averages import LossAverage as LossAverage
-from .finite import FiniteCheck as FiniteCheck
-from .labels import label_bits as label_bits
-from .loss import scale_loss as scale_loss
-from .metrics import BinaryAUC as BinaryAUC
-from .metrics import RankingMetrics as RankingMetrics
-
-__all__ = ["FiniteCheck", "LossAverage", "accumulate", "label_bits", "scale_loss"]
 from .devices import DevicePeaks as DevicePeaks
 from .devices import computed_peaks as computed_peaks
 from .devices import device_peaks as device_peaks
 from .devices import peaks_by_name as peaks_by_name
+from .finite import FiniteCheck as FiniteCheck
 from .flops import Flops as Flops
 from .flops import ModelFlops as ModelFlops
 from .flops import Work as Work
@@ -23,9 +17,18 @@ from .flops import hstu_work as hstu_work
 from .flops import mlp_flops as mlp_flops
 from .labels import label_bits as label_bits
 from .loss import scale_loss as scale_loss
+from .metrics import BinaryAUC as BinaryAUC
+from .metrics import RankingMetrics as RankingMetrics
 from .perf import AttentionTracker as AttentionTracker
 from .perf import LayerTiming as LayerTiming
 from .perf import gather_timings as gather_timings
+from .pipelines import PIPELINES as PIPELINES
+from .pipelines import Pipeline as Pipeline
+from .pipelines import PipelineForward as PipelineForward
+from .pipelines import PipelineStep as PipelineStep
+from .pipelines import make_pipeline as make_pipeline
+from .pipelines import register_pipeline as register_pipeline
+from .pipelines import run_pipeline as run_pipeline
 from .throughput import Throughput as Throughput
 from .throughput import ThroughputMeter as ThroughputMeter
 from .watch import MemoryUsage as MemoryUsage
@@ -33,17 +36,26 @@ from .watch import MemoryWatch as MemoryWatch
 from .watch import StallWatch as StallWatch
 
 __all__ = [
+    "PIPELINES",
     "AttentionTracker",
+    "BinaryAUC",
     "DevicePeaks",
+    "FiniteCheck",
     "Flops",
     "LayerTiming",
+    "LossAverage",
     "MemoryUsage",
     "MemoryWatch",
     "ModelFlops",
+    "Pipeline",
+    "PipelineForward",
+    "PipelineStep",
+    "RankingMetrics",
     "StallWatch",
     "Throughput",
     "ThroughputMeter",
     "Work",
+    "accumulate",
     "batch_work",
     "causal_work",
     "computed_peaks",
@@ -54,26 +66,9 @@ __all__ = [
     "hstu_pairs",
     "hstu_work",
     "label_bits",
+    "make_pipeline",
     "mlp_flops",
     "peaks_by_name",
-    "scale_loss",
-]
-__all__ = ["BinaryAUC", "RankingMetrics", "label_bits", "scale_loss"]
-from .pipelines import PIPELINES as PIPELINES
-from .pipelines import Pipeline as Pipeline
-from .pipelines import PipelineForward as PipelineForward
-from .pipelines import PipelineStep as PipelineStep
-from .pipelines import make_pipeline as make_pipeline
-from .pipelines import register_pipeline as register_pipeline
-from .pipelines import run_pipeline as run_pipeline
-
-__all__ = [
-    "PIPELINES",
-    "Pipeline",
-    "PipelineForward",
-    "PipelineStep",
-    "label_bits",
-    "make_pipeline",
     "register_pipeline",
     "run_pipeline",
     "scale_loss",
