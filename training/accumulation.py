@@ -42,7 +42,8 @@ def accumulate(
 
     Where tasks have loss tokens of their own, because labels of some are missing, `task_tokens` counts them; also
     without accumulation, with `num_steps=1`. Then each optimizer step begins with an all-reduce of one number per task,
-    on the device, without a synchronization.
+    on the device, without a synchronization. A training pipeline, which steps the optimizer itself, takes
+    `itertools.chain.from_iterable(accumulate(balancer, 1, task_tokens=...))`.
 
     Args:
         batches: of this rank, from a Balancer.

@@ -1,6 +1,7 @@
 """`scale_loss` in the forward of a model that torch.fx traces, also inside a training pipeline of TorchRec."""
 
 import sys
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.random_batches import RandomBatches
 from evenrank.dataloader.random_data import RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
-from evenrank.training import scale_loss
+from evenrank.training import accumulate, scale_loss
 from tests.ranks import RankPool
 
 
@@ -33,12 +34,17 @@ class _Summing(torch.nn.Module):
         return scale_loss(self.weight.sum(), batch, dp_size=self._dp_size)
 
 
+class _OfTasks(_Summing):
+    def forward(self, batch: JaggedBatch) -> Tensor:
+        return scale_loss(self.weight, batch)
+
+
 class _UsingThePackage(_Summing):
     def forward(self, batch: JaggedBatch) -> Tensor:
         return evenrank.training.scale_loss(self.weight.sum(), batch)
 
 
-def _batch(**changes: int) -> JaggedBatch:
+def _batch(**changes: Any) -> JaggedBatch:
     return JaggedBatch(batch_size=1, num_real=0).replace(**changes)
 
 
@@ -59,6 +65,11 @@ def test_a_traced_model_scales_by_the_batch_that_it_runs_on(tracer: torch.fx.Tra
     assert traced(_batch(world_loss_tokens=5, dp_size=1)).item() == pytest.approx(2 / 5)
     with pytest.raises(ConfigError, match="the batch has no world_loss_tokens"):
         traced(_batch())
+
+
+def test_a_traced_model_divides_by_the_loss_tokens_of_each_task(tracer: torch.fx.Tracer) -> None:
+    batch = _batch(world_loss_tokens=8, dp_size=4, world_task_tokens=torch.tensor([8, 2]))
+    assert _traced(_OfTasks(), tracer)(batch).tolist() == [4 / 8, 4 / 2]
 
 
 def test_a_traced_model_keeps_the_dp_size_that_it_passes(tracer: torch.fx.Tracer) -> None:
@@ -113,14 +124,14 @@ class _Model(torch.nn.Module):
         return (batch.num_candidates * (scores - 0.5) ** 2).sum()
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, SequenceBatch]:
-        return scale_loss(self.local_sum(batch), batch), batch
+        return scale_loss(self.local_sum(batch).view(1), batch).sum(), batch
 
 
 def _batches(rank: int, world_size: int) -> RandomBatches[SequenceBatch]:
     return RandomBatches(CONFIG, DATA, num_batches=NUM_STEPS, rank=rank, world_size=world_size)
 
 
-def _train_in_a_pipeline(rank: int, world_size: int) -> dict[str, Any]:
+def _train_in_a_pipeline(rank: int, world_size: int, counts_tasks: bool) -> dict[str, Any]:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -151,6 +162,9 @@ def _train_in_a_pipeline(rank: int, world_size: int) -> dict[str, Any]:
         _batches(rank, world_size), cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
     ) as balancer:
         iterator = iter(balancer)
+        if counts_tasks:
+            steps = accumulate(balancer, 1, task_tokens=lambda batch: batch.num_candidates.sum().view(1))
+            iterator = chain.from_iterable(steps)
         for _ in range(NUM_STEPS):
             pipeline.progress(iterator)
             assert model.weight.grad is not None
@@ -178,11 +192,12 @@ def _train_plainly(world_size: int) -> tuple[_Model, NDArray[np.float32]]:
     return model, np.array(gradients)
 
 
-def test_a_pipeline_whose_model_scales_the_loss_trains_like_a_plain_loop(ranks: RankPool) -> None:
+@pytest.mark.parametrize("counts_tasks", [False, True])
+def test_a_pipeline_whose_model_scales_the_loss_trains_like_a_plain_loop(ranks: RankPool, counts_tasks: bool) -> None:
     model, gradients = _train_plainly(2)
     (table,) = [value for name, value in model.named_parameters() if name.endswith("table.weight")]
     assert not torch.allclose(table, _fill(torch.empty_like(table)), atol=1e-2)  # it has been trained
-    results = ranks.run(2, _train_in_a_pipeline)
+    results = ranks.run(2, _train_in_a_pipeline, counts_tasks)
     for result in results:
         np.testing.assert_allclose(result["gradients"], gradients, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(result["weight"], model.weight.detach().numpy(), rtol=1e-4, atol=1e-6)
