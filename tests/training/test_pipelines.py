@@ -144,11 +144,12 @@ def _stop_and_resume(rank: int, world_size: int, device_type: str, modes: list[s
             mode, *distribute(Model(), device, group, cached=mode == "prefetch"), device, loss=scaled
         )
         with balanced(batches_of(rank, world_size), device) as source:
-            iterator = iter(source)
+            iterator: Any = iter(source)
             trained = [pipeline.progress(iterator).batch for _ in range(3)]
             ahead = next(iterator).step - trained[-1].step
             state = source.state_dict(after=trained[-1])
             pipeline.reset()
+            iterator.close()
             for step in islice(run_pipeline(pipeline, source), 3):
                 assert step.batch.epoch == 1
             again = [step.batch.step for step in run_pipeline(pipeline, source)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchrec import EmbeddingCollection
 
+import hstu.embeddings
 from hstu.embeddings import Embeddings
 from tests.ranks import RankPool
 from tests.training.sharded_model import (
@@ -108,13 +109,9 @@ def test_on_gpus_sharded_and_replicated_tables_train_like_those_of_one_process()
 
 
 @pytest.mark.gpu
-def test_the_lookup_on_the_side_stream_waits_for_what_it_reads_and_is_waited_for() -> None:
-    """The device is kept busy before the ids and weights are written, and so is the side stream at the lookup.
-
-    Warnings are errors, so gradients that autograd accumulates on another stream than expected fail it too.
-    """
-    from hstu import embeddings as module
-
+@pytest.mark.parametrize("busy", ["current stream", "side stream"])
+def test_the_lookup_on_the_side_stream_waits_for_its_inputs_and_is_waited_for(busy: str) -> None:
+    """Nothing waits on the host; warnings, such as of gradients accumulated on another stream, are errors."""
     batch = batches_of(0, 1).batch(0)
     plain = Embeddings(make_tables(), min_sharded_rows=1000)
     expected = {key: jagged.values() for key, jagged in plain(batch.features).items()}
@@ -122,29 +119,31 @@ def test_the_lookup_on_the_side_stream_waits_for_what_it_reads_and_is_waited_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     tables = Embeddings(make_tables(), min_sharded_rows=1000).to(device)
-    blank = {name: torch.zeros_like(weight) for name, weight in tables.named_parameters()}
-    final = {name: weight.detach().clone() for name, weight in tables.named_parameters()}
-    moved = batch.pin_memory().to(device, non_blocking=True).features
-    ids = moved.values().clone()
-    for _ in range(3):
-        with torch.no_grad():
-            for name, weight in tables.named_parameters():
-                weight.copy_(blank[name])
-            moved.values().zero_()
-            torch.cuda._sleep(50_000_000)
-            for name, weight in tables.named_parameters():
-                weight.copy_(final[name])
-            moved.values().copy_(ids)
-        tables.zero_grad()
-        moved._jt_dict = None
-        with torch.cuda.stream(module._side_stream(device)):
-            torch.cuda._sleep(50_000_000)
-        found = {key: jagged.values() for key, jagged in tables(moved).items()}
-        for key in ROWS:
-            assert found[key].shape == (len(expected[key]), DIM)
-            assert torch.equal(found[key].cpu(), expected[key]), key
+    # DistributedDataParallel keeps the nodes that accumulate gradients, which it makes on the current stream.
+    views = [weight.view_as(weight) for weight in tables.parameters()]
+    features = batch.to(device).features
+    inputs = [features.values(), *(weight.detach() for weight in tables.parameters())]
+    values = [tensor.clone() for tensor in inputs]
+    tables(features)  # the first lookup, on a stream that is new
+    for tensor in inputs:
+        tensor.zero_()
+    features._jt_dict = None
+    torch.cuda.synchronize()
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(hstu.embeddings._side_stream(device) if busy == "side stream" else None):
+            torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        for tensor, value in zip(inputs, values, strict=True):
+            tensor.copy_(value)
+        found = {key: jagged.values().clone() for key, jagged in tables(features).items()}
         torch.stack([(values**2).sum() for values in found.values()]).sum().backward()
-        for (name, weight), other in zip(tables.named_parameters(), plain.parameters(), strict=True):
-            assert weight.grad is not None
-            assert other.grad is not None
-            torch.testing.assert_close(weight.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5, msg=name)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(views) == len(ROWS)
+    for key in ROWS:
+        assert found[key].shape == (len(expected[key]), DIM)
+        assert torch.equal(found[key].detach().cpu(), expected[key].detach()), key
+    for weight, other in zip(tables.parameters(), plain.parameters(), strict=True):
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5)
