@@ -178,7 +178,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on another device; host-side caches and metadata are kept, without synchronization."""
         target = torch.device(device)
-        return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
+        return self._map(lambda value: _move(value, target, non_blocking))
 
     def clone(self) -> Self:
         """Return a batch whose tensors share no memory with those of this one."""
@@ -198,6 +198,13 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         return self.replace(**{name: function(value) for name, value in self.tensors() if value is not None})
+
+
+def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    moved = value.to(device, non_blocking=non_blocking)
+    if isinstance(moved, KeyedJaggedTensor) and moved is not value:
+        moved._jt_dict = None  # what `to_dict` has cached; TorchRec passes it on with tensors of the old device
+    return moved
 
 
 def _clone(value: Any) -> Any:

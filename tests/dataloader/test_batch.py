@@ -24,6 +24,13 @@ def test_moving_a_batch_keeps_samples_and_host_side_caches() -> None:
     assert moved.num_real == 2
 
 
+def test_after_a_move_no_view_by_key_is_left_on_the_old_device() -> None:
+    batch = BATCH.clone()
+    assert batch.first.to_dict()["a"].values().device.type == "cpu"
+    for jagged in batch.to("meta").first.to_dict().values():
+        assert jagged.values().device.type == "meta"
+
+
 def test_the_repr_of_a_batch_is_one_line_with_its_contents() -> None:
     text = repr(BATCH)
     assert text.startswith(
