@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
@@ -191,7 +192,7 @@ def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predic
 
     Args:
         history: integers [B], tokens before the candidates, contextual ones included.
-        contextual: integers [B], how many of them are contextual.
+        contextual: integers [B], how many of them are contextual and see the whole history.
         candidates: integers [B], tokens of candidates.
         predictions: rows of the head; `batch.loss_tokens` for most models.
 
@@ -215,6 +216,9 @@ def causal_work(tokens: Tensor, *, predictions: Count) -> Work:
 def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Sequence[str] = ()) -> Work:
     """Return the work of an HSTU model on a batch, where the batch is, without waiting for the device.
 
+    Contextual tokens see the whole history, unless it has loss tokens: in retrieval, and where labels are those of the
+    history, they would show it its own future, so they see only those before them.
+
     The lengths of a balanced batch are on its device alone, so the counts are scalars there. To log them, sum them on
     the device, as a ThroughputMeter does.
 
@@ -237,7 +241,11 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
     front = items.new_zeros(items.shape)
     for key in contextual:
         front = front + _lengths(batch, key)
-    return hstu_work(history + front, front, candidates, predictions=batch.loss_tokens)
+    if batch.labels is None:  # retrieval: each item is predicted
+        sees_history = torch.zeros_like(front)
+    else:
+        sees_history = front.masked_fill(batch.labels.lengths() > batch.num_candidates, 0)
+    return hstu_work(history + front, sees_history, candidates, predictions=batch.loss_tokens)
 
 
 def _lengths(batch: SequenceBatch, key: str) -> Tensor:

@@ -1,16 +1,18 @@
 """FLOPs from lengths are those that the matrix products of the example's attention and of torch's layers take."""
 
-from itertools import pairwise
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
+from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
@@ -27,10 +29,13 @@ from evenrank.training import (
     hstu_pairs,
     hstu_work,
 )
-from hstu.attention import Sequences, padded_attention
+from hstu.attention import Sequences
+from hstu.config import HSTUConfig
+from hstu.ranking import HSTURanking
+from hstu.retrieval import HSTURetrieval
+from hstu.tables import tables
 
-HIDDEN, HEADS, HEAD_DIM, LAYERS = 16, 2, 12, 3
-EMBEDDING, HEAD = (8, 24, HIDDEN), (HIDDEN, 20, 5)
+HIDDEN, HEADS, HEAD_DIM = 16, 2, 12
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4)
 
@@ -50,6 +55,7 @@ def _sequences(samples: list[tuple[int, int, int]]) -> tuple[Sequences, tuple[Te
     return sequences, (history, contextual, candidates)
 
 
+@settings(max_examples=40)
 @given(samples=SAMPLES)
 def test_pairs_are_those_of_the_mask_of_the_example(samples: list[tuple[int, int, int]]) -> None:
     sequences, lengths = _sequences(samples)
@@ -58,6 +64,7 @@ def test_pairs_are_those_of_the_mask_of_the_example(samples: list[tuple[int, int
     assert (work.tokens, work.pairs, work.predictions) == (sequences.num_tokens, sequences.mask().sum(), 7)
 
 
+@settings(max_examples=20)
 @given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_pairs_of_a_decoder_are_those_of_a_triangle(tokens: list[int]) -> None:
     work = causal_work(torch.tensor(tokens, dtype=torch.int32), predictions=0)
@@ -65,68 +72,99 @@ def test_pairs_of_a_decoder_are_those_of_a_triangle(tokens: list[int]) -> None:
     assert work.tokens == sum(tokens)
 
 
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs = nn.Linear(HIDDEN, 4 * HEADS * HEAD_DIM)
-        self.outputs = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
-
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        projected = silu(self.inputs(layer_norm(x, (HIDDEN,)))).view(-1, 4, HEADS, HEAD_DIM)
-        u, v, q, k = projected.unbind(1)
-        attended = padded_attention(q, k, v, sequences, scale_length=sequences.max_length).flatten(1)
-        return x + self.outputs(layer_norm(attended, attended.shape[1:]) * u.flatten(1))  # type: ignore[no-any-return]
-
-
-def _mlp(widths: tuple[int, ...]) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
-
-
-def _count(outputs: nn.Module, tokens: Tensor, *arguments: Sequences) -> tuple[int, int]:
-    """Return torch's counts of a forward and a backward pass, whose input has a gradient too."""
+def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
+    """Return torch's counts of a forward and a backward pass."""
     with FlopCounterMode(display=False) as forward:
-        loss = outputs(tokens, *arguments).sum()
+        outputs = module(inputs)
     with FlopCounterMode(display=False) as backward:
-        loss.backward()
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-class _HSTU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = _mlp(EMBEDDING), _mlp(HEAD)
-        self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
-
-    def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, sequences)
-        return self.head(hidden)  # type: ignore[no-any-return]
-
-
-def test_hstu_flops_are_those_that_torch_counts_where_no_pair_is_masked() -> None:
-    samples, length = 4, 6
-    sequences, _ = _sequences([(length, 0, 0)] * samples)  # contextual tokens see one another: no pair is masked
-    tokens = torch.randn(samples * length, EMBEDDING[0], requires_grad=True)
-    counted = _count(_HSTU(), tokens, sequences)
-
-    model = hstu_flops(hidden=HIDDEN, heads=HEADS, head_dim=HEAD_DIM, layers=LAYERS, embedding=EMBEDDING, head=HEAD)
-    each = torch.full((samples,), length)
-    flops = model.of(hstu_work(each, each, torch.zeros_like(each), predictions=samples * length))
-    assert (flops.forward, flops.backward) == counted
+CONFIG = HSTUConfig(
+    max_length=20,
+    contextual=("user_id",),
+    embedding_dim=8,
+    hidden=16,
+    heads=2,
+    head_dim=12,
+    layers=3,
+    position_buckets=8,
+    attention="padded",
+)
 
 
-def test_hstu_flops_of_a_causal_history_leave_out_only_the_masked_pairs_that_torch_counts() -> None:
-    samples, length = 4, 6
-    sequences, lengths = _sequences([(1, 3, 2)] * samples)
-    tokens = torch.randn(samples * length, EMBEDDING[0], requires_grad=True)
-    counted = _count(_HSTU(), tokens, sequences)
+def _batch(lengths: Mapping[str, list[int]], candidates: list[int], labels: list[int] | None) -> SequenceBatch:
+    """Return a batch of zeros with lengths [B] per key, and labels per row or none."""
+    rows = np.array(list(lengths.values()))
+    features = keyed_jagged_tensor(list(lengths), torch.zeros(rows.sum(), dtype=torch.int64), rows)
+    if labels is None:
+        loss_tokens, kjt = int((rows[list(lengths).index("item_id")] - 1).clip(0).sum()), None
+    else:
+        loss_tokens = sum(labels)
+        kjt = keyed_jagged_tensor(["label"], torch.zeros(loss_tokens, dtype=torch.int64), np.array([labels]))
+    return SequenceBatch(
+        batch_size=rows.shape[1],
+        num_real=rows.shape[1],
+        loss_tokens=loss_tokens,
+        max_lengths={key: max(values) for key, values in lengths.items()},
+        features=features,
+        labels=kjt,
+        num_candidates=torch.tensor(candidates),
+        sample_ids=torch.arange(rows.shape[1]),
+    )
 
-    model = hstu_flops(hidden=HIDDEN, heads=HEADS, head_dim=HEAD_DIM, layers=LAYERS, embedding=EMBEDDING, head=HEAD)
-    flops = model.of(hstu_work(*lengths, predictions=samples * length))
-    masked = int((~sequences.mask()).sum())
-    assert flops.forward + 4 * LAYERS * HEADS * HEAD_DIM * masked == counted[0]
-    assert flops.backward + 8 * LAYERS * HEADS * HEAD_DIM * masked == counted[1]
+
+def _embeddings(*, retrieval: bool) -> EmbeddingCollection:
+    sizes = {"user_id": 3, "item_id": 5, "action": 4}
+    return EmbeddingCollection(tables=tables(sizes, CONFIG, retrieval=retrieval))
+
+
+# 4 samples of a user, 3 items and 2 or 3 actions each.
+@pytest.mark.parametrize(
+    ("name", "actions", "candidates", "labels", "sees_history"),
+    [
+        ("candidates", 2, 1, 1, True),
+        ("candidates with actions", 3, 1, 1, True),
+        ("labels of the history", 3, 0, 3, False),
+        ("retrieval", 3, 0, None, False),
+    ],
+)
+def test_flops_of_a_batch_are_those_that_torch_counts_on_the_example_model_but_for_masked_pairs(
+    name: str, actions: int, candidates: int, labels: int | None, sees_history: bool
+) -> None:
+    samples = 4
+    batch = _batch(
+        {"user_id": [1] * samples, "item_id": [3] * samples, "action": [actions] * samples},
+        [candidates] * samples,
+        None if labels is None else [labels] * samples,
+    )
+    model: nn.Module
+    if labels is None:
+        model = HSTURetrieval(_embeddings(retrieval=True), CONFIG, num_items=5, num_negatives=6)
+        head = [CONFIG.hidden, CONFIG.embedding_dim, 6]
+    else:
+        model = HSTURanking(_embeddings(retrieval=False), CONFIG, num_tasks=2)
+        head = [CONFIG.hidden, CONFIG.hidden, 2]
+    counted = _count(model, batch)
+
+    flops = hstu_flops(
+        hidden=CONFIG.hidden,
+        heads=CONFIG.heads,
+        head_dim=CONFIG.head_dim,
+        layers=CONFIG.layers,
+        embedding=(CONFIG.embedding_dim, CONFIG.hidden, CONFIG.hidden),
+        head=head,
+    ).of(batch_work(batch, interleave_actions=True, contextual=("user_id",)))
+
+    # The padded reference computes all pairs of a sample, whether a token sees the other or not.
+    length, own = 4 + actions, candidates * (2 if actions == 3 else 1)
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    mask[0, : length - own] |= sees_history
+    mask[:, length - own :] &= torch.eye(length, dtype=torch.bool)[:, length - own :]
+    masked = samples * int((~mask).sum()) * CONFIG.layers * CONFIG.heads * CONFIG.head_dim
+    assert flops.forward + 4 * masked == counted[0]
+    assert flops.backward + 8 * masked == counted[1]
 
 
 class _Decoder(nn.Module):
@@ -134,7 +172,8 @@ class _Decoder(nn.Module):
         super().__init__()
         width = HEADS * HEAD_DIM
         self.inputs, self.outputs = nn.Linear(HIDDEN, 3 * width), nn.Linear(width, HIDDEN)
-        self.ffn, self.head = _mlp((HIDDEN, 40, HIDDEN)), nn.Linear(HIDDEN, 9)
+        self.ffn = nn.Sequential(nn.Linear(HIDDEN, 40), nn.Linear(40, HIDDEN))
+        self.head = nn.Linear(HIDDEN, 9)
 
     def forward(self, tokens: Tensor) -> Tensor:
         q, k, v = self.inputs(tokens).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
@@ -162,25 +201,12 @@ def test_recomputed_scores_make_attention_cost_three_and_a_half_times_its_forwar
     assert recomputed.linear_backward == flops.linear_backward
 
 
-def _batch(lengths: dict[str, list[int]], candidates: list[int]) -> SequenceBatch:
-    rows = np.array(list(lengths.values()))
-    features = keyed_jagged_tensor(list(lengths), torch.zeros(rows.sum(), dtype=torch.int64), rows)
-    return SequenceBatch(
-        batch_size=rows.shape[1],
-        num_real=rows.shape[1] - 1,
-        loss_tokens=11,
-        features=features,
-        num_candidates=torch.tensor(candidates),
-        sample_ids=torch.arange(rows.shape[1]),
-    )
-
-
 @pytest.mark.parametrize("interleave_actions", [False, True])
 @pytest.mark.parametrize("actions", [[3, 5, 0], [4, 7, 0]], ids=["of the history", "of all items"])
 def test_the_work_of_a_batch_has_the_tokens_that_costs_count(interleave_actions: bool, actions: list[int]) -> None:
     lengths = {"gender": [1, 1, 0], "genres": [0, 2, 0], "item_id": [4, 7, 0], "action": actions}
     candidates = [1, 2, 0]
-    batch = _batch(lengths, candidates)
+    batch = _batch(lengths, candidates, candidates)
     contextual = ("gender", "genres")
     work = batch_work(batch, interleave_actions=interleave_actions, contextual=contextual)
 
@@ -192,12 +218,14 @@ def test_the_work_of_a_batch_has_the_tokens_that_costs_count(interleave_actions:
     candidate_tokens = torch.from_numpy(cost.candidate_tokens(arrays, np.array(candidates)))
     assert work.tokens == tokens.sum()
     assert work.pairs == hstu_pairs(tokens - candidate_tokens, torch.tensor([1, 3, 0]), candidate_tokens).sum()
-    assert work.predictions == 11
+    assert work.predictions == 3
 
 
 def test_a_missing_key_is_an_error_that_names_those_of_the_batch() -> None:
     with pytest.raises(ConfigError, match="needs the key 'age'; batches have item_id, action"):
-        batch_work(_batch({"item_id": [2, 0], "action": [2, 0]}, [0, 0]), interleave_actions=True, contextual=["age"])
+        batch_work(
+            _batch({"item_id": [2, 0], "action": [2, 0]}, [0, 0], None), interleave_actions=True, contextual=["age"]
+        )
 
 
 def test_a_size_of_zero_is_an_error() -> None:

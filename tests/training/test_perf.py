@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import AttentionTracker, Flops, LayerTiming, gather_timings
+from evenrank.training import AttentionTracker, Flops, LayerTiming, ModelFlops, gather_timings, hstu_work
+from hstu.attention import Sequences
+from hstu.layer import HSTUAttention
 from tests.ranks import RankPool
 
 FORWARD, BACKWARD = 2.0, 3.0  # milliseconds of the layers below
@@ -304,6 +306,35 @@ def test_a_row_says_what_is_known() -> None:
     assert timing.line() == (
         "rank 1 | a | 4 calls | forward 1.500 ms, 310.0 TFLOP/s | backward 3.250 ms, 250.0 TFLOP/s | MFU 27.0%"
     )
+
+
+def test_flops_of_the_example_attention_are_those_of_its_mask() -> None:
+    counted: list[Flops] = []
+
+    def attention_flops(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
+        """Count as docs/training.md does."""
+        sequences = arguments["sequences"]
+        history = sequences.lengths - sequences.num_candidates
+        work = hstu_work(history, sequences.num_contextual, sequences.num_candidates, predictions=0)
+        heads, head_dim = arguments["query"].shape[1:]
+        counted.append(ModelFlops(per_token=0, per_pair=4 * heads * head_dim).of(work).with_recomputed_scores())
+        return counted[-1]
+
+    sequences = Sequences(
+        offsets=torch.tensor([0, 4, 4, 11]),
+        num_contextual=torch.tensor([1, 0, 2]),
+        num_candidates=torch.tensor([0, 0, 3]),
+        num_tokens=11,
+        max_length=8,
+    )
+    layer = HSTUAttention("padded", 8)
+    tracker = AttentionTracker(layer, HSTUAttention, device="cpu", start=0, stop=1, flops=attention_flops)
+    query, key, value = torch.randn(3, 11, 2, 5, requires_grad=True)
+    layer(query, key, value=value, sequences=sequences).sum().backward()
+    assert len(tracker.step()) == 1
+    (flops,) = counted
+    assert flops.forward == 4 * 2 * 5 * sequences.mask().sum()
+    assert flops.total == 3.5 * flops.forward
 
 
 def _timings_of_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
