@@ -7,11 +7,14 @@
 Everything else is computed by all ranks alike.
 """
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from evenrank.core.errors import ConfigError
@@ -67,13 +70,14 @@ class ShardedLayerNorm(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the normalized values: like `values`, this rank's columns [tokens, width / ranks]."""
-        rows = DTensor.from_local(values.to(torch.promote_types(values.dtype, torch.float32)), self.mesh, [Shard(1)])
-        centered = rows - _row_means(rows)
-        normed = centered * (_row_means(centered.square()) + self.eps).rsqrt()
-        return (normed * self.weight + self.bias).to_local().to(values.dtype)
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        centered = wide - self._row_means(wide)
+        normed = centered * (self._row_means(centered.square()) + self.eps).rsqrt()
+        weight, bias = (cast(DTensor, parameter).to_local() for parameter in (self.weight, self.bias))
+        return (normed * weight + bias).to(values.dtype)
 
-
-def _row_means(rows: DTensor) -> DTensor:
-    """Return the mean of each row, over all ranks: [tokens, 1], the same on all of them."""
-    # Explicitly, or sums over whole rows would be exchanged where gradients of the mean are added to those of the rows.
-    return rows.sum(1, keepdim=True).redistribute(placements=[Replicate()]) / rows.shape[1]
+    def _row_means(self, columns: Tensor) -> Tensor:
+        """Return the mean of each row over all ranks: [tokens, 1]."""
+        # Of DTensors, the backward pass would exchange whole rows where it adds the gradients of the mean to theirs.
+        sums: Tensor = all_reduce(columns.sum(1, keepdim=True), group=self.mesh.get_group())
+        return sums / (columns.shape[1] * self.mesh.size())

@@ -1,7 +1,7 @@
 """Batches of samples given as lists, random ones, and embedding tables that keep the dtype of tests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -76,13 +76,12 @@ def _jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTens
     return keyed_jagged_tensor(list(rows_by_key), torch.tensor(values, dtype=torch.int64), lengths), limits
 
 
-def random_samples(count: int, *, seed: int = 0, candidates: int = 2, predict: str = "candidates") -> list[Sample]:
-    """Draw samples with histories of 0 to 7 items.
+def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") -> list[Sample]:
+    """Draw samples with histories of 0 to 7 items, and 2 candidates if those are predicted.
 
     Args:
         count: of them.
         seed: of the draw.
-        candidates: of each sample, if those are predicted.
         predict: `candidates`, `candidates-with-actions`, `history` or `next` (item).
 
     """
@@ -95,17 +94,19 @@ def random_samples(count: int, *, seed: int = 0, candidates: int = 2, predict: s
     samples = []
     for _ in range(count):
         history = int(rng.integers(0, 8))
-        sample = Sample(user_id=draw("user_id", 1), tags=draw("tags", int(rng.integers(0, 4))))
-        if predict.startswith("candidates"):
-            labels = draw("action", candidates)
-            actions = draw("action", history) + (draw("action", candidates) if predict != "candidates" else [])
-            items = draw("item_id", history + candidates)
-            sample = replace(sample, item_id=items, action=actions, num_candidates=candidates, labels=labels)
-        else:
-            actions = draw("action", history)
-            labels = actions if predict == "history" else None
-            sample = replace(sample, item_id=draw("item_id", history), action=actions, labels=labels)
-        samples.append(sample)
+        num_candidates = 2 if predict.startswith("candidates") else 0
+        actions = draw("action", history + num_candidates)
+        labels = {"history": actions, "next": None}.get(predict, actions[history:])
+        samples.append(
+            Sample(
+                user_id=draw("user_id", 1),
+                tags=draw("tags", int(rng.integers(0, 4))),
+                item_id=draw("item_id", history + num_candidates),
+                action=actions[:history] if predict == "candidates" else actions,
+                num_candidates=num_candidates,
+                labels=labels,
+            )
+        )
     return samples
 
 

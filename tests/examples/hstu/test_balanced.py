@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,8 @@ from tests.ranks import RankPool
 ROWS = 3
 STEPS = 3
 WORLD_SIZE = 4
+
+Result = tuple[list[list[Tensor]], int]  # gradients of each step, number of batches that have changed
 
 
 def _samples(step: int, task: str) -> list[Sample]:
@@ -37,25 +40,34 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return [gradient.clone() for gradient in gradients]
 
 
-def _train(rank: int, world_size: int, task: str, strategy: str) -> tuple[list[list[Tensor]], int]:
+def _train(
+    rank: int, world_size: int, task: str, strategies: tuple[str, ...]
+) -> dict[str, tuple[list[list[Tensor]], int]]:
+    """Return what each strategy gives."""
     model = DistributedDataParallel(_model(task))
     batches = []
     for step in range(STEPS):
         mine = _samples(step, task)[rank * ROWS : (rank + 1) * ROWS]
         batches.append(_batch(mine, ROWS, step, task))
-    gradients, num_moved = [], 0
-    with Balancer(batches, cost=CONFIG.cost(), strategy=strategy) as balancer:
-        for batch, loaded in zip(balancer, batches, strict=True):
-            model.zero_grad()
-            loss_sums, _ = model(batch)
-            scale_loss(loss_sums.sum(), batch).backward()
-            gradients.append(_gradients(model))
-            num_moved += batch.features.length_per_key() != loaded.features.length_per_key()
-    return gradients, num_moved
+    results = {}
+    for strategy in strategies:
+        gradients, num_changed = [], 0
+        with Balancer(batches, cost=CONFIG.cost(), strategy=strategy) as balancer:
+            for batch, loaded in zip(balancer, batches, strict=True):
+                model.zero_grad()
+                loss_sums, _ = model(batch)
+                scale_loss(loss_sums.sum(), batch).backward()
+                gradients.append(_gradients(model))
+                num_changed += batch.features.length_per_key() != loaded.features.length_per_key()
+        results[strategy] = gradients, num_changed
+    return results
 
 
-def _check(ranks: RankPool, task: str, strategy: str) -> int:
-    """Compare the gradients of all ranks and steps with those of one process; return how many batches changed."""
+@pytest.mark.parametrize(
+    ("task", "strategies"),
+    [("candidates", tuple(STRATEGIES)), ("history", ("lpt-swap",)), ("retrieval", ("lpt-swap",))],
+)
+def test_gradients_equal_those_of_one_process(ranks: RankPool, task: str, strategies: tuple[str, ...]) -> None:
     model: Any = _model(task)
     expected = []
     for step in range(STEPS):
@@ -64,20 +76,11 @@ def _check(ranks: RankPool, task: str, strategy: str) -> int:
         batch = _batch(samples, len(samples), step, task)
         (model(batch)[0].sum() / batch.loss_tokens).backward()
         expected.append(_gradients(model))
-    results = ranks.run(WORLD_SIZE, _train, task, strategy)
-    for gradients, _ in results:
-        for step_gradients, reference in zip(gradients, expected, strict=True):
-            for gradient, expected_gradient in zip(step_gradients, reference, strict=True):
-                torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
-    return sum(num_moved for _, num_moved in results)
-
-
-def test_gradients_equal_those_of_one_process_under_every_strategy(ranks: RankPool) -> None:
-    for strategy in STRATEGIES:
-        num_moved = _check(ranks, "candidates", strategy)
-        assert (num_moved > 0) == (strategy != "identity")
-
-
-def test_labels_of_histories_and_next_items_too(ranks: RankPool) -> None:
-    for task in ("history", "retrieval"):
-        assert _check(ranks, task, "lpt-swap") > 0
+    results = ranks.run(WORLD_SIZE, _train, task, strategies)
+    for strategy in strategies:
+        for result in results:
+            gradients, _ = result[strategy]
+            for step_gradients, reference in zip(gradients, expected, strict=True):
+                for gradient, expected_gradient in zip(step_gradients, reference, strict=True):
+                    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
+        assert (sum(result[strategy][1] for result in results) > 0) == (strategy != "identity")

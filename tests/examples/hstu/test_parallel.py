@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import Balancer
@@ -78,14 +79,15 @@ class _Exchanges(TorchDispatchMode):
     """Notes what ranks exchange: the operation and the number of values."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what is inside is seen as well
-        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            self.seen.append((func.__name__.split(".")[0], args[0].numel()))
+        if "c10d" in func.namespace and not func.__name__.startswith(("wait", "_wrap")):
+            name = func.__name__.split(".")[0].strip("_")
+            self.seen.append((name, sum(leaf.numel() for leaf in tree_leaves(args[0]))))
         return func(*args, **(kwargs or {}))
 
 
@@ -125,8 +127,8 @@ def test_a_divided_norm_exchanges_statistics_alone(ranks: RankPool) -> None:
         for *differences, forward, backward in ranks.run(world_size, _norm):
             for difference in differences:
                 assert difference.abs().max() < 1e-12
-            assert forward == [("all_reduce", 5)] * 2  # a sum and a sum of squares per row
-            assert backward == [("all_reduce", 5)] * 2
+            assert forward == [("allreduce", 5)] * 2  # a sum and a sum of squares per row
+            assert backward == [("allreduce", 5)] * 2
 
 
 def _on_a_mesh(rank: int, world_size: int) -> tuple[list[dict[str, list[int]]], list[dict[str, Tensor]]]:

@@ -1,6 +1,7 @@
 """What the ranking model's logits depend on, and that it learns."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def test_candidates_see_the_whole_history_and_the_context() -> None:
     logits = _logits(SAMPLE)
     for name in ("user_id", "tags", "action"):
         for index in range(len(getattr(SAMPLE, name))):
-            changed = replace(SAMPLE, **{name: _changed(getattr(SAMPLE, name), index)})
+            change: Any = {name: _changed(getattr(SAMPLE, name), index)}
+            changed = replace(SAMPLE, **change)
             assert _is_equal(logits, _logits(changed)) == [False, False], name
     for index in range(3):
         assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, index)))) == [False, False]

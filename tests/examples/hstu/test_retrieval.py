@@ -30,7 +30,7 @@ def _queries(model: HSTURetrieval, batch: SequenceBatch) -> list[Tensor]:
     model(batch.replace(labels=None))
     hook.remove()
     lengths = sum((batch.features[key].lengths() for key in ("user_id", "tags", "item_id", "action")), 0)
-    return list(torch.split(model.dense.lower_width(seen[0]).detach(), lengths.tolist()))  # type: ignore[union-attr]
+    return list(torch.split(model.dense.lower_width(seen[0]).detach(), lengths.tolist()))
 
 
 def test_each_next_item_is_predicted_from_the_action_before_it_among_the_negatives() -> None:
