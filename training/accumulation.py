@@ -6,13 +6,14 @@ tokens of all ranks over all steps, which are known once the last of their batch
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.control.consistency import check_settings
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 from evenrank.dataloader.batch import JaggedBatch
 
@@ -56,11 +57,12 @@ def accumulate(
 
     Returns:
         An iterator over lists of 1 to `num_steps` batches, which differ from those given in `world_loss_tokens` and
-        `world_task_tokens`. With `task_tokens`, iterating is collective: every rank must do it.
+        `world_task_tokens`. Iterating is collective: every rank of the group must do it.
 
     Raises:
         ConfigError: `num_steps` is below 1, this process is not a rank of the group, or batches are not from a
             Balancer.
+        RankError: `num_steps`, or the tasks that are counted, differ between ranks; while iterating, on every rank.
 
     """
     if num_steps < 1:
@@ -74,6 +76,9 @@ def _optimizer_steps(
     task_tokens: Callable[[Batch], Tensor] | None,
     group: dist.ProcessGroup | None,
 ) -> Iterator[list[Batch]]:
+    # A rank that pulled another number of batches would wait in the Balancer for the others, and they for its gradients.
+    _check_equal({"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}, group)
+    is_first = True
     iterator = iter(batches)
     while pulled := list(islice(iterator, num_steps)):
         world_loss_tokens = 0
@@ -84,6 +89,16 @@ def _optimizer_steps(
         counts = None
         if task_tokens is not None:
             counts = torch.stack([task_tokens(batch) for batch in pulled]).sum(dim=0)
+            if is_first:
+                _check_equal({"the shape of task_tokens": list(counts.shape)}, group)
+                is_first = False
             if group is not None:
                 dist.all_reduce(counts, group=group)
         yield [batch.replace(world_loss_tokens=world_loss_tokens, world_task_tokens=counts) for batch in pulled]
+
+
+def _check_equal(settings: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, settings, group)
+        check_settings(gathered)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.training import accumulate
@@ -94,6 +94,29 @@ def test_loss_tokens_of_tasks_are_counted_over_the_ranks_and_steps_of_an_optimiz
     counts = torch.tensor([[[1, 0, 7], [2, 0, 0], [4, 0, 1]], [[10, 0, 0], [20, 0, 3], [0, 5, 0]]])
     for tokens in ranks.run(4, _count_tasks, counts):
         assert tokens == [[[33, 0, 10], [33, 0, 10]], [[4, 5, 1]]]
+
+
+def _raises_unlike_others(rank: int, world_size: int) -> list[str]:
+    """Return the errors where ranks accumulate other numbers of steps, count other tasks, or only one counts them."""
+    errors = []
+    for num_steps, task_tokens in (
+        (1 + rank, None),
+        (1, lambda batch: torch.ones(2 + rank, dtype=torch.int64)),
+        (1, None if rank else lambda batch: torch.ones(2, dtype=torch.int64)),
+    ):
+        with pytest.raises(RankError) as error:
+            list(accumulate(_batches([1, 1]), num_steps, task_tokens=task_tokens))
+        errors.append(str(error.value))
+    return errors
+
+
+def test_what_differs_between_ranks_is_an_error_on_all_before_they_wait_for_each_other(ranks: RankPool) -> None:
+    for errors in ranks.run(2, _raises_unlike_others):
+        assert errors == [
+            "num_steps differs between ranks: 1 on rank 0, 2 on rank 1",
+            "the shape of task_tokens differs between ranks: [2] on rank 0, [3] on rank 1",
+            "task_tokens differs between ranks: given on rank 0, None on rank 1",
+        ]
 
 
 def test_batches_that_no_balancer_counted_are_refused() -> None:
