@@ -76,7 +76,7 @@ def _optimizer_steps(
     task_tokens: Callable[[Batch], Tensor] | None,
     group: dist.ProcessGroup | None,
 ) -> Iterator[list[Batch]]:
-    # A rank that pulled another number of batches would wait in the Balancer for the others, and they for its gradients.
+    # A rank that pulls another number of batches waits in the Balancer for the others, and they for its gradients.
     _check_equal({"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}, group)
     is_first = True
     iterator = iter(batches)
