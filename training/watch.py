@@ -37,9 +37,9 @@ class StallWatch:
     threads to standard error, and the ranks that are behind the furthest one. The next heartbeat arms it again.
 
     A rank has arrived at a heartbeat if it has had as many as the furthest rank. So call `beat` equally often on all
-    ranks, where each has done its own part of a step and is about to wait: after the step, in which all wait for
-    one another, nobody is behind. The background thread publishes heartbeats in the store of the group, at most once a
-    second; a heartbeat itself takes about a microsecond and waits for nothing.
+    ranks, where each has done its own part of a step and is about to wait: after the step, in which all wait for one
+    another, nobody is behind. The background thread publishes heartbeats in the store of the group, about once a
+    second; a heartbeat itself takes less than a microsecond and waits for nothing.
 
     An extension that keeps the GIL stops the background thread too. Then the other ranks name this one.
 
@@ -87,6 +87,7 @@ class StallWatch:
         if self._thread is not None:
             # It may be waiting for a store whose server is gone; it is a daemon, so it ends with the process.
             self._thread.join(timeout=2 * _PERIOD)
+            self._thread = None
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from datetime import timedelta
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ def test_one_process_has_nobody_to_ask() -> None:
 
 def test_publishing_does_not_wait_for_training_that_waits_in_the_store() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30), wait_for_workers=False)
     shared = [PrefixStore("group", store) for store in (server, client)]
     ranks = [Arrivals(Members(rank=rank, world_size=2, store=store)) for rank, store in enumerate(shared)]
     training = threading.Thread(target=client.get, args=("comes late",))

@@ -139,13 +139,7 @@ def test_the_thread_ends_with_the_watch() -> None:
     assert watching() == 0
     watch.close()
     with pytest.raises(ConfigError, match="the StallWatch is closed; create another one"):
-        StallWatch.beat(_closed())
-
-
-def _closed() -> StallWatch:
-    watch = StallWatch(60)
-    watch.close()
-    return watch
+        watch.beat()
 
 
 def test_standard_error_gets_the_report_and_a_watched_process_ends() -> None:
