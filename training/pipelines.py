@@ -10,7 +10,7 @@ They are TorchRec's own classes. Here each is given the same forward, with the l
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +105,7 @@ def make_pipeline(
     *,
     loss: Callable[[Any, Batch], Tensor] | None = None,
 ) -> Pipeline[Batch]:
-    """Make a training pipeline; see `run_pipeline`.
-
-    For evaluation too, use this one with the model in evaluation mode: a second one would rewrite the model again.
+    """Make a pipeline that trains a model, and evaluates it while it is in evaluation mode; see `run_pipeline`.
 
     Args:
         name: `none`, `sparse-dist`, `prefetch` (on CUDA only), or one of your own (`register_pipeline`).
@@ -129,21 +127,37 @@ def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterato
     """Yield the step of each batch, also of those that the pipeline still holds when the data end.
 
     In training mode each step is an optimizer step. To evaluate, call `model.eval()` and iterate under
-    `torch.no_grad()`. Afterwards the pipeline is empty, so the next run may have other batches and another mode. A run
-    that is abandoned drops the batches that were pulled ahead; to pause after n steps, run `islice(iterator, n)`.
+    `torch.no_grad()`. Afterwards the pipeline is empty and the model as it was, so the next run may have other batches
+    and another mode, and the model may be called directly. A run that is abandoned drops the batches that were pulled
+    ahead; to pause after n steps, run `islice(iterator, n)`. After an error in a step, make model and pipeline anew.
 
     Collective where the model is: every rank must run equally many batches, as a Balancer yields.
     """
     iterator = iter(batches)
-    try:
-        while True:
-            try:
-                step = pipeline.progress(iterator)
-            except StopIteration:
-                return
+    while True:
+        try:
+            step = pipeline.progress(iterator)
+        except StopIteration:
+            break
+        try:
             yield step
-    finally:
-        pipeline.reset()
+        except GeneratorExit:
+            break
+    pipeline.reset()
+    if isinstance(pipeline, _RewritesModel):
+        pipeline.detach()
+        pipeline.attach()
+
+
+@runtime_checkable
+class _RewritesModel(Protocol):
+    """TorchRec's pipelines that replace the forward of sharded modules, which then cannot be called directly."""
+
+    def detach(self) -> nn.Module:
+        """Give the modules their own forward again."""
+
+    def attach(self) -> None:
+        """Let the next `progress` replace it again."""
 
 
 @register_pipeline("none")

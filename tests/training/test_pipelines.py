@@ -59,7 +59,7 @@ def _loop(
 
 
 def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str, loss_inside: bool) -> Log:
-    """Train for some epochs; evaluate after three steps and at the end of each."""
+    """Train for some epochs; evaluate after three steps and at the end of each, and without the pipeline too."""
     device, group = join(rank, device_type)
     model, optimizer = distribute(Model(loss_inside=loss_inside), device, group, cached=mode == "prefetch")
     run: Callable[[Iterable[Any]], Iterator[tuple[Any, Tensor, Tensor]]]
@@ -70,6 +70,8 @@ def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str,
 
         def run(batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor]]:
             for step in run_pipeline(pipeline, batches):
+                if mode != "none":
+                    assert len(pipeline._pipelined_modules) == 1  # its ids are sent ahead
                 yield step.batch, step.loss, step.output if loss_inside else step.output[1]
 
     log: Log = []
@@ -89,8 +91,7 @@ def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str,
                 model.eval()
                 with torch.no_grad():
                     note("eval", run(evaluation))
-    if mode not in (PLAIN, "none"):
-        assert len(pipeline._pipelined_modules) == 1  # its ids are sent ahead
+                    note("direct", _loop(model, optimizer, loss_inside, evaluation))
     return log
 
 
@@ -104,7 +105,8 @@ def _all_modes(rank: int, world_size: int, device_type: str, modes: list[str]) -
 
 
 def _check_like_the_plain_loop(results: list[dict[tuple[str, bool], Log]], tolerance: float) -> None:
-    parts = [("train", 3), ("eval", NUM_EVAL), ("train", NUM_TRAIN - 3), ("eval", NUM_EVAL)] * NUM_EPOCHS
+    evaluated = [("eval", NUM_EVAL), ("direct", NUM_EVAL)]
+    parts = [("train", 3), *evaluated, ("train", NUM_TRAIN - 3), *evaluated] * NUM_EPOCHS
     for by_mode in results:
         reference = by_mode[PLAIN, False]
         assert [kind for kind, *_ in reference] == [kind for kind, count in parts for _ in range(count)]
