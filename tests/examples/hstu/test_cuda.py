@@ -1,0 +1,74 @@
+"""On GPUs: no synchronization in a step, and tensor parallelism over NCCL."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torchrec import EmbeddingCollection
+
+from hstu.parallel import tensor_parallel
+from hstu.tables import tables
+from tests.examples.hstu.samples import CONFIG, SIZES, make_batch, make_ranking, make_retrieval, random_samples
+from tests.ranks import RankPool
+
+PADDED = replace(CONFIG, attention="padded")  # the Triton kernels have no heads of 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("task", ["ranking", "retrieval"])
+def test_a_step_does_not_synchronize(task: str, recompute: bool) -> None:
+    config = replace(PADDED, recompute=recompute, dropout=0.1)
+    retrieval = task == "retrieval"
+    model: nn.Module = make_retrieval(config) if retrieval else make_ranking(config)
+    model.embeddings = EmbeddingCollection(tables=tables(SIZES, config, retrieval=retrieval))
+    model.float().cuda()
+    samples = random_samples(8, predict="next" if retrieval else "candidates")
+    batch = make_batch(samples, rows=10).to("cuda")
+    for mode in ("default", "error"):  # the first step loads libraries
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model(batch)[0].sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def _divided(rank: int, world_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    model = make_ranking(PADDED).cuda()
+    tensor_parallel(model, DeviceMesh.from_group(group, "cuda"))
+    loss_sums, logits = model(make_batch(random_samples(6)).to("cuda"))
+    loss_sums.sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradients[name] = whole.cpu()
+    dist.destroy_process_group(group)
+    return logits.detach().cpu(), gradients
+
+
+@pytest.mark.multi_gpu
+def test_over_nccl_logits_and_gradients_agree_with_those_of_one_rank() -> None:
+    model = make_ranking(PADDED)
+    loss_sums, logits = model(make_batch(random_samples(6)))
+    loss_sums.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    pool = RankPool()
+    try:
+        results = pool.run(2, _divided)
+    finally:
+        pool.stop()
+    for divided_logits, divided_gradients in results:
+        torch.testing.assert_close(divided_logits, logits.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(divided_gradients, gradients, rtol=1e-10, atol=1e-10)
