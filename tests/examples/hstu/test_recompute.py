@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +14,7 @@ from hstu.config import HSTUConfig
 from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, random_samples
 
 WITH_DROPOUT = replace(CONFIG, dropout=0.3, layers=3)
+SAMPLES = random_samples(12)
 
 
 class _Allocations(TorchDispatchMode):
@@ -38,40 +40,36 @@ class _Allocations(TorchDispatchMode):
         return sum(count for reference, count in noted if not reference.expired())
 
 
-def _train(config: HSTUConfig) -> tuple[Tensor, list[Tensor], int, int]:
-    """Return the logits, all gradients, the bytes kept for the backward pass, and the number of tokens."""
+def _train(config: HSTUConfig, *, autocast: bool) -> tuple[Tensor, list[Tensor], int]:
+    """Return the logits, all gradients, and the bytes kept for the backward pass."""
     model = make_ranking(config)
-    batch = make_batch(random_samples(12))
-    with _Allocations() as allocations:
-        loss_sums, logits = model(batch)
+    if autocast:
+        model.float()
+    with _Allocations() as allocations, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss_sums, logits = model(make_batch(SAMPLES))
         kept = allocations.live_bytes(model)
     loss_sums.sum().backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(gradients) == len(list(model.parameters()))
-    num_tokens = sum(batch.features.length_per_key())
-    return logits, gradients, kept, num_tokens
+    return logits, gradients, kept
 
 
-def test_gradients_with_dropout_are_equal_bit_for_bit() -> None:
-    kept_logits, kept_gradients, _, _ = _train(WITH_DROPOUT)
-    logits, gradients, _, _ = _train(replace(WITH_DROPOUT, recompute=True))
-    assert torch.equal(logits, kept_logits)
-    for gradient, expected in zip(gradients, kept_gradients, strict=True):
-        assert torch.equal(gradient, expected)
-
-
-def test_norms_and_activations_are_not_kept() -> None:
-    _, _, kept, num_tokens = _train(WITH_DROPOUT)
-    _, _, recomputed, _ = _train(replace(WITH_DROPOUT, recompute=True))
+@pytest.mark.parametrize(("autocast", "itemsize"), [(False, 8), (True, 2)])
+def test_norms_and_activations_are_not_kept_and_gradients_are_equal_bit_for_bit(autocast: bool, itemsize: int) -> None:
+    logits, gradients, kept = _train(WITH_DROPOUT, autocast=autocast)
+    again_logits, again_gradients, again_kept = _train(replace(WITH_DROPOUT, recompute=True), autocast=autocast)
+    assert torch.equal(again_logits, logits)
+    for again, gradient in zip(again_gradients, gradients, strict=True):
+        assert torch.equal(again, gradient)
+    num_tokens = sum(make_batch(SAMPLES).features.length_per_key())
     width = CONFIG.hidden + 4 * CONFIG.heads * CONFIG.head_dim  # of LayerNorm's output and SiLU's
-    saved = WITH_DROPOUT.layers * num_tokens * width * torch.float64.itemsize
-    assert kept - recomputed >= saved  # besides, the statistics of LayerNorm
+    assert kept - again_kept >= WITH_DROPOUT.layers * num_tokens * width * itemsize
 
 
 def test_what_is_computed_again_is_freed_by_the_backward_pass() -> None:
     model = make_ranking(replace(WITH_DROPOUT, recompute=True))
     with _Allocations() as allocations:
-        model(make_batch(random_samples(12)))[0].sum().backward()
+        model(make_batch(SAMPLES))[0].sum().backward()
     assert allocations.live_bytes(model) == 0
 
 
