@@ -1,0 +1,221 @@
+"""The model learns, sees nothing that it predicts, and trains balanced as it does unbalanced."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader, random_codes
+from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.training import RankingMetrics, scale_loss
+from semantic_ids.beam_search import Catalogue, beam_search
+from semantic_ids.config import DecoderConfig
+from semantic_ids.model import SemanticIdModel
+from tests.examples.semantic_ids.samples import Codes, batch_of, random_samples
+from tests.ranks import RankPool
+
+SIZES = (4, 5, 6)
+
+
+def _model(sizes: tuple[int, ...] = SIZES, num_users: int = 0) -> SemanticIdModel:
+    torch.manual_seed(0)
+    contextual = {"user_id": num_users} if num_users else {}
+    config = DecoderConfig(codebook_sizes=sizes, contextual=contextual, hidden=16, heads=2, layers=2, dropout=0)
+    return SemanticIdModel(config).double()
+
+
+def _changed(batch: SemanticIdBatch, key: str, index: int) -> SemanticIdBatch:
+    """Return the batch with another token of the same level at a place of a feature."""
+    values = batch.features.values().clone()
+    begin = batch.features.offset_per_key()[batch.features.keys().index(key)]
+    level = index % len(SIZES)
+    first = sum(SIZES[:level])
+    values[begin + index] = first + (values[begin + index] - first + 1) % SIZES[level]
+    features = batch.features
+    other = type(features)(
+        keys=features.keys(),
+        values=values,
+        lengths=features.lengths(),
+        stride=features.stride(),
+        length_per_key=features.length_per_key(),
+    )
+    return batch.replace(features=other)
+
+
+def _by_event(logits: list[Tensor]) -> Tensor:
+    """Return the logits of all levels: [labeled events, levels, largest codebook], -1 beyond a level's codebook."""
+    width = max(SIZES)
+    padded = [torch.nn.functional.pad(of_level, (0, width - of_level.shape[1]), value=-1) for of_level in logits]
+    return torch.stack(padded, dim=1)
+
+
+@pytest.mark.parametrize("key", ["semantic_id", "candidate_id"])
+def test_a_token_changes_exactly_the_predictions_after_it(key: str) -> None:
+    sample = random_samples(1, SIZES, max_history=0)[0] * 5  # a history of 4 events
+    batch = batch_of([sample], SIZES, history_labels=True)
+    model = _model()
+    with torch.no_grad():
+        before = _by_event(model(batch)[1]).flatten(0, 1)  # in the order of the codes
+        num_codes = len(batch.features[key].values())
+        for index in range(num_codes):
+            after = _by_event(model(_changed(batch, key, index))[1]).flatten(0, 1)
+            is_changed = (before != after).any(dim=-1).tolist()
+            # Predictions are those of the codes of events 1 to 4, of which event 4 is the target.
+            code = index - 3 if key == "semantic_id" else index + 9
+            expected = [prediction > code for prediction in range(12)]
+            assert is_changed == expected, (key, index)
+
+
+def test_the_loss_is_the_cross_entropy_of_each_level() -> None:
+    samples = random_samples(5, SIZES, max_history=4)
+    batch = batch_of(samples, SIZES, history_labels=True)
+    loss_sums, logits = _model()(batch)
+    labels = batch.labels["label"].values().tolist()
+    for level, of_level in enumerate(logits):
+        codes = labels[level::3]
+        assert of_level.shape == (len(codes), SIZES[level])
+        log_probabilities = of_level.log_softmax(dim=-1)
+        expected = -sum(log_probabilities[event, code] for event, code in enumerate(codes))
+        torch.testing.assert_close(loss_sums[level], expected)
+
+
+def test_labels_of_the_history_do_not_change_the_prediction_of_the_target() -> None:
+    samples = random_samples(6, SIZES, max_history=4)
+    model = _model()
+    alone = model(batch_of(samples, SIZES))[1]
+    with_history = model(batch_of(samples, SIZES, history_labels=True))[1]
+    last = torch.tensor([max(len(events) - 1, 1) for events in samples]).cumsum(0) - 1
+    for of_level, all_of_level in zip(alone, with_history, strict=True):
+        torch.testing.assert_close(of_level, all_of_level[last], rtol=1e-12, atol=1e-12)
+
+
+@given(order=st.permutations(range(6)), padding=st.integers(0, 3))
+def test_neither_order_nor_padding_changes_a_sample(order: list[int], padding: int) -> None:
+    samples = random_samples(6, SIZES, max_history=5)
+    model = _model(num_users=6)
+    with torch.no_grad():
+        loss_sums, logits = model(batch_of(samples, SIZES, users=range(6)))
+        permuted = batch_of([samples[row] for row in order], SIZES, users=order, batch_size=6 + padding)
+        permuted_sums, permuted_logits = model(permuted)
+    torch.testing.assert_close(permuted_sums, loss_sums, rtol=1e-12, atol=1e-12)
+    for of_level, permuted_of_level in zip(logits, permuted_logits, strict=True):
+        torch.testing.assert_close(permuted_of_level, of_level[order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [0, 3])
+def test_a_batch_without_samples_has_a_zero_gradient_for_every_parameter(batch_size: int) -> None:
+    model = _model(num_users=4)
+    empty = batch_of(random_samples(2, SIZES, max_history=3), SIZES, users=[1, 2]).index_select([])
+    if batch_size:
+        template = batch_of(random_samples(2, SIZES, max_history=3), SIZES, users=[1, 2], batch_size=2 + batch_size)
+        empty = template.index_select(range(2, 2 + batch_size))
+    loss_sums, logits = model(empty)
+    loss_sums.sum().backward()
+    assert loss_sums.tolist() == [0, 0, 0]
+    assert [list(of_level.shape) for of_level in logits] == [[0, 4], [0, 5], [0, 6]]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+def test_batches_of_other_codes_are_refused() -> None:
+    batch = batch_of(random_samples(4, (4, 5), max_history=0), (4, 5))
+    with pytest.raises(ConfigError, match="has 8 labels, no multiple of the 3 levels of codebook_sizes"):
+        _model()(batch)
+
+
+TABLE = random_codes(501, levels=3, codebook_size=8)
+
+
+def _config(batch_size: int, history_labels: bool) -> SemanticIdConfig:
+    return SemanticIdConfig(
+        codes=TABLE,
+        batch_size=batch_size,
+        max_history_length=20,
+        candidate_feature=True,
+        history_labels=history_labels,
+    )
+
+
+def _gradients(model: torch.nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return gradients
+
+
+def _train(rank: int, world_size: int, path: Path, strategy: str, history_labels: bool) -> list[list[Tensor]]:
+    model = _model(TABLE.codebook_sizes)
+    parallel = DistributedDataParallel(model)
+    loader = build_loader(path, _config(6, history_labels), rank=rank, world_size=world_size)
+    gradients = []
+    with Balancer(loader, cost=model.config.cost(), strategy=strategy) as balancer:
+        for batch in balancer:
+            loss_sums, _ = parallel(batch)
+            scale_loss(loss_sums.sum(), batch).backward()
+            gradients.append(_gradients(model))
+    return gradients
+
+
+@pytest.mark.parametrize(("strategy", "history_labels"), [("karmarkar-karp", False), ("lpt-swap", True)])
+def test_gradients_of_four_ranks_equal_those_of_one_process(
+    ranks: RankPool, small_dataset: Path, strategy: str, history_labels: bool
+) -> None:
+    model = _model(TABLE.codebook_sizes)
+    expected = []
+    for batch in build_loader(small_dataset, _config(24, history_labels), rank=0, world_size=1):
+        (model(batch)[0].sum() / batch.loss_tokens).backward()
+        expected.append(_gradients(model))
+    for gradients in ranks.run(4, _train, small_dataset, strategy, history_labels):
+        assert len(gradients) == len(expected) > 2
+        for step, reference in zip(gradients, expected, strict=True):
+            assert len(step) == len(list(model.parameters()))
+            for gradient, expected_gradient in zip(step, reference, strict=True):
+                torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
+
+
+def test_it_learns_which_item_follows_which() -> None:
+    codes = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2)).int().numpy()
+    table = CodeTable(codes=codes, codebook_sizes=(3, 2, 2))
+    items: list[Codes] = [tuple(of_item) for of_item in codes.tolist()]
+    samples = [
+        tuple(items[(first + step * 5) % 12] for step in range(length)) for first in range(12) for length in (2, 4)
+    ]
+    torch.manual_seed(0)
+    model = SemanticIdModel(DecoderConfig(codebook_sizes=(3, 2, 2), hidden=32, heads=2, layers=2, dropout=0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batch = batch_of(samples, (3, 2, 2), history_labels=True)
+
+    def recall() -> float:
+        metric = RankingMetrics((1,))
+        metric.update(beam_search(model, batch, Catalogue(table), beams=4).places_of_targets(batch))
+        return metric.compute()["recall@1"]
+
+    assert recall() < 0.5
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(batch)[0].sum() / batch.loss_tokens).backward()
+        optimizer.step()
+    assert recall() == 1
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_does_not_synchronize() -> None:
+    model = _model(num_users=6).float().cuda()
+    batch = batch_of(random_samples(6, SIZES, max_history=9), SIZES, users=range(6), history_labels=True, batch_size=8)
+    on_gpu = batch.to("cuda")
+    for attempt in range(2):  # the first one may compile or allocate
+        if attempt:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss_sums, _ = model(on_gpu)
+            loss_sums.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    expected, _ = _model(num_users=6)(batch)
+    torch.testing.assert_close(loss_sums.cpu().double(), expected, rtol=1e-4, atol=1e-4)
