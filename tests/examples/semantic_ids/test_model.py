@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -95,6 +95,7 @@ def test_labels_of_the_history_do_not_change_the_prediction_of_the_target() -> N
         torch.testing.assert_close(of_level, all_of_level[last], rtol=1e-12, atol=1e-12)
 
 
+@settings(max_examples=20)
 @given(order=st.permutations(range(6)), padding=st.integers(0, 3))
 def test_neither_order_nor_padding_changes_a_sample(order: list[int], padding: int) -> None:
     samples = random_samples(6, SIZES, max_history=5)
