@@ -95,7 +95,7 @@ class HSTURetrieval(nn.Module):
         ranks = torch.zeros_like(targets)
         for first in range(0, self.num_items, chunk):
             items = torch.arange(first, min(first + chunk, self.num_items), device=targets.device)
-            found = values_of(self.embeddings(with_items(without_values(features), items)))[NEGATIVE_ID]
+            found = values_of(self.embeddings(with_items(without_values(batch.features), items)))[NEGATIVE_ID]
             is_lower = queries @ _unit(found, queries.dtype).T < target_scores[:, None]  # nothing is lower than NaN
             ranks += (~is_lower & (items != targets[:, None])).sum(1)
         return ranks
