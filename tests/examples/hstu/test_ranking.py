@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -87,6 +87,7 @@ def test_contextual_tokens_see_the_history_if_candidates_alone_are_predicted() -
     assert _is_equal(seen[0][contextual], seen[2][contextual]) == [True] * 3
 
 
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), data=st.data(), predict=st.sampled_from(["candidates", "history"]))
 def test_logits_do_not_depend_on_the_other_samples_of_a_batch(seed: int, data: st.DataObject, predict: str) -> None:
     samples = random_samples(5, seed=seed, predict=predict)
