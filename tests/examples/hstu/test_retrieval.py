@@ -87,8 +87,9 @@ def test_a_candidate_is_ranked_by_the_history_alone() -> None:
     as_history = model.ranks(make_batch([SAMPLE]))
     as_candidate = replace(SAMPLE, action=[1, 2, 3], num_candidates=1, labels=[4])
     assert model.ranks(make_batch([as_candidate])).tolist() == as_history.tolist()
-    among_others = replace(as_candidate, item_id=[4, 5, 6, 9, 7], num_candidates=2, labels=[4, 4])
-    assert model.ranks(make_batch([among_others])).tolist() == as_history.tolist()
+    for other in range(SIZES["item_id"]):
+        among_others = replace(as_candidate, item_id=[4, 5, 6, other, 7], num_candidates=2, labels=[4, 4])
+        assert model.ranks(make_batch([among_others])).tolist() == as_history.tolist()
 
 
 def test_a_model_that_has_diverged_ranks_last() -> None:
