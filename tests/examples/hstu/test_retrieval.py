@@ -29,7 +29,7 @@ def _queries(model: HSTURetrieval, batch: SequenceBatch) -> list[Tensor]:
     hook = model.dense.encoder.register_forward_hook(lambda _module, _args, output: seen.append(output))
     model(batch.replace(labels=None))
     hook.remove()
-    lengths = sum((batch.features[key].lengths() for key in ("user_id", "tags", "item_id", "action")), 0)
+    lengths = batch.features.lengths().view(4, -1).sum(0)
     return list(torch.split(model.dense.lower_width(seen[0]).detach(), lengths.tolist()))
 
 
