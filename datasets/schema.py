@@ -211,13 +211,14 @@ def content_hash(
     return hashlib.sha256(json.dumps(visible, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path | str) -> Manifest:
     """Read and check `folder/manifest.json`.
 
     Raises:
         DataError: the file is missing, malformed, or of another schema version.
 
     """
+    folder = Path(folder)
     path = folder / MANIFEST_NAME
     if not path.exists():
         reason = f"it contains no {MANIFEST_NAME}" if folder.is_dir() else "no such folder"

@@ -28,6 +28,15 @@ def _triton(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, 
 
 
 @ATTENTIONS.register("auto")
-def _of_device(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
-    attention = ATTENTIONS["triton" if query.is_cuda else "padded"]
-    return attention(query, key, value, sequences, scale_length=scale_length)
+def _of_inputs(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+    return ATTENTIONS["triton" if _has_kernels(query) else "padded"](
+        query, key, value, sequences, scale_length=scale_length
+    )
+
+
+def _has_kernels(query: Tensor) -> bool:
+    if not query.is_cuda:
+        return False
+    from hstu.triton_attention import DTYPES, HEAD_DIMS
+
+    return query.shape[-1] in HEAD_DIMS and query.dtype in DTYPES

@@ -34,7 +34,7 @@ class HSTUConfig:
     dropout: float = 0.1
     """Of what a layer adds to the residual stream; 0 where balanced and unbalanced training are compared."""
     attention: str = "auto"
-    """Name in `ATTENTIONS`; `auto`: `triton` on a CUDA device, `padded` elsewhere."""
+    """Name in `ATTENTIONS`; `auto`: `triton` on CUDA if it has kernels for head_dim and dtype, else `padded`."""
     recompute: bool = False
     """Compute each layer's input LayerNorm and SiLU again in the backward pass instead of keeping their outputs."""
 
