@@ -1,6 +1,6 @@
 """Time HSTU attention by jagged kernels on one GPU, beside the padded reference, and skewed lengths beside equal ones.
 
-    python scripts/bench/attention.py [--samples 32] [--length 2048] [--width 1024] [--dtypes bfloat16,float32]
+    python scripts/bench/attention.py [--samples 32] [--length 2048] [--width 1024] [--head-dims 64,128,256]
 
 Prints one JSON line per row: milliseconds (median of 50 runs after 10 warm-up runs), TFLOP/s, and ratios.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from hstu.attention import Sequences, padded_attention
-from hstu.triton_attention import HEAD_DIMS, triton_attention
+from hstu.triton_attention import triton_attention
 
 WARM_UP, RUNS = 10, 50
 BACKWARD_FLOPS = 2.5  # times the forward's
@@ -42,11 +42,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048, help="tokens of the samples of equal length")
     parser.add_argument("--width", type=int, default=1024, help="heads times head_dim")
+    parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     options = parser.parse_args()
     _print(device=torch.cuda.get_device_name(), torch=torch.__version__)
     for dtype in [getattr(torch, name) for name in options.dtypes.split(",")]:
-        for head_dim in HEAD_DIMS:
+        for head_dim in map(int, options.head_dims.split(",")):
             shape = {"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim}
             for name in IMPLEMENTATIONS:
                 times = _measure(name, [options.length] * options.samples, options.width // head_dim, head_dim, dtype)
