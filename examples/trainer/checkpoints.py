@@ -1,0 +1,162 @@
+"""Checkpoints of a job: written in the background by torch.distributed.checkpoint, complete or not there at all.
+
+    OUT/checkpoints/step-00000200/           complete: `settings.json`, and what torch.distributed.checkpoint wrote
+    OUT/checkpoints/step-00000300.partial/   being written, or left by a job that was killed; never read
+
+Rank 0 renames a folder when all ranks have written their parts, then deletes the oldest ones.
+"""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from evenrank.core.errors import DataError, StateError, one_line
+from trainer.world import on_all_ranks, on_first_rank
+
+_NAME = re.compile(r"step-\d{8,}")
+_PARTIAL = ".partial"
+_SETTINGS = "settings.json"
+
+
+class Checkpoints:
+    """The newest checkpoints of a job, in a folder that all ranks can read and write. Collective, as are its methods.
+
+    Args:
+        folder: created if missing.
+        keep: number of checkpoints to keep, at least 1.
+        settings: what a job must keep to continue from a checkpoint, saved with each; values that JSON can hold.
+
+    """
+
+    def __init__(self, folder: Path, *, keep: int, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._settings = dict(settings)
+        self._group = dist.new_group(backend="gloo")  # in the background, nothing else may use it
+        self._pending: tuple[Path, Future[None]] | None = None
+        self._last_step: int | None = None  # of the checkpoint that was loaded or started last
+        on_first_rank(self._clean)
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint, the one that rank 0 sees; None if there is none."""
+        found = [complete_checkpoints(self._folder)[-1:]]
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        return found[0][0] if found[0] else None
+
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        """Replace what is in `state`, of the structure that was saved, by what the checkpoint has; on any world size.
+
+        Raises:
+            StateError: the checkpoint is of another job, or damaged.
+
+        """
+        on_all_ranks(lambda: self._check_settings(path))
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of torch.distributed.checkpoint about its own internals
+                # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
+                planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+                load(state, checkpoint_id=path, planner=planner, process_group=self._group)
+        except (Exception, CheckpointException) as error:
+            raise StateError(
+                f"{path} cannot be loaded ({_reason(error)}); delete it to resume from the one before"
+            ) from error
+        self._last_step = step_of(path)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Copy the state and start writing it, unless that step has been saved already.
+
+        Waits first if the last checkpoint is still being written.
+
+        Raises:
+            DataError: the last checkpoint could not be written, on any rank.
+
+        """
+        if step == self._last_step:
+            return
+        self.finish()
+        path = self._folder / f"step-{step:08}"
+        with warnings.catch_warnings(action="ignore"):
+            # The writer copies the state itself: the default stager does not know ShardedTensors.
+            writer = FileSystemWriter(path.with_suffix(_PARTIAL))
+            saving = async_save(state, storage_writer=writer, process_group=self._group)
+        assert isinstance(saving, Future)
+        written: Future[None] = Future()
+        saving.add_done_callback(lambda saved: self._complete(path, saved, written))
+        self._pending, self._last_step = (path, written), step
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            DataError: it could not be written, on any rank.
+
+        """
+        if self._pending is None:
+            return
+        (path, written), self._pending = self._pending, None
+        if (error := written.exception()) is not None:
+            raise DataError(
+                f"{path} could not be written: {_reason(error)}; check the space and the permissions of its folder"
+            ) from error
+
+    def _clean(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self._folder.glob(f"*{_PARTIAL}"):
+            shutil.rmtree(left_over)
+
+    def _complete(self, path: Path, saved: Future[Any], written: Future[None]) -> None:
+        """Make a checkpoint visible once all ranks have written it, and delete the oldest; in the background."""
+        try:
+            saved.result()
+            if dist.get_rank() == 0:
+                partial = path.with_suffix(_PARTIAL)
+                (partial / _SETTINGS).write_text(json.dumps(self._settings, indent=2))
+                partial.rename(path)
+                for old in complete_checkpoints(self._folder)[: -self._keep]:
+                    # Renamed first, so that no half of a checkpoint has its name if the job is killed here.
+                    shutil.rmtree(old.rename(old.with_suffix(_PARTIAL)))
+            written.set_result(None)
+        except (Exception, CheckpointException) as error:
+            written.set_exception(error)
+
+    def _check_settings(self, path: Path) -> None:
+        try:
+            saved = json.loads((path / _SETTINGS).read_text())
+        except (OSError, ValueError) as error:
+            raise StateError(f"{path} has no readable {_SETTINGS}; delete it to resume from the one before") from error
+        for name, value in self._settings.items():
+            if saved.get(name) != value:
+                raise StateError(
+                    f"{path} was saved with {name} = {saved.get(name)!r}, this job has {value!r}; "
+                    "choose another --out, or the settings of that job"
+                )
+
+
+def _reason(error: BaseException) -> str:
+    """Return in one line why torch.distributed.checkpoint failed, on the first rank where it did."""
+    if isinstance(error, CheckpointException):  # which is no Exception
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {one_line(cause)}"
+    return one_line(error)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a job, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a complete checkpoint."""
+    return int(path.name.removeprefix("step-"))

@@ -1,0 +1,104 @@
+"""Checkpoints are complete or not there, and load on any number of ranks."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evenrank.core.errors import DataError, StateError
+from tests.ranks import RankPool
+from trainer.checkpoints import Checkpoints, complete_checkpoints
+
+SETTINGS = {"model": "hstu", "hidden": 8}
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((5,), value)}, "loader": {"epoch": int(value)}, "step": int(value)}
+
+
+def _save(rank: int, world_size: int, folder: Path, keep: int, steps: list[int]) -> list[str]:
+    checkpoints = Checkpoints(folder, keep=keep, settings=SETTINGS)
+    for step in steps:
+        state = _state(step)
+        checkpoints.save(step, state)
+        state["model"]["weight"].zero_()  # as the next step of training does, while the checkpoint is being written
+    checkpoints.finish()
+    dist.barrier()  # only rank 0 knows that the last one is complete
+    return [path.name for path in complete_checkpoints(folder)]
+
+
+def _load(rank: int, world_size: int, folder: Path, settings: dict[str, Any]) -> Any:
+    checkpoints = Checkpoints(folder, keep=2, settings=settings)
+    newest = checkpoints.newest()
+    if newest is None:
+        return None
+    state = _state(0)
+    checkpoints.load(newest, state)
+    return newest.name, state["model"]["weight"].tolist(), state["loader"], state["step"]
+
+
+def test_the_last_checkpoints_are_kept_and_the_newest_loads_on_other_numbers_of_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    saved = ranks.run(2, _save, tmp_path, 2, [1, 2, 30, 30, 200])
+    assert saved == [["step-00000030", "step-00000200"]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == saved[0]  # nothing else is left
+    expected = ("step-00000200", [200.0] * 5, {"epoch": 200}, 200)
+    assert ranks.run(1, _load, tmp_path, SETTINGS) == [expected]
+    assert ranks.run(3, _load, tmp_path, SETTINGS) == [expected] * 3
+
+
+def test_without_a_checkpoint_there_is_none(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, _load, tmp_path / "new", SETTINGS) == [None, None]
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over_and_removed(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save, tmp_path, 2, [7])
+    shutil.copytree(tmp_path / "step-00000007", tmp_path / "step-00000009.partial")
+    assert ranks.run(2, _load, tmp_path, SETTINGS)[1][0] == "step-00000007"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "settings", "message"),
+    [
+        (None, {**SETTINGS, "hidden": 16}, "was saved with hidden = 8, this job has 16; choose another --out"),
+        ("settings.json", SETTINGS, "has no readable settings.json; delete it"),
+        (".metadata", SETTINGS, "cannot be loaded"),
+    ],
+)
+def test_a_checkpoint_of_another_job_or_a_damaged_one_is_an_error_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, damage: str | None, settings: dict[str, Any], message: str
+) -> None:
+    ranks.run(2, _save, tmp_path, 2, [7])
+    if damage is not None:
+        (tmp_path / "step-00000007" / damage).write_text("{")
+    for failure in ranks.try_run(2, _load, tmp_path, settings):
+        assert failure.type_name == StateError.__name__
+        assert message in failure.message
+        assert "\n" not in failure.message
+
+
+def _save_where_a_file_is(rank: int, world_size: int, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS)
+    checkpoints.save(1, _state(1))
+    checkpoints.finish()
+    dist.barrier()
+    if rank == 0:
+        (folder / "step-00000002.partial").write_text("in the way")
+    dist.barrier()
+    checkpoints.save(2, _state(2))  # fails in the background
+    checkpoints.finish()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks_and_the_one_before_stays(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for failure in ranks.try_run(2, _save_where_a_file_is, tmp_path):
+        assert failure.type_name == DataError.__name__
+        assert "step-00000002 could not be written" in failure.message
+        assert "\n" not in failure.message
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
