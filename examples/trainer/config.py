@@ -1,0 +1,176 @@
+"""`TrainConfig`: the settings of a training job. Each is an option of `scripts/train.py` and a key of its TOML file.
+
+The fields of the record are the only list of settings: the command line and the keys of the file are derived from it.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
+
+from evenrank.core.errors import ConfigError
+
+MODELS = ("hstu", "semantic-ids")
+TASKS = ("ranking", "retrieval")
+PRECISIONS = ("auto", "fp32", "bf16")
+EMBEDDINGS = ("replicated", "sharded")
+
+
+def setting(
+    default: Any, text: str, *, choices: tuple[str, ...] = (), at_least: float | None = None, kept: bool = False
+) -> Any:
+    """Declare a setting: its default, its help, what it may be, and whether a job that resumes must keep it."""
+    metadata = {"help": text, "choices": choices, "at_least": at_least, "kept": kept}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The settings of a job, the same on all ranks.
+
+    Raises:
+        ConfigError: a setting is of the wrong type or out of range.
+
+    """
+
+    data: str | None = setting(
+        None, "Folder that `evenrank preprocess` wrote. Default: synthetic data, made below OUT."
+    )
+    out: str = setting("out/train", "Folder of checkpoints and logs. A job that finds its checkpoints there continues.")
+    model: str = setting("hstu", "The model.", choices=MODELS, kept=True)
+    task: str = setting(
+        "ranking",
+        "What an HSTU model learns: `ranking` predicts actions and is measured by AUC; `retrieval` predicts the next "
+        "item and is measured by Recall@K and NDCG@K, as semantic-id models are.",
+        choices=TASKS,
+        kept=True,
+    )
+
+    positive_action: int = setting(1, "Ranking, one task: events with at least this action are positive.", kept=True)
+    num_tasks: int = setting(
+        1, "Ranking: number of tasks. Above 1, each of the low bits of an action is a task.", at_least=1, kept=True
+    )
+    num_negatives: int = setting(128, "Retrieval: random items per step among which the next one is found.", at_least=1)
+    user_id: bool = setting(False, "Put the user's id in front of the history, as a token.", kept=True)
+    max_history_length: int = setting(
+        512, "Events per sample; longer histories keep their newest.", at_least=1, kept=True
+    )
+    codes: str | None = setting(
+        None, "Semantic ids: .pt or .npy file of codes, integers [levels, items]. Default: random codes.", kept=True
+    )
+    code_levels: int = setting(3, "Semantic ids: levels of random codes.", at_least=1, kept=True)
+    codebook_size: int = setting(64, "Semantic ids: random codes of each level.", at_least=2, kept=True)
+
+    balance: str = setting(
+        "all-to-all", "How samples are exchanged for balance; `none`: each rank trains what it loads."
+    )
+    strategy: str = setting(
+        "lpt-swap", "How samples are distributed: `lpt-swap` balances best, `min-move` moves least."
+    )
+    batch_size: int = setting(32, "Samples per rank and step.", at_least=1)
+    num_workers: int = setting(1, "Threads per rank that collate batches.", at_least=0)
+
+    hidden: int = setting(64, "Width of the layers.", at_least=1, kept=True)
+    heads: int = setting(2, "Attention heads of a layer, each hidden / heads wide.", at_least=1, kept=True)
+    layers: int = setting(2, "Number of layers.", at_least=1, kept=True)
+    embedding_dim: int = setting(32, "Width of the embedding tables.", at_least=1, kept=True)
+    dropout: float = setting(0.0, "Share of activations that training drops.", at_least=0)
+    embeddings: str = setting(
+        "replicated", "HSTU: all tables on each rank, or large ones sharded.", choices=EMBEDDINGS, kept=True
+    )
+    min_sharded_rows: int = setting(1000, "Tables with at least so many rows are sharded.", at_least=1, kept=True)
+    pipeline: str = setting("none", "TorchRec's training pipeline: none, sparse-dist, or prefetch (GPU only).")
+    precision: str = setting("auto", "Of the layers; `auto`: bf16 on GPUs, else fp32.", choices=PRECISIONS)
+
+    epochs: int = setting(1, "Passes over the training split.", at_least=1)
+    max_steps: int | None = setting(None, "End after this many steps, if the epochs have more.", at_least=1)
+    learning_rate: float = setting(1e-3, "Of AdamW, after the warm-up.", at_least=0)
+    embedding_learning_rate: float = setting(0.02, "Of row-wise Adagrad, for sharded tables.", at_least=0)
+    warmup_steps: int = setting(0, "Steps in which the learning rate rises linearly.", at_least=0)
+    weight_decay: float = setting(0.0, "Of AdamW.", at_least=0)
+    seed: int = setting(0, "Of weights, order and dropout.", at_least=0)
+
+    eval_every: int | None = setting(None, "Steps between evaluations. Default: after each epoch.", at_least=1)
+    k: int = setting(10, "K of Recall@K and NDCG@K.", at_least=1)
+    checkpoint_every: int | None = setting(None, "Steps between checkpoints. Default: after each epoch.", at_least=1)
+    keep: int = setting(2, "Checkpoints that are kept; older ones are deleted.", at_least=1)
+    log_every: int = setting(10, "Steps between lines of the log.", at_least=1)
+    tensorboard: bool = setting(False, "Write scalars for TensorBoard to OUT/tensorboard.")
+    track_attention: int | None = setting(
+        None, "Time each attention layer in 10 steps of this run, from this one on.", at_least=0
+    )
+    stall_seconds: float = setting(300.0, "Print all stacks if a step takes this long.", at_least=1)
+
+    def __post_init__(self) -> None:
+        types = types_of_settings()
+        for entry in dataclasses.fields(self):
+            _check(entry.name, getattr(self, entry.name), types[entry.name], entry.metadata)
+        if self.hidden % self.heads:
+            raise ConfigError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}; change one")
+        if self.dropout >= 1:
+            raise ConfigError(f"dropout must be below 1, got {self.dropout}")
+
+    def uses_bf16(self, device_type: str) -> bool:
+        """Return whether layers compute in bfloat16 on a type of device."""
+        return self.precision == "bf16" or (self.precision == "auto" and device_type == "cuda")
+
+    def kept(self) -> dict[str, Any]:
+        """Return the settings that a job must keep when it resumes."""
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.metadata["kept"]}
+
+
+def types_of_settings() -> dict[str, Any]:
+    """Return the type of each setting by name."""
+    return get_type_hints(TrainConfig)
+
+
+def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of a TOML file, overridden by the options that were given.
+
+    Args:
+        file: with a key for each setting that differs from its default; None: all defaults.
+        options: settings by name; None where the command line has none.
+
+    Raises:
+        ConfigError: the file cannot be read, has an unknown key, or a setting is wrong.
+
+    """
+    settings = {} if file is None else _read_toml(file)
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return TrainConfig(**{**settings, **given})
+    except ConfigError as error:
+        if file is None:
+            raise
+        raise ConfigError(f"{error} (settings are from {file} and the command line)") from error
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    known = types_of_settings()
+    try:
+        settings = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; check --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ConfigError(f"{file} has the unknown key {unknown[0]!r}; known keys are {', '.join(known)}")
+    return settings
+
+
+def _check(name: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> None:
+    allowed = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    # `true` is no number, but a whole number is one.
+    is_right = type(value) in allowed or (float in allowed and type(value) is int)
+    if not is_right:
+        wanted = " or ".join(one.__name__ for one in allowed if one is not NoneType)
+        raise ConfigError(f"{name} must be of type {wanted}, got {value!r}")
+    if limits["choices"] and value not in limits["choices"]:
+        raise ConfigError(f"{name} must be one of {', '.join(limits['choices'])}, got {value!r}")
+    # Not `value < at_least`, which is false for NaN.
+    if limits["at_least"] is not None and value is not None and not value >= limits["at_least"]:
+        raise ConfigError(f"{name} must be at least {limits['at_least']}, got {value!r}")

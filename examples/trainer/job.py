@@ -1,0 +1,116 @@
+"""`run_job`: a training job from its settings to its end."""
+
+import logging
+import signal
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+
+from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance.writers import JsonLines
+from evenrank.training import make_pipeline
+from trainer.checkpoints import Checkpoints
+from trainer.config import TrainConfig
+from trainer.data import balanced, check_names, find_data, open_loader
+from trainer.logs import JobLog
+from trainer.loop import Training
+from trainer.monitors import Monitors
+from trainer.parallel import Replicated, Sharded
+from trainer.stop import StopSignals
+from trainer.tasks import make_task
+from trainer.world import World, join_world, on_all_ranks
+
+
+def run_job(config: TrainConfig) -> None:
+    """Train, evaluate and save checkpoints.
+
+    Raises:
+        typer.Exit: a signal has stopped the job; the code is 128 + its number.
+
+    """
+    # Of PyTorch and TorchRec about each other, on every rank.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    check_names(config)
+    with join_world() as world:
+        stopped_by = train(config, world)
+    if stopped_by is not None:
+        raise typer.Exit(128 + stopped_by)
+
+
+def train(config: TrainConfig, world: World) -> signal.Signals | None:
+    """Train on the ranks of the default process group; return the signal that stopped it, if one did."""
+    out = Path(config.out)
+    data = find_data(config)
+    torch.manual_seed(config.seed)  # for equal weights on all ranks
+    task = on_all_ranks(lambda: make_task(config, data, world))
+    _set_precision(task.dense, config, world.device)
+    parallel = (Sharded if config.embeddings == "sharded" else Replicated)(task.model, config, world.device)
+    loader, eval_loader = (
+        open_loader(
+            data,
+            task.read(
+                split=split,
+                order=order,
+                batch_size=config.batch_size,
+                max_history_length=config.max_history_length,
+                num_workers=config.num_workers,
+                seed=config.seed,
+                pin_memory=world.device.type == "cuda",
+            ),
+            world,
+        )
+        for split, order in (("train", "shuffle"), ("eval", "rows"))
+    )
+    with (
+        StopSignals() as stop,
+        on_all_ranks(lambda: JobLog(out, is_first=world.rank == 0, tensorboard=config.tensorboard)) as log,
+        on_all_ranks(lambda: _balance_log(out, config, world)) as on_step,
+        balanced(loader, config, world, cost=task.cost, on_step=on_step) as batches,
+        balanced(eval_loader, config, world, cost=task.cost) as eval_batches,
+        Monitors(config, world, task, parallel.model, log, eval_every=_eval_every(config, batches)) as monitors,
+    ):
+        pipeline = make_pipeline(
+            config.pipeline, parallel.model, parallel.optimizer, world.device, loss=monitors.mean_loss
+        )
+        training = Training(
+            config=config,
+            world=world,
+            parallel=parallel,
+            pipeline=pipeline,
+            loader=loader,
+            batches=batches,
+            evaluation=task.evaluation(model=parallel.model, pipeline=pipeline, batches=eval_batches),
+            checkpoints=Checkpoints(out / "checkpoints", keep=config.keep, settings=config.kept()),
+            eval_every=_eval_every(config, batches),
+            monitors=monitors,
+            log=log,
+            stop=stop,
+            learning_rates=[group["lr"] for group in parallel.optimizer.param_groups],
+        )
+        training.resume()
+        stopped_by = training.run()
+        if stopped_by is not None:
+            log.say(f"stopped by {stopped_by.name} after step {training.step}; the same command continues")
+        return stopped_by
+
+
+def _eval_every(config: TrainConfig, batches: Balancer[Any]) -> int:
+    return config.eval_every or len(batches)
+
+
+def _balance_log(out: Path, config: TrainConfig, world: World) -> AbstractContextManager[JsonLines | None]:
+    if world.rank > 0:
+        return nullcontext()
+    return JsonLines(out / "balance.jsonl", every=config.log_every, window=config.log_every)
+
+
+def _set_precision(dense: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    if config.uses_bf16(device.type):
+        # Around each call: a longer context would keep the bfloat16 copies of weights that the optimizer has changed.
+        dense.forward = torch.autocast(device.type, torch.bfloat16)(dense.forward)

@@ -1,0 +1,101 @@
+"""What a job says: lines or a progress bar for people, JSON lines for programs, and scalars for TensorBoard."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from evenrank.core.errors import ConfigError
+
+
+class JobLog:
+    """The log of a job; on all ranks but the first, it says nothing.
+
+    Args:
+        out: folder, which gets `log.jsonl` and, on request, `tensorboard/`.
+        is_first: this is rank 0.
+        tensorboard: also write scalars for TensorBoard.
+
+    Raises:
+        ConfigError: the package `tensorboard` is missing.
+
+    """
+
+    def __init__(self, out: Path, *, is_first: bool, tensorboard: bool) -> None:
+        self._file: Any = None
+        self._scalars: Any = None
+        self._bar: tqdm | None = None
+        if not is_first:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        self._file = _open_lines(out / "log.jsonl")
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ConfigError(
+                    f"the package tensorboard is missing ({error}); pip install 'evenrank[tensorboard]'"
+                ) from error
+            self._scalars = SummaryWriter(str(out / "tensorboard"))
+
+    def start(self, first_step: int, last_step: int) -> None:
+        """Show a progress bar, if standard error is a terminal."""
+        if self._file is not None:
+            self._bar = tqdm(initial=first_step, total=last_step, unit="step", disable=None, leave=False)
+
+    def advance(self) -> None:
+        """Note that a step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Print a line for people, above the progress bar."""
+        if self._file is not None:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Write a line of JSON, and its numbers for TensorBoard.
+
+        Args:
+            kind: `train` or `eval`, the first part of the scalars' names.
+            step: optimizer steps so far.
+            values: by name.
+
+        """
+        if self._file is not None:
+            shown = {name: value if math.isfinite(value) else None for name, value in values.items()}  # NaN is no JSON
+            self._file.write(json.dumps({"kind": kind, "step": step, **shown}).encode() + b"\n")
+        if self._scalars is not None:
+            for name, value in values.items():
+                self._scalars.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Remove the progress bar and close the files."""
+        for part in (self._bar, self._file, self._scalars):
+            if part is not None:
+                part.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_lines(path: Path) -> Any:
+    """Open a file to append lines to it, after removing an incomplete one of a job that was killed."""
+    file = path.open("a+b", buffering=0)  # so that a job that is killed loses no line
+    file.seek(0)
+    content = file.read()
+    file.truncate(content.rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)
+    return file

@@ -1,0 +1,123 @@
+"""`Training`: the loop of a job, from the step after its last checkpoint to its end."""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+
+from evenrank.dataloader import JaggedBatch, Loader
+from evenrank.dataloader.balance import Balancer
+from evenrank.training import run_pipeline
+from evenrank.training.pipelines import Pipeline
+from trainer.checkpoints import Checkpoints
+from trainer.config import TrainConfig
+from trainer.evaluate import Evaluation
+from trainer.logs import JobLog
+from trainer.monitors import Monitors
+from trainer.parallel import Parallel
+from trainer.stop import StopSignals
+from trainer.world import World
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """Everything that a job trains with, and how far it is. All methods are collective."""
+
+    config: TrainConfig
+    world: World
+    parallel: Parallel
+    """The model and its optimizer."""
+    pipeline: Pipeline[Any]
+    """Of both."""
+    loader: Loader[Any]
+    batches: Balancer[Any]
+    """Of the loader."""
+    evaluation: Evaluation
+    eval_every: int
+    """Steps between evaluations."""
+    checkpoints: Checkpoints
+    monitors: Monitors
+    log: JobLog
+    stop: StopSignals
+    learning_rates: list[float]
+    """After the warm-up, of each group of parameters."""
+    step: int = 0
+    """Optimizer steps so far, over all runs of the job."""
+    last_batch: JaggedBatch | None = field(default=None, init=False)
+    """The one trained last in this run."""
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        newest = self.checkpoints.newest()
+        if newest is None:
+            return
+        state = self._state()
+        self.checkpoints.load(newest, state)
+        self.parallel.load_state_dict(state)
+        self.batches.load_state_dict(state["loader"])
+        self.step = state["step"]
+        self.log.say(f"resumed from {newest}; another --out starts over")
+
+    def run(self) -> signal.Signals | None:
+        """Train to the end, or until a signal, which is returned; the last checkpoint is complete then."""
+        last_step = self._last_step()
+        if self.step >= last_step:
+            self.log.say(f"all {self.step} steps are done; raise --epochs or --max-steps to go on")
+        self.log.start(self.step, last_step)
+        batches = chain.from_iterable(repeat(self.batches))  # of one epoch after the other
+        stopped_by = None
+        while self.step < last_step and stopped_by is None:
+            until = min(last_step, self.step - self.step % self.eval_every + self.eval_every)
+            stopped_by = self._train(islice(batches, until - self.step))
+            if stopped_by is None:
+                self._evaluate()
+        self._save()
+        self.checkpoints.finish()
+        return stopped_by
+
+    def _last_step(self) -> int:
+        """Return the step after which the job ends."""
+        epochs_left = self.config.epochs - self.loader.epoch
+        steps_left = self.batches.remaining_batches() + (epochs_left - 1) * len(self.batches) if epochs_left > 0 else 0
+        return min(self.step + steps_left, self.config.max_steps or self.step + steps_left)
+
+    def _train(self, batches: Iterator[JaggedBatch]) -> signal.Signals | None:
+        """Train these batches; return the signal that ended it early."""
+        checkpoint_every = self.config.checkpoint_every or len(self.batches)
+        self._prepare_step()
+        for done in run_pipeline(self.pipeline, batches):
+            self.step += 1
+            self.last_batch = done.batch
+            self.log.advance()
+            self.monitors.note(self.step, done)
+            if (stopped_by := self.stop.poll()) is not None:
+                return stopped_by
+            if self.step % checkpoint_every == 0:
+                self._save()
+            self._prepare_step()
+        return None
+
+    def _prepare_step(self) -> None:
+        # Dropout depends on seed, step and rank alone, so there is no state of random generators to save.
+        torch.manual_seed((self.config.seed * 1_000_003 + self.step) * self.world.size + self.world.rank)
+        progress = min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
+        for group, full in zip(self.parallel.optimizer.param_groups, self.learning_rates, strict=True):
+            group["lr"] = full * progress
+
+    def _evaluate(self) -> None:
+        self.monitors.pause()
+        metrics = self.evaluation.run()
+        self.log.say(f"step {self.step} | {' | '.join(f'{name} {value:.4f}' for name, value in metrics.items())}")
+        self.log.record("eval", self.step, metrics)
+        self.monitors.restart()
+
+    def _save(self) -> None:
+        self.monitors.pause()  # after a check, so that no checkpoint has a NaN
+        self.checkpoints.save(self.step, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        loader = self.batches.state_dict(after=self.last_batch)
+        return {**self.parallel.state_dict(), "loader": loader, "step": self.step}

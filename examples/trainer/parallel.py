@@ -1,0 +1,83 @@
+"""Data-parallel models: replicated on all ranks, or with large tables sharded over them."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.optim.keyed import CombinedOptimizer
+
+from hstu.embeddings import make_optimizer, shard
+from trainer.config import TrainConfig
+
+
+class Parallel(ABC):
+    """A model whose gradients are averaged over the ranks, and its optimizer.
+
+    Attributes:
+        model: to be called with batches.
+        optimizer: of all its parameters.
+
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of model and optimizer, for torch.distributed.checkpoint. Collective."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, possibly on other ranks. Collective."""
+
+
+class Replicated(Parallel):
+    """All parameters are on all ranks."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+        self.model = DistributedDataParallel(model.to(device))
+        self.optimizer = _adamw(list(self.model.parameters()), config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of model and optimizer, by the names of parameters."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load them."""
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+class Sharded(Parallel):
+    """The rows of large embedding tables are distributed over the ranks; backward updates them by row-wise Adagrad."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+        fused = {
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": config.embedding_learning_rate,
+            "eps": 1e-8,
+        }
+        sharded = shard(model, device, fused=fused, cached=config.pipeline == "prefetch")
+        self.model = sharded
+        self.optimizer: CombinedOptimizer = make_optimizer(sharded, lambda parameters: _adamw(parameters, config))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of model and optimizer; those of tables are ShardedTensors."""
+        for _, keyed in self.optimizer.optimizers:
+            if not keyed.state:  # before the first step; torch.distributed.checkpoint loads what is there already
+                keyed.init_state()
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load them."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _adamw(parameters: list[Any], config: TrainConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)

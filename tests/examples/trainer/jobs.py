@@ -1,0 +1,98 @@
+"""Small jobs on the ranks of the tests, and what they trained."""
+
+import dataclasses
+import os
+import signal
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed import collective_utils, comm
+
+from trainer.config import TrainConfig
+from trainer.job import train
+from trainer.loop import Training
+from trainer.monitors import Monitors
+from trainer.world import World
+
+SETTINGS = {"hidden": 16, "heads": 2, "layers": 1, "embedding_dim": 8, "max_history_length": 40, "log_every": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What a rank trained in one run of a job."""
+
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    """Per step, the ids of this rank's samples."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Per step, this rank's share of the loss; the mean over ranks is that of the step."""
+    stopped_by: int | None = None
+    """Number of the signal that ended it."""
+
+
+class CrashError(Exception):
+    """Stands for anything that ends a job in the middle of an epoch."""
+
+
+def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, signal_at: int = 0) -> Trained:
+    """Run a job on this rank.
+
+    Args:
+        rank: of this process.
+        world_size: ranks.
+        options: settings that differ from `SETTINGS`.
+        crash_at: step after which the job dies on all ranks.
+        signal_at: step after which the last rank receives SIGTERM.
+
+    """
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    trained = Trained()
+    note = Monitors.note
+
+    def record(monitors: Monitors, step: int, done: Any) -> None:
+        note(monitors, step, done)
+        trained.samples[step] = done.batch.sample_ids[: done.batch.num_real].tolist()
+        trained.losses[step] = float(done.loss)
+        if step == signal_at and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step == crash_at:
+            raise CrashError
+
+    poll = Training._save
+
+    def save(training: Training) -> None:
+        poll(training)
+        training.checkpoints.finish()  # so that a crash comes after it
+
+    # TorchRec initializes these once per process; the ranks of an earlier job would not take part again.
+    for module, name, value in (
+        (comm, "_INTRA_PG", None),
+        (comm, "_CROSS_PG", None),
+        (collective_utils, "_INITIALIZED", False),
+    ):
+        setattr(module, name, value)
+    config = TrainConfig(**{**SETTINGS, **options})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Monitors, "note", record)
+        patch.setattr(Training, "_save", save)
+        try:
+            stopped_by = train(config, World(rank=rank, size=world_size, device=torch.device("cpu")))
+        except CrashError:
+            return trained
+    return dataclasses.replace(trained, stopped_by=stopped_by)
+
+
+def together(parts: list[Trained]) -> tuple[dict[int, list[int]], dict[int, float]]:
+    """Return the samples of all ranks and the loss, per step."""
+    steps = parts[0].samples.keys()
+    samples = {step: sorted(sample for part in parts for sample in part.samples[step]) for step in steps}
+    return samples, {step: sum(part.losses[step] for part in parts) / len(parts) for step in steps}
+
+
+def settings(out: Path, data: Path, **options: Any) -> dict[str, Any]:
+    """Return the options of a job."""
+    return {"out": str(out), "data": str(data), **options}

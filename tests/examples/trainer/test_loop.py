@@ -1,0 +1,153 @@
+"""Jobs train what they should, balanced or not, and go on where they ended on any number of ranks."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenrank.core.errors import ConfigError, DataError, RankError
+from tests.examples.trainer.jobs import run, settings, together
+from tests.ranks import RankPool
+from trainer.config import TrainConfig
+from trainer.job import run_job
+
+
+def _log(out: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"warmup_steps": 7}, {"embeddings": "sharded", "min_sharded_rows": 300, "pipeline": "sparse-dist"}],
+    ids=["replicated", "sharded and pipelined"],
+)
+def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_happened(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def job(out: str, world_size: int, **more: Any) -> dict[str, Any]:
+        return settings(
+            tmp_path / out, small_dataset, epochs=2, batch_size=24 // world_size, learning_rate=0.01, **options, **more
+        )
+
+    samples, losses = together(ranks.run(1, run, job("whole", 1)))
+    died = together(ranks.run(2, run, job("parts", 2, checkpoint_every=5), 8))
+    parts = [
+        together(ranks.run(1, run, job("parts", 1, max_steps=12))),  # into the second epoch
+        together(ranks.run(3, run, job("parts", 3))),
+    ]
+    assert list(died[0]) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert list(parts[0][0]) == [6, 7, 8, 9, 10, 11, 12]
+    assert list(parts[1][0]) == list(range(13, len(samples) + 1))
+    for part_samples, part_losses in (died, *parts):
+        assert part_samples == {step: samples[step] for step in part_samples}
+        assert part_losses == pytest.approx({step: losses[step] for step in part_losses}, rel=1e-4)
+    assert losses[len(losses)] < losses[1]
+    whole, resumed = (_log(tmp_path / name, "eval")[-1] for name in ("whole", "parts"))
+    assert resumed == pytest.approx(whole, abs=1e-3)
+
+
+def test_dropout_is_the_same_after_resuming(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
+    options = {"data": str(small_dataset), "batch_size": 12, "dropout": 0.3}
+    whole = ranks.run(2, run, {**options, "out": str(tmp_path / "whole")})
+    parts = {**options, "out": str(tmp_path / "parts")}
+    ranks.run(2, run, {**parts, "checkpoint_every": 3}, 5)
+    for resumed, uninterrupted in zip(ranks.run(2, run, parts), whole, strict=True):
+        assert min(resumed.losses) == 4
+        assert resumed.losses == {step: uninterrupted.losses[step] for step in resumed.losses}
+
+
+def test_balanced_and_unbalanced_jobs_train_the_same_samples_with_equal_losses(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    results = {}
+    for balance, strategy in (("none", "lpt-swap"), ("all-to-all", "lpt-swap"), ("all-gather", "min-move")):
+        options = settings(tmp_path / balance, small_dataset, balance=balance, strategy=strategy, batch_size=12)
+        parts = ranks.run(2, run, options)
+        results[balance] = (*together(parts), parts[0].samples, _log(tmp_path / balance, "eval"))
+    samples, losses, of_rank, evaluations = results["none"]
+    for balance in ("all-to-all", "all-gather"):
+        assert results[balance][0] == samples
+        assert results[balance][1] == pytest.approx(losses, rel=2e-5)
+        assert results[balance][2] != of_rank  # samples did move
+        assert results[balance][3][0] == pytest.approx(evaluations[0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "metrics"),
+    [
+        ({"num_tasks": 2, "user_id": True}, {"auc_0", "auc_1"}),
+        ({"task": "retrieval", "k": 5, "precision": "bf16"}, {"recall@5", "ndcg@5"}),
+        ({"model": "semantic-ids", "code_levels": 2, "codebook_size": 8}, {"recall@10", "ndcg@10"}),
+    ],
+    ids=["several tasks", "retrieval", "semantic ids"],
+)
+def test_every_task_trains_and_is_measured(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any], metrics: set[str]
+) -> None:
+    ranks.run(2, run, settings(tmp_path, small_dataset, batch_size=12, learning_rate=0.01, **options))
+    (evaluation,) = _log(tmp_path, "eval")
+    assert evaluation.keys() - {"kind", "step"} == metrics
+    assert all(0 <= evaluation[name] <= 1 for name in metrics)
+    losses = [line["loss"] for line in _log(tmp_path, "train")]
+    assert losses[-1] < losses[0]
+
+
+def test_a_signal_on_one_rank_ends_all_of_them_after_the_same_step_with_a_checkpoint(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    options = settings(tmp_path, small_dataset, batch_size=12)
+    stopped = ranks.run(2, run, options, 0, 3)
+    assert [part.stopped_by for part in stopped] == [signal.SIGTERM] * 2
+    assert [list(part.samples) for part in stopped] == [[1, 2, 3, 4]] * 2
+    assert [min(part.samples) for part in ranks.run(2, run, options)] == [5, 5]
+
+
+def test_a_job_that_is_done_trains_nothing(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
+    options = settings(tmp_path, small_dataset, batch_size=100)
+    assert list(ranks.run(2, run, options)[0].samples) == [1]
+    assert ranks.run(2, run, options)[0].samples == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"data": "missing"}, DataError, "missing"),
+        ({"codes": "missing.npy", "model": "semantic-ids"}, DataError, "missing.npy"),
+        ({"task": "retrieval", "pipeline": "sparse-dist"}, ConfigError, "use --pipeline none"),
+        ({"pipeline": "fast"}, ConfigError, "no pipeline is called 'fast'; known are none, sparse-dist, prefetch"),
+        ({"model": "semantic-ids", "embeddings": "sharded"}, ConfigError, "use --embeddings replicated"),
+    ],
+)
+def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any], kind: type, message: str
+) -> None:
+    for failure in ranks.try_run(2, run, {**settings(tmp_path, small_dataset), **options}):
+        assert failure.type_name == kind.__name__
+        assert message in failure.message
+        assert "\n" not in failure.message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "best"}, "no strategy is called 'best'; known are identity, "),
+        ({"strategy": "best", "balance": "none"}, "no strategy is called 'best'; known are identity, "),
+        ({"balance": "sampler"}, "balance must be one of none, all-to-all, all-gather, got 'sampler'"),
+    ],
+)
+def test_an_unknown_name_is_an_error_before_anything_is_started(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_job(TrainConfig(**options))  # type: ignore[arg-type]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    failures = ranks.try_run(2, run, settings(tmp_path / "file" / "out", small_dataset))
+    assert [failure.type_name for failure in failures] == [DataError.__name__, RankError.__name__]
+    assert all("Not a directory" in failure.message for failure in failures)

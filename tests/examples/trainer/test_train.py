@@ -1,0 +1,120 @@
+"""`scripts/train.py` as a user runs it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "scripts" / "train.py"
+SMALL = ["--hidden", "8", "--layers", "1", "--embedding-dim", "4", "--max-history-length", "16", "--log-every", "1"]
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+
+
+def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=_environment(**variables), capture_output=True, text=True, timeout=280)
+
+
+def _lines(out: Path) -> list[dict[str, Any]]:
+    path = out / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_dataset: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(small_dataset), "--out", str(tmp_path / "out"), "--batch-size", "2", *SMALL]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", str(SCRIPT), *arguments]
+    with subprocess.Popen(torchrun, env=_environment(), stdout=subprocess.PIPE, text=True) as job:
+        deadline = time.monotonic() + 240
+        while not _lines(tmp_path / "out") and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        job.send_signal(signal.SIGTERM)
+        output, _ = job.communicate(timeout=240)
+    stopped = re.search(r"^stopped by SIGTERM after step (\d+); the same command continues$", output, re.M)
+    assert stopped, output
+    step = int(stopped[1])
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{step:08}"
+
+    continued = _run(*arguments, "--batch-size", "4", "--tensorboard")
+    assert continued.returncode == 0, continued.stderr
+    assert continued.stderr == ""  # there is no progress bar without a terminal
+    first, *_, last = continued.stdout.splitlines()
+    assert first == f"resumed from {checkpoint}; another --out starts over"
+    steps = [line["step"] for line in _lines(tmp_path / "out") if line["kind"] == "train"]
+    assert steps == list(range(1, len(steps) + 1))  # each once, over both runs
+    (evaluation,) = [line for line in _lines(tmp_path / "out") if line["kind"] == "eval"]
+    assert last == f"step {steps[-1]} | auc {evaluation['auc']:.4f}"
+    assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
+    assert (tmp_path / "out" / "balance.jsonl").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pipeline", ["none", "sparse-dist", "prefetch"])
+def test_a_job_on_a_gpu_trains_in_bfloat16_and_resumes(small_dataset: Path, tmp_path: Path, pipeline: str) -> None:
+    sharded = ["--embeddings", "sharded", "--min-sharded-rows", "300", "--pipeline", pipeline]
+    arguments = [
+        "--data",
+        str(small_dataset),
+        "--out",
+        str(tmp_path),
+        *SMALL,
+        "--heads",
+        "1",
+        "--hidden",
+        "64",
+        *sharded,
+    ]
+    for epochs in (1, 2):
+        job = _run(*arguments, "--epochs", str(epochs), PYTHONPATH=str(ROOT / "typings"))
+        assert job.returncode == 0, job.stderr
+    steps = [line["step"] for line in _lines(tmp_path) if line["kind"] == "train"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [line["step"] for line in _lines(tmp_path) if line["kind"] == "eval"] == [len(steps) // 2, len(steps)]
+
+
+@pytest.mark.multi_gpu
+def test_balanced_and_unbalanced_jobs_on_gpus_have_equal_losses(small_dataset: Path, tmp_path: Path) -> None:
+    losses = {}
+    for balance in ("none", "all-to-all"):
+        out = tmp_path / balance
+        arguments = [
+            "--data",
+            str(small_dataset),
+            "--out",
+            str(out),
+            *SMALL,
+            "--precision",
+            "fp32",
+            "--balance",
+            balance,
+        ]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(SCRIPT), *arguments]
+        environment = _environment(PYTHONPATH=str(ROOT / "typings"))
+        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert job.returncode == 0, job.stderr
+        losses[balance] = [line["loss"] for line in _lines(out) if line["kind"] == "train"]
+    assert losses["all-to-all"] == pytest.approx(losses["none"], rel=1e-3)
+
+
+def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("batchsize = 8")
+    arguments = ["--config", str(tmp_path / "settings.toml")]
+    failed = _run(*arguments)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith(
+        f"error: {tmp_path / 'settings.toml'} has the unknown key 'batchsize'; known keys are"
+    )
+    assert failed.stderr.count("\n") == 1
+    other_rank = _run(*arguments, RANK="1")
+    assert (other_rank.returncode, other_rank.stdout, other_rank.stderr) == (2, "", "")
