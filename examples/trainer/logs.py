@@ -34,15 +34,9 @@ class JobLog:
         if not is_first:
             return
         out.mkdir(parents=True, exist_ok=True)
-        self._file = _open_lines(out / "log.jsonl")
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ConfigError(
-                    f"the package tensorboard is missing ({error}); pip install 'evenrank[tensorboard]'"
-                ) from error
-            self._scalars = SummaryWriter(str(out / "tensorboard"))
+            self._scalars = _summary_writer(out / "tensorboard")
+        self._file = _open_lines(out / "log.jsonl")
 
     def start(self, first_step: int, last_step: int) -> None:
         """Show a progress bar, if standard error is a terminal."""
@@ -89,6 +83,16 @@ class JobLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # an optional dependency
+    except ImportError as error:
+        raise ConfigError(
+            f"the package tensorboard is missing ({error}); pip install 'evenrank[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(folder))
 
 
 def _open_lines(path: Path) -> Any:

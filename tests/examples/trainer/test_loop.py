@@ -14,6 +14,8 @@ from tests.ranks import RankPool
 from trainer.config import TrainConfig
 from trainer.job import run_job
 
+SHARDED = {"embeddings": "sharded", "min_sharded_rows": 300, "pipeline": "sparse-dist"}
+
 
 def _log(out: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -22,7 +24,7 @@ def _log(out: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup_steps": 7}, {"embeddings": "sharded", "min_sharded_rows": 300, "pipeline": "sparse-dist"}],
+    [{"warmup_steps": 7}, SHARDED],
     ids=["replicated", "sharded and pipelined"],
 )
 def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_happened(
@@ -96,10 +98,11 @@ def test_every_task_trains_and_is_measured(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("embeddings", [{}, SHARDED], ids=["replicated", "sharded and pipelined"])
 def test_a_signal_on_one_rank_ends_all_of_them_after_the_same_step_with_a_checkpoint(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, embeddings: dict[str, Any]
 ) -> None:
-    options = settings(tmp_path, small_dataset, batch_size=12)
+    options = settings(tmp_path, small_dataset, batch_size=12, **embeddings)
     stopped = ranks.run(2, run, options, 0, 3)
     assert [part.stopped_by for part in stopped] == [signal.SIGTERM] * 2
     assert [list(part.samples) for part in stopped] == [[1, 2, 3, 4]] * 2
@@ -110,6 +113,16 @@ def test_a_job_that_is_done_trains_nothing(ranks: RankPool, small_dataset: Path,
     options = settings(tmp_path, small_dataset, batch_size=100)
     assert list(ranks.run(2, run, options)[0].samples) == [1]
     assert ranks.run(2, run, options)[0].samples == {}
+
+
+def test_a_job_without_data_makes_a_dataset_once(ranks: RankPool, tmp_path: Path) -> None:
+    options = {"out": str(tmp_path), "batch_size": 8}
+    ranks.run(2, run, {**options, "max_steps": 1})
+    manifest = tmp_path / "synthetic" / "manifest.json"
+    made = manifest.stat().st_mtime_ns
+    resumed = ranks.run(2, run, {**options, "max_steps": 2})
+    assert [list(part.samples) for part in resumed] == [[2], [2]]
+    assert manifest.stat().st_mtime_ns == made
 
 
 @pytest.mark.parametrize(
