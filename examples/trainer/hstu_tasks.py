@@ -16,6 +16,7 @@ from hstu.layer import HSTUAttention
 from hstu.ranking import HSTURanking, at_least
 from hstu.retrieval import HSTURetrieval
 from hstu.tables import tables
+from hstu.work import attention_flops
 from trainer.config import TrainConfig
 from trainer.evaluate import AUCEvaluation, RankingEvaluation
 from trainer.tasks import Task
@@ -90,6 +91,7 @@ def _work(shape: HSTUConfig, *, head: tuple[int, ...]) -> dict[str, Any]:
     """Return the fields of a Task that say what there is to compute."""
     return {
         "attention": HSTUAttention,
+        "attention_flops": attention_flops,
         "cost": shape.cost(),
         "flops": hstu_flops(
             hidden=shape.hidden,

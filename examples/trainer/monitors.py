@@ -120,4 +120,12 @@ def _track(config: TrainConfig, task: Task, model: nn.Module, device: torch.devi
     first = config.track_attention
     if first is None:
         return None
-    return AttentionTracker(model, task.attention, device=device, start=first, stop=first + _TRACKED_STEPS)
+    return AttentionTracker(
+        model,
+        task.attention,
+        device=device,
+        start=first,
+        stop=first + _TRACKED_STEPS,
+        flops=task.attention_flops,
+        peak_flops=_peak_flops(config, device),
+    )

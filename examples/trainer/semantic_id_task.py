@@ -41,6 +41,7 @@ def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
         model=model,
         dense=model,
         attention=DecoderLayer,
+        attention_flops=None,
         num_tasks=shape.levels,
         cost=shape.cost(),
         flops=decoder_flops(

@@ -11,6 +11,7 @@ from evenrank.dataloader.balance import Cost
 from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets.schema import read_manifest
 from evenrank.training.flops import ModelFlops, Work
+from evenrank.training.layer_hooks import LayerFlops
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.world import World
@@ -28,6 +29,8 @@ class Task:
     """The part of the model that computes in low precision, which is not traced: all but sharded tables."""
     attention: type[nn.Module]
     """The modules whose time can be measured."""
+    attention_flops: LayerFlops | None
+    """Their FLOPs; None: their time alone is measured."""
     num_tasks: int
     """Entries of the loss sums."""
     cost: Cost

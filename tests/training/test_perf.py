@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import AttentionTracker, Flops, LayerTiming, ModelFlops, gather_timings, hstu_work
+from evenrank.training import AttentionTracker, Flops, LayerTiming, gather_timings
 from hstu.attention import Sequences
 from hstu.layer import HSTUAttention
+from hstu.work import attention_flops
 from tests.ranks import RankPool
 
 FORWARD, BACKWARD = 2.0, 3.0  # milliseconds of the layers below
@@ -311,13 +312,8 @@ def test_a_row_says_what_is_known() -> None:
 def test_flops_of_the_example_attention_are_those_of_its_mask() -> None:
     counted: list[Flops] = []
 
-    def attention_flops(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-        """Count as docs/training.md does."""
-        sequences = arguments["sequences"]
-        history = sequences.lengths - sequences.num_candidates
-        work = hstu_work(history, sequences.num_contextual, sequences.num_candidates, predictions=0)
-        heads, head_dim = arguments["query"].shape[1:]
-        counted.append(ModelFlops(per_token=0, per_pair=4 * heads * head_dim).of(work).with_recomputed_scores())
+    def count(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
+        counted.append(attention_flops(layer, arguments))
         return counted[-1]
 
     sequences = Sequences(
@@ -328,7 +324,7 @@ def test_flops_of_the_example_attention_are_those_of_its_mask() -> None:
         max_length=8,
     )
     layer = HSTUAttention("padded", 8)
-    tracker = AttentionTracker(layer, HSTUAttention, device="cpu", start=0, stop=1, flops=attention_flops)
+    tracker = AttentionTracker(layer, HSTUAttention, device="cpu", start=0, stop=1, flops=count)
     query, key, value = torch.randn(3, 11, 2, 5, requires_grad=True)
     layer(query, key, value=value, sequences=sequences).sum().backward()
     assert len(tracker.step()) == 1
