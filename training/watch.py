@@ -43,7 +43,7 @@ class StallWatch:
 
     An extension that keeps the GIL stops the background thread too. Then the other ranks name this one.
 
-    Every rank of the group must make one; creating it waits for no other rank.
+    Every rank of the group should make one, or it counts as not arrived; creating it waits for no other rank.
 
     Args:
         seconds: longer than any step, evaluation or checkpoint between two heartbeats; see `disarm`.
@@ -59,7 +59,7 @@ class StallWatch:
         if not 0 < seconds < math.inf:
             raise ConfigError(f"seconds must be positive and finite, got {seconds}")
         self._alarm = Alarm(seconds)
-        self._arrivals = Arrivals(members_of(group))
+        self._arrivals = Arrivals(members_of(group, "stall-watch"))
         self._file = file
         self._period = min(_PERIOD, seconds / 4)
         self._closing = threading.Event()

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.control.process_group import members_of
 from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
 from evenrank.training.watch import GIB, Alarm
 from tests.ranks import RankPool
@@ -126,6 +127,19 @@ def test_the_rank_that_stalls_shows_where(ranks: RankPool) -> None:
     _, report = ranks.run(2, _stall_alone)
     assert "rank 1 has had no heartbeat" in report
     assert "in _hang_here" in report
+
+
+def _share_a_store(rank: int, world_size: int) -> list[bool]:
+    if rank == 0:
+        StallWatch(SECONDS)
+    store = members_of(None).substore("test")  # as a Balancer's
+    store.set(str(rank), "here")
+    dist.barrier()
+    return [store.check([str(other)]) for other in range(world_size)]
+
+
+def test_a_watch_on_some_ranks_does_not_separate_the_balancers_of_a_group(ranks: RankPool) -> None:
+    assert ranks.run(2, _share_a_store) == [[True, True]] * 2
 
 
 def test_the_thread_ends_with_the_watch() -> None:

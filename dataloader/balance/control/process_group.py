@@ -71,13 +71,14 @@ def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
     return group
 
 
-def members_of(group: Group | None) -> Members:
+def members_of(group: Group | None, user: str = "balancer") -> Members:
     """Return the ranks of a group; their store is empty, however often this is called for the same group.
 
-    Every rank of the group must call this equally often.
+    Every rank of the group must call this equally often for the same user.
 
     Args:
         group: None: the default process group or, without one, this process alone.
+        user: what the ranks are for; calls for one user do not count for another, which some ranks may lack.
 
     Raises:
         ConfigError: it is not a group of which this process is a rank.
@@ -89,8 +90,8 @@ def members_of(group: Group | None) -> Members:
     rank = process_group.rank()
     store = process_group.get_group_store()
     # Each rank counts for itself, so that the number does not depend on which rank comes first.
-    number = store.add(f"evenrank/members/{rank}", 1)
-    return Members(rank=rank, world_size=process_group.size(), store=PrefixStore(f"evenrank/{number}", store))
+    number = store.add(f"evenrank/{user}/calls/{rank}", 1)
+    return Members(rank=rank, world_size=process_group.size(), store=PrefixStore(f"evenrank/{user}/{number}", store))
 
 
 class Work(Protocol):
