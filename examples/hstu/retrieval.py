@@ -77,15 +77,15 @@ class HSTURetrieval(nn.Module):
             chunk: items that are scored at a time.
 
         Returns:
-            int64 [n], for the samples with at least 2 items, in order: how many other items have no lower score. 0 is
-            the best.
+            int64 [n], for the samples with an item before their last one that is no candidate, in order: how many other
+            items have no lower score. 0 is the best.
 
         """
         features = with_items(batch.features, batch.features.values()[:0])
         embeddings = values_of(self.embeddings(features))
         layout, tokens = self.dense.encode(batch, embeddings)
         sequences = layout.sequences
-        rows = (layout.num_items >= 2).nonzero().squeeze(1)
+        rows = (layout.num_items > batch.num_candidates.clamp(min=1)).nonzero().squeeze(1)
         last = offsets_of(layout.num_items)[rows + 1] - 1
         ends = sequences.offsets[rows + 1] - sequences.num_candidates[rows]
         queries = self.dense.query(tokens[torch.minimum(layout.places[ITEM_ID][last], ends) - 1])

@@ -92,6 +92,15 @@ def test_a_candidate_is_ranked_by_the_history_alone() -> None:
         assert model.ranks(make_batch([among_others])).tolist() == as_history.tolist()
 
 
+@pytest.mark.parametrize("user_id", [[], [3]])
+def test_candidates_without_a_history_have_no_rank(user_id: list[int]) -> None:
+    model = make_retrieval().eval()
+    nothing_before = Sample(user_id=user_id, item_id=[4, 5], num_candidates=2, labels=[1, 1])
+    with_history = replace(SAMPLE, action=[1, 2, 3], num_candidates=1, labels=[4])
+    ranks = model.ranks(make_batch([with_history, nothing_before, with_history]))
+    assert ranks.tolist() == 2 * model.ranks(make_batch([SAMPLE])).tolist()
+
+
 def test_a_model_that_has_diverged_ranks_last() -> None:
     model = make_retrieval()
     torch.nn.init.constant_(model.dense.lower_width.weight, torch.nan)
