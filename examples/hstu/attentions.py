@@ -4,6 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from evenrank.core.errors import ConfigError
 from evenrank.core.registry import Registry
 from hstu.attention import Sequences, padded_attention
 
@@ -22,6 +23,8 @@ ATTENTIONS.register("padded")(padded_attention)
 
 @ATTENTIONS.register("triton")
 def _triton(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+    if not query.is_cuda:
+        raise ConfigError(f"the attention 'triton' needs a CUDA device, got {query.device}; choose 'auto' or 'padded'")
     from hstu.triton_attention import triton_attention  # Triton comes with PyTorch for CUDA alone
 
     return triton_attention(query, key, value, sequences, scale_length=scale_length)

@@ -44,6 +44,8 @@ class HSTUConfig:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if isinstance(self.contextual, str):
+            raise ConfigError(f"contextual must be a tuple of features, got {self.contextual!r}; add a comma behind it")
         ATTENTIONS.check(self.attention)
 
     def cost(self) -> HSTUCost:

@@ -40,6 +40,8 @@ class HSTURanking(nn.Module):
         targets: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
+        if num_tasks < 1:
+            raise ConfigError(f"num_tasks must be at least 1, got {num_tasks}")
         self.embeddings = embeddings
         self.dense = RankingHead(config, num_tasks, targets or partial(label_bits, num_tasks=num_tasks))
 
@@ -52,7 +54,7 @@ class HSTURanking(nn.Module):
             Loss sums [num_tasks]; logits [labels, num_tasks], in the order of `batch.labels`. Both at least float32.
 
         Raises:
-            ConfigError: the batch has no labels, or lacks a feature.
+            ConfigError: the batch has no labels, or it or the tables lack a feature.
 
         """
         result: tuple[Tensor, Tensor] = self.dense(batch, self.embeddings(batch.features))
@@ -83,6 +85,11 @@ class RankingHead(nn.Module):
         logits = self.tasks(tokens[layout.places[ITEM_ID][labeled]])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = self.targets(batch.labels.values()).to(logits.dtype)
+        if targets.shape != logits.shape:
+            raise ConfigError(
+                f"targets returned {list(targets.shape)} for {len(logits)} labels; it must return "
+                f"[n, {logits.shape[1]}], a column for each of num_tasks"
+            )
         return binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(0), logits
 
 

@@ -14,7 +14,7 @@ from hstu.config import HSTUConfig
 from hstu.encoder import HSTUEncoder
 from hstu.negatives import UniformNegatives, with_items, without_values
 from hstu.tables import NEGATIVE_ID
-from hstu.tokens import TokenLayout, lay_out, offsets_of, values_of
+from hstu.tokens import TokenLayout, check_embedded, lay_out, offsets_of, values_of
 
 
 class HSTURetrieval(nn.Module):
@@ -45,6 +45,8 @@ class HSTURetrieval(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if temperature <= 0:
+            raise ConfigError(f"temperature must be positive, got {temperature}")
         self.num_items = num_items
         self.embeddings = embeddings
         self.negatives = UniformNegatives(num_items, num_negatives, seed)
@@ -57,7 +59,7 @@ class HSTURetrieval(nn.Module):
             [1] and [batch.loss_tokens, 1], both at least float32.
 
         Raises:
-            ConfigError: the batch has labels, so that its loss tokens are others, or lacks a feature.
+            ConfigError: the batch has labels, so that its loss tokens are others, or it or the tables lack a feature.
 
         """
         features = self.negatives(batch)
@@ -118,6 +120,7 @@ class RetrievalHead(nn.Module):
         if batch.labels is not None:
             raise ConfigError("the batch has labels; set max_num_candidates=0 and num_tasks=0 to train retrieval")
         vectors = values_of(embeddings)
+        check_embedded(NEGATIVE_ID, vectors)
         layout, tokens = self.encode(batch, vectors)
         targets = layout.last_items((layout.num_items - 1).clamp(min=0), batch.loss_tokens)
         queries = self.query(tokens[layout.places[ITEM_ID][targets] - 1])

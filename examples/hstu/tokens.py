@@ -39,7 +39,12 @@ class TokenLayout:
         Args:
             embeddings: per feature, the embedding of each of its values: [values, embedding_dim].
 
+        Raises:
+            ConfigError: those of a feature are missing.
+
         """
+        for name in self.places:
+            check_embedded(name, embeddings)
         values = torch.cat([embeddings[name] for name in self.places])
         # Every token is copied from exactly one value, so the backward pass is a selection of rows, without sums.
         return torch.zeros_like(values).index_copy(0, torch.cat(list(self.places.values())), values)
@@ -78,8 +83,7 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tenso
     for key in keys:
         if key not in known:
             raise ConfigError(f"the model needs the feature {key!r}; batches have {', '.join(known)}")
-    limits = batch.max_lengths or batch.length_limits
-    if limits is None:
+    if batch.max_lengths is None:
         raise ConfigError("the batch has no max_lengths; iterate over a loader of evenrank or a Balancer")
 
     all_lengths = features.lengths().view(len(known), -1).long()
@@ -108,11 +112,25 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tenso
             # Actions are those of the first items: of the history alone, or of candidates as well.
             num_candidates=batch.num_candidates + (num_actions - (num_items - batch.num_candidates)).clamp(min=0),
             num_tokens=sum(num_values.values()),
-            max_length=sum(limits[key] for key in keys),
+            max_length=sum(batch.max_lengths[key] for key in keys),
         ),
         places=places,
         num_items=num_items,
     )
+
+
+def check_embedded(name: str, embeddings: Mapping[str, Tensor]) -> None:
+    """Check that a feature has embeddings.
+
+    Raises:
+        ConfigError: it has none.
+
+    """
+    if name not in embeddings:
+        raise ConfigError(
+            f"the embeddings lack the feature {name!r}, they have {', '.join(embeddings)}; create the tables with "
+            "hstu.tables, from the model's config and, for retrieval, with retrieval=True"
+        )
 
 
 def values_of(embeddings: Mapping[str, JaggedTensor]) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
         scale_length: what weights are divided by.
 
     Raises:
-        ConfigError: the dtype, the head_dim or the device is none of these.
+        ConfigError: the dtype or the head_dim is none of these, or a kernel needs more than the GPU has.
 
     """
     if query.shape[-1] not in HEAD_DIMS:

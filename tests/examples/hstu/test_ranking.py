@@ -152,3 +152,14 @@ def test_training_lowers_the_loss() -> None:
         losses.append(loss_sums.item() / batch.loss_tokens)
     assert losses[0] > 0.6
     assert losses[-1] < 0.3
+
+
+def test_targets_of_another_number_of_tasks_are_refused() -> None:
+    model = make_ranking(targets=lambda labels: (labels > 2).float())
+    with pytest.raises(ConfigError, match=r"targets returned \[6\] for 6 labels; it must return \[n, 3\]"):
+        model(make_batch(random_samples(3)))
+
+
+def test_a_model_without_tasks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
+        make_ranking(num_tasks=0)

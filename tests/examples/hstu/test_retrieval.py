@@ -13,7 +13,7 @@ from evenrank.dataloader import SequenceBatch
 from hstu.retrieval import HSTURetrieval
 from hstu.tables import tables
 from tests.dataloader.batches import rows_of
-from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_retrieval, random_samples
+from tests.examples.hstu.samples import CONFIG, SIZES, Sample, Tables, make_batch, make_retrieval, random_samples
 
 SAMPLE = Sample(user_id=[3], tags=[1], item_id=[4, 5, 6, 7], action=[1, 2, 3, 4])
 
@@ -138,3 +138,14 @@ def test_training_improves_ranks() -> None:
         optimizer.step()
     assert before > 12
     assert model.ranks(batch).float().mean() < 6
+
+
+def test_tables_without_negatives_are_refused() -> None:
+    model = HSTURetrieval(Tables(tables(SIZES, CONFIG)), CONFIG, num_items=SIZES["item_id"]).double()
+    with pytest.raises(ConfigError, match=r"lack the feature 'negative_id'.*for retrieval, with retrieval=True"):
+        model(make_batch([SAMPLE]))
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="temperature must be positive, got 0"):
+        make_retrieval(temperature=0)

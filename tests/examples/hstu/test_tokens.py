@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from hstu.tokens import lay_out, values_of
-from tests.examples.hstu.samples import CONFIG, Sample, make_batch, random_samples
+from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, random_samples
 
 KEYS = ("user_id", "tags", "item_id", "action")
 FIRST = {"user_id": 100, "tags": 200, "item_id": 300, "action": 400}  # what the tokens of a feature begin with
@@ -114,3 +114,11 @@ def test_a_batch_that_does_not_know_its_longest_row_is_refused() -> None:
     batch = make_batch([Sample()]).replace(max_lengths=None)
     with pytest.raises(ConfigError, match="has no max_lengths; iterate over a loader of evenrank or a Balancer"):
         lay_out(batch, CONFIG, predicts_history=torch.tensor([False]))
+
+
+@pytest.mark.parametrize("feature", ["item_id", "action"])
+def test_embeddings_without_a_needed_feature_are_refused(feature: str) -> None:
+    layout = lay_out(make_batch([Sample()]), CONFIG, predicts_history=torch.tensor([False]))
+    embeddings = {name: torch.zeros(0, 6) for name in SIZES if name != feature}
+    with pytest.raises(ConfigError, match=f"lack the feature '{feature}', they have .*; create the tables with"):
+        layout.arrange(embeddings)
