@@ -54,7 +54,7 @@ class Throughput:
 
 
 class ThroughputMeter:
-    """Measures intervals of `every` steps.
+    """Measures intervals that end after each `every` steps.
 
         meter = ThroughputMeter(model_flops, every=100, device=device, peak_flops=peaks.flops(torch.bfloat16))
         for batch in balancer:
@@ -73,7 +73,7 @@ class ThroughputMeter:
 
     Args:
         flops: of the model, on one rank.
-        every: steps of an interval, at least 1.
+        every: steps from the end of an interval to that of the next, at least 1.
         device: where `step` gets its counts, and the group reduces them.
         peak_flops: FLOP/s of one GPU in the model's dtype; see `device_peaks`. None: there is no MFU.
         group: the data-parallel ranks; None: the default process group or, without one, this process alone.
@@ -111,7 +111,11 @@ class ThroughputMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval now, as after an evaluation or a checkpoint, whose time is not training's."""
+        """Begin the interval now, as after an evaluation or a checkpoint, whose time is not training's.
+
+        It ends where it would have ended otherwise, so that ranks which restart at different steps, or not at all,
+        still add up their counts in the same step.
+        """
         self._sums.zero_()
         self._in_interval = 0
         self._started = self._clock()
@@ -131,7 +135,7 @@ class ThroughputMeter:
         # One count at a time: copying those on the host to the device in one tensor would wait for it.
         for index, count in enumerate((work.tokens, work.pairs, work.predictions)):
             self._sums[index].add_(count)
-        if self._in_interval < self._every:
+        if self._num_steps % self._every:
             return None
         if self._group is not None:
             dist.all_reduce(self._sums, group=self._group)

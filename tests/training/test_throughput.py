@@ -45,7 +45,7 @@ def test_an_interval_has_the_sums_of_its_steps() -> None:
 
 def test_a_restart_leaves_out_what_was_before() -> None:
     clock = _Clock()
-    meter = ThroughputMeter(MODEL, every=2, clock=clock)
+    meter = ThroughputMeter(MODEL, every=3, clock=clock)
     meter.step(_work(1000, 0, 0))
     clock.now += 60  # an evaluation
     meter.restart()
@@ -53,7 +53,25 @@ def test_a_restart_leaves_out_what_was_before() -> None:
         clock.now += 1
         throughput = meter.step(_work(5, 0, 0))
     assert throughput is not None
-    assert (throughput.step, throughput.tokens, throughput.step_ms, throughput.mfu) == (3, 10, 1000, None)
+    assert (throughput.step, throughput.steps, throughput.tokens, throughput.step_ms) == (3, 2, 10, 1000)
+    assert throughput.mfu is None
+
+
+def _restart_alone(rank: int, world_size: int) -> list[int]:
+    meter = ThroughputMeter(MODEL, every=2)
+    gradients = []
+    for step in range(4):
+        if rank == step == 1:
+            meter.restart()
+        meter.step(_work(1, 1, 1))
+        gradient = torch.tensor([100, 100, 100])  # as many numbers as the meter adds up
+        dist.all_reduce(gradient)
+        gradients += gradient.tolist()
+    return gradients
+
+
+def test_a_restart_on_one_rank_alone_does_not_mix_counts_with_what_others_reduce(ranks: RankPool) -> None:
+    assert ranks.run(2, _restart_alone) == [[200] * 12] * 2
 
 
 def test_a_line_of_the_log() -> None:
