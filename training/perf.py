@@ -117,6 +117,7 @@ class AttentionTracker:
         self._handles: list[RemovableHandle] = []
         self._calls: dict[str, list[Call]] = {name: [] for name in self._layers}
         self._num_steps = 0
+        self._is_detached = False
         if start == 0:
             self._attach()
 
@@ -129,9 +130,11 @@ class AttentionTracker:
 
         """
         self._num_steps += 1
+        if self._is_detached:
+            return []
         if self._num_steps == self._start:
             self._attach()
-        if self._num_steps != self._stop or not self._handles:
+        if self._num_steps != self._stop:
             return []
         self.detach()
         self._clock.wait()
@@ -140,10 +143,11 @@ class AttentionTracker:
         return timings
 
     def detach(self) -> None:
-        """Remove all hooks, before the window has ended or after; there will be no rows."""
+        """Remove all hooks for good, before the window has begun, within it, or after; there will be no rows."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._is_detached = True
 
     def _attach(self) -> None:
         for name, module in self._layers.items():

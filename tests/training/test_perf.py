@@ -126,6 +126,14 @@ def test_detaching_ends_the_window_early() -> None:
     assert tracker.step() == tracker.step() == []
 
 
+def test_a_window_does_not_begin_after_detaching() -> None:
+    model = _Model()
+    tracker = AttentionTracker(model, _Attention, device="cpu", start=1, stop=2)
+    tracker.detach()
+    assert tracker.step() == []
+    assert _hooks(model) == 0
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_tracked_layers_compute_the_same_bits(reentrant: bool) -> None:
     class Checkpointed(_Model):
