@@ -178,7 +178,10 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on another device; host-side caches and metadata are kept, without synchronization."""
         target = torch.device(device)
-        return self._map(lambda value: _move(value, target, non_blocking))
+        moved = self._map(lambda value: _move(value, target, non_blocking))
+        if self.world_task_tokens is None:
+            return moved
+        return moved.replace(world_task_tokens=self.world_task_tokens.to(target, non_blocking=non_blocking))
 
     def clone(self) -> Self:
         """Return a batch whose tensors share no memory with those of this one."""

@@ -178,3 +178,10 @@ def test_a_stream_that_uses_a_batch_keeps_its_counts_allocated() -> None:
     counts, stream = Mock(), Mock()
     batch.replace(world_task_tokens=counts).record_stream(stream)
     counts.record_stream.assert_called_once_with(stream)
+
+
+def test_the_loss_tokens_of_tasks_move_with_the_batch() -> None:
+    batch = JaggedBatch(batch_size=1, num_real=0, world_task_tokens=torch.tensor([3, 4]))
+    moved = batch.to("meta").world_task_tokens
+    assert moved is not None
+    assert moved.device.type == "meta"
