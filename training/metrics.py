@@ -96,12 +96,7 @@ class BinaryAUC:
         totals[:, 2] = (~is_positive).sum(dim=0)
         totals[:, 3] = scores.isnan().sum(dim=0)
         self._ranks.add_up(totals)
-        return [
-            wins_twice / (2 * num_positive * num_negative)
-            if num_positive and num_negative and not num_nan
-            else math.nan
-            for wins_twice, num_positive, num_negative, num_nan in totals.tolist()
-        ]
+        return [_auc(*of_task) for of_task in totals.tolist()]
 
 
 class RankingMetrics:
