@@ -60,8 +60,8 @@ def accumulate(
         `world_task_tokens`. Iterating is collective: every rank of the group must do it.
 
     Raises:
-        ConfigError: `num_steps` is below 1, this process is not a rank of the group, or batches are not from a
-            Balancer.
+        ConfigError: `num_steps` is below 1, this process is not a rank of the group, batches are not from a Balancer,
+            or `task_tokens` returns something else.
         RankError: `num_steps`, or the tasks that are counted, differ between ranks; while iterating, on every rank.
 
     """
@@ -88,13 +88,20 @@ def _optimizer_steps(
             world_loss_tokens += batch.world_loss_tokens
         counts = None
         if task_tokens is not None:
-            counts = torch.stack([task_tokens(batch) for batch in pulled]).sum(dim=0)
+            counts = torch.stack([_counted(task_tokens(batch)) for batch in pulled]).sum(dim=0)
             if is_first:
                 _check_equal({"the shape of task_tokens": list(counts.shape)}, group)
                 is_first = False
             if group is not None:
                 dist.all_reduce(counts, group=group)
         yield [batch.replace(world_loss_tokens=world_loss_tokens, world_task_tokens=counts) for batch in pulled]
+
+
+def _counted(tokens: Any) -> Tensor:
+    if isinstance(tokens, Tensor) and tokens.dim() == 1 and not tokens.is_floating_point():
+        return tokens
+    got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+    raise ConfigError(f"task_tokens must return integers [tasks], got {got}; add up booleans over the samples")
 
 
 def _check_equal(settings: dict[str, Any], group: dist.ProcessGroup | None) -> None:

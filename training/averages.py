@@ -68,7 +68,7 @@ class LossAverage:
             task_tokens: [tasks], this rank's loss tokens of each task; None: each of the batch's counts for all tasks.
 
         Raises:
-            ConfigError: there are other numbers of tasks.
+            ConfigError: there are other numbers of tasks, or the losses are on another kind of device.
 
         """
         sums = loss_sums.reshape(-1)
@@ -76,6 +76,10 @@ class LossAverage:
         for name, values in (("loss_sums", sums), ("task_tokens", task_tokens)):
             if values is not None and values.shape != (num_tasks,):
                 raise ConfigError(f"{name} must have one entry per task, {num_tasks}, got {list(values.shape)}")
+        if sums.device.type != self._totals.device.type:
+            raise ConfigError(
+                f"loss_sums are on {sums.device}, but added up on {self._totals.device}; pass its device="
+            )
         self._totals[0] += sums
         self._totals[1] += batch.loss_tokens if task_tokens is None else task_tokens
 

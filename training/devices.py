@@ -198,10 +198,12 @@ def device_peaks(device: torch.device | str | int | None = None) -> DevicePeaks:
         device: None: the current one.
 
     Raises:
-        ConfigError: it is not in the table, and this version of PyTorch does not know its clock, or its compute
-            capability is unknown.
+        ConfigError: it is no CUDA device, or it is not in the table, and this version of PyTorch does not know its
+            clock, or its compute capability is unknown.
 
     """
+    if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
+        raise ConfigError(f"no peaks are known of the device {device}; pass a CUDA device, or its peak in FLOP/s")
     properties = torch.cuda.get_device_properties(device)
     known = peaks_by_name(properties.name)
     if known is not None:

@@ -33,8 +33,8 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
         tokens.
 
     Raises:
-        ConfigError: the batch does not know the number of loss tokens of all ranks, as it is not from a Balancer, or it
-            knows those of other tasks.
+        ConfigError: `loss_sums` is no tensor, or the batch does not know the number of loss tokens of all ranks, as it
+            is not from a Balancer, or it knows those of other tasks.
 
     """
     # While torch.fx traces, both are proxies, whose values cannot be looked at. `torch.fx.wrap` would not do here: it
@@ -42,6 +42,8 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     if has_torch_function((loss_sums, batch)):
         scaled: Tensor = handle_torch_function(scale_loss, (loss_sums, batch), loss_sums, batch, dp_size=dp_size)
         return scaled
+    if not isinstance(loss_sums, Tensor):
+        raise ConfigError(f"loss_sums must be a tensor, got {type(loss_sums).__name__}; pass the sums alone")
     if batch.world_loss_tokens is None:
         raise ConfigError("the batch has no world_loss_tokens; iterate over a Balancer instead of the loader")
     if dp_size is None:

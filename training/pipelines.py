@@ -55,6 +55,10 @@ class PipelineForward(Generic[Batch]):
         """Return the loss, and the step that the pipeline is to return."""
         output = self._model(batch)
         if self._loss is None:
+            if not isinstance(output, tuple | list) or len(output) != 2:
+                raise ConfigError(
+                    f"the model returned {type(output).__name__} instead of (loss, output); pass loss= to make_pipeline"
+                )
             loss, output = output
         else:
             loss = self._loss(output, batch)

@@ -130,3 +130,12 @@ def test_wrong_arguments_are_refused_before_anything_is_pulled() -> None:
     wrong: Any = "dp"
     with pytest.raises(ConfigError, match="group must be a process group or a device mesh, got str"):
         accumulate(_batches([1]), 1, group=wrong)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "got"),
+    [(torch.tensor(3), r"torch.int64 \[\]"), (torch.ones(2), r"torch.float32 \[2\]"), ([3, 4], "list")],
+)
+def test_what_is_no_number_per_task_is_refused(tokens: Any, got: str) -> None:
+    with pytest.raises(ConfigError, match=rf"task_tokens must return integers \[tasks\], got {got}; add up booleans"):
+        list(accumulate(_batches([1]), 1, task_tokens=lambda batch: tokens))

@@ -109,3 +109,8 @@ def test_ranks_with_different_numbers_of_tasks_learn_of_it_at_once(ranks: RankPo
     for failure in ranks.try_run(2, _disagree):
         assert failure.type_name == "RankError"
         assert failure.message == "num_tasks differs between ranks: 1 on rank 0, 2 on rank 1"
+
+
+def test_losses_on_another_kind_of_device_are_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_sums are on meta, but added up on cpu; pass its device="):
+        LossAverage().update(torch.ones(1, device="meta"), _batch(1))

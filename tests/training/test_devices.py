@@ -139,3 +139,8 @@ def test_an_unknown_compute_capability_is_an_error() -> None:
 @pytest.mark.gpu
 def test_this_device_has_a_peak() -> None:
     assert device_peaks(0).flops(torch.float16) > 1e13
+
+
+def test_the_cpu_has_no_peak() -> None:
+    with pytest.raises(ConfigError, match="no peaks are known of the device cpu; pass a CUDA device"):
+        device_peaks("cpu")

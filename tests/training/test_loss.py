@@ -220,3 +220,9 @@ def test_a_batch_without_world_loss_tokens_is_refused() -> None:
 def test_a_batch_without_dp_size_is_refused_unless_it_is_given() -> None:
     with pytest.raises(ConfigError, match="has no dp_size; iterate over a Balancer, or pass dp_size to scale_loss"):
         scale_loss(torch.ones(()), _batch(world_loss_tokens=1))
+
+
+def test_what_a_model_returns_beside_the_sums_is_refused() -> None:
+    returned: Any = (torch.ones(1), torch.ones(3))
+    with pytest.raises(ConfigError, match="loss_sums must be a tensor, got tuple; pass the sums alone"):
+        scale_loss(returned, _batch(world_loss_tokens=8, dp_size=4))

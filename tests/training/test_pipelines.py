@@ -300,6 +300,13 @@ def test_a_model_without_torchrec_trains_in_the_pipeline_none() -> None:
     assert model.weight.item() == 1 - 0.5 - 1
 
 
+def test_a_model_without_its_loss_is_refused_where_none_is_given() -> None:
+    model = nn.Linear(1, 1)
+    pipeline: Pipeline[Tensor] = make_pipeline("none", model, _optimizer(model), "cpu")
+    with pytest.raises(ConfigError, match=r"returned Tensor instead of \(loss, output\); pass loss= to make_pipeline"):
+        list(run_pipeline(pipeline, [torch.ones(1, 1)]))
+
+
 class _Slowly:
     """A pipeline of its own, with nothing ahead."""
 
