@@ -76,6 +76,8 @@ class TrainConfig:
     hidden: int = setting(64, "Width of the layers.", at_least=1, kept=True)
     heads: int = setting(2, "Attention heads of a layer, each hidden / heads wide.", at_least=1, kept=True)
     layers: int = setting(2, "Number of layers.", at_least=1, kept=True)
+    attention: str = setting("auto", "HSTU: attention by `padded` tensors, jagged `triton` kernels, or `auto`.")
+    recompute: bool = setting(False, "HSTU: compute LayerNorm and SiLU again in the backward pass, to save memory.")
     embedding_dim: int = setting(32, "Width of the embedding tables.", at_least=1, kept=True)
     dropout: float = setting(0.0, "Share of activations that training drops.", at_least=0)
     embeddings: str = setting(

@@ -84,6 +84,8 @@ def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
         head_dim=config.hidden // config.heads,
         layers=config.layers,
         dropout=config.dropout,
+        attention=config.attention,
+        recompute=config.recompute,
     )
 
 
