@@ -102,7 +102,17 @@ def beam_search(model: SemanticIdModel, batch: SemanticIdBatch, catalogue: Catal
         catalogue: of the items to choose from.
         beams: how many items to search, the K of `Beams`, unless there are fewer.
 
+    Raises:
+        ConfigError: `beams` is below 1, or the catalogue has other codebooks than the model.
+
     """
+    if beams < 1:
+        raise ConfigError(f"beams must be at least 1, got {beams}")
+    if tuple(catalogue.codebook_sizes) != tuple(model.config.codebook_sizes):
+        raise ConfigError(
+            f"the catalogue has codebooks of {list(catalogue.codebook_sizes)}, the model of "
+            f"{list(model.config.codebook_sizes)}; create both from the same CodeTable"
+        )
     history = _read(model, batch)
     rows = batch.batch_size
     codes = torch.empty(rows, 1, 0, dtype=torch.int64, device=history.ends.device)

@@ -36,6 +36,11 @@ class DecoderConfig:
         for name in ("hidden", "heads", "layers", "ffn_multiplier"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not isinstance(self.contextual, Mapping):
+            raise ConfigError(
+                f"contextual must have the size of each feature's vocabulary, got {self.contextual!r}; pass a mapping "
+                "from names to sizes"
+            )
         if self.hidden % (2 * self.heads):
             raise ConfigError(f"hidden must be a multiple of 2 * heads, got {self.hidden} and {self.heads} heads")
         if not 0 <= self.dropout < 1:

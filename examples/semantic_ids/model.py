@@ -47,17 +47,17 @@ class SemanticIdModel(nn.Module):
             Loss sums [levels]; per level, logits [labeled events, codebook size]. All at least float32.
 
         Raises:
-            ConfigError: the batch lacks a feature, or has no whole number of labels per event.
+            ConfigError: the batch lacks a feature, or has another number of codes per item.
 
         """
         levels = self.config.levels
-        num_labels = batch.labels.length_per_key()[0]
-        if num_labels % levels:
-            raise ConfigError(
-                f"the batch has {num_labels} labels, no multiple of the {levels} levels of codebook_sizes; create the "
-                "DecoderConfig with the codebook_sizes of the batches' CodeTable"
-            )
         layout = lay_out(batch, (*self.config.contextual, SEMANTIC_ID, BOS, CANDIDATE_ID))
+        assert batch.max_lengths is not None  # as `lay_out` has checked
+        if batch.num_real and (num_codes := batch.max_lengths[CANDIDATE_ID]) != levels:
+            raise ConfigError(
+                f"the batch has {num_codes} codes per item, codebook_sizes {levels} levels; create the DecoderConfig "
+                "with the codebook_sizes of the batches' CodeTable"
+            )
         attend = partial(causal_attention, sequences=layout.sequences)
         tokens = self.embed(batch, layout)
         outputs = self.decoder(tokens, layout.sequences.positions, [attend] * self.config.layers)

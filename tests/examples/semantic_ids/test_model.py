@@ -125,9 +125,10 @@ def test_a_batch_without_samples_has_a_zero_gradient_for_every_parameter(batch_s
         assert not parameter.grad.any()
 
 
-def test_batches_of_other_codes_are_refused() -> None:
-    batch = batch_of(random_samples(4, (4, 5), max_history=0), (4, 5))
-    with pytest.raises(ConfigError, match="has 8 labels, no multiple of the 3 levels of codebook_sizes"):
+@pytest.mark.parametrize("sizes", [(4, 5), (4, 5, 6, 2, 2, 2)])
+def test_batches_of_other_codes_are_refused(sizes: tuple[int, ...]) -> None:
+    batch = batch_of(random_samples(6, sizes, max_history=0), sizes)  # a multiple of 3 labels
+    with pytest.raises(ConfigError, match=f"has {len(sizes)} codes per item, codebook_sizes 3 levels; create the"):
         _model()(batch)
 
 
