@@ -1,5 +1,6 @@
 """Fixtures and hooks that many tests share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,10 @@ from hypothesis import settings
 
 from tests.process_marks import MARK, ProcessGuard, starts_processes
 from tests.ranks import RankPool
+
+# Of the processes of the tests, and of those that they start: each core has one of them already. Threads of OpenMP that
+# wait for each other there take up to 60 times as long for small tensors. PyTorch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No deadline: examples that start collectives or compile can take long, and nothing here is timed.
 settings.register_profile("evenrank", deadline=None, print_blob=True)

@@ -67,8 +67,8 @@ class HSTURetrieval(nn.Module):
         return result
 
     @torch.no_grad()
-    def ranks(self, batch: SequenceBatch, *, chunk: int = 16_384) -> Tensor:
-        """Rank the last item of each sample among all items, by what precedes it.
+    def places_of_targets(self, batch: SequenceBatch, *, chunk: int = 16_384) -> Tensor:
+        """Place the last item of each sample among all items, by what precedes it; for `RankingMetrics`.
 
         The last item may be a candidate. What precedes it is then the history, without other candidates.
 
@@ -79,8 +79,8 @@ class HSTURetrieval(nn.Module):
             chunk: items that are scored at a time.
 
         Returns:
-            int64 [n], for the samples with an item before their last one that is no candidate, in order: how many other
-            items have no lower score. 0 is the best.
+            int64 [n], for the samples with an item before their last one that is no candidate, in order: 1 and how many
+            other items have no lower score. Scores are compared in float32, also under autocast.
 
         """
         features = with_items(batch.features, batch.features.values()[:0])
@@ -92,15 +92,16 @@ class HSTURetrieval(nn.Module):
         ends = sequences.offsets[rows + 1] - sequences.num_candidates[rows]
         queries = self.dense.query(tokens[torch.minimum(layout.places[ITEM_ID][last], ends) - 1])
         targets = batch.features[ITEM_ID].values()[last]
-        target_scores = (queries * _unit(embeddings[ITEM_ID][last], queries.dtype)).sum(-1)
-
-        ranks = torch.zeros_like(targets)
-        for first in range(0, self.num_items, chunk):
-            items = torch.arange(first, min(first + chunk, self.num_items), device=targets.device)
-            found = values_of(self.embeddings(with_items(without_values(batch.features), items)))[NEGATIVE_ID]
-            is_lower = queries @ _unit(found, queries.dtype).T < target_scores[:, None]  # nothing is lower than NaN
-            ranks += (~is_lower & (items != targets[:, None])).sum(1)
-        return ranks
+        places = torch.ones_like(targets)
+        with torch.autocast(targets.device.type, enabled=False):
+            queries = queries.to(torch.promote_types(queries.dtype, torch.float32))
+            target_scores = (queries * _unit(embeddings[ITEM_ID][last], queries.dtype)).sum(-1)
+            for first in range(0, self.num_items, chunk):
+                items = torch.arange(first, min(first + chunk, self.num_items), device=targets.device)
+                found = values_of(self.embeddings(with_items(without_values(batch.features), items)))[NEGATIVE_ID]
+                is_lower = queries @ _unit(found, queries.dtype).T < target_scores[:, None]  # nothing is lower than NaN
+                places += (~is_lower & (items != targets[:, None])).sum(1)
+        return places
 
 
 class RetrievalHead(nn.Module):

@@ -74,7 +74,8 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tenso
             before them. If they saw the history, the next layer would show it its own future in them.
 
     Raises:
-        ConfigError: the batch lacks a feature whose values are tokens, or the lengths of its longest rows.
+        ConfigError: the batch lacks a feature whose values are tokens, or the lengths of its longest rows; or samples
+            can have more than `max_length` tokens.
 
     """
     features = batch.features
@@ -86,6 +87,13 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tenso
     if batch.max_lengths is None:
         raise ConfigError("the batch has no max_lengths; iterate over a loader of evenrank or a Balancer")
 
+    limits = batch.length_limits or {}
+    longest = sum(limits.get(key, 0) for key in keys)
+    if longest > config.max_length:
+        raise ConfigError(
+            f"samples can have {longest} tokens by the batch's length_limits, but max_length is {config.max_length}; "
+            "raise it, or cut histories"
+        )
     all_lengths = features.lengths().view(len(known), -1).long()
     lengths = {key: all_lengths[known.index(key)] for key in keys}
     num_values = {key: features.length_per_key()[known.index(key)] for key in keys}

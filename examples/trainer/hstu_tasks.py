@@ -60,7 +60,7 @@ def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
         evaluation=partial(
             RankingEvaluation,
             metrics=RankingMetrics((config.k,), device=world.device),
-            places=lambda batch: model.ranks(batch) + 1,
+            places=model.places_of_targets,
         ),
         **_work(shape, head=(config.hidden, config.embedding_dim)),
     )

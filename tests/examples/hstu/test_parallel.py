@@ -171,11 +171,11 @@ def test_beside_data_parallelism_peers_have_equal_batches_and_gradients_are_thos
 def _retrieval(rank: int, world_size: int) -> Tensor:
     model = make_retrieval()
     tensor_parallel(model.dense, init_device_mesh("cpu", (world_size,)))
-    return model.ranks(make_batch(random_samples(6, predict="next")))
+    return model.places_of_targets(make_batch(random_samples(6, predict="next")))
 
 
 def test_retrieval_ranks_are_those_of_one_rank(ranks: RankPool) -> None:
-    expected = make_retrieval().ranks(make_batch(random_samples(6, predict="next")))
+    expected = make_retrieval().places_of_targets(make_batch(random_samples(6, predict="next")))
     for result in ranks.run(2, _retrieval):
         assert result.tolist() == expected.tolist()
 

@@ -69,7 +69,7 @@ def test_without_interleaving_an_item_is_predicted_from_the_item_before_it() -> 
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_ranks_are_those_among_all_items(chunk: int) -> None:
+def test_places_are_those_among_all_items(chunk: int) -> None:
     model = make_retrieval().eval()
     samples = random_samples(10, predict="next")
     batch = make_batch(samples, rows=12)
@@ -77,40 +77,56 @@ def test_ranks_are_those_among_all_items(chunk: int) -> None:
     for sample, queries in zip(samples, _queries(model, batch), strict=False):
         if len(sample.item_id) >= 2:
             scores = cosine_similarity(queries[-3][None], _items(model))  # the last two are the target and its action
-            expected.append((scores > scores[sample.item_id[-1]]).sum().item())
+            expected.append(1 + (scores > scores[sample.item_id[-1]]).sum().item())
     assert 0 < len(expected) < 10
-    assert model.ranks(batch, chunk=chunk).tolist() == expected
+    assert model.places_of_targets(batch, chunk=chunk).tolist() == expected
+
+
+def test_scores_are_compared_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_retrieval().float().eval()
+    batch = make_batch(random_samples(50, predict="next"))
+    query = model.dense.query
+    queries: list[Tensor] = []
+
+    def first_queries(tokens: Tensor) -> Tensor:
+        queries.append(query(tokens))
+        return queries[0]
+
+    monkeypatch.setattr(model.dense, "query", first_queries)
+    places = model.places_of_targets(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.places_of_targets(batch).tolist() == places.tolist()
 
 
 def test_a_candidate_is_ranked_by_the_history_alone() -> None:
     model = make_retrieval().eval()
-    as_history = model.ranks(make_batch([SAMPLE]))
+    as_history = model.places_of_targets(make_batch([SAMPLE]))
     as_candidate = replace(SAMPLE, action=[1, 2, 3], num_candidates=1, labels=[4])
-    assert model.ranks(make_batch([as_candidate])).tolist() == as_history.tolist()
+    assert model.places_of_targets(make_batch([as_candidate])).tolist() == as_history.tolist()
     for other in range(SIZES["item_id"]):
         among_others = replace(as_candidate, item_id=[4, 5, 6, other, 7], num_candidates=2, labels=[4, 4])
-        assert model.ranks(make_batch([among_others])).tolist() == as_history.tolist()
+        assert model.places_of_targets(make_batch([among_others])).tolist() == as_history.tolist()
 
 
 @pytest.mark.parametrize("user_id", [[], [3]])
-def test_candidates_without_a_history_have_no_rank(user_id: list[int]) -> None:
+def test_candidates_without_a_history_have_no_place(user_id: list[int]) -> None:
     model = make_retrieval().eval()
     nothing_before = Sample(user_id=user_id, item_id=[4, 5], num_candidates=2, labels=[1, 1])
     with_history = replace(SAMPLE, action=[1, 2, 3], num_candidates=1, labels=[4])
-    ranks = model.ranks(make_batch([with_history, nothing_before, with_history]))
-    assert ranks.tolist() == 2 * model.ranks(make_batch([SAMPLE])).tolist()
+    places = model.places_of_targets(make_batch([with_history, nothing_before, with_history]))
+    assert places.tolist() == 2 * model.places_of_targets(make_batch([SAMPLE])).tolist()
 
 
 def test_a_model_that_has_diverged_ranks_last() -> None:
     model = make_retrieval()
     torch.nn.init.constant_(model.dense.lower_width.weight, torch.nan)
-    assert model.ranks(make_batch([SAMPLE])).tolist() == [SIZES["item_id"] - 1]
+    assert model.places_of_targets(make_batch([SAMPLE])).tolist() == [SIZES["item_id"]]
 
 
-def test_no_sample_has_no_rank_and_zero_gradients() -> None:
+def test_no_sample_has_no_place_and_zero_gradients() -> None:
     model = make_retrieval()
     batch = make_batch([], rows=2).replace(labels=None)
-    assert model.ranks(batch).tolist() == []
+    assert model.places_of_targets(batch).tolist() == []
     loss_sums, log_probabilities = model(batch)
     assert log_probabilities.shape == (0, 1)
     loss_sums.sum().backward()
@@ -130,14 +146,14 @@ def test_training_improves_ranks() -> None:
     model = HSTURetrieval(embeddings, CONFIG, num_items=SIZES["item_id"], num_negatives=20, temperature=0.2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     batch = make_batch(random_samples(12, predict="next"))
-    before = model.ranks(batch).float().mean()
+    before = model.places_of_targets(batch).float().mean()
     for step in range(40):
         loss_sums, _ = model(batch.replace(position=step))
         optimizer.zero_grad()
         (loss_sums.sum() / batch.loss_tokens).backward()
         optimizer.step()
-    assert before > 12
-    assert model.ranks(batch).float().mean() < 6
+    assert before > 13
+    assert model.places_of_targets(batch).float().mean() < 7
 
 
 def test_tables_without_negatives_are_refused() -> None:

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from hstu.tokens import lay_out, values_of
-from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, random_samples
+from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_ranking, random_samples
 
 KEYS = ("user_id", "tags", "item_id", "action")
 FIRST = {"user_id": 100, "tags": 200, "item_id": 300, "action": 400}  # what the tokens of a feature begin with
@@ -122,3 +122,11 @@ def test_embeddings_without_a_needed_feature_are_refused(feature: str) -> None:
     embeddings = {name: torch.zeros(0, 6) for name in SIZES if name != feature}
     with pytest.raises(ConfigError, match=f"lack the feature '{feature}', they have .*; create the tables with"):
         layout.arrange(embeddings)
+
+
+def test_samples_that_may_be_longer_than_what_weights_are_divided_by_are_refused() -> None:
+    model = make_ranking()
+    batch = make_batch(random_samples(1)).replace(length_limits={"user_id": 1, "tags": 3, "item_id": 24, "action": 23})
+    with pytest.raises(ConfigError, match=r"can have 51 tokens by .* length_limits, but max_length is 50; raise it"):
+        model(batch)
+    model(batch.replace(length_limits={"user_id": 1, "tags": 3, "item_id": 23, "action": 23}))
