@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError
@@ -84,15 +84,13 @@ def test_places_are_those_among_all_items(chunk: int) -> None:
 
 def test_scores_are_compared_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_retrieval().float().eval()
-    batch = make_batch(random_samples(50, predict="next"))
-    query = model.dense.query
-    queries: list[Tensor] = []
+    batch = make_batch(random_samples(300, predict="next"))
 
-    def first_queries(tokens: Tensor) -> Tensor:
-        queries.append(query(tokens))
-        return queries[0]
+    def random_queries(tokens: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return normalize(torch.randn(len(tokens), CONFIG.embedding_dim, generator=generator))
 
-    monkeypatch.setattr(model.dense, "query", first_queries)
+    monkeypatch.setattr(model.dense, "query", random_queries)
     places = model.places_of_targets(batch)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.places_of_targets(batch).tolist() == places.tolist()
