@@ -7,13 +7,12 @@
 Everything else is computed by all ranks alike.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -79,5 +78,22 @@ class ShardedLayerNorm(nn.Module):
     def _row_means(self, columns: Tensor) -> Tensor:
         """Return the mean of each row over all ranks: [tokens, 1]."""
         # Of DTensors, the backward pass would exchange whole rows where it adds the gradients of the mean to theirs.
-        sums: Tensor = all_reduce(columns.sum(1, keepdim=True), group=self.mesh.get_group())
+        sums: Tensor = _SumOverRanks.apply(columns.sum(1, keepdim=True), self.mesh.get_group())  # type: ignore[no-untyped-call]
         return sums / (columns.shape[1] * self.mesh.size())
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group; each rank goes on with it differently, so gradients add up too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
