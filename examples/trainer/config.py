@@ -70,7 +70,7 @@ class TrainConfig:
     strategy: str = setting(
         "lpt-swap", "How samples are distributed: `lpt-swap` balances best, `min-move` moves least."
     )
-    batch_size: int = setting(32, "Samples per rank and step.", at_least=1)
+    batch_size: int = setting(32, "Samples per data-parallel rank and step.", at_least=1)
     num_workers: int = setting(1, "Threads per rank that collate batches.", at_least=0)
 
     hidden: int = setting(64, "Width of the layers.", at_least=1, kept=True)
@@ -84,6 +84,9 @@ class TrainConfig:
         "replicated", "HSTU: all tables on each rank, or large ones sharded.", choices=EMBEDDINGS, kept=True
     )
     min_sharded_rows: int = setting(1000, "Tables with at least so many rows are sharded.", at_least=1, kept=True)
+    tensor_parallel: int = setting(
+        1, "HSTU, ranking: ranks among which the heads of each layer are divided, on equal batches.", at_least=1
+    )
     pipeline: str = setting("none", "TorchRec's training pipeline: none, sparse-dist, or prefetch (GPU only).")
     precision: str = setting("auto", "Of the layers; `auto`: bf16 on GPUs, else fp32.", choices=PRECISIONS)
 
@@ -114,6 +117,19 @@ class TrainConfig:
             raise ConfigError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}; change one")
         if self.dropout >= 1:
             raise ConfigError(f"dropout must be below 1, got {self.dropout}")
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
+
+    def _check_tensor_parallel(self) -> None:
+        asked = f"tensor_parallel = {self.tensor_parallel}"
+        # The evaluation of retrieval uses parameters outside the model's forward, where no rank has whole ones.
+        for name, needed in (("model", "hstu"), ("task", "ranking"), ("embeddings", "replicated")):
+            if (value := getattr(self, name)) != needed:
+                raise ConfigError(
+                    f"{asked} works with {name} = {needed!r} alone, got {value!r}; choose that, or tensor_parallel = 1"
+                )
+        if self.heads % self.tensor_parallel:
+            raise ConfigError(f"{asked} cannot divide heads = {self.heads}; choose a divisor")
 
     def uses_bf16(self, device_type: str) -> bool:
         """Return whether layers compute in bfloat16 on a type of device."""

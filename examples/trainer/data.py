@@ -47,7 +47,7 @@ def open_loader(data: Path, read: ReadConfig[Batch], world: World) -> Loader[Bat
         RankError: one of these on another rank.
 
     """
-    return on_all_ranks(lambda: build_loader(data, read, rank=world.rank, world_size=world.size))
+    return on_all_ranks(lambda: build_loader(data, read, rank=world.data_rank, world_size=world.data_size))
 
 
 def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options: Any) -> Balancer[Batch]:
@@ -62,9 +62,10 @@ def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options
         options: the other arguments of the Balancer.
 
     """
+    options = {"device": world.device, "group": world.data, **options}
     if config.balance == "none":
-        return Balancer(loader, strategy="identity", device=world.device, **options)
-    return Balancer(loader, strategy=config.strategy, exchange=config.balance, device=world.device, **options)
+        return Balancer(loader, strategy="identity", **options)
+    return Balancer(loader, strategy=config.strategy, exchange=config.balance, **options)
 
 
 def check_names(config: TrainConfig) -> None:

@@ -31,14 +31,14 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     targets = at_least(config.positive_action) if is_single else partial(label_bits, num_tasks=config.num_tasks)
     embeddings = _embeddings(config, tables(manifest.vocabulary_sizes, shape))
     model = HSTURanking(embeddings, shape, num_tasks=config.num_tasks, targets=targets)
-    auc = BinaryAUC(config.num_tasks, device=world.device)
+    auc = BinaryAUC(config.num_tasks, group=world.data, device=world.device)
     return Task(
         read=partial(LoaderConfig, user_id=config.user_id, num_tasks=config.num_tasks),
         model=model,
         dense=model.dense,
         num_tasks=config.num_tasks,
         evaluation=partial(AUCEvaluation, auc=auc, targets=targets),
-        **_work(shape, head=(config.hidden, config.hidden, config.num_tasks)),
+        **_work(config, shape, head=(config.hidden, config.hidden, config.num_tasks)),
     )
 
 
@@ -59,10 +59,10 @@ def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
         num_tasks=1,
         evaluation=partial(
             RankingEvaluation,
-            metrics=RankingMetrics((config.k,), device=world.device),
+            metrics=RankingMetrics((config.k,), group=world.data, device=world.device),
             places=model.places_of_targets,
         ),
-        **_work(shape, head=(config.hidden, config.embedding_dim)),
+        **_work(config, shape, head=(config.hidden, config.embedding_dim)),
     )
 
 
@@ -89,7 +89,7 @@ def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
     )
 
 
-def _work(shape: HSTUConfig, *, head: tuple[int, ...]) -> dict[str, Any]:
+def _work(config: TrainConfig, shape: HSTUConfig, *, head: tuple[int, ...]) -> dict[str, Any]:
     """Return the fields of a Task that say what there is to compute."""
     return {
         "attention": HSTUAttention,
@@ -97,7 +97,7 @@ def _work(shape: HSTUConfig, *, head: tuple[int, ...]) -> dict[str, Any]:
         "cost": shape.cost(),
         "flops": hstu_flops(
             hidden=shape.hidden,
-            heads=shape.heads,
+            heads=shape.heads // config.tensor_parallel,  # of this rank
             head_dim=shape.head_dim,
             layers=shape.layers,
             embedding=(shape.embedding_dim, shape.hidden, shape.hidden),

@@ -20,10 +20,10 @@ from trainer.data import balanced, check_names, find_data, open_loader
 from trainer.logs import JobLog
 from trainer.loop import Training
 from trainer.monitors import Monitors
-from trainer.parallel import Replicated, Sharded
+from trainer.parallel import distribute
 from trainer.stop import StopSignals
 from trainer.tasks import make_task
-from trainer.world import World, join_world, on_all_ranks
+from trainer.world import World, divide, join_world, on_all_ranks
 
 
 def run_job(config: TrainConfig) -> None:
@@ -46,11 +46,12 @@ def run_job(config: TrainConfig) -> None:
 def train(config: TrainConfig, world: World) -> signal.Signals | None:
     """Train on the ranks of the default process group; return the signal that stopped it, if one did."""
     out = Path(config.out)
+    world = divide(world, config.tensor_parallel)
     data = find_data(config)
     torch.manual_seed(config.seed)  # for equal weights on all ranks
     task = on_all_ranks(lambda: make_task(config, data, world))
     _set_precision(task.dense, config, world.device)
-    parallel = (Sharded if config.embeddings == "sharded" else Replicated)(task.model, config, world.device)
+    parallel = distribute(task.model, config, world)
     loader, eval_loader = (
         open_loader(
             data,

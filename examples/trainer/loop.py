@@ -102,6 +102,7 @@ class Training:
 
     def _prepare_step(self) -> None:
         # Dropout depends on seed, step and rank alone, so there is no state of random generators to save.
+        # Ranks that divide a layer's heads drop units of their own.
         torch.manual_seed((self.config.seed * 1_000_003 + self.step) * self.world.size + self.world.rank)
         progress = min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
         for group, full in zip(self.parallel.optimizer.param_groups, self.learning_rates, strict=True):

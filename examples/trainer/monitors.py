@@ -48,8 +48,9 @@ class Monitors:
         self._task = task
         self._log = log
         self._finite = FiniteCheck()
-        self._losses = LossAverage(task.num_tasks, device=device)
-        self._meter = ThroughputMeter(task.flops, every=every, device=device, peak_flops=_peak_flops(config, device))
+        self._losses = LossAverage(task.num_tasks, group=world.data, device=device)
+        peak_flops = _peak_flops(config, device)
+        self._meter = ThroughputMeter(task.flops, every=every, device=device, peak_flops=peak_flops, group=world.data)
         self._stall = StallWatch(config.stall_seconds)
         self._memory = MemoryWatch(device) if device.type == "cuda" else None
         self._tracker = _track(config, task, model, device)

@@ -1,21 +1,23 @@
-"""Data-parallel models: replicated on all ranks, or with large tables sharded over them."""
+"""Parallel models: replicated on all ranks, with large tables sharded over them, or with heads divided among them."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from hstu.embeddings import make_optimizer, shard
+from hstu.parallel import tensor_parallel
 from trainer.config import TrainConfig
+from trainer.world import World
 
 
-class Parallel(ABC):
-    """A model whose gradients are averaged over the ranks, and its optimizer.
+class Parallel:
+    """A model whose gradients are averaged over the data-parallel ranks, and its optimizer.
 
     Attributes:
         model: to be called with batches.
@@ -26,43 +28,46 @@ class Parallel(ABC):
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the states of model and optimizer, for torch.distributed.checkpoint. Collective."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
-    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, possibly on other ranks. Collective."""
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
 class Replicated(Parallel):
     """All parameters are on all ranks."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-        self.model = DistributedDataParallel(model.to(device))
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World) -> None:
+        self.model = DistributedDataParallel(model.to(world.device))
         self.optimizer = _adamw(list(self.model.parameters()), config)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of model and optimizer, by the names of parameters."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load them."""
-        model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+class DividedHeads(Parallel):
+    """Heads are divided along `tp` of the world's mesh, and what each rank then has is sharded along `dp`."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World) -> None:
+        assert world.mesh is not None
+        tensor_parallel(model.to(world.device), world.mesh["tp"])
+        fully_shard(model, mesh=world.mesh["dp"])
+        self.model = model
+        self.optimizer = _adamw(list(model.parameters()), config)
 
 
 class Sharded(Parallel):
     """The rows of large embedding tables are distributed over the ranks; backward updates them by row-wise Adagrad."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, world: World) -> None:
         fused = {
             "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             "learning_rate": config.embedding_learning_rate,
             "eps": 1e-8,
         }
-        sharded = shard(model, device, fused=fused, cached=config.pipeline == "prefetch")
+        sharded = shard(model, world.device, fused=fused, cached=config.pipeline == "prefetch")
         self.model = sharded
         self.optimizer: CombinedOptimizer = make_optimizer(sharded, lambda parameters: _adamw(parameters, config))
 
@@ -77,6 +82,13 @@ class Sharded(Parallel):
         """Load them."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def distribute(model: nn.Module, config: TrainConfig, world: World) -> Parallel:
+    """Return a model as the settings distribute it. Collective: every rank must call this."""
+    if world.mesh is not None:
+        return DividedHeads(model, config, world)
+    return (Sharded if config.embeddings == "sharded" else Replicated)(model, config, world)
 
 
 def _adamw(parameters: list[Any], config: TrainConfig) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """The ranks of a job: started by torchrun, or this process alone."""
 
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -9,8 +10,9 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from evenrank.core.errors import DataError, RankError, one_line
+from evenrank.core.errors import ConfigError, DataError, RankError, one_line
 
 Result = TypeVar("Result")
 
@@ -25,6 +27,23 @@ class World:
     """Number of ranks."""
     device: torch.device
     """Where this rank trains."""
+    mesh: DeviceMesh | None = None
+    """Of all ranks, (dp, tp): samples are distributed along `dp`, and heads along `tp`. None: all are data-parallel."""
+
+    @property
+    def data(self) -> DeviceMesh | None:
+        """The data-parallel ranks that this one belongs to, as `group=` takes them; None: all."""
+        return None if self.mesh is None else self.mesh["dp"]
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among them."""
+        return self.rank if self.data is None else self.data.get_local_rank()
+
+    @property
+    def data_size(self) -> int:
+        """Their number."""
+        return self.size if self.data is None else self.data.size()
 
 
 @contextlib.contextmanager
@@ -45,6 +64,25 @@ def join_world() -> Iterator[World]:
     # such as DistributedDataParallel in its cycles, or a thread of Gloo can abort the process at its end.
     gc.collect()
     dist.destroy_process_group()
+
+
+def divide(world: World, tensor_parallel: int) -> World:
+    """Return the world with a mesh, if its ranks divide heads. Collective: every rank must call this.
+
+    Raises:
+        ConfigError: there is no whole number of groups of `tensor_parallel` ranks.
+
+    """
+    if tensor_parallel == 1:
+        return world
+    if world.size % tensor_parallel:
+        raise ConfigError(
+            f"tensor_parallel = {tensor_parallel} cannot divide {world.size} ranks into equal groups; "
+            "start a multiple of it, or choose a divisor"
+        )
+    shape = (world.size // tensor_parallel, tensor_parallel)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp", "tp"))
+    return dataclasses.replace(world, mesh=mesh)
 
 
 def on_all_ranks(function: Callable[[], Result]) -> Result:

@@ -39,6 +39,14 @@ def test_options_override_the_file_and_the_file_the_defaults(toml: Path) -> None
         ('model = "sasrec"', "model must be one of hstu, semantic-ids, got 'sasrec'"),
         ("heads = 3", "hidden must be a multiple of heads, got 64 and 3"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
+        ("tensor_parallel = 0", "tensor_parallel must be at least 1, got 0"),
+        ("tensor_parallel = 4", "tensor_parallel = 4 cannot divide heads = 2; choose a divisor"),
+        (
+            'tensor_parallel = 2\nmodel = "semantic-ids"',
+            "= 2 works with model = 'hstu' alone, got 'semantic-ids'; choose that, or tensor_parallel = 1",
+        ),
+        ('tensor_parallel = 2\ntask = "retrieval"', "works with task = 'ranking' alone, got 'retrieval'"),
+        ('tensor_parallel = 2\nembeddings = "sharded"', "works with embeddings = 'replicated' alone, got 'sharded'"),
     ],
 )
 def test_a_mistake_in_the_file_is_an_error_with_its_value_and_the_file(toml: Path, text: str, message: str) -> None:
@@ -78,6 +86,8 @@ def test_every_setting_is_an_option_with_its_type(toml: Path) -> None:
             text, value = [choices[-1]], choices[-1]
         if entry.name in ("layers", "stall_seconds"):
             continue
+        if entry.name == "tensor_parallel":  # more of them fit no other model and task
+            text, value = ["1"], 1
         given += [f"--{entry.name.replace('_', '-')}", *text]
         expected[entry.name] = value
     seen: list[TrainConfig] = []

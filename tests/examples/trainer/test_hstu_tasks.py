@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets import read_manifest
+from evenrank.training.flops import ModelFlops, mlp_flops
 from hstu.layer import HSTULayer
 from trainer.config import TrainConfig
 from trainer.hstu_tasks import ranking, retrieval
@@ -27,6 +29,18 @@ def test_the_model_has_the_shape_and_the_computation_of_the_settings(
         assert (layer.heads, layer.head_dim, layer.recompute, layer.dropout.p) == (4, 4, True, 0.25)
         assert layer.attention.name == "padded"
         assert isinstance(layer.attention, task.attention)
+
+
+def test_flops_are_those_of_a_ranks_heads(small_dataset: Path) -> None:
+    def flops(config: TrainConfig) -> ModelFlops:
+        return ranking(config, read_manifest(small_dataset), WORLD).flops
+
+    config = TrainConfig(hidden=16, heads=4, layers=3, embedding_dim=8)
+    whole, divided = flops(config), flops(replace(config, tensor_parallel=2))
+    assert divided.per_pair == whole.per_pair // 2
+    all_ranks_alike = mlp_flops((8, 16, 16))
+    assert divided.per_token - all_ranks_alike == (whole.per_token - all_ranks_alike) // 2
+    assert divided.per_prediction == whole.per_prediction
 
 
 def test_an_unknown_attention_is_an_error_that_lists_the_known(small_dataset: Path) -> None:

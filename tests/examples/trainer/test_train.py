@@ -83,28 +83,31 @@ def test_a_job_on_a_gpu_trains_in_bfloat16_and_resumes(small_dataset: Path, tmp_
     assert [line["step"] for line in _lines(tmp_path) if line["kind"] == "eval"] == [len(steps) // 2, len(steps)]
 
 
+def _losses_on_gpus(data: Path, out: Path, num_ranks: int, *arguments: str) -> list[float]:
+    """Return the losses of a job in float32."""
+    options = ["--data", str(data), "--out", str(out), *SMALL, "--precision", "fp32", *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), str(SCRIPT), *options]
+    environment = _environment(PYTHONPATH=str(ROOT / "typings"))
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert job.returncode == 0, job.stderr
+    return [line["loss"] for line in _lines(out) if line["kind"] == "train"]
+
+
 @pytest.mark.multi_gpu
 def test_balanced_and_unbalanced_jobs_on_gpus_have_equal_losses(small_dataset: Path, tmp_path: Path) -> None:
-    losses = {}
-    for balance in ("none", "all-to-all"):
-        out = tmp_path / balance
-        arguments = [
-            "--data",
-            str(small_dataset),
-            "--out",
-            str(out),
-            *SMALL,
-            "--precision",
-            "fp32",
-            "--balance",
-            balance,
-        ]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(SCRIPT), *arguments]
-        environment = _environment(PYTHONPATH=str(ROOT / "typings"))
-        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-        assert job.returncode == 0, job.stderr
-        losses[balance] = [line["loss"] for line in _lines(out) if line["kind"] == "train"]
-    assert losses["all-to-all"] == pytest.approx(losses["none"], rel=1e-3)
+    unbalanced = _losses_on_gpus(small_dataset, tmp_path / "none", 2, "--balance", "none")
+    balanced = _losses_on_gpus(small_dataset, tmp_path / "all-to-all", 2, "--balance", "all-to-all")
+    assert balanced == pytest.approx(unbalanced, rel=1e-3)
+
+
+@pytest.mark.multi_gpu
+def test_heads_divided_between_gpus_give_the_losses_of_one_gpu_and_its_checkpoints_resume(
+    small_dataset: Path, tmp_path: Path
+) -> None:
+    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1)
+    divided = _losses_on_gpus(small_dataset, tmp_path / "parts", 2, "--tensor-parallel", "2", "--max-steps", "5")
+    assert divided == pytest.approx(whole[:5], rel=1e-3)
+    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1) == pytest.approx(whole, rel=1e-3)
 
 
 def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path: Path) -> None:

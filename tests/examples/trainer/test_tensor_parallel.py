@@ -1,0 +1,112 @@
+"""Jobs that divide heads among ranks train what others do, and continue one another's checkpoints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenrank.core.errors import ConfigError
+from tests.examples.trainer.jobs import Trained, run, settings, together
+from tests.ranks import RankPool
+
+# With two ranks for its heads, each has 3 columns of a layer, which two data-parallel ranks cannot halve.
+JOB: dict[str, Any] = {"hidden": 6, "heads": 2, "layers": 2, "learning_rate": 0.01, "warmup_steps": 4}
+
+
+def _data_parallel(parts: list[Trained], tensor_parallel: int) -> list[Trained]:
+    """Return what one rank of each tensor-parallel group trained, which is what all of them did."""
+    for first in range(0, len(parts), tensor_parallel):
+        for peer in parts[first : first + tensor_parallel]:
+            assert peer.samples == parts[first].samples
+            assert peer.losses == pytest.approx(parts[first].losses, rel=1e-6)
+    return parts[::tensor_parallel]
+
+
+def _log(out: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture
+def train(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that trains on dp x tp ranks: samples and losses of all steps."""
+
+    def _train(out: str, dp: int, tp: int, *, crash_at: int = 0, **options: Any) -> Any:
+        options = {**JOB, "batch_size": 24 // dp, "tensor_parallel": tp, **options}
+        parts = ranks.run(dp * tp, run, settings(tmp_path / out, small_dataset, **options), crash_at)
+        return together(_data_parallel(parts, tp))
+
+    return _train
+
+
+def test_samples_losses_logs_and_auc_are_those_of_one_rank(train: Callable[..., Any], tmp_path: Path) -> None:
+    samples, losses = train("whole", 1, 1)
+    whole = _log(tmp_path / "whole", "train")
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    for dp, tp in ((1, 2), (2, 2)):
+        divided_samples, divided_losses = train(f"{dp}x{tp}", dp, tp)
+        assert divided_samples == samples
+        assert divided_losses == pytest.approx(losses, rel=1e-5)
+        divided = _log(tmp_path / f"{dp}x{tp}", "train")
+        assert [line["tokens"] for line in divided] == [line["tokens"] for line in whole]
+        assert [line["loss"] for line in divided] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
+        (evaluation,), (expected,) = (_log(tmp_path / out, "eval") for out in (f"{dp}x{tp}", "whole"))
+        assert evaluation == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_job_resumes_on_other_meshes_as_if_nothing_had_happened(train: Callable[..., Any], tmp_path: Path) -> None:
+    samples, losses = train("whole", 1, 1)
+    parts = [
+        train("parts", 1, 2, crash_at=3, checkpoint_every=2),
+        train("parts", 2, 1, max_steps=4),
+        train("parts", 2, 2, max_steps=6),
+        train("parts", 1, 1),
+    ]
+    assert [(min(part), max(part)) for part, _ in parts] == [(1, 3), (3, 4), (5, 6), (7, len(samples))]
+    for part_samples, part_losses in parts:
+        assert part_samples == {step: samples[step] for step in part_samples}
+        assert part_losses == pytest.approx({step: losses[step] for step in part_losses}, rel=1e-5)
+    assert _log(tmp_path / "parts", "eval")[-1] == pytest.approx(_log(tmp_path / "whole", "eval")[0], abs=1e-3)
+
+
+def _note_dropped(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Trained, list[Tensor]]:
+    """Run a job; also return which units the layers kept, at each call of a dropout."""
+    kept: list[Tensor] = []
+    forward = nn.Dropout.forward
+
+    def note(dropout: nn.Dropout, values: Tensor) -> Tensor:
+        if dropout.training:
+            kept.append(forward(dropout, torch.ones_like(values)) > 0)
+            return values * kept[-1]
+        return forward(dropout, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Dropout, "forward", note)
+        return run(rank, world_size, options), kept
+
+
+def test_peers_have_equal_losses_and_drop_other_units_of_their_heads(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    options = settings(tmp_path, small_dataset, **{**JOB, "tensor_parallel": 2, "dropout": 0.3, "max_steps": 2})
+    results = ranks.run(4, _note_dropped, options)
+    _data_parallel([trained for trained, _ in results], 2)
+    for (_, kept), (_, kept_by_peer) in (results[:2], results[2:]):
+        assert len(kept) == 2 * JOB["layers"]
+        for mine, others in zip(kept, kept_by_peer, strict=True):
+            assert mine.shape == others.shape
+            assert float((mine == others).double().mean()) == pytest.approx(0.7**2 + 0.3**2, abs=0.05)
+
+
+def test_ranks_that_cannot_be_grouped_are_an_error_on_all_of_them(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    for failure in ranks.try_run(3, run, settings(tmp_path, small_dataset, tensor_parallel=2)):
+        assert failure.type_name == ConfigError.__name__
+        assert failure.message == (
+            "tensor_parallel = 2 cannot divide 3 ranks into equal groups; start a multiple of it, or choose a divisor"
+        )
