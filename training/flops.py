@@ -8,7 +8,7 @@ appendix B). All of it is linear in three counts:
     pairs         query and key of which the first sees the second: scores and weighted values
     predictions   rows of the head, the loss tokens
 
-Operations that a kernel does in vain, on padding or masked pairs, do not count; neither does what is computed again.
+Wasted operations, on padding or masked pairs, are not counted; neither is recomputation.
 """
 
 import dataclasses

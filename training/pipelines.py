@@ -133,7 +133,7 @@ def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterato
     In training mode each step is an optimizer step. To evaluate, call `model.eval()` and iterate under
     `torch.no_grad()`. Afterwards the pipeline is empty and the model as it was, so the next run may have other batches
     and another mode, and the model may be called directly. A run that is abandoned drops the batches that were pulled
-    ahead; to pause after n steps, run `islice(iterator, n)`. After an error in a step, make model and pipeline anew.
+    ahead; to pause after n steps, run `islice(iterator, n)`. After an error in a step, create a new model and pipeline.
 
     Collective where the model is: every rank must run equally many batches, as a Balancer yields.
     """

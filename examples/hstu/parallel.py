@@ -4,7 +4,7 @@
     its own heads     linear -> SiLU -> attention -> norm -> gate   `uvqk` by columns, `output_norm` by columns
     its own heads     linear                                        `output` by rows; the sum over ranks is X's update
 
-Everything else is computed by all ranks alike.
+Everything else is replicated: every rank computes it.
 """
 
 from typing import Any, cast
