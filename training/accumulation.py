@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.consistency import check_settings
+from evenrank.dataloader.balance.control.consistency import gather_checked
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 from evenrank.dataloader.batch import JaggedBatch
 
@@ -77,7 +77,8 @@ def _optimizer_steps(
     group: dist.ProcessGroup | None,
 ) -> Iterator[list[Batch]]:
     # A rank that pulls another number of batches waits in the Balancer for the others, and they for its gradients.
-    _check_equal({"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}, group)
+    settings = {"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}
+    gather_checked(settings, None, group)
     is_first = True
     iterator = iter(batches)
     while pulled := list(islice(iterator, num_steps)):
@@ -90,7 +91,7 @@ def _optimizer_steps(
         if task_tokens is not None:
             counts = torch.stack([_counted(task_tokens(batch)) for batch in pulled]).sum(dim=0)
             if is_first:
-                _check_equal({"the shape of task_tokens": list(counts.shape)}, group)
+                gather_checked({"the shape of task_tokens": list(counts.shape)}, None, group)
                 is_first = False
             if group is not None:
                 dist.all_reduce(counts, group=group)
@@ -102,10 +103,3 @@ def _counted(tokens: Any) -> Tensor:
         return tokens
     got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
     raise ConfigError(f"task_tokens must return integers [tasks], got {got}; add up booleans over the samples")
-
-
-def _check_equal(settings: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, settings, group)
-        check_settings(gathered)

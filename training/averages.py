@@ -1,14 +1,13 @@
 """Averages of losses for the log: added up on the device, over ranks only when they are asked for."""
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.consistency import check_settings
+from evenrank.dataloader.balance.control.consistency import gather_checked
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 from evenrank.dataloader.batch import JaggedBatch
 
@@ -47,10 +46,7 @@ class LossAverage:
         if num_tasks < 1:
             raise ConfigError(f"num_tasks must be at least 1, got {num_tasks}")
         self._group = process_group_of(group)
-        if self._group is not None:
-            settings: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(settings, {"num_tasks": num_tasks}, self._group)
-            check_settings(settings)
+        gather_checked({"num_tasks": num_tasks}, None, self._group)
         # Sums, then loss tokens. In float64, which adds up 2^53 tokens exactly.
         self._totals = torch.zeros(2, num_tasks, dtype=torch.float64, device=device)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.consistency import check_settings
+from evenrank.dataloader.balance.control.consistency import gather_checked
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 
 
@@ -218,12 +218,7 @@ class _Ranks:
             RankError: settings differ.
 
         """
-        if self._group is None:
-            return [value]
-        reports: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(reports, (self._settings, value), self._group)
-        check_settings([settings for settings, _ in reports])
-        return [of_rank for _, of_rank in reports]
+        return gather_checked(self._settings, value, self._group)
 
     def broadcast_each(self, parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield the parts of each rank in turn. Collective: every rank must take them all.

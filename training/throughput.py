@@ -3,13 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.consistency import check_settings
+from evenrank.dataloader.balance.control.consistency import gather_checked
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 from evenrank.training.flops import ModelFlops, Work
 
@@ -101,10 +100,7 @@ class ThroughputMeter:
             raise ConfigError(f"peak_flops must be positive, got {peak_flops}")
         self._flops, self._every, self._peak_flops = flops, every, peak_flops
         self._group = process_group_of(group)
-        if self._group is not None:
-            settings: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(settings, {"every": every}, self._group)
-            check_settings(settings)
+        gather_checked({"every": every}, None, self._group)
         self._clock = clock
         self._sums = torch.zeros(3, dtype=torch.int64, device=device)  # tokens, pairs, predictions
         self._num_steps = 0

@@ -6,8 +6,9 @@ A program computes one block of ROWS tokens of one head of a sample, and reads t
     backward_query   a block of queries, over the keys that it sees: the gradient of the queries
     backward_key     a block of keys, over the queries that see it: the gradients of the keys and the values
 
-Only blocks that are seen in part are masked; `Sequences` in attention.py says which tokens see which. Products of float32 are
-those of three TF32 products (`tf32x3`), about as exact as float32; of bfloat16, that setting changes nothing.
+Only blocks that are seen in part are masked; `Sequences` in attention.py says which tokens see which. Products of
+float32 are those of three TF32 products (`tf32x3`), about as exact as float32; of bfloat16, that setting changes
+nothing.
 """
 
 import triton  # pyright: ignore[reportMissingImports]

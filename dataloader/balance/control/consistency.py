@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError, RankError, one_line
 from evenrank.dataloader.balance.control.all_gather import MAX_RANKS_OF_FLAT_ALL_GATHER
@@ -122,6 +123,28 @@ def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
             first, value = settings_of_ranks[0].get(name), settings.get(name)
             if name != "rank" and value != first:
                 raise RankError(f"{name} differs between ranks: {first} on rank 0, {value} on rank {rank}")
+
+
+def gather_checked(settings: Mapping[str, Any], value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks, after checking that they have the same settings.
+
+    Collective: every rank must call this.
+
+    Args:
+        settings: of this rank, by name; see `check_settings`.
+        value: of this rank; settings and value can be pickled.
+        group: the ranks; None: this process alone.
+
+    Raises:
+        RankError: settings differ; on every rank.
+
+    """
+    if group is None:
+        return [value]
+    reports: list[Any] = [None] * group.size()
+    dist.all_gather_object(reports, (dict(settings), value), group)
+    check_settings([settings for settings, _ in reports])
+    return [of_rank for _, of_rank in reports]
 
 
 def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None) -> BatchSchema | None:
