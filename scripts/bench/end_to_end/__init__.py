@@ -1,0 +1,1 @@
+"""The training benchmark of `scripts/bench/train.py`: what balancing buys, end to end."""

@@ -1,0 +1,171 @@
+"""`RunResult`: what a run of the training benchmark has measured, as a JSON file.
+
+W is the number of data-parallel ranks times those that divide heads: all processes of the run. N is the number of
+batches that it cycles through.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.core import atomic_file
+from evenrank.core.errors import DataError
+
+_FORMAT, _VERSION = "evenrank training benchmark", 1
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+LIVE, PREPARED, EVEN = "live", "prepared", "even"
+"""Kinds of a segment: batches from the Balancer while training; the same batches, balanced before the clock starts;
+batches that give every rank the same lengths, of the same cost as the step's mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What the batches give each rank to do, and what is in them."""
+
+    tokens: Ints
+    """[W, N]."""
+    pairs: Ints
+    """[W, N]: pairs of tokens of which the first sees the second."""
+    predictions: Ints
+    """[W, N]: loss tokens."""
+    loads: Ints
+    """[W, N]: cost of the samples, by the run's cost."""
+    sample_tokens: Ints
+    """[W, N, rows]: tokens of each sample, 0 for padding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """What balancing did to each of the N batches; see `evenrank.dataloader.balance.StepMetrics`."""
+
+    before: Ints
+    """[N, D]: load of each data-parallel rank before balancing."""
+    after: Ints
+    """[N, D]."""
+    lower_bound: Ints
+    """[N]."""
+    samples: Ints
+    """[N]."""
+    moved_samples: Ints
+    """[N]."""
+    tokens: Ints
+    """[N]."""
+    moved_tokens: Ints
+    """[N]."""
+    moved_bytes: Ints
+    """[N]."""
+    plan_seconds: Floats
+    """[N]: on rank 0, in the background."""
+    gather_seconds: Floats
+    """[N]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Consecutive steps; those that warm up are left out."""
+
+    kind: str
+    """LIVE, PREPARED or EVEN."""
+    round: int
+    """From 0; kinds take turns within a round."""
+    batch: Ints
+    """[steps]: index of each step's batch, 0..N-1."""
+    marks: Floats
+    """[W, steps, 5]: when a rank's GPU reached a point of the step, in milliseconds since a moment that all ranks share:
+    the end of the step before; the encoder's forward, its embeddings there; the end of the forward; the end of the
+    encoder's backward; the end of the step, its optimizer included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """A run. Results of runs that failed have neither work nor segments."""
+
+    name: str
+    """Of the run."""
+    adds_to: str | None
+    """The run whose settings it has, but for those of its own."""
+    lengths: str
+    """Name of the distribution of lengths."""
+    gpus: int
+    """Processes, each with a GPU."""
+    data_ranks: int
+    """Ranks over which samples are balanced: fewer than `gpus` if some divide heads."""
+    settings: dict[str, Any]
+    """All settings of `TrainConfig`."""
+    workload: dict[str, Any]
+    """All fields of `Workload`."""
+    environment: dict[str, Any]
+    """gpu, host_cpus, torch, cuda, nccl, triton, torchrec, evenrank (a commit), date."""
+    failure: str | None = None
+    """Why there are no measurements, such as "out of memory", in one line."""
+    peak_flops: float | None = None
+    """FLOP/s of one GPU."""
+    flops: dict[str, int] | None = None
+    """Of the model on one GPU, forward and backward: per_token, per_pair, per_prediction."""
+    cost: dict[str, Any] | None = None
+    """Fields of the cost, and its class as `name`."""
+    balanced: Work | None = None
+    """Of the batches that are trained, after balancing."""
+    even: Work | None = None
+    """Of the even batches."""
+    balance: Balance | None = None
+    segments: tuple[Segment, ...] = ()
+    peak_allocated: Ints | None = None
+    """[W]: bytes of device memory, at most, while training."""
+    peak_reserved: Ints | None = None
+    """[W]: bytes that the caching allocator held."""
+
+    def save(self, path: Path) -> None:
+        """Write it to a file, atomically."""
+        content = {"format": _FORMAT, "version": _VERSION, **_to_json(self)}
+        atomic_file.write_text(path, json.dumps(content) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: the file is missing, damaged, or of another version.
+
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found = content.pop("format"), content.pop("version")
+            if found != (_FORMAT, _VERSION):
+                raise DataError(f"{path} is version {found[1]} of {found[0]!r}; run it again")
+            for name, kind in (("balanced", Work), ("even", Work), ("balance", Balance)):
+                content[name] = content[name] and _from_json(kind, content[name])
+            content["segments"] = tuple(_from_json(Segment, segment) for segment in content["segments"])
+            result: Self = _from_json(cls, content)
+            return result
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} cannot be read as a result: {error}; delete it and run it again") from error
+
+
+def _to_json(record: Any) -> dict[str, Any]:
+    def convert(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            return _to_json(value)
+        if isinstance(value, np.ndarray):
+            return np.round(value, 4).tolist() if value.dtype.kind == "f" else value.tolist()
+        if isinstance(value, tuple):
+            return [convert(one) for one in value]
+        return value
+
+    return {field.name: convert(getattr(record, field.name)) for field in dataclasses.fields(record)}
+
+
+def _from_json(kind: Any, content: dict[str, Any]) -> Any:
+    dtypes: dict[Any, Any] = {Ints: np.int64, Floats: np.float64, Ints | None: np.int64}
+    values = {}
+    for field in dataclasses.fields(kind):
+        value, dtype = content[field.name], dtypes.get(field.type)
+        values[field.name] = value if dtype is None or value is None else np.asarray(value, dtype=dtype)
+    return kind(**values)
