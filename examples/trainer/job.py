@@ -33,14 +33,18 @@ def run_job(config: TrainConfig) -> None:
         typer.Exit: a signal has stopped the job; the code is 128 + its number.
 
     """
-    # Of PyTorch and TorchRec about each other, on every rank.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    quiet()
     check_names(config)
     with join_world() as world:
         stopped_by = train(config, world)
     if stopped_by is not None:
         raise typer.Exit(128 + stopped_by)
+
+
+def quiet() -> None:
+    """Silence what PyTorch and TorchRec say about each other, on every rank."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
 
 
 def train(config: TrainConfig, world: World) -> signal.Signals | None:
@@ -50,7 +54,7 @@ def train(config: TrainConfig, world: World) -> signal.Signals | None:
     data = find_data(config)
     torch.manual_seed(config.seed)  # for equal weights on all ranks
     task = on_all_ranks(lambda: make_task(config, data, world))
-    _set_precision(task.dense, config, world.device)
+    set_precision(task.dense, config, world.device)
     parallel = distribute(task.model, config, world)
     loader, eval_loader = (
         open_loader(
@@ -111,7 +115,8 @@ def _balance_log(out: Path, config: TrainConfig, world: World) -> AbstractContex
     return JsonLines(out / "balance.jsonl", every=config.log_every, window=config.log_every)
 
 
-def _set_precision(dense: nn.Module, config: TrainConfig, device: torch.device) -> None:
+def set_precision(dense: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Let a module compute in the precision that the settings choose for a device."""
     if config.uses_bf16(device.type):
         # Around each call: a longer context would keep the bfloat16 copies of weights that the optimizer has changed.
         dense.forward = torch.autocast(device.type, torch.bfloat16)(dense.forward)

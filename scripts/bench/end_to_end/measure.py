@@ -1,0 +1,138 @@
+"""`measure`: trains on live, prepared and even batches in turn, and records when each rank reached which point."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from end_to_end.batches import Source, load_of, tokens_of
+from end_to_end.clock import StepClock
+from end_to_end.experiments import Workload
+from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Segment, Work
+from evenrank.dataloader import SequenceBatch
+from evenrank.dataloader.balance import Balancer, Cost, StepMetrics
+from evenrank.training import Work as BatchWork
+from evenrank.training import run_pipeline
+from evenrank.training.pipelines import Pipeline
+
+Balanced = Callable[..., Balancer[SequenceBatch]]
+
+
+def prepare(
+    source: Source, balanced: Balanced, unbalanced: Balanced
+) -> tuple[list[SequenceBatch], list[SequenceBatch], Balance]:
+    """Return the batches as they are trained, even batches, and what balancing did. Collective.
+
+    Args:
+        source: of loaders.
+        balanced: from a loader, to a Balancer with the settings of the run.
+        unbalanced: to one that moves no sample.
+
+    """
+    steps: list[StepMetrics] = []
+    with balanced(source.once(), on_step=steps.append) as balancer:
+        prepared = list(balancer)
+    with unbalanced(source.even()) as balancer:
+        even = list(balancer)
+
+    def column(name: str) -> Any:
+        return np.array([getattr(step, name) for step in steps])
+
+    names = ("before", "after", "lower_bound", "samples", "moved_samples", "tokens", "moved_tokens", "moved_bytes")
+    times = {name: column(name) for name in ("plan_seconds", "gather_seconds")}
+    return prepared, even, Balance(**{name: column(name) for name in names}, **times)
+
+
+def describe(batches: Iterable[SequenceBatch], work: Callable[[SequenceBatch], BatchWork], cost: Cost) -> Work:
+    """Return what batches give each rank to do. Collective."""
+    counts, loads, sample_tokens = [], [], []
+    for batch in batches:
+        of_batch = work(batch)
+        counts.append([int(count) for count in (of_batch.tokens, of_batch.pairs, of_batch.predictions)])
+        loads.append(load_of(batch, cost))
+        sample_tokens.append(tokens_of(batch))
+    tokens, pairs, predictions = np.moveaxis(gather(np.array(counts)), 2, 0)
+    return Work(
+        tokens=tokens,
+        pairs=pairs,
+        predictions=predictions,
+        loads=gather(np.array(loads)),
+        sample_tokens=gather(np.array(sample_tokens)),
+    )
+
+
+def measure(
+    pipeline: Pipeline[SequenceBatch],
+    clock: StepClock,
+    workload: Workload,
+    *,
+    live: Balancer[SequenceBatch],
+    prepared: list[SequenceBatch],
+    even: list[SequenceBatch],
+    on_warm: Callable[[], None],
+) -> tuple[Segment, ...]:
+    """Train, and return the segments of all rounds. Collective.
+
+    Args:
+        pipeline: that trains a batch.
+        clock: that its model marks.
+        workload: says how long.
+        live: balances the batches.
+        prepared: the batches that it hands out.
+        even: perfectly even batches.
+        on_warm: called after the warm-up.
+
+    """
+    endless = {
+        LIVE: iter(live),
+        PREPARED: chain.from_iterable(cycle([prepared])),
+        EVEN: chain.from_iterable(cycle([even])),
+    }
+    # Each kind warms up, so that allocations and compiled kernels of none are left for the clock.
+    for batches in endless.values():
+        _train(pipeline, clock, islice(batches, -(-workload.warmup_steps // len(endless))))
+    on_warm()
+    counted = -(-workload.steps // workload.rounds)
+    segments = []
+    for number in range(workload.rounds):
+        for kind, batches in endless.items():
+            steps = islice(batches, counted + workload.skipped_steps)
+            trained, marks = _train(pipeline, clock, steps)
+            segments.append(
+                Segment(
+                    kind=kind,
+                    round=number,
+                    batch=trained[workload.skipped_steps :] % workload.num_batches,
+                    marks=gather(marks[workload.skipped_steps :]),
+                )
+            )
+    return tuple(segments)
+
+
+def _train(pipeline: Pipeline[SequenceBatch], clock: StepClock, batches: Iterator[SequenceBatch]) -> tuple[Any, Any]:
+    """Train batches; return the number of each and its points in time."""
+    trained = []
+    clock.start()
+    for done in run_pipeline(pipeline, batches):
+        clock.end_step()
+        trained.append(done.batch.step)
+    return np.array(trained), clock.read()
+
+
+def gather(mine: Any) -> Any:
+    """Return the arrays of all ranks, of the same shape, in one: [W, ...]. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return np.stack(gathered)
+
+
+def peak_memory(device: torch.device) -> tuple[Any, Any]:
+    """Return the most bytes that each rank has allocated and reserved: int64 [W] each. Collective."""
+    mine = np.zeros(2, dtype=np.int64)
+    if device.type == "cuda":
+        mine[:] = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    allocated, reserved = gather(mine).T
+    return allocated, reserved

@@ -1,0 +1,159 @@
+"""One run on one rank, under torchrun: `torchrun --nproc_per_node N scripts/bench/end_to_end/worker.py TASK.json`."""
+
+import dataclasses
+import datetime
+import faulthandler
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(BENCH), str(BENCH.parents[1] / "examples")]
+
+import torch
+import torchrec
+
+import evenrank
+from end_to_end.batches import Source
+from end_to_end.clock import StepClock
+from end_to_end.cost_fit import fit_cost
+from end_to_end.experiments import Workload
+from end_to_end.measure import describe, measure, peak_memory, prepare
+from end_to_end.results import RunResult
+from end_to_end.tasks import WorkerTask
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance import Cost
+from evenrank.datasets.schema import ACTION, ITEM_ID, SCHEMA_VERSION, USER_ID, Manifest
+from evenrank.training import device_peaks, make_pipeline, scale_loss
+from trainer.config import TrainConfig
+from trainer.data import balanced
+from trainer.hstu_tasks import ranking
+from trainer.job import quiet, set_precision
+from trainer.parallel import distribute
+from trainer.world import World, divide, join_world
+
+
+def main(task: WorkerTask) -> None:
+    """Measure a run, and write its result on rank 0."""
+    quiet()
+    with join_world() as world:
+        result = measured(task, divide(world, task.run.settings.tensor_parallel))
+        if world.rank == 0:
+            result.save(task.result)
+
+
+def measured(task: WorkerTask, world: World) -> RunResult:
+    """Return the result of a run. Collective: every rank must call this."""
+    config, workload, device = task.run.settings, task.workload, world.device
+    torch.manual_seed(config.seed)  # for equal weights on all ranks
+    learns = ranking(config, _manifest(workload, config), world)
+    cost = learns.cost if task.cost_result is None else fit_cost(RunResult.load(task.cost_result))
+    set_precision(learns.dense, config, device)
+    clock = StepClock(learns.dense.encoder, learns.dense, device)  # type: ignore[arg-type]
+    parallel = distribute(learns.model, config, world)
+    pipeline = make_pipeline(
+        config.pipeline,
+        parallel.model,
+        parallel.optimizer,
+        device,
+        loss=lambda output, batch: scale_loss(output[0], batch).sum(),
+    )
+    read = learns.read(
+        batch_size=config.batch_size,
+        max_history_length=config.max_history_length,
+        seed=workload.seed,
+        pin_memory=device.type == "cuda",
+    )
+    source = Source(workload, task.distribution, read, world, cost)
+    balanced_by = partial(balanced, config=config, world=world, cost=cost)
+    unbalanced = partial(balanced_by, config=dataclasses.replace(config, balance="none"))
+    prepared, even, balance = prepare(source, balanced_by, unbalanced)
+    result = RunResult(
+        name=task.run.name,
+        adds_to=task.run.adds_to,
+        lengths=task.lengths,
+        gpus=world.size,
+        data_ranks=world.data_size,
+        settings=dataclasses.asdict(config),
+        workload=dataclasses.asdict(workload),
+        environment=_environment(device),
+        peak_flops=_peak_flops(config, device),
+        flops={
+            name: 3 * getattr(learns.flops, name)  # the backward pass takes twice as many
+            for name in ("per_token", "per_pair", "per_prediction")
+        },
+        cost={"name": type(cost).__name__, **dataclasses.asdict(cost)},  # type: ignore[call-overload]
+        balanced=describe(prepared, learns.work, cost),
+        even=describe(even, learns.work, cost),
+        balance=balance,
+    )
+    with balanced_by(source.endless()) as live:
+        segments = measure(
+            pipeline,
+            clock,
+            workload,
+            live=live,
+            prepared=prepared,
+            even=even,
+            on_warm=partial(_reset_peak_memory, device),
+        )
+    allocated, reserved = peak_memory(device)
+    return dataclasses.replace(result, segments=segments, peak_allocated=allocated, peak_reserved=reserved)
+
+
+def _manifest(workload: Workload, config: TrainConfig) -> Manifest:
+    """Return the manifest of the data that are drawn, which says how large the tables are."""
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        dataset="random",
+        sources=(),
+        options={},
+        splits={},
+        contextual=(),
+        extra_events={},
+        vocabulary_sizes={
+            USER_ID: workload.user_rows,
+            ITEM_ID: workload.item_rows,
+            ACTION: 2**config.num_tasks,
+        },
+        context_labels={},
+        content_hash="",
+    )
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak_flops(config: TrainConfig, device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    return device_peaks(device).flops(torch.bfloat16 if config.uses_bf16("cuda") else torch.float32)
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    """Return what the run was made on and with."""
+    is_cuda = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
+        "host_cpus": os.cpu_count(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,
+        "torchrec": torchrec.__version__,
+        "evenrank": evenrank.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    # The runner sends it to a run that takes too long; then each rank says where it is.
+    faulthandler.register(signal.SIGTERM, chain=True)
+    if len(sys.argv) != 2:
+        raise ConfigError("usage: worker.py TASK.json, under torchrun")
+    main(WorkerTask.load(Path(sys.argv[1])))

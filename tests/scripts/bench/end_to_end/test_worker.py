@@ -1,0 +1,134 @@
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from end_to_end.experiments import Run, Workload
+from end_to_end.results import RunResult
+from end_to_end.tasks import WorkerTask
+from end_to_end.worker import measured
+from evenrank.dataloader.balance import HSTUCost
+from tests.ranks import RankPool
+from trainer.config import TrainConfig
+from trainer.world import World, divide
+
+WORKLOAD = Workload(
+    lengths={"skewed": "lognormal:mean=12,std=20,high=64"},
+    item_rows=500,
+    user_rows=300,
+    num_batches=3,
+    steps=8,
+    rounds=2,
+    warmup_steps=3,
+    skipped_steps=1,
+)
+SETTINGS = {
+    "hidden": 16,
+    "heads": 2,
+    "layers": 1,
+    "embedding_dim": 8,
+    "num_tasks": 2,
+    "user_id": True,
+    "batch_size": 6,
+    "max_history_length": 64,
+    "attention": "padded",
+}
+
+
+def run(rank: int, world_size: int, settings: dict[str, Any]) -> RunResult:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    config = TrainConfig(**{**SETTINGS, **settings})
+    task = WorkerTask(
+        run=Run(name="a run", settings=config, gpus=world_size),
+        workload=WORKLOAD,
+        lengths="skewed",
+        result=Path("not written"),
+        cost_result=None,
+    )
+    world = World(rank=rank, size=world_size, device=torch.device("cpu"))
+    return measured(task, divide(world, config.tensor_parallel))
+
+
+@pytest.fixture(scope="module")
+def balanced(ranks: RankPool) -> list[RunResult]:
+    return ranks.run(2, run, {"strategy": "lpt-swap"})
+
+
+@pytest.fixture(scope="module")
+def unbalanced(ranks: RankPool) -> RunResult:
+    result: RunResult = ranks.run(2, run, {"balance": "none"})[0]
+    return result
+
+
+def test_all_ranks_have_the_same_result(balanced: list[RunResult], tmp_path: Path) -> None:
+    for rank, result in enumerate(balanced):
+        # Background times are each rank's own.
+        balance = dataclasses.replace(result.balance, plan_seconds=np.zeros(0), gather_seconds=np.zeros(0))
+        dataclasses.replace(result, balance=balance).save(tmp_path / str(rank))
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+def test_balancing_changes_who_trains_a_sample_and_nothing_else(
+    balanced: list[RunResult], unbalanced: RunResult
+) -> None:
+    before, after = unbalanced.balanced, balanced[0].balanced
+    assert before is not None
+    assert after is not None
+    for name in ("tokens", "pairs", "predictions", "loads"):
+        np.testing.assert_array_equal(getattr(before, name).sum(0), getattr(after, name).sum(0))
+    for batch in range(WORKLOAD.num_batches):
+        samples = [np.sort(work.sample_tokens[:, batch], axis=None) for work in (before, after)]
+        np.testing.assert_array_equal(*samples)
+    assert after.loads.max(0).sum() < before.loads.max(0).sum()
+
+
+def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult) -> None:
+    for result in (balanced[0], unbalanced):
+        work, balance = result.balanced, result.balance
+        assert work is not None
+        assert balance is not None
+        np.testing.assert_array_equal(balance.tokens, work.tokens.sum(0))
+        np.testing.assert_array_equal(balance.samples, [12, 12, 12])
+        np.testing.assert_array_equal(work.tokens, work.sample_tokens.sum(2))
+        # History tokens see those before them and themselves; none are candidates.
+        sizes = work.sample_tokens
+        np.testing.assert_array_equal(work.pairs, (sizes * (sizes + 1) // 2).sum(2))
+        np.testing.assert_array_equal(work.predictions, ((sizes - 1) // 2).sum(2))  # all but the user, every other one
+        cost = HSTUCost(**{name: value for name, value in (result.cost or {}).items() if name != "name"})
+        np.testing.assert_array_equal(work.loads, cost.of_tokens(sizes, np.zeros_like(sizes)).sum(2))
+    assert unbalanced.balance is not None
+    assert not unbalanced.balance.moved_samples.any()
+    assert balanced[0].balance is not None
+    assert balanced[0].balance.moved_samples.all()
+
+
+def test_even_batches_are_the_same_on_every_rank_and_cost_the_mean(balanced: list[RunResult]) -> None:
+    even, work = balanced[0].even, balanced[0].balanced
+    assert even is not None
+    assert work is not None
+    np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[1])
+    np.testing.assert_allclose(even.loads[0], work.loads.mean(0), rtol=0.02)  # rounded to whole events of 6 samples
+
+
+def test_kinds_of_batches_take_turns_and_go_through_all_batches(balanced: list[RunResult]) -> None:
+    segments = balanced[0].segments
+    assert [(segment.round, segment.kind) for segment in segments] == [
+        (number, kind) for number in (0, 1) for kind in ("live", "prepared", "even")
+    ]
+    for segment in segments:
+        assert segment.marks.shape == (2, 4, 5)
+        assert (np.diff(segment.marks, axis=2) >= 0).all()
+        np.testing.assert_array_equal(segment.marks[:, 1:, 0], segment.marks[:, :-1, 4])
+        np.testing.assert_array_equal(np.diff(segment.batch) % WORKLOAD.num_batches, 1)
+
+
+@pytest.mark.parametrize("settings", [{"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist"}])
+def test_settings_are_those_of_the_training_job(ranks: RankPool, settings: dict[str, Any]) -> None:
+    result = ranks.run(2, run, settings)[0]
+    assert len(result.segments) == 6
+    assert {name: result.settings[name] for name in settings} == settings
