@@ -47,6 +47,12 @@ class Run:
     """`hstu`: HSTUCost; or the name of another run, without balancing, to whose times a MeasuredCost is fitted."""
     gpus: int | None = None
     """Processes; None: all that the command was given."""
+    lengths: tuple[str, ...] | None = None
+    """Names of the distributions for which it runs; None: all."""
+    item_rows: int | None = None
+    """Rows of its table of items; None: those of the workload."""
+    user_rows: int | None = None
+    """Rows of its table of users; None: those of the workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
