@@ -35,6 +35,8 @@ class HSTUConfig:
     """Of what a layer adds to the residual stream; 0 where balanced and unbalanced training are compared."""
     attention: str = "auto"
     """Name in `ATTENTIONS`; `auto`: `triton` on CUDA if it has kernels for head_dim and dtype, else `padded`."""
+    fused_norms: bool = True
+    """Compute LayerNorm, SiLU and gate by fused Triton kernels where those can run: on CUDA, but not in float64."""
     recompute: bool = False
     """Compute each layer's input LayerNorm and SiLU again in the backward pass instead of keeping their outputs."""
 

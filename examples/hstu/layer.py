@@ -5,13 +5,14 @@ X + linear(dropout(LayerNorm(attention(Q, K, V)) * U))
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from hstu.attention import Sequences
 from hstu.attentions import ATTENTIONS
 from hstu.config import HSTUConfig
+from hstu.pointwise import Pointwise, pointwise_for
 from hstu.recompute import keep_linear_alone, recompute_saved
 
 NORM_EPS = 1e-6  # attention divides by max_length, so short samples give LayerNorm small values
@@ -43,6 +44,7 @@ class HSTULayer(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.head_dim = config.head_dim
+        self.fused_norms = config.fused_norms
         self.recompute = config.recompute
         width = config.heads * config.head_dim
         self.input_norm = nn.LayerNorm(config.hidden, eps=NORM_EPS)
@@ -54,16 +56,18 @@ class HSTULayer(nn.Module):
 
     def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """Return the next residual stream, given this one: both [tokens, hidden]."""
-        projected = keep_linear_alone(self._project, tokens) if self.recompute else self._project(tokens)
-        activated = silu(projected)
-        with recompute_saved(activated, lambda: silu(projected)) if self.recompute else nullcontext():
-            heads = projected.shape[-1] // (4 * self.head_dim)  # of this shard
-            u, v, q, k = activated.unflatten(-1, (heads, 4, self.head_dim)).unbind(-2)
+        pointwise = pointwise_for(tokens, fused=self.fused_norms)
+        project = partial(self._project, pointwise)
+        tokens, projected = keep_linear_alone(project, tokens) if self.recompute else project(tokens)
+        activate = partial(pointwise.activate, projected, self.head_dim)
+        u, v, q, k = activate()
+        with recompute_saved(k, lambda: activate()[-1]) if self.recompute else nullcontext():
             attended = self.attention(q, k, v, sequences)
-            gated = self.output_norm(attended.flatten(-2)).view_as(u) * u
-        update: Tensor = self.output(self.dropout(gated.flatten(-2)))
+            gated = pointwise.gate(attended, u, self.output_norm)
+        update: Tensor = self.output(self.dropout(gated))
         return tokens + update
 
-    def _project(self, tokens: Tensor) -> Tensor:
-        projected: Tensor = self.uvqk(self.input_norm(tokens))
-        return projected
+    def _project(self, pointwise: Pointwise, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream, and what the first linear returns."""
+        tokens, normed = pointwise.norm(tokens, self.input_norm)
+        return tokens, self.uvqk(normed)

@@ -11,18 +11,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+Result = TypeVar("Result")
 _LINEAR = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-def keep_linear_alone(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+def keep_linear_alone(function: Callable[[Tensor], Result], values: Tensor) -> Result:
     """Return function(values), keeping for the backward pass only its argument and what its linear layers return."""
     contexts = partial(create_selective_checkpoint_contexts, _LINEAR)
-    result: Tensor = checkpoint(function, values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    result: Result = checkpoint(function, values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result
 
 
@@ -30,7 +32,7 @@ def recompute_saved(output: Tensor, function: Callable[[], Tensor]) -> AbstractC
     """Within it, what is kept of `output` or of its views for the backward pass is computed again there.
 
     Args:
-        output: what `function` has returned.
+        output: what `function` has returned; may itself be a view.
         function: computes it from values that are kept in any case.
 
     """

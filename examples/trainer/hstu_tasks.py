@@ -85,6 +85,7 @@ def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
         layers=config.layers,
         dropout=config.dropout,
         attention=config.attention,
+        fused_norms=config.fused_norms,
         recompute=config.recompute,
     )
 

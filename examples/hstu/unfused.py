@@ -1,0 +1,51 @@
+"""What a layer computes between its matrix products, by torch: for every device and dtype."""
+
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+
+def norm(tokens: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """Normalize the residual stream.
+
+    Args:
+        tokens: [tokens, hidden].
+        module: the LayerNorm.
+
+    Returns:
+        The residual stream, for what is added to it later; LayerNorm of it. Both [tokens, hidden].
+
+    """
+    normed: Tensor = module(tokens)
+    return tokens, normed
+
+
+def activate(projected: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split what the first linear returns, and apply SiLU.
+
+    Args:
+        projected: [tokens, heads * (U, V, Q, K) * head_dim], contiguous.
+        head_dim: width of a head.
+
+    Returns:
+        U, as `gate` takes it; V, Q and K, which are views of one tensor. All [tokens, heads, head_dim].
+
+    """
+    heads = projected.shape[-1] // (4 * head_dim)  # of this rank
+    u, v, q, k = silu(projected).unflatten(-1, (heads, 4, head_dim)).unbind(-2)
+    return u, v, q, k
+
+
+def gate(attended: Tensor, u: Tensor, module: nn.Module) -> Tensor:
+    """Normalize what attention returns, and gate it.
+
+    Args:
+        attended: [tokens, heads, head_dim].
+        u: from `activate`.
+        module: the LayerNorm, of rows of all heads.
+
+    Returns:
+        [tokens, heads * head_dim].
+
+    """
+    normed: Tensor = module(attended.flatten(-2))
+    return (normed.view_as(u) * u).flatten(-2)
