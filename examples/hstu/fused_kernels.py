@@ -70,7 +70,7 @@ def norm_backward(
         places = row * width + columns
         mean = tl.load(statistics + 2 * row)
         scale = tl.load(statistics + 2 * row + 1)
-        normed = tl.where(inside, (_load(values, places, inside) - mean) * scale, 0.0)
+        normed = (_load(values, places, inside) - mean) * scale  # beyond the width, gradients are zeros
         dy = _load(gradient, places, inside)
         if gate is not None:
             u = _load(gate, row * gate_row + columns // HEAD_DIM * gate_head + columns % HEAD_DIM, inside)

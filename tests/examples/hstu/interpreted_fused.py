@@ -1,0 +1,26 @@
+"""Runs fused norms, SiLU and gate in Triton's interpreter, on the CPU, beside torch's operations."""
+
+import torch
+
+from hstu import fused, unfused
+from tests.examples.hstu.pointwise_errors import MODES, check, kernels_on_the_cpu, layer, parts
+
+
+def main() -> None:
+    """Compare the parts and whole layers; an AssertionError says what is too far from float64."""
+    for mode in ("fp32", "autocast"):
+        dtype = MODES[mode]
+        for tokens, head_dim in ((0, 8), (1, 8), (19, 12)):  # two programs sum 19 rows, and 12 is no power of 2
+            mine, reference = (parts(module, mode, tokens, head_dim) for module in (fused, unfused))
+            check(mine, reference, parts(unfused, None, tokens, head_dim), dtype)
+        with kernels_on_the_cpu():
+            mine, again, reference = (
+                layer(mode=mode, fused=is_fused, recompute=recompute)
+                for is_fused, recompute in ((True, False), (True, True), (False, False))
+            )
+        check(mine, reference, layer(mode=None, fused=False), dtype)
+        assert all(torch.equal(again[name], mine[name]) for name in mine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""How far fused kernels are from float64, beside torch's operations; used on GPUs and in Triton's interpreter."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from hstu import unfused
+from hstu.attention import Sequences
+from hstu.layer import HSTULayer
+from hstu.pointwise import Pointwise
+from tests.examples.hstu.samples import CONFIG
+
+MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.bfloat16}  # what matrix products take
+TOLERANCE = 2  # times the error of torch's operations in the same dtype, and one rounding of the result
+Results = dict[str, Tensor]
+
+
+def check(mine: Results, reference: Results, exact: Results, dtype: torch.dtype) -> None:
+    """Check that no result is much further from the exact one than that of the reference.
+
+    Args:
+        mine: results and gradients by name.
+        reference: by torch's operations, in the same dtypes.
+        exact: in float64.
+        dtype: that of the roundings.
+
+    """
+    assert mine.keys() == reference.keys() == exact.keys()
+    for name, best in exact.items():
+        limit = TOLERANCE * _error(reference[name], best) + torch.finfo(dtype).eps / 2 * best.norm().item()
+        assert _error(mine[name], best) <= limit, f"{name}: {_error(mine[name], best):.3e} > {limit:.3e}"
+
+
+def _error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm())
+
+
+def parts(module: Pointwise, mode: str | None, tokens: int, head_dim: int, *, device: str = "cpu") -> Results:
+    """Run each of the functions on inputs of its own, some of them views with gaps.
+
+    Args:
+        module: with the functions.
+        mode: of `MODES`; None: in float64, on the values that all modes have in common.
+        tokens: number of rows.
+        head_dim: width of each of 3 heads.
+        device: to run on.
+
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    wide = torch.float64 if mode is None else torch.bfloat16 if mode == "bf16" else torch.float32
+    narrow = torch.float64 if mode is None else MODES[mode]
+    heads, hidden = 3, 40
+
+    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).bfloat16().to(dtype)
+
+    def leaf(values: Tensor) -> Tensor:
+        return values.detach().requires_grad_()
+
+    stream = leaf(draw(tokens, 2 * hidden, dtype=wide)[:, hidden:])
+    projected = leaf(draw(tokens, heads * 4 * head_dim, dtype=narrow))
+    attended = leaf(draw(tokens, heads, 2, head_dim, dtype=narrow)[:, :, 0] / 8)
+    input_norm, output_norm = nn.LayerNorm(hidden), nn.LayerNorm(heads * head_dim, eps=1e-6)
+    for norm in (input_norm, output_norm):
+        norm.to(device, wide)
+        for parameter in norm.parameters():
+            parameter.data = draw(len(parameter), dtype=wide)
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mode == "autocast"):
+        same_stream, normed = module.norm(stream, input_norm)
+        u, v, q, k = module.activate(projected, head_dim)
+        gated = module.gate(attended, u, output_norm)
+    if module is not unfused:
+        assert normed.dtype == gated.dtype == narrow
+        assert same_stream.dtype == wide
+    # The products cast what torch's LayerNorm returns under autocast.
+    results = {"stream": same_stream, "normed": normed.to(narrow), "v": v, "q": q, "k": k, "gated": gated.to(narrow)}
+    gradients = [draw(2, *result.shape, dtype=result.dtype)[1] for result in results.values()]
+    gradients[0] = gradients[0][:, :1].expand_as(same_stream)
+    torch.autograd.backward(list(results.values()), gradients)
+    leaves = {"d_stream": stream, "d_projected": projected, "d_attended": attended}
+    for name, norm in (("input", input_norm), ("output", output_norm)):
+        leaves |= {f"d_{name}_weight": norm.weight, f"d_{name}_bias": norm.bias}
+    return {name: result.detach() for name, result in results.items()} | _gradients(leaves)
+
+
+def layer(*, mode: str | None, fused: bool, recompute: bool = False, head_dim: int = 8, device: str = "cpu") -> Results:
+    """Run a layer, and return its result and all gradients.
+
+    Args:
+        mode: of `MODES`; None: in float64.
+        fused: whether by fused kernels, also on the CPU.
+        recompute: as in the config.
+        head_dim: width of a head.
+        device: to run on.
+
+    """
+    torch.manual_seed(0)
+    shape = replace(CONFIG, hidden=32, heads=2, head_dim=head_dim)
+    module = HSTULayer(replace(shape, attention="padded", recompute=recompute, fused_norms=fused))
+    tokens = torch.randn(33, 32).bfloat16().float()
+    upstream = torch.randn(33, 32).bfloat16().float()
+    wide = torch.float64 if mode is None else torch.bfloat16 if mode == "bf16" else torch.float32
+    for parameter in module.parameters():
+        parameter.data = parameter.bfloat16().float()
+    module.to(device, wide)
+    counts = torch.tensor([2, 0, 0], device=device)
+    sequences = Sequences(
+        offsets=torch.tensor([0, 20, 20, 33], device=device),
+        num_contextual=counts,
+        num_candidates=counts,
+        num_tokens=33,
+        max_length=20,
+    )
+    tokens = tokens.to(device, wide).requires_grad_()
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mode == "autocast"):
+        result = module(tokens, sequences)
+    result.backward(upstream.to(device, wide))
+    leaves = {"d_tokens": tokens} | {f"d_{name}": parameter for name, parameter in module.named_parameters()}
+    return {"result": result.detach()} | _gradients(leaves)
+
+
+@contextmanager
+def kernels_on_the_cpu() -> Iterator[None]:
+    """Choose fused kernels for layers that ask for them, also on the CPU."""
+    from hstu import fused as kernels
+
+    def choose(tokens: Tensor, *, fused: bool) -> Pointwise:
+        return kernels if fused else unfused
+
+    with mock.patch("hstu.layer.pointwise_for", choose):
+        yield
+
+
+def _gradients(leaves: dict[str, Tensor]) -> Results:
+    gradients = {}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, name
+        assert leaf.grad.dtype == leaf.dtype
+        gradients[name] = leaf.grad
+    return gradients

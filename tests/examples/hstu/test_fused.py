@@ -1,0 +1,105 @@
+"""Fused kernels are as close to float64 as torch's operations, and are chosen where they can run."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hstu import unfused
+from hstu.pointwise import pointwise_for
+from tests.examples.hstu.pointwise_errors import MODES, Results, check, layer, parts
+
+ROOT = Path(__file__).parents[3]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+EACH_MODE = pytest.mark.parametrize("mode", MODES)
+
+
+@needs_triton
+def test_interpreted_kernels_and_layers_are_as_exact_as_torchs_operations() -> None:
+    paths = [str(ROOT / "examples"), str(ROOT), *sys.path]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    program = Path(__file__).with_name("interpreted_fused.py")
+    result = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@needs_triton
+def test_a_norm_that_is_divided_among_ranks_is_applied_as_it_is() -> None:
+    from hstu import fused
+
+    attended, u = torch.randn(2, 3, 4, 5).unbind(0)
+    expected = (2 * attended * nn.functional.silu(u)).flatten(-2)
+    torch.testing.assert_close(fused.gate(attended, u, _Double()), expected)
+
+
+class _Double(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values
+
+
+def test_on_the_cpu_operations_are_torchs() -> None:
+    assert pointwise_for(torch.zeros(1, 8), fused=True) is unfused
+
+
+@pytest.mark.gpu
+def test_on_cuda_kernels_are_chosen_unless_they_are_switched_off_or_the_dtype_is_float64() -> None:
+    from hstu import fused
+
+    tokens = torch.zeros(1, 8, device="cuda")
+    assert pointwise_for(tokens, fused=True) is fused
+    assert pointwise_for(tokens.bfloat16(), fused=True) is fused
+    assert pointwise_for(tokens, fused=False) is unfused
+    assert pointwise_for(tokens.double(), fused=True) is unfused
+
+
+def _parts(mode: str | None, tokens: int, head_dim: int, *, fused: bool) -> Results:
+    from hstu import fused as kernels
+
+    return parts(kernels if fused else unfused, mode, tokens, head_dim, device="cuda")
+
+
+@pytest.mark.gpu
+@EACH_MODE
+@pytest.mark.parametrize(("tokens", "head_dim"), [(0, 64), (1, 64), (37, 24), (1000, 256), (33_000, 64)])
+def test_results_and_gradients_are_as_exact_as_those_of_torch(mode: str, tokens: int, head_dim: int) -> None:
+    mine, reference = (_parts(mode, tokens, head_dim, fused=fused) for fused in (True, False))
+    check(mine, reference, _parts(None, tokens, head_dim, fused=False), MODES[mode])
+
+
+@pytest.mark.gpu
+def test_equal_inputs_give_equal_bits() -> None:
+    first, second = (_parts("autocast", 3000, 256, fused=True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.gpu
+@EACH_MODE
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_a_layer_is_as_exact_as_by_torch_and_recomputes_equal_bits(mode: str, head_dim: int) -> None:
+    mine, again, reference = (
+        layer(mode=mode, fused=fused, recompute=recompute, head_dim=head_dim, device="cuda")
+        for fused, recompute in ((True, False), (True, True), (False, False))
+    )
+    exact = layer(mode=None, fused=False, head_dim=head_dim, device="cuda")
+    check(mine, reference, exact, MODES[mode])
+    assert all(torch.equal(again[name], mine[name]) for name in mine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [0.0, 100.0])
+def test_a_constant_row_is_normalized_to_zeros_and_passes_on_the_gradient_of_the_stream(value: float) -> None:
+    from hstu import fused
+
+    tokens = torch.full((5, 64), value, device="cuda", requires_grad=True)
+    stream, normed = fused.norm(tokens, nn.LayerNorm(64, eps=1e-6, device="cuda"))
+    torch.autograd.backward([stream, normed], [torch.ones_like(stream), torch.ones_like(normed)])
+    assert torch.equal(normed, torch.zeros_like(normed))
+    assert tokens.grad is not None
+    assert torch.equal(tokens.grad, torch.ones_like(tokens))
