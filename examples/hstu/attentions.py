@@ -23,11 +23,18 @@ ATTENTIONS.register("padded")(padded_attention)
 
 @ATTENTIONS.register("triton")
 def _triton(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
-    if not query.is_cuda:
-        raise ConfigError(f"the attention 'triton' needs a CUDA device, got {query.device}; choose 'auto' or 'padded'")
+    _check_device("triton", query)
     from hstu.triton_attention import triton_attention  # Triton comes with PyTorch for CUDA alone
 
     return triton_attention(query, key, value, sequences, scale_length=scale_length)
+
+
+@ATTENTIONS.register("triton-by-sample")
+def _triton_by_sample(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+    _check_device("triton-by-sample", query)
+    from hstu.by_sample_attention import by_sample_attention
+
+    return by_sample_attention(query, key, value, sequences, scale_length=scale_length)
 
 
 @ATTENTIONS.register("auto")
@@ -35,6 +42,11 @@ def _of_inputs(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, 
     return ATTENTIONS["triton" if _has_kernels(query) else "padded"](
         query, key, value, sequences, scale_length=scale_length
     )
+
+
+def _check_device(name: str, query: Tensor) -> None:
+    if not query.is_cuda:
+        raise ConfigError(f"the attention {name!r} needs a CUDA device, got {query.device}; choose 'auto' or 'padded'")
 
 
 def _has_kernels(query: Tensor) -> bool:

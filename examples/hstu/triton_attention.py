@@ -1,13 +1,15 @@
 """HSTU attention by jagged Triton kernels, forward and backward, for CUDA.
 
 Nothing is padded, and a sample's work is spread over as many programs as it has blocks of tokens, in both directions:
-if one program had a whole sample, the longest sample would set the time of all, however well ranks are balanced.
-Programs start in the order of their samples' lengths, longest first, so that short work comes last and fills the gaps.
+if one program had a whole sample, the longest sample would set the time of all, however well ranks are balanced
+(by_sample_attention.py does that, for comparison). Programs start in the order of their samples' lengths, longest
+first, so that short work comes last and fills the gaps.
 
 The backward computes the scores again. Nothing is added atomically, so equal inputs give equal bits.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +67,37 @@ BACKWARD_KEY = {
 }
 
 
-def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How the work is divided among programs."""
+
+    order: Callable[[Sequences], Tensor]
+    """Returns the order in which samples start: int64 [B]."""
+    backward_query: Any
+    """Kernel."""
+    backward_key: Any
+    """Kernel."""
+    divides_samples: bool
+    """Whether these kernels have a program for each block of a sample, or one for all of them."""
+
+
+BY_BLOCK = Schedule(
+    order=lambda sequences: sequences.longest_first,
+    backward_query=backward_query,
+    backward_key=backward_key,
+    divides_samples=True,
+)
+
+
+def triton_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    *,
+    scale_length: int,
+    schedule: Schedule = BY_BLOCK,
+) -> Tensor:
     """Attend without padding; the arguments and the result are those of `padded_attention`.
 
     Args:
@@ -75,6 +107,7 @@ def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
         value: like `query`.
         sequences: where the samples are, on the same device.
         scale_length: what weights are divided by.
+        schedule: how the work is divided; results do not depend on it.
 
     Raises:
         ConfigError: the dtype or the head_dim is none of these, or a kernel needs more than the GPU has.
@@ -87,18 +120,28 @@ def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
             f"Triton attention takes bfloat16 or float32, got {query.dtype}, {key.dtype} and {value.dtype}; "
             "use autocast or padded_attention"
         )
-    output: Tensor = _Attention.apply(query, key, value, sequences, scale_length)  # type: ignore[no-untyped-call]
+    arguments = (query, key, value, sequences, scale_length, schedule)
+    output: Tensor = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale_length: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequences: Sequences,
+        scale_length: int,
+        schedule: Schedule,
+    ) -> Tensor:
         query, key, value = (_with_dense_heads(tensor) for tensor in (query, key, value))
         ctx.save_for_backward(query, key, value)
-        ctx.sequences, ctx.scale_length = sequences, scale_length
+        ctx.sequences, ctx.scale_length, ctx.schedule = sequences, scale_length, schedule
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        _launch(forward, FORWARD, [query, key, value], [output], sequences, scale_length)
+        common = (sequences, scale_length, schedule.order(sequences))
+        _launch(forward, FORWARD, [query, key, value], [output], *common, divides_samples=True)
         return output
 
     @staticmethod
@@ -106,13 +149,15 @@ class _Attention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         inputs = [query, key, value, _with_dense_heads(gradient)]
         d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
-        common = (ctx.sequences, ctx.scale_length)
-        _launch(backward_query, BACKWARD_QUERY, inputs, [d_query], *common)
+        schedule = ctx.schedule
+        common = (ctx.sequences, ctx.scale_length, schedule.order(ctx.sequences), schedule.divides_samples)
+        _launch(schedule.backward_query, BACKWARD_QUERY, inputs, [d_query], *common)
         # Two sums [128, 256] do not fit into registers, and computing the scores twice is faster than smaller blocks.
         parts = [(True, False), (False, True)] if query.shape[-1] == 256 else [(True, True)]
+        outputs = [d_key, d_value]
         for has_key, has_value in parts:
-            _launch(backward_key, BACKWARD_KEY, inputs, [d_key, d_value], *common, HAS_KEY=has_key, HAS_VALUE=has_value)
-        return d_query, d_key, d_value, None, None
+            _launch(schedule.backward_key, BACKWARD_KEY, inputs, outputs, *common, HAS_KEY=has_key, HAS_VALUE=has_value)
+        return d_query, d_key, d_value, None, None, None
 
 
 def _with_dense_heads(tensor: Tensor) -> Tensor:
@@ -128,11 +173,13 @@ def _launch(
     outputs: list[Tensor],
     sequences: Sequences,
     scale_length: int,
+    order: Tensor,
+    divides_samples: bool,
     **flags: bool,
 ) -> None:
     _, heads, head_dim = inputs[0].shape
     launch = launches[head_dim, inputs[0].dtype]
-    blocks = triton.cdiv(sequences.max_length, launch.rows)
+    programs = triton.cdiv(sequences.max_length, launch.rows) if divides_samples else 1
     if sequences.num_tokens == 0 or heads == 0:
         return
     arguments = [
@@ -141,14 +188,14 @@ def _launch(
         sequences.offsets,
         sequences.num_contextual,
         sequences.num_candidates,
-        sequences.longest_first,
+        order,
         *[stride for tensor in inputs for stride in tensor.stride()[:2]],
         *outputs[0].stride()[:2],
         1 / math.sqrt(head_dim),
         1 / scale_length,
     ]
     try:
-        kernel[(blocks, heads, len(sequences.offsets) - 1)](
+        kernel[(programs, heads, len(sequences.offsets) - 1)](
             *arguments,
             HEAD_DIM=head_dim,
             ROWS=launch.rows,

@@ -66,9 +66,9 @@ def _sees(queries, keys, history, contextual):
 
 
 @triton.jit
-def _sample(offsets, num_contextual, num_candidates, longest_first):
+def sample_of_program(offsets, num_contextual, num_candidates, order):
     """Return first token, tokens, contextual tokens and tokens before the candidates of the program's sample."""
-    sample = tl.load(longest_first + tl.program_id(2))
+    sample = tl.load(order + tl.program_id(2))
     start = tl.load(offsets + sample)
     length = (tl.load(offsets + sample + 1) - start).to(tl.int32)
     contextual = tl.load(num_contextual + sample).to(tl.int32)
@@ -114,13 +114,13 @@ def _attend(
 
 @triton.jit
 def forward(
-    query, key, value, output, offsets, num_contextual, num_candidates, longest_first,
+    query, key, value, output, offsets, num_contextual, num_candidates, order,
     query_stride, query_head, key_stride, key_head, value_stride, value_head, output_stride, output_head,
     scale, weight_scale,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of the output; see the top of the file."""
-    start, length, contextual, history = _sample(offsets, num_contextual, num_candidates, longest_first)
+    start, length, contextual, history = sample_of_program(offsets, num_contextual, num_candidates, order)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # late queries see most
     if first >= length:
         return
@@ -165,17 +165,13 @@ def _add_query_gradient(
 
 
 @triton.jit
-def backward_query(
-    query, key, value, gradient, d_query, offsets, num_contextual, num_candidates, longest_first,
+def query_gradients(
+    first, start, length, contextual, history, query, key, value, gradient, d_query,
     query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
     output_stride, output_head, scale, weight_scale,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of the gradient of the queries."""
-    start, length, contextual, history = _sample(offsets, num_contextual, num_candidates, longest_first)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    if first >= length:
-        return
+    """Compute the gradients of the queries first .. first + ROWS - 1 of the program's sample and head."""
     head = tl.program_id(1)
     key += start * key_stride + head * key_head
     value += start * value_stride + head * value_head
@@ -202,6 +198,25 @@ def backward_query(
 
 
 @triton.jit
+def backward_query(
+    query, key, value, gradient, d_query, offsets, num_contextual, num_candidates, order,
+    query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
+    output_stride, output_head, scale, weight_scale,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of the gradient of the queries."""
+    start, length, contextual, history = sample_of_program(offsets, num_contextual, num_candidates, order)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    if first >= length:
+        return
+    query_gradients(
+        first, start, length, contextual, history, query, key, value, gradient, d_query,
+        query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
+        output_stride, output_head, scale, weight_scale, HEAD_DIM, ROWS, COLUMNS, EXACT,
+    )  # fmt: skip
+
+
+@triton.jit
 def _add_key_gradients(
     d_key, d_value, key, value, queries_base, gradients, block, keys, query_stride, gradient_stride, length, history,
     contextual, scale,
@@ -225,18 +240,14 @@ def _add_key_gradients(
 
 
 @triton.jit
-def backward_key(
-    query, key, value, gradient, d_key, d_value, offsets, num_contextual, num_candidates, longest_first,
+def key_gradients(
+    first, start, length, contextual, history, query, key, value, gradient, d_key, d_value,
     query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
     output_stride, output_head, scale, weight_scale,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
     HAS_KEY: tl.constexpr, HAS_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of the gradients of the keys, the values or both."""
-    start, length, contextual, history = _sample(offsets, num_contextual, num_candidates, longest_first)
-    first = tl.program_id(0) * ROWS  # early keys are seen most
-    if first >= length:
-        return
+    """Compute the gradients of the keys and values first .. first + ROWS - 1 of the program's sample and head."""
     head = tl.program_id(1)
     query += start * query_stride + head * query_head
     gradient += start * gradient_stride + head * gradient_head
@@ -268,3 +279,23 @@ def backward_key(
         _store(d_key + target, keys, output_stride, length, key_total * (scale * weight_scale), HEAD_DIM)
     if HAS_VALUE:
         _store(d_value + target, keys, output_stride, length, value_total * weight_scale, HEAD_DIM)
+
+
+@triton.jit
+def backward_key(
+    query, key, value, gradient, d_key, d_value, offsets, num_contextual, num_candidates, order,
+    query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
+    output_stride, output_head, scale, weight_scale,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    HAS_KEY: tl.constexpr, HAS_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of the gradients of the keys, the values or both."""
+    start, length, contextual, history = sample_of_program(offsets, num_contextual, num_candidates, order)
+    first = tl.program_id(0) * ROWS  # early keys are seen most
+    if first >= length:
+        return
+    key_gradients(
+        first, start, length, contextual, history, query, key, value, gradient, d_key, d_value,
+        query_stride, query_head, key_stride, key_head, value_stride, value_head, gradient_stride, gradient_head,
+        output_stride, output_head, scale, weight_scale, HEAD_DIM, ROWS, COLUMNS, EXACT, HAS_KEY, HAS_VALUE,
+    )  # fmt: skip

@@ -8,11 +8,12 @@ from hstu.attention import Sequences
 from hstu.attentions import ATTENTIONS
 
 
-def test_triton_on_the_cpu_is_refused() -> None:
+@pytest.mark.parametrize("name", ["triton", "triton-by-sample"])
+def test_triton_on_the_cpu_is_refused(name: str) -> None:
     nothing = torch.zeros(1, dtype=torch.int64)
     values = torch.zeros(0, 1, 64)
     sequences = Sequences(
         offsets=nothing, num_contextual=nothing[1:], num_candidates=nothing[1:], num_tokens=0, max_length=0
     )
-    with pytest.raises(ConfigError, match="'triton' needs a CUDA device, got cpu; choose 'auto' or 'padded'"):
-        ATTENTIONS["triton"](values, values, values, sequences, scale_length=1)
+    with pytest.raises(ConfigError, match=f"'{name}' needs a CUDA device, got cpu; choose 'auto' or 'padded'"):
+        ATTENTIONS[name](values, values, values, sequences, scale_length=1)
