@@ -1,0 +1,91 @@
+"""Times of steps from the marks of a run: of whole steps, of computing, and their ratios between kinds of batches.
+
+All times are in milliseconds. W is the number of processes of the run.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from end_to_end.results import Floats, RunResult, Segment
+
+Statistic = Callable[[Floats], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A number, and between which values it was in single rounds."""
+
+    value: float
+    """Over all rounds."""
+    low: float
+    """Smallest of a round."""
+    high: float
+    """Largest of a round."""
+
+    @classmethod
+    def of_rounds(cls, values: Sequence[float]) -> Self | None:
+        """Return the mean of the rounds and their range; None without rounds."""
+        if not values:
+            return None
+        return cls(value=float(np.mean(values)), low=min(values), high=max(values))
+
+    @property
+    def noise(self) -> float:
+        """Half the range of the rounds; 0 for a single round, which says nothing about noise."""
+        return (self.high - self.low) / 2
+
+
+def step_ms(segment: Segment) -> Floats:
+    """Return what each step took on each rank: [W, steps], from the end of the step before to its own end."""
+    times: Floats = segment.marks[..., 4] - segment.marks[..., 0]
+    return times
+
+
+def compute_ms(segment: Segment) -> Floats:
+    """Return how long each rank computed: [W, steps], from the encoder's forward to the end of its backward.
+
+    Embeddings are there when it begins, and gradients of other ranks and the optimizer come after it, so that waiting
+    for other ranks is not included.
+    """
+    times: Floats = segment.marks[..., 3] - segment.marks[..., 1]
+    return times
+
+
+def job_ms(segment: Segment) -> Floats:
+    """Return what each step took: [steps], the mean over ranks.
+
+    Not the maximum: ranks do not end a step at the same moment, and one that ends a step late begins the next one late,
+    so that maxima would add up to more than the segment took.
+    """
+    times: Floats = step_ms(segment).mean(axis=0)
+    return times
+
+
+def segments_of(result: RunResult, kind: str) -> tuple[Segment, ...]:
+    """Return the segments of a kind that have steps."""
+    return tuple(segment for segment in result.segments if segment.kind == kind and len(segment.batch))
+
+
+def by_round(result: RunResult, kinds: tuple[str, str], statistic: Statistic) -> list[tuple[float, float]]:
+    """Return a statistic of the steps' times with two kinds of batches, for each round that has both: [rounds].
+
+    Steps of a batch that only one of the kinds has trained in that round are left out, so that a round with fewer
+    steps than batches compares like with like.
+    """
+    first, second = ({segment.round: segment for segment in segments_of(result, kind)} for kind in kinds)
+    pairs = []
+    for number in sorted(first.keys() & second.keys()):
+        segments = first[number], second[number]
+        common = np.intersect1d(segments[0].batch, segments[1].batch)
+        if len(common):
+            one, other = (job_ms(segment)[np.isin(segment.batch, common)] for segment in segments)
+            pairs.append((statistic(one), statistic(other)))
+    return pairs
+
+
+def ratio(result: RunResult, kinds: tuple[str, str], statistic: Statistic = np.median) -> Spread | None:
+    """Return the statistic with the first kind of batches over that with the second: of each round, and their mean."""
+    return Spread.of_rounds([one / other for one, other in by_round(result, kinds, statistic)])

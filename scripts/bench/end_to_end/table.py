@@ -1,0 +1,202 @@
+"""Rows of the training benchmark as tables: for the terminal and, of the same columns, in Markdown.
+
+There are three tables, so that each fits a terminal of 120 characters: how fast the runs are, what balancing does, and
+what the ranks do.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from end_to_end.columns import Evenness, Row, Speed
+from end_to_end.step_times import Spread
+from evenrank.cli import console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOTHING = "-"
+_NAME_WIDTH = 26  # of the terminal table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    header: tuple[str, ...]
+    """Lines of the header."""
+    cell: Callable[[Row], str]
+    """Returns the text of a row."""
+    note: str = ""
+    """What the numbers are, if the header does not say it."""
+
+
+def _name(row: Row) -> str:
+    return row.name if row.failure is None else f"{row.name} (failed: {row.failure})"
+
+
+def _speed(text: Callable[[Speed], str]) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.speed is None else text(row.speed)
+
+
+def _evenness(text: Callable[[Evenness], str]) -> Callable[[Row], str]:
+    return lambda row: NOTHING if row.evenness is None else text(row.evenness)
+
+
+def with_noise(spread: Spread | None, digits: int, *, scale: float = 1.0, unit: str = "") -> str:
+    """Return a number and half the range of its rounds: `1.003 ±0.001`."""
+    if spread is None:
+        return NOTHING
+    text = f"{spread.value * scale:.{digits}f}"
+    return text + (f" ±{spread.noise * scale:.{digits}f}" if spread.noise else "") + unit
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    """Return the smallest and the largest number, or one if they look the same."""
+    ends = [f"{value:.{digits}f}" for value in (min(values), max(values))] if values else [NOTHING]
+    return "..".join(dict.fromkeys(ends))
+
+
+def _percent(fraction: float | None, digits: int = 1) -> str:
+    return NOTHING if fraction is None else f"{fraction:.{digits}%}"
+
+
+def _added(speed: Speed) -> str:
+    return NOTHING if speed.added is None else f"{speed.added.value - 1:+.1%}"
+
+
+def _number(value: float | Spread | None, digits: int, *, scale: float = 1.0) -> str:
+    number = value.value if isinstance(value, Spread) else value
+    return NOTHING if number is None else f"{number * scale:.{digits}f}"
+
+
+SPEED = (
+    Column(header=("run",), cell=_name),
+    Column(header=("GPUs",), cell=lambda row: str(row.gpus)),
+    Column(header=("steps",), cell=_speed(lambda speed: f"{speed.steps}"), note="measured, with live balancing."),
+    Column(
+        header=("step", "ms"),
+        cell=_speed(lambda speed: f"{speed.step_ms:.2f}"),
+        note="median; a step's time is the mean over ranks.",
+    ),
+    Column(header=("p95", "ms"), cell=_speed(lambda speed: f"{speed.step_p95_ms:.2f}"), note="of the same."),
+    Column(
+        header=("slowest", "ms"),
+        cell=_speed(lambda speed: f"{speed.slowest_ms:.2f}"),
+        note="median over steps of the step's slowest rank.",
+    ),
+    Column(
+        header=("1,000", "tokens/s"),
+        cell=_speed(lambda speed: f"{speed.tokens_per_second / 1e3:,.1f}"),
+        note="of all data-parallel ranks, over the time of all steps measured.",
+    ),
+    Column(header=("TFLOP/s",), cell=_speed(lambda speed: f"{speed.tflops:.1f}"), note="model FLOPs, of a GPU."),
+    Column(header=("MFU",), cell=_speed(lambda speed: _percent(speed.mfu)), note="of the GPU's dense bf16 peak."),
+    Column(
+        header=("speed-up",),
+        cell=_speed(lambda speed: with_noise(speed.speedup, 2)),
+        note="tokens/s over those of the first measured run of the chain; ± is half the range over pairs of rounds.",
+    ),
+    Column(header=("adds",), cell=_speed(_added), note="tokens/s, compared with the run that it adds to."),
+    Column(
+        header=("memory", "GiB"),
+        cell=_speed(lambda speed: _range(speed.peak_gib, 1)),
+        note="largest allocation of a rank: smallest..largest over ranks.",
+    ),
+)
+BALANCE = (
+    Column(header=("run",), cell=_name),
+    Column(
+        header=("load", "before"),
+        cell=_evenness(lambda even: _number(even.load_before, 3)),
+        note="of the heaviest rank over the ranks' mean, mean over batches.",
+    ),
+    Column(
+        header=("load", "after"), cell=_evenness(lambda even: _number(even.load_after, 3)), note="of what is trained."
+    ),
+    Column(
+        header=("step /", "even"),
+        cell=_evenness(lambda even: with_noise(even.to_even, 3)),
+        note="median step over that with perfectly even batches: every rank has the same lengths, of the step's mean "
+        "cost; ± is half the range over rounds.",
+    ),
+    Column(
+        header=("prepared", "/ even"),
+        cell=_evenness(lambda even: _number(even.prepared_to_even, 3)),
+        note="the same with batches that were balanced before the clock started.",
+    ),
+    Column(
+        header=("exposed", "%"),
+        cell=_evenness(lambda even: with_noise(even.exposed, 2, scale=100)),
+        note="by which live balancing makes the median step longer than with prepared batches.",
+    ),
+    Column(
+        header=("exposed", "ms"),
+        cell=_evenness(lambda even: _number(even.exposed_ms, 2)),
+        note="the same in ms.",
+    ),
+    Column(
+        header=("of mean", "%"),
+        cell=_evenness(lambda even: _number(even.exposed_mean, 2, scale=100)),
+        note="the same of the mean step, so that rare stalls count.",
+    ),
+    Column(
+        header=("moved", "samples", "/ tokens"),
+        cell=_evenness(lambda even: " / ".join(_percent(part, 0) for part in (even.moved_samples, even.moved_tokens))),
+        note="share of samples, and of their tokens, that another rank trains than had loaded them.",
+    ),
+)
+RANKS = (
+    Column(header=("run",), cell=_name),
+    Column(
+        header=("compute", "ms"),
+        cell=_evenness(lambda even: f"{even.mean_compute_ms:.2f}"),
+        note="the encoder's forward to the end of its backward, mean over ranks and steps.",
+    ),
+    Column(
+        header=("heaviest", "ms"),
+        cell=_evenness(lambda even: f"{even.heaviest_ms:.2f}"),
+        note="the same of each step's heaviest rank, mean over steps.",
+    ),
+    Column(
+        header=("heaviest", "/ mean"), cell=_evenness(lambda even: f"{even.heaviest_ms / even.mean_compute_ms:.3f}")
+    ),
+    Column(
+        header=("wait", "ms"),
+        cell=_evenness(lambda even: f"{even.wait_ms:.2f}"),
+        note="the rest of the mean step: waiting for other ranks, embeddings, optimizer.",
+    ),
+    Column(
+        header=("of each rank, ms",),
+        cell=_evenness(lambda even: _range(even.compute_ms, 2)),
+        note="mean compute time of a rank over steps: smallest..largest.",
+    ),
+    Column(
+        header=("slowest rank",),
+        cell=_evenness(lambda even: f"{even.slowest_rank} ({max(even.compute_ms) / even.mean_compute_ms - 1:+.1%})"),
+        note="the largest of these, and how far above the ranks' mean.",
+    ),
+)
+
+
+def terminal_table(columns: Sequence[Column], rows: Iterable[Row]) -> "Table":
+    """Return a table for the terminal; long names are wrapped."""
+    name = "\n".join(columns[0].header)
+    table = console.new_table(*("\n".join(column.header) for column in columns), left=[name], narrow=True)
+    table.columns[0].no_wrap = False
+    table.columns[0].max_width = _NAME_WIDTH
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    return table
+
+
+def markdown_table(columns: Sequence[Column], rows: Iterable[Row]) -> str:
+    """Return a table in Markdown, and below it what its columns are."""
+    lines = [[" ".join(column.header) for column in columns], ["---", *("---:" for _ in columns[1:])]]
+    lines += [[_escape(column.cell(row)) for column in columns] for row in rows]
+    notes = [f"- {' '.join(column.header)}: {column.note}" for column in columns if column.note]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes]) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")

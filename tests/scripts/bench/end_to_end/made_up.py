@@ -1,0 +1,84 @@
+"""Results of the training benchmark without running it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from end_to_end.results import Balance, RunResult, Segment, Work
+from trainer.config import TrainConfig
+
+PARTS = (np.full((2, 2), 0.1), np.array([[0.7, 0.8], [0.8, 0.6]]), np.array([[0.2, 0.1], [0.1, 0.3]]))
+"""Shares of a step of two ranks: before they compute, computing, after it; each [W, steps]."""
+
+
+def segment(kind: str, number: int, steps: Sequence[Any], *, batch: Sequence[int] | None = None) -> Segment:
+    """Return a segment of steps that each take [W] or one number of ms, the middle six tenths of it computing."""
+    times = np.stack([np.broadcast_to(np.asarray(step, dtype=float), 2) for step in steps], axis=1)
+    return marked(kind, number, times * 0.2, times * 0.6, times * 0.2, batch=batch)
+
+
+def marked(kind: str, number: int, before: Any, compute: Any, after: Any, *, batch: Any = None) -> Segment:
+    """Return a segment from what ranks do in each step, in ms [W, steps]: embeddings, computing, and the rest."""
+    compute = np.asarray(compute, dtype=float)
+    parts = np.stack([before, compute / 3, compute * 2 / 3, after], axis=-1).astype(float)
+    ends = parts.sum(axis=-1).cumsum(axis=1)
+    starts = np.concatenate([np.zeros((len(ends), 1)), ends[:, :-1]], axis=1)
+    marks = np.concatenate([starts[..., None], starts[..., None] + parts.cumsum(axis=-1)], axis=-1)
+    indices = np.arange(marks.shape[1]) if batch is None else np.asarray(batch)
+    return Segment(kind=kind, round=number, batch=indices, marks=marks)
+
+
+def result(name: str, segments: Sequence[Segment] = (), **fields: Any) -> RunResult:
+    """Return a result of two ranks and two batches."""
+    settings = dataclasses.asdict(TrainConfig(**fields.pop("settings", {"balance": "none"})))
+    made: dict[str, Any] = {
+        "name": name,
+        "adds_to": None,
+        "lengths": "lognormal",
+        "gpus": 2,
+        "data_ranks": 2,
+        "settings": settings,
+        "workload": {"steps": 4},
+        "environment": {"gpu": "H200", "torch": "2.11"},
+        "segments": tuple(segments),
+    }
+    if "failure" not in fields:
+        made |= {
+            "peak_flops": 2e9,
+            "flops": {"per_token": 1000, "per_pair": 10, "per_prediction": 100},
+            "cost": {"name": "HSTUCost"},
+            "balanced": work(),
+            "peak_allocated": np.array([2 * 2**30, 3 * 2**30]),
+        }
+    return RunResult(**(made | fields))
+
+
+def work(**fields: Any) -> Work:
+    """Return the work of two ranks in two batches."""
+    made = {
+        "tokens": np.array([[300, 100], [100, 100]]),
+        "pairs": np.array([[9000, 1000], [1000, 1000]]),
+        "predictions": np.array([[10, 10], [10, 10]]),
+        "loads": np.array([[30, 10], [10, 10]]),
+        "sample_tokens": np.array([[[300, 0], [100, 0]], [[50, 50], [100, 0]]]),
+    }
+    return Work(**(made | fields))
+
+
+def balance(**fields: Any) -> Balance:
+    """Return what balancing did to two batches."""
+    made: dict[str, Any] = {
+        "before": np.array([[30, 10], [10, 10]]),
+        "after": np.array([[20, 20], [10, 10]]),
+        "lower_bound": np.array([20, 10]),
+        "samples": np.array([4, 4]),
+        "moved_samples": np.array([2, 0]),
+        "tokens": np.array([400, 200]),
+        "moved_tokens": np.array([150, 0]),
+        "moved_bytes": np.array([1200, 0]),
+        "plan_seconds": np.array([0.001, 0.001]),
+        "gather_seconds": np.array([0.002, 0.002]),
+    }
+    return Balance(**(made | fields))

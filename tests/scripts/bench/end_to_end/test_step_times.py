@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+
+from end_to_end.results import EVEN, LIVE
+from end_to_end.step_times import Spread, compute_ms, job_ms, ratio, step_ms
+from tests.scripts.bench.end_to_end import made_up
+
+
+def test_times_come_from_marks() -> None:
+    segment = made_up.marked(LIVE, 0, before=[[1, 1], [1, 2]], compute=[[6, 3], [2, 2]], after=[[1, 1], [5, 2]])
+
+    np.testing.assert_allclose(step_ms(segment), [[8, 5], [8, 6]])
+    np.testing.assert_allclose(compute_ms(segment), [[6, 3], [2, 2]])
+    np.testing.assert_allclose(job_ms(segment), [8, 5.5])
+
+
+def test_ratio_is_of_medians_within_rounds_and_then_the_mean_over_rounds() -> None:
+    result = made_up.result(
+        "a",
+        [
+            made_up.segment(LIVE, 0, [10, 12, 100]),
+            made_up.segment(EVEN, 0, [10, 10, 10]),
+            made_up.segment(EVEN, 1, [20, 20, 20]),
+            made_up.segment(LIVE, 1, [20, 20, 20]),
+        ],
+    )
+
+    spread = ratio(result, (LIVE, EVEN))
+
+    assert spread is not None
+    assert (spread.value, spread.low, spread.high) == pytest.approx((1.1, 1.0, 1.2))
+    assert spread.noise == pytest.approx(0.1)
+
+
+def test_ratio_leaves_out_rounds_and_batches_without_a_partner() -> None:
+    result = made_up.result(
+        "a",
+        [
+            made_up.segment(LIVE, 0, [10, 50, 50], batch=[0, 1, 1]),
+            made_up.segment(EVEN, 0, [5, 5], batch=[0, 2]),
+            made_up.segment(LIVE, 1, [7]),
+        ],
+    )
+
+    spread = ratio(result, (LIVE, EVEN))
+
+    assert spread is not None
+    assert (spread.value, spread.low, spread.high) == pytest.approx((2, 2, 2))
+
+
+def test_without_common_rounds_there_is_no_ratio() -> None:
+    result = made_up.result("a", [made_up.segment(LIVE, 0, [10]), made_up.segment(EVEN, 1, [10])])
+
+    assert ratio(result, (LIVE, EVEN)) is None
+    assert Spread.of_rounds([]) is None
