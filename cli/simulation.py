@@ -2,15 +2,16 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.cost import Cost, count_tokens
-from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, measure_step, summarize
-from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
+from evenrank.dataloader.balance.metrics import MetricsSummary, measure_step, summarize
+from evenrank.dataloader.balance.model_cost import TokenCost
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import Distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID
@@ -51,6 +52,60 @@ class LengthSource:
         return self.lengths is not None and num_samples > len(self.lengths)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStep:
+    """A simulated step of W ranks with B samples each."""
+
+    lengths: NDArray[np.int64]
+    """[W, B]: events of each sample."""
+
+    costs: NDArray[np.int64]
+    """[W, B]: cost of each sample, scaled as a Balancer does, so that those of a step can be summed."""
+
+    tokens: NDArray[np.int64]
+    """[W, B]: tokens of each sample."""
+
+    assignment: Assignment
+    """Who trains which sample."""
+
+    plan_seconds: float
+    """Time to plan the step."""
+
+
+def planned_steps(
+    source: LengthSource,
+    cost: Cost,
+    world_size: int,
+    *,
+    batch_size: int,
+    strategy: str,
+    steps: int,
+    tolerance: float = 0.001,
+    seed: int = 0,
+) -> Iterator[PlannedStep]:
+    """Draw steps and plan each; the arguments are those of `simulate`."""
+    warm_up()
+    rng = np.random.default_rng((seed, world_size))
+    num_samples = world_size * batch_size
+    shape = (world_size, batch_size)
+    contextual = cost.contextual if isinstance(cost, TokenCost) else ()
+    for _ in range(steps):
+        lengths = source.draw(rng, num_samples)
+        lengths_by_key = {ITEM_ID: lengths, ACTION: lengths, **dict.fromkeys(contextual, np.ones_like(lengths))}
+        # As one batch with the samples of all ranks, which is scaled by as many bits as W batches of B.
+        costs = scaled_costs(cost, lengths_by_key, np.zeros_like(lengths), num_real=num_samples, world_size=1)
+        tokens = count_tokens(cost, lengths_by_key, num_samples)
+        start = time.perf_counter()
+        assignment = partition(costs, world_size, strategy=strategy, tokens=tokens, tolerance=tolerance)
+        yield PlannedStep(
+            lengths=lengths.reshape(shape),
+            costs=costs.reshape(shape),
+            tokens=tokens.reshape(shape),
+            assignment=assignment,
+            plan_seconds=time.perf_counter() - start,
+        )
+
+
 def simulate(
     source: LengthSource,
     cost: Cost,
@@ -67,7 +122,8 @@ def simulate(
 
     Args:
         source: where the lengths come from; the same steps are drawn for every strategy.
-        cost: the cost of a sample, given the lengths of `item_id` and `action`.
+        cost: the cost of a sample, given the lengths of `item_id` and `action`, and of one value for each of its
+            `contextual` keys if it is a `TokenCost`.
         world_size: the number of ranks.
         batch_size: samples per rank and step.
         strategy: see `partition`.
@@ -80,27 +136,22 @@ def simulate(
         The summary; `plan_seconds` is the median over steps, the other times are 0.
 
     """
-    warm_up()
-    rng = np.random.default_rng((seed, world_size))
-    metrics: list[StepMetrics] = []
-    plan_seconds = []
-    for step in range(steps):
-        lengths = source.draw(rng, world_size * batch_size)
-        lengths_by_key = {ITEM_ID: lengths, ACTION: lengths}
-        costs = cost(lengths_by_key, np.zeros_like(lengths))
-        tokens = count_tokens(cost, lengths_by_key, len(lengths))
-        start = time.perf_counter()
-        assignment = partition(costs, world_size, strategy=strategy, tokens=tokens, tolerance=tolerance)
-        plan_seconds.append(time.perf_counter() - start)
-        shape = (world_size, batch_size)
+    metrics, plan_seconds = [], []
+    planned = planned_steps(
+        source,
+        cost,
+        world_size,
+        batch_size=batch_size,
+        strategy=strategy,
+        steps=steps,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    for number, step in enumerate(planned):
+        sample_bytes = step.lengths * _BYTES_PER_EVENT + _BYTES_PER_SAMPLE
         metrics.append(
-            measure_step(
-                assignment,
-                costs=costs.reshape(shape),
-                tokens=tokens.reshape(shape),
-                sample_bytes=lengths.reshape(shape) * _BYTES_PER_EVENT + _BYTES_PER_SAMPLE,
-                step=step,
-            )
+            measure_step(step.assignment, costs=step.costs, tokens=step.tokens, sample_bytes=sample_bytes, step=number)
         )
+        plan_seconds.append(step.plan_seconds)
         on_step()
     return dataclasses.replace(summarize(metrics), plan_seconds=float(np.median(plan_seconds)))

@@ -52,6 +52,28 @@ def test_a_seed_draws_the_same_steps_for_every_strategy() -> None:
     assert other_seed.ratio_before != identity.ratio_before
 
 
+@pytest.mark.parametrize("contextual", [(), ("user_id",)])
+def test_costs_in_fractions_of_a_second_add_up_whatever_the_number_of_ranks(contextual: tuple[str, ...]) -> None:
+    # The longest sample costs 2^60, so four of them overflow unless they are scaled.
+    cost = MeasuredCost(
+        linear=0,
+        quadratic=1 << 34,
+        fraction_bits=60,
+        seconds_per_step=0.0,
+        steps=20,
+        r2=1.0,
+        max_tokens=8192,
+        interleave_actions=True,
+        contextual=contextual,
+    )
+    source = LengthSource(lengths=np.array([4000, 0, 4000, 0]))
+    summary = simulate(source, cost, 2, batch_size=2, strategy="lpt-swap", steps=20)
+    assert summary.ratio_after == 1
+    assert 1 < summary.ratio_before <= 2
+    assert simulate(source, cost, 1024, batch_size=32, strategy="lpt-swap", steps=1).ratio_after < 1.001
+    assert summary.tokens == 16_000 + 4 * len(contextual)
+
+
 def test_lengths_are_cut_and_rows_repeated_only_where_they_must_be() -> None:
     rng = np.random.default_rng(0)
     source = LengthSource(lengths=np.arange(10), max_length=5)
