@@ -1,4 +1,4 @@
-"""`even_lengths`: the perfectly even batch, which gives every rank the same lengths, of the same cost as the step's mean."""
+"""`even_lengths`: the perfectly even batch, the same lengths on every rank, of the same cost as the mean."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,8 @@ def even_lengths(lengths: Ints, num_ranks: int, cost: Callable[[Ints], Ints], *,
 
     def shaped(power: float, scale: float) -> Floats:
         # Relative to the longest, so that large powers do not overflow.
-        return np.clip(scale * (quantiles / quantiles[0]) ** power, 1, max_length)
+        values: Floats = np.clip(scale * (quantiles / quantiles[0]) ** power, 1, max_length)
+        return values
 
     def cost_of(values: Floats) -> float:
         below = np.floor(values).astype(np.int64)

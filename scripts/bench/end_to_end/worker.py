@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-BENCH = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(BENCH), str(BENCH.parents[1] / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import torch
 import torchrec
@@ -25,9 +25,12 @@ from end_to_end.measure import describe, measure, peak_memory, prepare
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import Cost
+from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance.model_cost import TokenCost
 from evenrank.datasets.schema import ACTION, ITEM_ID, SCHEMA_VERSION, USER_ID, Manifest
 from evenrank.training import device_peaks, make_pipeline, scale_loss
+from evenrank.training.pipelines import Pipeline
 from trainer.config import TrainConfig
 from trainer.data import balanced
 from trainer.hstu_tasks import ranking
@@ -50,11 +53,12 @@ def measured(task: WorkerTask, world: World) -> RunResult:
     config, workload, device = task.run.settings, task.workload, world.device
     torch.manual_seed(config.seed)  # for equal weights on all ranks
     learns = ranking(config, _manifest(workload, config), world)
-    cost = learns.cost if task.cost_result is None else fit_cost(RunResult.load(task.cost_result))
+    assert isinstance(learns.cost, HSTUCost)
+    cost: TokenCost = learns.cost if task.cost_result is None else fit_cost(RunResult.load(task.cost_result))
     set_precision(learns.dense, config, device)
     clock = StepClock(learns.dense.encoder, learns.dense, device)  # type: ignore[arg-type]
     parallel = distribute(learns.model, config, world)
-    pipeline = make_pipeline(
+    pipeline: Pipeline[SequenceBatch] = make_pipeline(
         config.pipeline,
         parallel.model,
         parallel.optimizer,
@@ -67,6 +71,7 @@ def measured(task: WorkerTask, world: World) -> RunResult:
         seed=workload.seed,
         pin_memory=device.type == "cuda",
     )
+    assert isinstance(read, LoaderConfig)
     source = Source(workload, task.distribution, read, world, cost)
     balanced_by = partial(balanced, config=config, world=world, cost=cost)
     unbalanced = partial(balanced_by, config=dataclasses.replace(config, balance="none"))
@@ -85,11 +90,12 @@ def measured(task: WorkerTask, world: World) -> RunResult:
             name: 3 * getattr(learns.flops, name)  # the backward pass takes twice as many
             for name in ("per_token", "per_pair", "per_prediction")
         },
-        cost={"name": type(cost).__name__, **dataclasses.asdict(cost)},  # type: ignore[call-overload]
+        cost={"name": type(cost).__name__, **dataclasses.asdict(cost)},
         balanced=describe(prepared, learns.work, cost),
         even=describe(even, learns.work, cost),
         balance=balance,
     )
+    live: Balancer[SequenceBatch]
     with balanced_by(source.endless()) as live:
         segments = measure(
             pipeline,

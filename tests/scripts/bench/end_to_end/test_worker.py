@@ -67,6 +67,7 @@ def unbalanced(ranks: RankPool) -> RunResult:
 
 def test_all_ranks_have_the_same_result(balanced: list[RunResult], tmp_path: Path) -> None:
     for rank, result in enumerate(balanced):
+        assert result.balance is not None
         # Background times are each rank's own.
         balance = dataclasses.replace(result.balance, plan_seconds=np.zeros(0), gather_seconds=np.zeros(0))
         dataclasses.replace(result, balance=balance).save(tmp_path / str(rank))
@@ -82,8 +83,8 @@ def test_balancing_changes_who_trains_a_sample_and_nothing_else(
     for name in ("tokens", "pairs", "predictions", "loads"):
         np.testing.assert_array_equal(getattr(before, name).sum(0), getattr(after, name).sum(0))
     for batch in range(WORKLOAD.num_batches):
-        samples = [np.sort(work.sample_tokens[:, batch], axis=None) for work in (before, after)]
-        np.testing.assert_array_equal(*samples)
+        loaded, trained = (np.sort(work.sample_tokens[:, batch], axis=None) for work in (before, after))
+        np.testing.assert_array_equal(loaded, trained)
     assert after.loads.max(0).sum() < before.loads.max(0).sum()
 
 
