@@ -1,0 +1,70 @@
+"""`Calibration`: what a run without balancing says about the times of steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from end_to_end.cost_fit import fit_cost, predict, trained_segments
+from end_to_end.results import Floats, RunResult
+from end_to_end.step_times import compute_ms, job_ms
+from evenrank.dataloader.balance import MeasuredCost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """How long steps take, as measured with W GPUs.
+
+    A step takes the overhead and the time of its slowest rank; a rank takes
+
+        (a + cost of its samples) x factor x noise
+
+    with a and the cost of `MeasuredCost`. Factors are those of GPUs that are slower than others in every step, noise
+    varies from step to step. Both are drawn from the measured ones, independently of each other and of the rank's
+    load. Times are means, which add up, where medians do not.
+    """
+
+    run: str
+    """Its name."""
+    gpus: int
+    cost: MeasuredCost
+    factors: Floats
+    """[W]: of each rank, the median over steps of measured over predicted compute times."""
+    noise: Floats
+    """[n]: measured compute times over predicted ones times the rank's factor, of each rank and step."""
+    overhead: float
+    """Seconds of a step beyond its slowest rank's computing, mean over steps."""
+
+    @classmethod
+    def of(cls, result: RunResult) -> "Calibration":
+        """Calibrate to a run.
+
+        Raises:
+            ConfigError: see `fit_cost`.
+
+        """
+        cost = fit_cost(result)
+        assert result.balanced is not None
+        predicted = 1e3 * predict(cost, result.balanced.sample_tokens)
+        segments = trained_segments(result)
+        ratios = np.concatenate([compute_ms(one) / predicted[:, one.batch] for one in segments], axis=1)
+        overheads = np.concatenate([job_ms(one) - compute_ms(one).max(axis=0) for one in segments])
+        factors = np.median(ratios, axis=1)
+        return cls(
+            run=result.name,
+            gpus=result.gpus,
+            cost=cost,
+            factors=factors,
+            noise=(ratios / factors[:, np.newaxis]).ravel(),
+            overhead=float(overheads.mean()) / 1e3,
+        )
+
+    def step_seconds(self, compute: Floats) -> float:
+        """Return the mean time of steps, given the seconds that each rank computes without factors and noise.
+
+        Args:
+            compute: [steps, W].
+
+        """
+        rng = np.random.default_rng(0)  # the same draws for all strategies
+        factors, noise = (rng.choice(values, compute.shape) for values in (self.factors, self.noise))
+        return self.overhead + float((compute * factors * noise).max(axis=1).mean())

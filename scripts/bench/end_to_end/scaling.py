@@ -1,0 +1,239 @@
+"""Step times on more GPUs than were measured: simulated steps, with the costs and the noise of measured times.
+
+Simulated steps are drawn and planned as `evenrank simulate` does, and take as long as a `Calibration` says. The overhead
+of a step is assumed not to grow with the number of ranks: lookups of embeddings, the all-reduce of gradients, the
+optimizer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from end_to_end import scaling_plot, scaling_table
+from end_to_end.calibration import Calibration
+from end_to_end.cost_fit import configuration, is_balanced, predict, sample_seconds, trained_segments
+from end_to_end.experiments import slug
+from end_to_end.results import EVEN, LIVE, Floats, RunResult
+from end_to_end.step_times import job_ms, segments_of
+from evenrank.cli import console
+from evenrank.cli.simulation import LengthSource, planned_steps
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance import MeasuredCost
+from evenrank.datasets.distributions import parse_distribution
+
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+UNBALANCED = "identity"
+STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move", EVEN)
+"""Of the balancer; EVEN: every rank has the mean cost of the step."""
+
+_SAMPLED_RANKS = 1 << 12  # ranks times steps to simulate: few ranks need more steps for a mean as exact
+_MIN_STEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Steps of a run."""
+
+    run: str
+    """Its name."""
+    seconds: float
+    """Of a step, mean."""
+    tokens_per_second: float
+    """Of each GPU."""
+    predicted: float
+    """Seconds that the steps were to take by the point's calibration, given the batches of the run: as `Point.seconds`,
+    without the difference between these batches and others of the same distribution."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Simulated steps with a number of ranks and a strategy, and measured ones if there are."""
+
+    ranks: int
+    strategy: str
+    seconds: float
+    """Of a step, mean."""
+    tokens_per_second: float
+    """Of each GPU."""
+    calibration: Calibration
+    measured: Measured | None
+
+    @property
+    def errors(self) -> tuple[float, float] | None:
+        """Relative errors of `seconds` and of `measured.predicted`; None if the calibration is by the run itself."""
+        if self.measured is None or self.measured.run == self.calibration.run:
+            return None
+        return self.seconds / self.measured.seconds - 1, self.measured.predicted / self.measured.seconds - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """Points of a distribution of lengths."""
+
+    lengths: str
+    points: tuple[Point, ...]
+
+    def find(self, ranks: int, strategy: str) -> Point:
+        """Return the point of a number of ranks; all strategies are the same on one rank."""
+        wanted = ranks, (UNBALANCED if ranks == 1 else strategy)
+        return next(point for point in self.points if (point.ranks, point.strategy) == wanted)
+
+    def speedup(self, point: Point, *, measured: bool = False) -> float | None:
+        """Return the time of an unbalanced step over that of a point, predicted or measured."""
+        return _over(self.find(point.ranks, UNBALANCED), point, measured=measured)
+
+    def to_even(self, point: Point, *, measured: bool = False) -> float | None:
+        """Return the time of a step over that of one whose ranks have equal costs, predicted or measured."""
+        return _over(point, self.find(point.ranks, EVEN), measured=measured)
+
+    def efficiency(self, point: Point, *, measured: bool = False) -> float | None:
+        """Return the tokens per second of each GPU relative to those of one GPU, measured if it was."""
+        one, side = self.find(1, UNBALANCED), point.measured if measured else point
+        base = one.measured or one
+        return None if side is None else side.tokens_per_second / base.tokens_per_second
+
+
+def _over(first: Point, second: Point, *, measured: bool) -> float | None:
+    if not measured:
+        return first.seconds / second.seconds
+    if first.measured is None or second.measured is None:
+        return None
+    return first.measured.seconds / second.measured.seconds
+
+
+def simulated_compute(
+    cost: MeasuredCost, source: LengthSource, ranks: int, *, batch_size: int, strategy: str, steps: int
+) -> tuple[Floats, float]:
+    """Return the seconds that each rank computes in simulated steps, [steps, W], and their mean tokens per rank."""
+    even = strategy == EVEN
+    compute, tokens = [], 0
+    for step in planned_steps(
+        source, cost, ranks, batch_size=batch_size, strategy=UNBALANCED if even else strategy, steps=steps
+    ):
+        # In float64: the costs of a whole rank may not add up in int64.
+        seconds = sample_seconds(cost, step.tokens).ravel()
+        of_ranks = np.bincount(step.assignment.rank_of.ravel(), weights=seconds, minlength=ranks)
+        compute.append(np.full(ranks, of_ranks.mean()) if even else of_ranks)
+        tokens += int(step.tokens.sum())
+    return np.stack(compute) + cost.seconds_per_step, tokens / (steps * ranks)
+
+
+def scale(runs: Sequence[RunResult], on_point: Callable[[], None] = lambda: None) -> Scaling:
+    """Simulate all `RANKS` and `STRATEGIES`.
+
+    A number of ranks is predicted by the unbalanced run on the largest other number of GPUs, as though it had not been
+    measured itself; if there is no other, by that on the same number.
+
+    Args:
+        runs: of the same lengths and configuration.
+        on_point: called after each point.
+
+    Raises:
+        ConfigError: no cost can be fitted to the unbalanced runs.
+
+    """
+    calibrations = {run.gpus: Calibration.of(run) for run in runs if not is_balanced(run)}
+    points = []
+    for ranks in RANKS:
+        calibration = calibrations[max(calibrations.keys() - {ranks} or calibrations)]
+        for strategy in STRATEGIES if ranks > 1 else STRATEGIES[:1]:
+            points.append(_simulate(runs, calibration, ranks, strategy))
+            on_point()
+    return Scaling(lengths=runs[0].lengths, points=tuple(points))
+
+
+def _simulate(runs: Sequence[RunResult], calibration: Calibration, ranks: int, strategy: str) -> Point:
+    first = runs[0]
+    source = LengthSource(
+        distribution=parse_distribution(first.workload["lengths"][first.lengths]),
+        max_length=first.settings["max_history_length"],
+    )
+    compute, tokens = simulated_compute(
+        calibration.cost,
+        source,
+        ranks,
+        batch_size=first.settings["batch_size"],
+        strategy=strategy,
+        steps=max(_SAMPLED_RANKS // ranks, _MIN_STEPS),
+    )
+    seconds = calibration.step_seconds(compute)
+    return Point(
+        ranks=ranks,
+        strategy=strategy,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        calibration=calibration,
+        measured=_measure(runs, calibration, ranks, strategy),
+    )
+
+
+def _measure(runs: Sequence[RunResult], calibration: Calibration, ranks: int, strategy: str) -> Measured | None:
+    """Return the steps of the run that was measured, if one was: rather one that was balanced by a MeasuredCost."""
+    kind, name = (EVEN, UNBALANCED) if strategy == EVEN else (LIVE, strategy)
+    alike = [run for run in runs if run.gpus == ranks and strategy_of(run) == name and segments_of(run, kind)]
+    if not alike:
+        return None
+    run = max(alike, key=lambda one: (one.cost or {}).get("name") == MeasuredCost.__name__)
+    assert run.balanced is not None
+    work = run.even or run.balanced if kind == EVEN else run.balanced
+    segments = segments_of(run, kind)
+    batches = np.concatenate([segment.batch for segment in segments])
+    seconds = float(np.concatenate([job_ms(segment) for segment in segments]).mean()) / 1e3
+    return Measured(
+        run=run.name,
+        seconds=seconds,
+        # Even batches have other numbers of tokens, but stand for these.
+        tokens_per_second=float(run.balanced.tokens[:, batches].mean()) / seconds,
+        predicted=calibration.step_seconds(predict(calibration.cost, work.sample_tokens)[:, batches].T),
+    )
+
+
+def strategy_of(run: RunResult) -> str:
+    """Return the strategy by which samples were distributed."""
+    return str(run.settings["strategy"]) if is_balanced(run) else UNBALANCED
+
+
+def scaled_runs(results: Sequence[RunResult]) -> Iterator[list[RunResult]]:
+    """Yield, for each distribution of lengths, the runs of the configuration that was measured in most ways.
+
+    Ways are numbers of GPUs and strategies. Runs whose ranks divide heads are left out.
+    """
+    groups: dict[str, dict[str, list[RunResult]]] = {}
+    for result in results:
+        if result.balanced is not None and trained_segments(result) and result.data_ranks == result.gpus:
+            groups.setdefault(result.lengths, {}).setdefault(configuration(result), []).append(result)
+    for by_configuration in groups.values():
+        calibrated = [runs for runs in by_configuration.values() if not all(is_balanced(run) for run in runs)]
+        if calibrated:
+            yield max(calibrated, key=lambda runs: len({(run.gpus, strategy_of(run)) for run in runs}))
+
+
+def write_section(out: Path, results: Sequence[RunResult]) -> str:
+    """Simulate, write plots below `out`, and return a section of Markdown; "" without unbalanced runs."""
+    groups = list(scaled_runs(results))
+    if not groups:
+        return ""
+    parts = ["## Scaling", _EXPLANATION]
+    points_of_all = len(groups) * (1 + (len(RANKS) - 1) * len(STRATEGIES))
+    with console.steps("simulating more ranks", points_of_all) as on_point:
+        for runs in groups:
+            try:
+                scaling = scale(runs, on_point)
+            except ConfigError as error:
+                parts.append(f"Not simulated with {runs[0].lengths}: {error}.")
+                continue
+            plot = f"plots/scaling-{slug(scaling.lengths)}.png"
+            scaling_plot.draw(scaling, out / plot)
+            parts += scaling_table.render(scaling)
+            parts.append(f"![Speed-up and efficiency by ranks]({plot})")
+    return "\n\n".join(parts) + "\n"
+
+
+_EXPLANATION = """\
+Steps on more GPUs than were measured: their samples are drawn from the distribution of lengths and assigned by the
+planner, with the fitted cost. A step takes the overhead and the time of its slowest rank; a rank takes the fitted time
+of its samples, times a factor drawn from those of the measured GPUs, times a residual drawn from those of their steps.
+The overhead is what measured steps take beyond their slowest rank's computing. It is assumed not to grow with the number of
+ranks, as if collectives took no longer on more GPUs. Times are means over steps."""

@@ -1,0 +1,48 @@
+"""Plot of simulated and measured scaling."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from evenrank.cli.reports import svg
+
+if TYPE_CHECKING:
+    from end_to_end.scaling import Scaling
+
+_COLORS = (svg.GREY, svg.RED, svg.BLUE, svg.GREEN, svg.ORANGE)
+
+
+@mpl.rc_context(svg.STYLE)
+def draw(scaling: "Scaling", path: Path) -> None:
+    """Draw speed-up and efficiency over ranks, predicted as lines and measured as circles, and write a PNG."""
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure.suptitle(f"Predicted (lines) and measured (circles): {scaling.lengths}")
+    speedups, efficiencies = figure.subplots(1, 2)
+    ranks = sorted({point.ranks for point in scaling.points})
+    strategies = dict.fromkeys(point.strategy for point in scaling.points)
+    for strategy, color in zip(strategies, _COLORS, strict=True):
+        points = [scaling.find(number, strategy) for number in ranks]
+        style = {"color": color, "linewidth": 1.4, "linestyle": "--" if strategy == "even" else "-"}
+        for axes, quantity in ((speedups, scaling.speedup), (efficiencies, scaling.efficiency)):
+            axes.plot(ranks, [quantity(point) for point in points], label=strategy, **style)
+            pairs = [(point.ranks, quantity(point, measured=True)) for point in points]
+            shown = [pair for pair in pairs if pair[1] is not None]
+            axes.plot(
+                *zip(*shown, strict=True) if shown else ([], []), "o", color=color, markersize=6, fillstyle="none"
+            )
+    speedups.set_ylabel("speed-up over unbalanced steps")
+    efficiencies.set_ylabel("tokens/s of each GPU, relative to one GPU")
+    efficiencies.yaxis.set_major_formatter(PercentFormatter(1.0))
+    efficiencies.set_ylim(bottom=0)
+    for axes in (speedups, efficiencies):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(ranks))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("ranks")
+    figure.legend(*speedups.get_legend_handles_labels(), loc="outside lower center", ncols=len(strategies))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
