@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from hstu.attention import Sequences
 from hstu.config import HSTUConfig
 from hstu.layer import NORM_EPS, HSTULayer
+from hstu.pointwise import pointwise_for
 from hstu.positions import PositionEmbedding
 
 
@@ -13,6 +14,7 @@ class HSTUEncoder(nn.Module):
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
+        self.fused_norms = config.fused_norms
         self.raise_width = nn.Sequential(
             nn.Linear(config.embedding_dim, config.hidden), nn.SiLU(), nn.Linear(config.hidden, config.hidden)
         )
@@ -32,8 +34,8 @@ class HSTUEncoder(nn.Module):
 
         """
         embeddings = embeddings.to(self.norm.weight.dtype)  # tables may be in another one
-        tokens = self.positions(self.raise_width(embeddings), sequences)
+        tokens, update = self.positions(sequences), self.raise_width(embeddings)
         for layer in self.layers:
-            tokens = layer(tokens, sequences)
-        normed: Tensor = self.norm(tokens)
+            tokens, update = layer(tokens, update, sequences)
+        _, normed = pointwise_for(tokens, fused=self.fused_norms).norm(tokens, update, self.norm)
         return normed

@@ -17,11 +17,13 @@ NORM_ROWS = 16  # of a program in the backward pass; with more there would be fe
 SILU_VALUES = 2048  # of each of V, Q and K in a program
 
 
-def norm(tokens: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+def norm(tokens: Tensor, update: Tensor | None, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """Return the residual stream and LayerNorm of it, the latter in the dtype of the linears; see `unfused.norm`."""
+    if update is not None and type(update) is not Tensor:  # of several ranks, and kernels do not wait for these
+        tokens, update = tokens + update, None
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
-    stream, normed = _Norm.apply(tokens, module.weight, module.bias, module.eps, dtype)  # type: ignore[no-untyped-call]
+    stream, normed = _Norm.apply(tokens, update, module.weight, module.bias, module.eps, dtype)  # type: ignore[no-untyped-call]
     return stream, normed
 
 
@@ -45,20 +47,31 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+        ctx: Any, tokens: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         values = tokens.contiguous()
+        stream = tokens
+        if update is not None:
+            update = update.contiguous()
+            stream = torch.empty_like(values, dtype=torch.promote_types(tokens.dtype, update.dtype))
         normed = torch.empty_like(values, dtype=dtype)
-        statistics = _norm_forward(values, None, weight, bias, eps, normed)
-        ctx.save_for_backward(values, weight, bias, statistics)
-        return tokens, normed
+        statistics = _norm_forward(values, update, stream, None, weight, bias, eps, normed)
+        ctx.save_for_backward(values if update is None else stream, weight, bias, statistics)
+        ctx.update_dtype = None if update is None else update.dtype
+        return stream, normed
 
     @staticmethod
-    def backward(ctx: Any, d_tokens: Tensor, d_normed: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_stream: Tensor, d_normed: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, bias, statistics = ctx.saved_tensors
-        d_values = torch.empty_like(values)
-        d_weight, d_bias = _norm_backward(values, None, weight, bias, statistics, d_normed, d_tokens, d_values, None)
-        return d_values, d_weight, d_bias, None, None
+        d_values, d_update = torch.empty_like(values), None
+        if ctx.update_dtype not in (None, values.dtype):
+            d_update = torch.empty_like(values, dtype=ctx.update_dtype)
+        d_weight, d_bias = _norm_backward(
+            values, None, weight, bias, statistics, d_normed, d_stream, d_values, d_update, None
+        )
+        if ctx.update_dtype == values.dtype:
+            d_update = d_values
+        return d_values, d_update, d_weight, d_bias, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -67,7 +80,7 @@ class _Gate(torch.autograd.Function):
         values = attended.contiguous()
         u = u if u.stride(-1) == 1 else u.contiguous()
         gated = torch.empty_like(values)
-        statistics = _norm_forward(values, u, weight, bias, eps, gated)
+        statistics = _norm_forward(values, None, None, u, weight, bias, eps, gated)
         ctx.save_for_backward(values, u, weight, bias, statistics)
         return gated.flatten(-2)
 
@@ -75,7 +88,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, u, weight, bias, statistics = ctx.saved_tensors
         d_values, d_u = torch.empty_like(values), torch.empty_like(values, dtype=u.dtype)
-        d_weight, d_bias = _norm_backward(values, u, weight, bias, statistics, gradient, None, d_values, d_u)
+        d_weight, d_bias = _norm_backward(values, u, weight, bias, statistics, gradient, None, d_values, None, d_u)
         return d_values, d_u, d_weight, d_bias, None
 
 
@@ -99,12 +112,22 @@ class _Activate(torch.autograd.Function):
         return d_parts.view_as(projected), None
 
 
-def _norm_forward(values: Tensor, u: Tensor | None, weight: Tensor, bias: Tensor, eps: float, output: Tensor) -> Tensor:
-    """Write LayerNorm(values), times SiLU(U) if there is a U, and return what the backward pass needs of each row."""
+def _norm_forward(
+    values: Tensor,
+    update: Tensor | None,
+    total: Tensor | None,
+    u: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    output: Tensor,
+) -> Tensor:
+    """Write the results, and return what the backward pass needs of each row besides: float32 [rows, 2]."""
     statistics = torch.empty(len(values), 2, dtype=torch.float32, device=values.device)
     if len(values):
         norm_forward[(len(values),)](
-            values, u, weight, bias, output, statistics, len(weight), *_strides(u), eps, **_constants(u, weight)
+            values, update, total, u, weight, bias, output, statistics,
+            len(weight), *_strides(u), eps, **_constants(u, weight),
         )  # fmt: skip
     return statistics
 
@@ -118,15 +141,16 @@ def _norm_backward(
     gradient: Tensor,
     d_residual: Tensor | None,
     d_values: Tensor,
+    d_update: Tensor | None,
     d_u: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradients of the values and of U, and return those of weight and bias."""
+    """Write the gradients of what has rows, and return those of weight and bias."""
     programs = triton.cdiv(len(values), NORM_ROWS)
     sums = torch.empty(programs, 2, len(weight), dtype=torch.float32, device=values.device)
     if programs:
         d_residual = None if d_residual is None else d_residual.contiguous()
         norm_backward[(programs,)](
-            values, u, weight, bias, statistics, gradient.contiguous(), d_residual, d_values, d_u, sums,
+            values, u, weight, bias, statistics, gradient.contiguous(), d_residual, d_values, d_update, d_u, sums,
             len(values), len(weight), *_strides(u), NORM_ROWS=NORM_ROWS, **_constants(u, weight),
         )  # fmt: skip
     d_weight, d_bias = sums.sum(0)

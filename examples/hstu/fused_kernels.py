@@ -1,6 +1,6 @@
 """The Triton kernels of what a layer computes between its matrix products, forward and backward.
 
-    norm    LayerNorm of rows; times SiLU(gate), if there is a gate
+    norm    LayerNorm of rows, after an update is added to them, if there is one; times SiLU(gate), if there is a gate
     silu    SiLU of V, Q and K, which are beside U in what the first linear returns: [tokens, heads, (U, V, Q, K), dim]
 
 All are bound by memory, so each reads and writes every value once. They compute in float32, whatever they read and
@@ -29,14 +29,21 @@ def _store(base, offsets, inside, values):
 
 @triton.jit
 def norm_forward(
-    values, gate, weight, bias, output, statistics, width, gate_row, gate_head, eps,
+    values, update, total, gate, weight, bias, output, statistics, width, gate_row, gate_head, eps,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row, and its mean and 1 / standard deviation; `gate` [rows, heads, dim] may be None."""
+    """Compute a row, and its mean and 1 / standard deviation.
+
+    `update`, like `values`, is added to these, which gives `total`; `gate` is [rows, heads, dim]. Both may be None.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     x = _load(values, row * width + columns, inside)
+    if update is not None:
+        x += _load(update, row * width + columns, inside)
+        x = x.to(total.dtype.element_ty).to(tl.float32)  # what the backward pass normalizes
+        _store(total, row * width + columns, inside, x)
     mean = tl.sum(x, 0) / width
     centered = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centered * centered, 0) / width + eps)
@@ -51,13 +58,14 @@ def norm_forward(
 
 @triton.jit
 def norm_backward(
-    values, gate, weight, bias, statistics, gradient, d_residual, d_values, d_gate, partial_sums,
+    values, gate, weight, bias, statistics, gradient, d_residual, d_values, d_update, d_gate, partial_sums,
     rows, width, gate_row, gate_head,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, NORM_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of NORM_ROWS rows, and their sums for weight and bias: [programs, 2, width].
 
-    `d_residual`, like `values`, is added to the gradient of these; it may be None, as `gate` and `d_gate` may be.
+    `d_residual`, like `values`, is added to the gradient of these. `d_update` is that gradient in another dtype. Both
+    may be None, as `gate` and `d_gate` may be.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -85,6 +93,8 @@ def norm_backward(
         if d_residual is not None:
             dx += _load(d_residual, places, inside)
         _store(d_values, places, inside, dx)
+        if d_update is not None:
+            _store(d_update, places, inside, dx)
     sums = partial_sums + tl.program_id(0) * 2 * width
     _store(sums, columns, inside, d_weight)
     _store(sums, width + columns, inside, d_bias)

@@ -54,20 +54,34 @@ class HSTULayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.output = nn.Linear(width, config.hidden)
 
-    def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
-        """Return the next residual stream, given this one: both [tokens, hidden]."""
+    def forward(self, tokens: Tensor, update: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Apply the layer to the residual stream, which is `tokens` + `update`.
+
+        The sum is computed together with the norm that follows it, so the layer does not return it but its parts.
+
+        Args:
+            tokens: [tokens, hidden].
+            update: like `tokens`.
+            sequences: where the samples are.
+
+        Returns:
+            The next `tokens` and `update`.
+
+        """
         pointwise = pointwise_for(tokens, fused=self.fused_norms)
         project = partial(self._project, pointwise)
-        tokens, projected = keep_linear_alone(project, tokens) if self.recompute else project(tokens)
+        if self.recompute:  # keeps the argument: the sum, not its parts
+            tokens, projected = keep_linear_alone(project, tokens + update)
+        else:
+            tokens, projected = project(tokens, update)
         activate = partial(pointwise.activate, projected, self.head_dim)
         u, v, q, k = activate()
         with recompute_saved(k, lambda: activate()[-1]) if self.recompute else nullcontext():
             attended = self.attention(q, k, v, sequences)
             gated = pointwise.gate(attended, u, self.output_norm)
-        update: Tensor = self.output(self.dropout(gated))
-        return tokens + update
+        return tokens, self.output(self.dropout(gated))
 
-    def _project(self, pointwise: Pointwise, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(self, pointwise: Pointwise, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream, and what the first linear returns."""
-        tokens, normed = pointwise.norm(tokens, self.input_norm)
-        return tokens, self.uvqk(normed)
+        stream, normed = pointwise.norm(tokens, update, self.input_norm)
+        return stream, self.uvqk(normed)

@@ -11,8 +11,8 @@ from hstu import unfused
 class Pointwise(Protocol):
     """The functions that the modules `unfused` and `fused` have in common; `unfused` says what they do."""
 
-    def norm(self, tokens: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, and LayerNorm of it."""
+    def norm(self, tokens: Tensor, update: Tensor | None, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after an update, and LayerNorm of it."""
         ...
 
     def activate(self, projected: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from hstu.attention import Sequences
 
 
 class PositionEmbedding(nn.Module):
-    """Adds an embedding of each token's position, counted from the first token of its sample.
+    """An embedding of each token's position, counted from the first token of its sample.
 
     Candidates all have the position of the token that would come next, because they are alternatives, not a sequence.
 
@@ -22,8 +22,8 @@ class PositionEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(buckets, hidden))
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
-        """Return tokens [tokens, hidden] with their positions added."""
+    def forward(self, sequences: Sequences) -> Tensor:
+        """Return the embedding of each token's position: [tokens, hidden]."""
         history = (sequences.lengths - sequences.num_candidates)[sequences.rows()]
         buckets = torch.minimum(sequences.positions(), history).clamp(max=len(self.weight) - 1)
-        return tokens + nn.functional.embedding(buckets, self.weight)
+        return nn.functional.embedding(buckets, self.weight)

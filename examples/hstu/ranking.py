@@ -82,7 +82,7 @@ class RankingHead(nn.Module):
         tokens = self.encoder(layout.arrange(values_of(embeddings)), layout.sequences)
         # Labels are those of the last items: of the candidates, or of all.
         labeled = layout.last_items(num_labels, batch.labels.length_per_key()[0])
-        logits = self.tasks(tokens[layout.places[ITEM_ID][labeled]])
+        logits = self.tasks(tokens.index_select(0, layout.places[ITEM_ID][labeled]))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = self.targets(batch.labels.values()).to(logits.dtype)
         if targets.shape != logits.shape:

@@ -4,19 +4,20 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 
-def norm(tokens: Tensor, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Normalize the residual stream.
+def norm(tokens: Tensor, update: Tensor | None, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """Add an update to the residual stream, and normalize it.
 
     Args:
-        tokens: [tokens, hidden].
+        tokens: the residual stream [tokens, hidden].
+        update: like it, but maybe in another dtype; None: there is nothing to add.
         module: the LayerNorm.
 
     Returns:
-        The residual stream, for what is added to it later; LayerNorm of it. Both [tokens, hidden].
+        The residual stream; LayerNorm of it. Both [tokens, hidden].
 
     """
-    normed: Tensor = module(tokens)
-    return tokens, normed
+    stream = tokens if update is None else tokens + update
+    return stream, module(stream)
 
 
 def activate(projected: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

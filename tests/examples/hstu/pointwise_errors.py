@@ -15,11 +15,11 @@ from hstu.pointwise import Pointwise
 from tests.examples.hstu.samples import CONFIG
 
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.bfloat16}  # what matrix products take
-TOLERANCE = 2  # times the error of torch's operations in the same dtype, and one rounding of the result
+TOLERANCE = 2  # errors of torch's operations in the same dtype
 Results = dict[str, Tensor]
 
 
-def check(mine: Results, reference: Results, exact: Results, dtype: torch.dtype) -> None:
+def check(mine: Results, reference: Results, exact: Results, dtype: torch.dtype, tolerance: int = TOLERANCE) -> None:
     """Check that no result is much further from the exact one than that of the reference.
 
     Args:
@@ -27,11 +27,12 @@ def check(mine: Results, reference: Results, exact: Results, dtype: torch.dtype)
         reference: by torch's operations, in the same dtypes.
         exact: in float64.
         dtype: that of the roundings.
+        tolerance: how many errors of the reference are allowed, besides one rounding.
 
     """
     assert mine.keys() == reference.keys() == exact.keys()
     for name, best in exact.items():
-        limit = TOLERANCE * _error(reference[name], best) + torch.finfo(dtype).eps / 2 * best.norm().item()
+        limit = tolerance * _error(reference[name], best) + torch.finfo(dtype).eps / 2 * best.norm().item()
         assert _error(mine[name], best) <= limit, f"{name}: {_error(mine[name], best):.3e} > {limit:.3e}"
 
 
@@ -61,7 +62,8 @@ def parts(module: Pointwise, mode: str | None, tokens: int, head_dim: int, *, de
     def leaf(values: Tensor) -> Tensor:
         return values.detach().requires_grad_()
 
-    stream = leaf(draw(tokens, 2 * hidden, dtype=wide)[:, hidden:])
+    stream, other_stream = (leaf(draw(tokens, 2 * hidden, dtype=wide)[:, hidden:]) for _ in range(2))
+    update = leaf(draw(tokens, hidden, dtype=narrow))
     projected = leaf(draw(tokens, heads * 4 * head_dim, dtype=narrow))
     attended = leaf(draw(tokens, heads, 2, head_dim, dtype=narrow)[:, :, 0] / 8)
     input_norm, output_norm = nn.LayerNorm(hidden), nn.LayerNorm(heads * head_dim, eps=1e-6)
@@ -70,25 +72,29 @@ def parts(module: Pointwise, mode: str | None, tokens: int, head_dim: int, *, de
         for parameter in norm.parameters():
             parameter.data = draw(len(parameter), dtype=wide)
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mode == "autocast"):
-        same_stream, normed = module.norm(stream, input_norm)
+        total, normed = module.norm(stream, update, input_norm)
+        same_stream, other_normed = module.norm(other_stream, None, input_norm)
         u, v, q, k = module.activate(projected, head_dim)
         gated = module.gate(attended, u, output_norm)
     if module is not unfused:
         assert normed.dtype == gated.dtype == narrow
-        assert same_stream.dtype == wide
+        assert total.dtype == same_stream.dtype == wide
+        assert torch.equal(same_stream, other_stream)
     # The products cast what torch's LayerNorm returns under autocast.
-    results = {"stream": same_stream, "normed": normed.to(narrow), "v": v, "q": q, "k": k, "gated": gated.to(narrow)}
+    results = {"same_stream": same_stream, "total": total, "v": v, "q": q, "k": k}
+    results |= {"normed": normed.to(narrow), "other_normed": other_normed.to(narrow), "gated": gated.to(narrow)}
     gradients = [draw(2, *result.shape, dtype=result.dtype)[1] for result in results.values()]
     gradients[0] = gradients[0][:, :1].expand_as(same_stream)
     torch.autograd.backward(list(results.values()), gradients)
-    leaves = {"d_stream": stream, "d_projected": projected, "d_attended": attended}
+    leaves = {"stream": stream, "other_stream": other_stream, "update": update}
+    leaves |= {"projected": projected, "attended": attended}
     for name, norm in (("input", input_norm), ("output", output_norm)):
-        leaves |= {f"d_{name}_weight": norm.weight, f"d_{name}_bias": norm.bias}
+        leaves |= {f"{name}_weight": norm.weight, f"{name}_bias": norm.bias}
     return {name: result.detach() for name, result in results.items()} | _gradients(leaves)
 
 
 def layer(*, mode: str | None, fused: bool, recompute: bool = False, head_dim: int = 8, device: str = "cpu") -> Results:
-    """Run a layer, and return its result and all gradients.
+    """Run a layer, and return its results and all gradients.
 
     Args:
         mode: of `MODES`; None: in float64.
@@ -101,8 +107,7 @@ def layer(*, mode: str | None, fused: bool, recompute: bool = False, head_dim: i
     torch.manual_seed(0)
     shape = replace(CONFIG, hidden=32, heads=2, head_dim=head_dim)
     module = HSTULayer(replace(shape, attention="padded", recompute=recompute, fused_norms=fused))
-    tokens = torch.randn(33, 32).bfloat16().float()
-    upstream = torch.randn(33, 32).bfloat16().float()
+    tokens, update, d_tokens, d_update = torch.randn(4, 33, 32).bfloat16().float().unbind()
     wide = torch.float64 if mode is None else torch.bfloat16 if mode == "bf16" else torch.float32
     for parameter in module.parameters():
         parameter.data = parameter.bfloat16().float()
@@ -115,12 +120,15 @@ def layer(*, mode: str | None, fused: bool, recompute: bool = False, head_dim: i
         num_tokens=33,
         max_length=20,
     )
+    narrow = torch.float64 if mode is None else MODES[mode]
     tokens = tokens.to(device, wide).requires_grad_()
+    update = update.to(device, narrow).requires_grad_()
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mode == "autocast"):
-        result = module(tokens, sequences)
-    result.backward(upstream.to(device, wide))
-    leaves = {"d_tokens": tokens} | {f"d_{name}": parameter for name, parameter in module.named_parameters()}
-    return {"result": result.detach()} | _gradients(leaves)
+        results = module(tokens, update, sequences)
+    torch.autograd.backward(results, [d_tokens.to(device, wide), d_update.to(device, narrow)])
+    leaves = {"tokens": tokens, "update": update, **dict(module.named_parameters())}
+    names = ("next_tokens", "next_update")
+    return {name: result.detach() for name, result in zip(names, results, strict=True)} | _gradients(leaves)
 
 
 @contextmanager
@@ -140,5 +148,5 @@ def _gradients(leaves: dict[str, Tensor]) -> Results:
     for name, leaf in leaves.items():
         assert leaf.grad is not None, name
         assert leaf.grad.dtype == leaf.dtype
-        gradients[name] = leaf.grad
+        gradients[f"d_{name}"] = leaf.grad
     return gradients

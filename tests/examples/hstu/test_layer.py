@@ -59,7 +59,8 @@ def test_a_layer_is_its_equations() -> None:
         max_length=8,
     )
     expected = torch.cat([_one_by_one(layer, tokens[:6], 2, 2), _one_by_one(layer, tokens[6:], 0, 1)])
-    torch.testing.assert_close(layer(tokens, sequences), expected, rtol=1e-12, atol=1e-12)
+    update = torch.randn_like(tokens)
+    torch.testing.assert_close(sum(layer(tokens - update, update, sequences)), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_is_before_the_output() -> None:
@@ -72,5 +73,7 @@ def test_dropout_is_before_the_output() -> None:
         num_tokens=3,
         max_length=3,
     )
-    torch.testing.assert_close(layer(tokens, sequences), tokens + layer.output.bias)  # nothing but the bias is left
-    assert not torch.allclose(layer.eval()(tokens, sequences), tokens + layer.output.bias)
+    stream, update = layer(tokens, torch.zeros_like(tokens), sequences)
+    assert torch.equal(stream, tokens)
+    torch.testing.assert_close(update, layer.output.bias.expand_as(update))  # nothing but the bias is left
+    assert not torch.allclose(layer.eval()(tokens, torch.zeros_like(tokens), sequences)[1], layer.output.bias)

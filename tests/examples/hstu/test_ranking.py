@@ -75,7 +75,9 @@ def test_a_label_of_the_history_cannot_be_known_before_it_happens() -> None:
 def test_contextual_tokens_see_the_history_if_candidates_alone_are_predicted() -> None:
     seen: list[Tensor] = []
     model = make_ranking()
-    model.dense.encoder.layers[0].register_forward_hook(lambda _module, _args, output: seen.append(output))
+    model.dense.encoder.layers[0].register_forward_hook(
+        lambda _module, _args, output: seen.append(output[0] + output[1])
+    )
     others = [
         replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 2)),  # the last item of the history
         replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 4)),  # a candidate

@@ -21,13 +21,16 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 def test_the_model_has_the_shape_and_the_computation_of_the_settings(
     small_dataset: Path, make: Callable[..., Task]
 ) -> None:
-    config = TrainConfig(hidden=16, heads=4, layers=3, recompute=True, attention="padded", dropout=0.25)
+    config = TrainConfig(
+        hidden=16, heads=4, layers=3, recompute=True, attention="padded", dropout=0.25, fused_norms=False
+    )
     task = make(config, read_manifest(small_dataset), WORLD)
     layers = [module for module in task.dense.modules() if isinstance(module, HSTULayer)]
     assert len(layers) == 3
     for layer in layers:
         assert (layer.heads, layer.head_dim, layer.recompute, layer.dropout.p) == (4, 4, True, 0.25)
         assert layer.attention.name == "padded"
+        assert not layer.fused_norms
         assert isinstance(layer.attention, task.attention)
 
 
