@@ -44,7 +44,7 @@ _RUN_KEYS: dict[str, type] = {
     "settings": dict,
 }
 _INHERITED = ("cost", "gpus", "lengths", "item_rows", "user_rows")
-_UNUSED_SETTINGS = ("data", "out")
+UNUSED_SETTINGS = ("data", "out")
 _LIMITS = {
     "item_rows": 1,
     "user_rows": 1,
@@ -222,7 +222,7 @@ def _base(place: str, name: str, before: dict[str, Run]) -> Run | None:
 
 
 def _settings(place: str, inherited: Mapping[str, Any], own: dict[str, Any]) -> TrainConfig:
-    _check_keys(f"{place}, settings", own, [name for name in types_of_settings() if name not in _UNUSED_SETTINGS])
+    _check_keys(f"{place}, settings", own, [name for name in types_of_settings() if name not in UNUSED_SETTINGS])
     try:
         return TrainConfig(**{**inherited, **own})
     except ConfigError as error:

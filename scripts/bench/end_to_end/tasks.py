@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from end_to_end.experiments import Run, Workload
+from end_to_end.experiments import HSTU_COST, Experiments, Run, Workload, lengths_of, slug
 from evenrank.core import atomic_file
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError
 from trainer.config import TrainConfig
 
 _FORMAT, _VERSION = "evenrank training benchmark task", 1
@@ -35,10 +36,20 @@ class WorkerTask:
         return self.workload.lengths[self.lengths]
 
     @property
+    def gpus(self) -> int:
+        """Processes."""
+        assert self.run.gpus is not None
+        return self.run.gpus
+
+    @property
     def data_ranks(self) -> int:
         """Ranks over which samples are balanced."""
-        assert self.run.gpus is not None
-        return self.run.gpus // self.run.settings.tensor_parallel
+        return self.gpus // self.run.settings.tensor_parallel
+
+    @property
+    def title(self) -> str:
+        """What it is called in output."""
+        return f"{self.lengths}: {self.run.name}"
 
     @property
     def task_file(self) -> Path:
@@ -83,3 +94,67 @@ class WorkerTask:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} cannot be read as a task: {error}; start the benchmark again") from error
+
+
+def result_path(out: Path, lengths: str, run: str) -> Path:
+    """Return the path of the RunResult of a run, by its name and that of its lengths."""
+    return out / lengths / f"{slug(run)}.json"
+
+
+def tasks_of(
+    experiments: Experiments, out: Path, *, gpus: int, only: Collection[str] = (), lengths: Collection[str] = ()
+) -> tuple[WorkerTask, ...]:
+    """Return the tasks of a table, one distribution of lengths after another, with runs in the order of the file.
+
+    Args:
+        experiments: the table.
+        out: folder of the results; absolute, because other hosts may read the tasks.
+        gpus: processes of runs that do not name a number themselves.
+        only: names of runs, as in the file or as in names of files; empty: all.
+        lengths: names of distributions; empty: all.
+
+    Raises:
+        ConfigError: a name is unknown, or a run needs more processes than there are or cannot divide them.
+
+    """
+    _check_known("--only", {slug(name): name for name in only}, [slug(run.name) for run in experiments.runs])
+    _check_known("--lengths", {name: name for name in lengths}, experiments.workload.lengths)
+    chosen = {slug(name) for name in only}
+    runs = [run for run in experiments.runs if not only or slug(run.name) in chosen]
+    tasks = [
+        _task(run, experiments.workload, name, out, gpus)
+        for name in experiments.workload.lengths
+        for run in runs
+        if (not lengths or name in lengths) and name in lengths_of(run, experiments.workload)
+    ]
+    if not tasks:
+        raise ConfigError("none of the runs of --only has lengths of --lengths; choose others")
+    return tuple(tasks)
+
+
+def _task(run: Run, workload: Workload, lengths: str, out: Path, gpus: int) -> WorkerTask:
+    own_gpus = gpus if run.gpus is None else run.gpus
+    if own_gpus > gpus:
+        raise ConfigError(f"run {run.name!r} needs {own_gpus} GPUs, there are {gpus}; choose other runs with --only")
+    if own_gpus % run.settings.tensor_parallel:
+        raise ConfigError(
+            f"run {run.name!r} divides heads among {run.settings.tensor_parallel} GPUs, of which {own_gpus} is no "
+            "multiple; change the number of GPUs, or choose other runs with --only"
+        )
+    return WorkerTask(
+        run=dataclasses.replace(run, gpus=own_gpus),
+        workload=dataclasses.replace(
+            workload,
+            lengths={lengths: workload.lengths[lengths]},
+            item_rows=run.item_rows or workload.item_rows,
+            user_rows=run.user_rows or workload.user_rows,
+        ),
+        lengths=lengths,
+        result=result_path(out, lengths, run.name),
+        cost_result=None if run.cost == HSTU_COST else result_path(out, lengths, run.cost),
+    )
+
+
+def _check_known(option: str, names: dict[str, str], known: Collection[str]) -> None:
+    if unknown := [name for key, name in names.items() if key not in known]:
+        raise ConfigError(f"{option} {unknown[0]!r} is not in the file; known are {', '.join(known)}")
