@@ -29,7 +29,6 @@ from typing import Any
 
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.core.text import escape_controls
-from evenrank.datasets.distributions import parse_distribution
 from trainer.config import TrainConfig, types_of_settings
 
 BASELINE, HSTU_COST = "none", "hstu"
@@ -276,6 +275,9 @@ def _check_lengths(name: str, text: Any) -> None:
         raise ConfigError(f"lengths {name!r}: the name is that of a folder; write it as {slug(name) or 'lognormal'!r}")
     if not isinstance(text, str):
         raise ConfigError(f"lengths {name!r} must be a distribution such as 'uniform:low=1,high=9', got {text!r}")
+    # Imported here, because `--help` does not need Numba.
+    from evenrank.datasets.distributions import parse_distribution
+
     try:
         parse_distribution(text)
     except EvenrankError as error:

@@ -1,0 +1,194 @@
+"""The command shows what it would run, continues tables, and mistakes are one line."""
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from end_to_end import runner
+from end_to_end.experiments import Experiments
+from end_to_end.results import RunResult
+from end_to_end.tasks import WorkerTask
+from tests.cli.programs import ROOT, Finished, run_program
+from tests.scripts.bench.end_to_end.small_tables import TABLE, result_of
+
+BENCH = ROOT / "scripts" / "bench"
+WITHOUT_TORCH = f"""
+import runpy, sys
+
+sys.modules["torch"] = None
+sys.path[:0] = [{str(BENCH)!r}]
+runpy.run_path({str(BENCH / "train.py")!r}, run_name="__main__")
+"""
+
+
+def train(*arguments: str | Path, cwd: Path) -> Finished:
+    return run_program(sys.executable, BENCH / "train.py", *arguments, cwd=cwd)
+
+
+class Command:
+    """The command in this process, on a host without GPUs, with runs that only leave a result."""
+
+    def __init__(self) -> None:
+        spec = importlib.util.spec_from_file_location("bench_train", BENCH / "train.py")
+        assert spec is not None
+        assert spec.loader is not None
+        self.module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        self.failures: dict[str, str] = {}
+
+    def run(self, *arguments: str | Path) -> Result:
+        app = typer.Typer()
+        app.command()(self.module.train)
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    def run_tasks(self, tasks: Sequence[WorkerTask], *, limit_seconds: float) -> list[RunResult]:
+        results = [result_of(task, failure=self.failures.get(task.run.name)) for task in tasks]
+        for task, result in zip(tasks, results, strict=True):
+            assert WorkerTask.load(task.task_file) == task
+            typer.echo(f"ran {task.title} {task.workload.steps} {task.workload.warmup_steps} {limit_seconds}")
+            result.save(task.result)
+        return results
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    def write_report(out: Path, experiments: Experiments) -> None:
+        typer.echo(f"report {out.name} {len(experiments.runs)}")
+
+    found = Command()
+    report = ModuleType("end_to_end.report")
+    report.write_report = write_report  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "end_to_end.report", report)
+    monkeypatch.setattr(runner, "run_tasks", found.run_tasks)
+    monkeypatch.setattr(found.module, "_count_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    file = tmp_path / "small.toml"
+    file.write_text(TABLE)
+    return file
+
+
+@pytest.mark.parametrize(("name", "commands"), [("smoke", 3), ("scaling", 12), ("hstu", 30)])
+def test_a_dry_run_prints_the_commands_of_a_table_and_writes_nothing(tmp_path: Path, name: str, commands: int) -> None:
+    shown = train(BENCH / f"experiments/{name}.toml", "--dry-run", "--gpus", "4", cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("#")]
+    assert len(lines) == commands
+    for line in lines:
+        assert line[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        assert Path(line[-1]).is_relative_to(tmp_path / "out" / "bench" / name)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "jobs"), [("smoke", 3), ("scaling", 12), ("hstu", 30)])
+def test_a_dry_run_prints_the_scripts_of_a_cluster(command: Command, tmp_path: Path, name: str, jobs: int) -> None:
+    cluster = ("--runner", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--account", "us")
+    shown = command.run(BENCH / f"experiments/{name}.toml", "--dry-run", *cluster)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines.count("#!/bin/bash") == lines.count("#SBATCH --account=us") == jobs
+    submitted = [shlex.split(line) for line in lines if line.startswith("sbatch")]
+    assert [len(words) for words in submitted] == [3] + [4] * (jobs - 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_needs_neither_torch_nor_a_gpu(tmp_path: Path, table: Path) -> None:
+    shown = run_program(sys.executable, "-c", WITHOUT_TORCH, table, "--dry-run", cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("# this host has no GPU: shown for --gpus 4\n# short: baseline\n")
+    assert shown.stdout.count("--nproc_per_node 4") == 5
+
+
+def test_processes_without_gpus_are_as_many_as_the_file_names(command: Command) -> None:
+    shown = command.run(BENCH / "experiments/smoke.toml", "--dry-run")
+    assert shown.stdout.count("--nproc_per_node 2") == 3
+
+
+def test_a_table_runs_and_continues(command: Command, tmp_path: Path, table: Path) -> None:
+    options = (table, "--gpus", "2", "--steps", "20", "--warmup-steps", "3", "--time-limit", "2")
+    first = command.run(*options, "--lengths", "short", "--only", "baseline")
+    assert (first.exit_code, first.stdout.splitlines()) == (0, ["ran short: baseline 20 3 120.0", "report small 3"])
+    second = command.run(*options, "--lengths", "short")
+    assert (second.exit_code, second.stdout.splitlines()) == (
+        0,
+        [
+            f"# kept: short: baseline ({tmp_path}/out/bench/small/short/baseline.json)",
+            "ran short: halved heads 20 3 120.0",
+            "ran short: measured cost 20 3 120.0",
+            "report small 3",
+        ],
+    )
+    third = command.run(table, "--gpus", "2", "--only", "baseline", "--lengths", "short")
+    assert third.stdout.splitlines()[0] == "# again: short: baseline, because workload.steps was 20 and is 10"
+
+
+@pytest.mark.parametrize(("failure", "code"), [("out of memory", 0), ("ValueError: bad luck", 1)])
+def test_the_exit_code_says_whether_a_run_failed_other_than_by_memory(
+    command: Command, table: Path, failure: str, code: int
+) -> None:
+    command.failures["halved heads"] = failure
+    ended = command.run(table, "--gpus", "2")
+    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (code, "report small 3")
+
+
+def test_a_report_can_be_made_alone(command: Command, table: Path) -> None:
+    ended = command.run(table, "--report-only", "--out", "there")
+    assert (ended.exit_code, ended.stdout) == (0, "report there 3\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "this host has no GPU that PyTorch sees; choose the number of processes with --gpus"),
+        ("--gpus 2 --only x", "--only 'x' is not in the file; known are baseline, halved-heads"),
+        ("--report-only --dry-run", "--report-only runs nothing; leave one of it and --dry-run out"),
+        ("--gpus 3", "run 'halved heads' divides heads among 2 GPUs"),
+        ("--gpus 2 --steps 1", "steps must be at least rounds, got 1 and 2"),
+        ("--gpus 2 --only measured-cost", "needs the times of 'baseline'"),
+        ("--gpus 2 --partition x", "are for --runner slurm; add it"),
+        ("--runner slurm", "--runner slurm takes --gpus-per-node, and not --gpus"),
+        ("--runner slurm --gpus-per-node 2", "there is no sbatch on the PATH"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_written(
+    command: Command, tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    ended = command.run(table, *arguments.split())
+    assert message in str(ended.exception)
+    assert ended.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_processes_than_gpus_are_refused(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.module, "_count_gpus", lambda: 2)
+    assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
+    assert command.run(table).stdout.splitlines()[-1] == "report small 3"
+
+
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    ended = train("no.toml", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: no.toml cannot be read: No such file or directory; check the path\n"
+
+
+def test_the_examples_of_the_help_are_valid(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line.split("#")[0].split() for line in str(command.module.train.__doc__).splitlines()]
+    examples = [words[2:] for words in lines if words[:1] == ["python"]]
+    assert len(examples) == 6
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command.module, "_count_gpus", lambda: 4)
+    for example in examples:
+        dry = () if "--report-only" in example or "--dry-run" in example else ("--dry-run",)
+        assert command.run(*example, *dry).exit_code == 0
