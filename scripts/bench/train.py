@@ -101,8 +101,9 @@ def train(
         slurm.submit(plan.to_run, cluster, limit_seconds=time_limit * 60)
         print("when they have ended, --report-only writes the table and the plots")
     else:
-        plan.start()
-        results = runner.run_tasks(plan.to_run, limit_seconds=time_limit * 60)
+        with runner.hold(folder):
+            plan.start()
+            results = runner.run_tasks(plan.to_run, limit_seconds=time_limit * 60)
         _report(folder, table)
         if any(result.failure not in (None, "out of memory") for result in results):
             raise typer.Exit(1)
@@ -180,6 +181,8 @@ def _print_commands(tasks: Sequence[WorkerTask], cluster: slurm.Cluster | None, 
 
 
 def _report(folder: Path, table: Experiments) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"there are no results in {folder}; run the table first, or choose its folder with --out")
     from end_to_end.report import write_report  # imported here, because matplotlib takes a second
 
     write_report(folder, table)

@@ -1,18 +1,20 @@
 """Run a table on one host: one run after the other, each by torchrun, with a time limit."""
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from end_to_end.outcome import TIMED_OUT, conclude, save_failure
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask
 from evenrank.cli import console
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 _GRACE_SECONDS = 60  # torchrun gives its processes 30 to end
@@ -24,6 +26,25 @@ def torchrun(task: WorkerTask) -> list[str]:
     """Return the command of a task on one host."""
     processes = ("--standalone", "--nproc_per_node", str(task.gpus))
     return [sys.executable, "-m", "torch.distributed.run", *processes, str(WORKER), str(task.task_file)]
+
+
+@contextlib.contextmanager
+def hold(out: Path) -> Iterator[None]:
+    """Hold the folder of a table while the context is open: two commands would disturb each other's times.
+
+    Raises:
+        ConfigError: another process holds it.
+
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another command runs the table in {out}; wait for it, or choose another --out"
+            ) from error
+        yield
 
 
 def run_tasks(

@@ -142,7 +142,10 @@ def test_the_exit_code_says_whether_a_run_failed_other_than_by_memory(
     assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (code, "report small 3")
 
 
-def test_a_report_can_be_made_alone(command: Command, table: Path) -> None:
+def test_a_report_can_be_made_alone(command: Command, tmp_path: Path, table: Path) -> None:
+    missing = command.run(table, "--report-only", "--out", "there")
+    assert f"there are no results in {tmp_path}/there; run the table first" in str(missing.exception)
+    (tmp_path / "there").mkdir()
     ended = command.run(table, "--report-only", "--out", "there")
     assert (ended.exit_code, ended.stdout) == (0, "report there 3\n")
 
@@ -171,10 +174,19 @@ def test_a_mistake_is_found_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_table_that_another_command_runs_is_left_alone(command: Command, tmp_path: Path, table: Path) -> None:
+    with runner.hold(tmp_path / "there"):
+        ended = command.run(table, "--gpus", "2", "--out", "there")
+    assert f"another command runs the table in {tmp_path}/there; wait for it" in str(ended.exception)
+    assert not (tmp_path / "there" / "short").exists()
+    assert command.run(table, "--gpus", "2", "--out", "there").exit_code == 0
+
+
 def test_more_processes_than_gpus_are_refused(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.module, "_count_gpus", lambda: 2)
     assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
-    assert command.run(table).stdout.splitlines()[-1] == "report small 3"
+    ended = command.run(table)
+    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "report small 3")
 
 
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
@@ -183,11 +195,12 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     assert ended.stderr == "error: no.toml cannot be read: No such file or directory; check the path\n"
 
 
-def test_the_examples_of_the_help_are_valid(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_help_are_valid(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line.split("#")[0].split() for line in str(command.module.train.__doc__).splitlines()]
     examples = [words[2:] for words in lines if words[:1] == ["python"]]
     assert len(examples) == 6
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / "out" / "bench" / "hstu").mkdir(parents=True)
     monkeypatch.setattr(command.module, "_count_gpus", lambda: 4)
     for example in examples:
         dry = () if "--report-only" in example or "--dry-run" in example else ("--dry-run",)
