@@ -1,0 +1,83 @@
+"""Operations of attention, the runs that fit into a time, and the passes that are timed."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attention_bench.timing import (
+    CudaTimer,
+    Heads,
+    Passes,
+    Times,
+    parse_dtype,
+    planned_runs,
+    require_cuda,
+    time_passes,
+)
+from evenrank.core.errors import ConfigError
+from hstu.attentions import ATTENTIONS
+
+HEADS = Heads(count=2, head_dim=8, dtype=torch.float32)
+
+
+def test_flops_are_two_products_for_each_pair() -> None:
+    # 3 tokens have 6 pairs, 1 has 1; two products of 8 dimensions, multiplied and added, in 2 heads.
+    assert HEADS.forward_flops([3, 1]) == 2 * 2 * 8 * 2 * (6 + 1)
+    # The largest cell of the sweep, 2.2 * 10^12 per product.
+    largest = Heads(count=4, head_dim=256, dtype=torch.bfloat16).forward_flops([4096] * 128)
+    assert largest == pytest.approx(2 * 1024 * 128 * 4096**2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ms", "seconds", "expected"),
+    [
+        (1.0, math.inf, (10, 50)),
+        (0.0, 1.0, (10, 50)),
+        (10.0, 0.6, (10, 50)),
+        (20.0, 0.6, (5, 25)),
+        (1000.0, 0.6, (1, 3)),
+        (1.0, 0.0, (1, 3)),
+    ],
+)
+def test_runs_are_fewer_where_all_take_too_long(ms: float, seconds: float, expected: tuple[int, int]) -> None:
+    assert planned_runs(ms, seconds) == expected
+
+
+def test_both_passes_are_timed_on_the_lengths() -> None:
+    counted: list[object] = []
+
+    def timer(run: Callable[[], object]) -> Times:
+        counted.append(run())
+        return Times(ms=float(len(counted)), runs=50 - len(counted))
+
+    passes = time_passes(ATTENTIONS["padded"], [3, 0, 5], HEADS, timer=timer, device="cpu")
+    output, gradients = counted
+    assert isinstance(output, torch.Tensor)
+    assert output.shape == (8, 2, 8)
+    assert isinstance(gradients, tuple)
+    assert [gradient.shape for gradient in gradients] == [(8, 2, 8)] * 3
+    assert passes == Passes(forward=Times(ms=1.0, runs=49), backward=Times(ms=2.0, runs=48))
+    assert passes.both == Times(ms=3.0, runs=48)
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    assert parse_dtype("float32") == torch.float32
+    with pytest.raises(ConfigError, match="one of bfloat16, float32, got 'float16'"):
+        parse_dtype("float16")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_host_without_a_device_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="run it on a host with a GPU"):
+        require_cuda()
+
+
+@pytest.mark.gpu
+def test_times_on_a_device_have_all_runs_that_fit() -> None:
+    matrix = torch.randn(1024, 1024, device="cuda")
+    times = CudaTimer()(lambda: matrix @ matrix)
+    assert times.runs == 50
+    assert times.ms > 0
+    assert CudaTimer(seconds=0)(lambda: matrix @ matrix).runs == 3
