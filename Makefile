@@ -40,7 +40,7 @@ test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600
 
 test-gpu:
-	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/examples tests/soak
+	@$(GPU_PYTHON) -m pytest -m "gpu or multi_gpu" -rs -W default tests/datasets tests/dataloader tests/training tests/examples tests/scripts tests/soak
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ from matplotlib.ticker import PercentFormatter
 from attention_bench.sweep import BACKWARD, BOTH, FORWARD, Sweep
 from evenrank.cli.reports import svg
 
-STYLE: Any = {**svg.STYLE, "axes.grid": False, "figure.facecolor": "white", "savefig.dpi": 150, "hatch.linewidth": 0.6}
+STYLE: Any = {**svg.STYLE, "axes.grid": False, "figure.facecolor": "white", "figure.dpi": 150, "hatch.linewidth": 0.6}
 _TITLES = {FORWARD: "forward", BACKWARD: "backward", BOTH: "forward and backward"}
 _DARK = 0.55  # of the colour scale, below which white text is readable
 
@@ -25,7 +25,7 @@ def heat_map(sweep: Sweep, direction: str) -> Figure:
     figure = Figure(figsize=(8.2, 1.8 + 0.42 * len(speeds)), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(mfu, cmap="viridis", vmin=0, vmax=highest, aspect="auto")
-    figure.colorbar(image, label="MFU", format=PercentFormatter(1, decimals=0))
+    figure.colorbar(image, label="MFU", format=PercentFormatter(1))
     for place, row in enumerate(speeds):
         for column, speed in enumerate(row):
             if speed is None:
@@ -33,8 +33,8 @@ def heat_map(sweep: Sweep, direction: str) -> Figure:
                 axes.add_patch(Rectangle(corner, 1, 1, facecolor="white", edgecolor=svg.GREY, hatch="///", linewidth=0))
                 continue
             colour = "white" if speed.mfu < _DARK * highest else svg.INK
-            text = f"{speed.tflops:.3g}" if speed.tflops < 100 else f"{speed.tflops:.0f}"
-            axes.text(column, place, text, ha="center", va="center", color=colour)
+            digits = 0 if speed.tflops >= 100 else 1 if speed.tflops >= 10 else 2
+            axes.text(column, place, f"{speed.tflops:.{digits}f}", ha="center", va="center", color=colour)
     axes.set_xticks(range(len(sweep.lengths)), [f"{length:,}" for length in sweep.lengths])
     axes.set_yticks(range(len(sweep.batch_sizes)), [f"{batch:,}" for batch in sweep.batch_sizes])
     axes.set_xlabel("tokens of a sample")

@@ -81,3 +81,12 @@ def test_times_on_a_device_have_all_runs_that_fit() -> None:
     assert times.runs == 50
     assert times.ms > 0
     assert CudaTimer(seconds=0)(lambda: matrix @ matrix).runs == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "triton-by-sample", "padded"])
+def test_every_attention_is_timed_on_a_device(name: str) -> None:
+    heads = Heads(count=2, head_dim=64, dtype=torch.bfloat16)
+    passes = time_passes(ATTENTIONS[name], [100, 0, 300], heads, timer=CudaTimer(seconds=0.01))
+    assert passes.forward.ms > 0
+    assert passes.backward.ms > 0
