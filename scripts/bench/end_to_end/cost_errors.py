@@ -64,11 +64,17 @@ class Errors:
 @mpl.rc_context(svg.STYLE)
 def draw(comparisons: Sequence[Comparison], path: Path, *, title: str) -> None:
     """Draw predicted over measured times, by MeasuredCost and by HSTUCost, and write a PNG."""
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    figure = Figure(figsize=(10, 5.8), layout="constrained")
     figure.suptitle(f"Compute time of each rank and step: {title}")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     _draw_points(left, comparisons, [comparison.by_fit for comparison in comparisons])
     _draw_points(right, comparisons, [comparison.by_hstu for comparison in comparisons])
+    times = np.concatenate([comparison.measured for comparison in comparisons])
+    left.set_xlim(times.min() / 1.2, times.max() * 1.2)
+    left.set_ylim(times.min() / 1.2, times.max() * 1.2)
+    for axes in (left, right):
+        svg.log_ticks(axes, "x")
+        svg.log_ticks(axes, "y")
     left.set_title("MeasuredCost")
     right.set_title("HSTUCost times one factor")
     left.set_ylabel("predicted (ms)")
@@ -87,10 +93,11 @@ def _draw_points(axes: Axes, comparisons: Sequence[Comparison], predictions: Seq
         if pairs:
             measured, predicted = (np.concatenate(times) for times in zip(*pairs, strict=True))
             axes.scatter(measured, predicted, s=7, alpha=0.35, color=color, linewidths=0, label=kind)
-    axes.axline((0, 0), slope=1, color=svg.INK, linewidth=0.8, label="exact")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.axline((1, 1), (10, 10), color=svg.INK, linewidth=0.8, label="exact")
     axes.set_xlabel("measured (ms)")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_aspect("equal")
 
 
 def _stride(comparison: Comparison) -> int:

@@ -3,6 +3,7 @@
 Times are those of a rank's GPU from the encoder's forward to the end of its backward, which no other rank delays.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,18 +25,17 @@ _NOT_OF_COMPUTE = ("data", "out", "balance", "strategy")
 
 
 def fit_cost(result: RunResult) -> MeasuredCost:
-    """Fit a cost to the times of a run without balancing; the same file gives the same cost.
+    """Fit a cost to the times of a run without balancing.
 
-    Each rank and batch counts once, with the median of its repeats.
+    Each rank and batch counts once, with the median of its repeats. Ranks that fit the same file have the same cost,
+    which a Balancer demands, even if their CPUs differ in the last bits of what they compute.
 
     Raises:
         ConfigError: the run failed or is balanced, or `MeasuredCost.fit` refuses its times.
 
     """
     if result.balanced is None:
-        raise ConfigError(
-            f"no cost can be fitted to {result.name!r}, which has no times ({result.failure}); run it again"
-        )
+        raise ConfigError(f"no cost can be fitted to {result.name!r}, which failed: {result.failure}; run it again")
     if is_balanced(result):
         raise ConfigError(
             f"no cost can be fitted to {result.name!r}, whose ranks are balanced: all take about as long; name a run "
@@ -43,12 +43,19 @@ def fit_cost(result: RunResult) -> MeasuredCost:
         )
     batches, milliseconds = _median_of_repeats(result)
     tokens = result.balanced.sample_tokens[:, batches]
-    return MeasuredCost.fit(
+    cost = MeasuredCost.fit(
         tokens.reshape(-1, tokens.shape[-1]),
         milliseconds.reshape(-1) / 1e3,
         interleave_actions=True,
         contextual=_contextual(result),
         max_tokens=_max_tokens(result),
+    )
+    return dataclasses.replace(
+        cost,
+        linear=int(_rounded(cost.linear)),
+        quadratic=int(_rounded(cost.quadratic)),
+        seconds_per_step=_rounded(cost.seconds_per_step),
+        r2=_rounded(cost.r2),
     )
 
 
@@ -164,7 +171,7 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
         (out / run.lengths).mkdir(parents=True, exist_ok=True)
         fit.measured.save(out / run.lengths / f"measured_cost-{slug(run.name)}.json")
         comparisons = [compare(fit, one) for one in compared]
-        cost_errors.draw(comparisons, out / plot, title=f"cost of {run.name}, {run.lengths}")
+        cost_errors.draw(comparisons, out / plot, title=f"costs fitted to {run.name}, {run.lengths}")
         notes.append(f"![Predicted and measured compute times]({plot})")
         costs.append(_cost_row(fit))
         errors += [_error_row(run, comparison) for comparison in comparisons]
@@ -279,6 +286,10 @@ def _hstu_cost(result: RunResult) -> HSTUCost:
 
 def _contextual(result: RunResult) -> tuple[str, ...]:
     return (USER_ID,) if result.settings["user_id"] else ()
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.8e}")
 
 
 def _max_tokens(result: RunResult) -> int:

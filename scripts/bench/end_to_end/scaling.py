@@ -1,7 +1,7 @@
 """Step times on more GPUs than were measured: simulated steps, with the costs and the noise of measured times.
 
-Simulated steps are drawn and planned as `evenrank simulate` does, and take as long as a `Calibration` says. The overhead
-of a step is assumed not to grow with the number of ranks: lookups of embeddings, the all-reduce of gradients, the
+Simulated steps are drawn and planned as `evenrank simulate` does, and take as long as a `Calibration` says. Their
+overhead is assumed not to grow with the number of ranks: lookups of embeddings, the all-reduce of gradients, the
 optimizer.
 """
 
@@ -29,7 +29,7 @@ STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move", EVEN)
 """Of the balancer; EVEN: every rank has the mean cost of the step."""
 
 _SAMPLED_RANKS = 1 << 12  # ranks times steps to simulate: few ranks need more steps for a mean as exact
-_MIN_STEPS = 50
+_MIN_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +177,7 @@ def _measure(runs: Sequence[RunResult], calibration: Calibration, ranks: int, st
         return None
     run = max(alike, key=lambda one: (one.cost or {}).get("name") == MeasuredCost.__name__)
     assert run.balanced is not None
-    work = run.even or run.balanced if kind == EVEN else run.balanced
+    work = (run.even or run.balanced) if kind == EVEN else run.balanced
     segments = segments_of(run, kind)
     batches = np.concatenate([segment.batch for segment in segments])
     seconds = float(np.concatenate([job_ms(segment) for segment in segments]).mean()) / 1e3
@@ -235,5 +235,5 @@ _EXPLANATION = """\
 Steps on more GPUs than were measured: their samples are drawn from the distribution of lengths and assigned by the
 planner, with the fitted cost. A step takes the overhead and the time of its slowest rank; a rank takes the fitted time
 of its samples, times a factor drawn from those of the measured GPUs, times a residual drawn from those of their steps.
-The overhead is what measured steps take beyond their slowest rank's computing. It is assumed not to grow with the number of
-ranks, as if collectives took no longer on more GPUs. Times are means over steps."""
+The overhead is what measured steps take beyond their slowest rank's computing. It is assumed not to grow with the
+number of ranks, as if collectives took no longer on more GPUs. Times are means over steps."""

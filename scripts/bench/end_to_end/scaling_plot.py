@@ -1,7 +1,8 @@
 """Plot of simulated and measured scaling."""
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -12,7 +13,14 @@ from evenrank.cli.reports import svg
 if TYPE_CHECKING:
     from end_to_end.scaling import Scaling
 
-_COLORS = (svg.GREY, svg.RED, svg.BLUE, svg.GREEN, svg.ORANGE)
+# By strategy, the best last: lines that coincide are seen below one another.
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": svg.GREY, "linewidth": 1.4},
+    {"color": svg.RED, "linewidth": 1.4},
+    {"color": svg.BLUE, "linewidth": 3.0},
+    {"color": svg.INK, "linewidth": 1.4, "linestyle": "--", "zorder": 3},
+    {"color": svg.ORANGE, "linewidth": 6.0, "alpha": 0.35, "zorder": 1},
+)
 
 
 @mpl.rc_context(svg.STYLE)
@@ -23,16 +31,13 @@ def draw(scaling: "Scaling", path: Path) -> None:
     speedups, efficiencies = figure.subplots(1, 2)
     ranks = sorted({point.ranks for point in scaling.points})
     strategies = dict.fromkeys(point.strategy for point in scaling.points)
-    for strategy, color in zip(strategies, _COLORS, strict=True):
+    for strategy, style in zip(strategies, _STYLES, strict=True):
         points = [scaling.find(number, strategy) for number in ranks]
-        style = {"color": color, "linewidth": 1.4, "linestyle": "--" if strategy == "even" else "-"}
         for axes, quantity in ((speedups, scaling.speedup), (efficiencies, scaling.efficiency)):
             axes.plot(ranks, [quantity(point) for point in points], label=strategy, **style)
-            pairs = [(point.ranks, quantity(point, measured=True)) for point in points]
-            shown = [pair for pair in pairs if pair[1] is not None]
-            axes.plot(
-                *zip(*shown, strict=True) if shown else ([], []), "o", color=color, markersize=6, fillstyle="none"
-            )
+            measured = [quantity(point, measured=True) for point in points]
+            shown = [math.nan if value is None else value for value in measured]
+            axes.plot(ranks, shown, "o", color=style["color"], markersize=6, fillstyle="none")
     speedups.set_ylabel("speed-up over unbalanced steps")
     efficiencies.set_ylabel("tokens/s of each GPU, relative to one GPU")
     efficiencies.yaxis.set_major_formatter(PercentFormatter(1.0))

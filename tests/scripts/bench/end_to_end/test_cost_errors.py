@@ -1,0 +1,27 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from end_to_end import cost_errors
+from end_to_end.cost_errors import BALANCED, FITTED, Comparison, Errors
+
+
+def test_errors_of_predictions() -> None:
+    errors = Errors.of(np.array([11.0, 20.0, 24.0]), np.array([10.0, 20.0, 30.0]))
+    assert errors.median == pytest.approx(0.1)  # of 0.1, 0, 0.2
+    assert errors.p95 == pytest.approx(0.19)
+    assert errors.r2 == pytest.approx(1 - 37 / 200)
+    assert Errors.of(np.array([3.0, 5.0]), np.array([3.0, 5.0])) == Errors(r2=1, median=0, p95=0)
+    assert np.isnan(Errors.of(np.array([3.0, 5.0]), np.array([4.0, 4.0])).r2)
+
+
+def test_points_are_drawn_for_both_costs(tmp_path: Path) -> None:
+    times = np.linspace(10, 90, 5000)
+    made = [
+        Comparison(name=kind, lengths="a", kind=kind, measured=times, by_fit=times, by_hstu=times * 2)
+        for kind in (FITTED, BALANCED)
+    ]
+    path = tmp_path / "plots" / "cost.png"
+    cost_errors.draw(made, path, title="a $ sign")
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,156 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from end_to_end import cost_fit
+from end_to_end.cost_errors import BALANCED, FITTED, OTHER_LENGTHS, Errors
+from end_to_end.cost_fit import Fit, compare, fit_cost, fitted_runs, predict
+from end_to_end.results import Ints, RunResult
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance import HSTUCost, MeasuredCost
+from tests.scripts.bench.end_to_end import made_up
+from tests.scripts.bench.end_to_end.made_up_times import A, B, C, compute_ms, timed
+
+
+def coefficients(cost: MeasuredCost) -> Any:
+    unit = 2.0**-cost.fraction_bits
+    return cost.seconds_per_step * 1e3, cost.linear * unit * 1e3, cost.quadratic * unit * 1e3
+
+
+def tokens_of(result: RunResult) -> Ints:
+    assert result.balanced is not None
+    return result.balanced.sample_tokens
+
+
+def test_a_cost_is_found_in_the_times_of_a_run() -> None:
+    run = timed("baseline")
+    cost = fit_cost(run)
+    assert coefficients(cost) == pytest.approx((A, B, C), rel=1e-3)
+    assert cost.r2 == pytest.approx(1)
+    assert cost.steps == 4 * 50  # ranks and batches
+    assert (cost.interleave_actions, cost.contextual, cost.max_tokens) == (True, ("user_id",), 1 + 2 * 4096)
+    assert predict(cost, tokens_of(run)) == pytest.approx(compute_ms(tokens_of(run)) / 1e3, rel=1e-3)
+    without = fit_cost(timed("no user id", settings={"user_id": False, "max_history_length": 5000}))
+    assert (without.contextual, without.max_tokens) == ((), 10_000)
+
+
+def test_a_cost_is_found_despite_noise_and_slow_ranks() -> None:
+    cost = fit_cost(timed("baseline", noise=0.03, factors=(1, 1.01, 0.99, 1), batches=100, repeats=4))
+    tokens = np.full((1, 32), 1024)
+    assert predict(cost, tokens) == pytest.approx(compute_ms(tokens) / 1e3, rel=0.01)
+
+
+def test_one_slow_repeat_of_each_batch_changes_nothing() -> None:
+    run = timed("baseline", repeats=3)
+    (live, even) = run.segments
+    marks = live.marks.copy()
+    marks[:, :50, 3] += 1000.0  # the first repeat of every batch
+    slow = dataclasses.replace(run, segments=(dataclasses.replace(live, marks=marks), even))
+    assert repr(fit_cost(slow)) == repr(fit_cost(run))
+
+
+def test_a_file_always_gives_the_same_cost(tmp_path: Path) -> None:
+    timed("baseline", noise=0.02).save(tmp_path / "run.json")
+    first, second = (fit_cost(RunResult.load(tmp_path / "run.json")) for _ in range(2))
+    assert repr(first) == repr(second)  # as a Balancer compares the ranks' costs
+
+
+def test_runs_that_are_balanced_or_failed_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="'balanced', whose ranks are balanced: .* name a run with balance = \"none\""
+    ):
+        fit_cost(timed("balanced", strategy="lpt-swap"))
+    with pytest.raises(ConfigError, match="'a', which failed: out of memory; run it again"):
+        fit_cost(made_up.result("a", failure="out of memory"))
+    # One rank has nobody to exchange samples with.
+    assert coefficients(fit_cost(timed("one", gpus=1, strategy="lpt-swap"))) == pytest.approx((A, B, C), rel=1e-3)
+
+
+def test_hstu_cost_is_scaled_by_least_squares() -> None:
+    run = timed("baseline")
+    fit = Fit.of(run)
+    batches = tokens_of(run)
+    operations = 24 * (10 * batches * 1024**2 + 2 * batches**2 * 1024).sum(axis=-1)
+    milliseconds = compute_ms(batches)
+    factor = (operations * milliseconds).sum() / (operations.astype(float) ** 2).sum()
+    assert fit.seconds_per_operation == pytest.approx(factor / 1e3)
+    assert fit.predict(batches)[1] == pytest.approx(operations * factor / 1e3)
+
+
+def test_predictions_are_compared_by_rank_and_step() -> None:
+    fit = Fit.of(timed("baseline"))
+    for run, kind in (
+        (fit.run, FITTED),
+        (timed("balanced", strategy="karmarkar-karp", repeats=3), BALANCED),
+        (timed("baseline", lengths="clipped Zipf"), OTHER_LENGTHS),
+    ):
+        comparison = compare(fit, run)
+        assert comparison.kind == kind
+        assert comparison.measured.shape == (4 * 50 * (3 if kind == BALANCED else 2),)
+        assert comparison.by_fit == pytest.approx(comparison.measured, rel=2e-3)
+        # The times grow faster with length than HSTUCost does.
+        of_hstu = Errors.of(comparison.by_hstu, comparison.measured)
+        assert of_hstu.median > 5 * Errors.of(comparison.by_fit, comparison.measured).median
+
+
+def test_each_unbalanced_run_on_most_gpus_is_compared_with_what_it_can_predict() -> None:
+    fast = {"recompute": True}
+    runs = [
+        timed("one", gpus=1),
+        timed("four"),
+        timed("kk", strategy="karmarkar-karp"),
+        timed("kk two", gpus=2, strategy="karmarkar-karp"),
+        timed("zipf", lengths="clipped Zipf"),
+        timed("zipf kk", lengths="clipped Zipf", strategy="karmarkar-karp"),
+        timed("recompute kk", strategy="karmarkar-karp", settings=fast),
+        timed("recompute", gpus=2, settings=fast),
+        made_up.result("failed", failure="out of memory"),
+    ]
+    assert {run.name: [one.name for one in compared] for run, compared in fitted_runs(runs)} == {
+        "four": ["four", "kk", "zipf"],
+        "zipf": ["zipf", "four", "zipf kk"],
+        "recompute": ["recompute"],
+    }
+
+
+def test_the_section_has_costs_errors_plots_and_steps_by_either_cost(tmp_path: Path) -> None:
+    runs = [
+        timed("Baseline", noise=0.01),
+        timed("lpt", strategy="lpt-swap", noise=0.01),
+        timed("+ fitted", strategy="lpt-swap", noise=0.01, cost={"name": "MeasuredCost"}),
+        timed("Baseline", lengths="clipped Zipf", noise=0.01),
+    ]
+    section = cost_fit.write_section(tmp_path, runs)
+    assert MeasuredCost.load(tmp_path / "lognormal" / "measured_cost-baseline.json") == fit_cost(runs[0])
+    assert "![Predicted and measured compute times](plots/cost-lognormal-baseline.png)" in section
+    assert (tmp_path / "plots" / "cost-clipped-zipf-baseline.png").exists()
+    (cost,) = [line for line in section.splitlines() if line.startswith("| lognormal | Baseline |")]
+    assert cost.split(" | ")[6] == "5,120"  # HSTUCost: 10 t d^2 = 2 t^2 d
+    predicted = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| Baseline, lognormal")]
+    assert predicted == ["Baseline, lognormal", "lpt, lognormal", "+ fitted, lognormal", "Baseline, clipped Zipf"]
+    (pair,) = [line for line in section.splitlines() if line.startswith("| lognormal | + fitted | 4 | lpt-swap |")]
+    assert pair.split(" | ")[6] == "+0.0%"
+
+
+def test_a_fit_that_is_refused_is_reported_and_without_unbalanced_runs_there_is_no_section(tmp_path: Path) -> None:
+    section = cost_fit.write_section(tmp_path, [timed("short", batches=3)])
+    assert "No cost was fitted to short (lognormal): 12 steps are too few" in section
+    assert "| fitted to |" not in section
+    assert cost_fit.write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_cost_of_the_model_is_the_trainers() -> None:
+    cost = Fit.of(timed("baseline")).hstu
+    assert cost == HSTUCost(
+        hidden=1024,
+        heads=4,
+        head_dim=256,
+        layers=8,
+        interleave_actions=True,
+        contextual=("user_id",),
+        max_tokens=1 + 2 * 4096,
+    )
