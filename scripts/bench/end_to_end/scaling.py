@@ -74,6 +74,8 @@ class Scaling:
 
     lengths: str
     points: tuple[Point, ...]
+    refused: tuple[str, ...] = ()
+    """Why some runs do not predict others, a sentence each."""
 
     def find(self, ranks: int, strategy: str) -> Point:
         """Return the point of a number of ranks; all strategies are the same on one rank."""
@@ -131,17 +133,32 @@ def scale(runs: Sequence[RunResult], on_point: Callable[[], None] = lambda: None
         on_point: called after each point.
 
     Raises:
-        ConfigError: no cost can be fitted to the unbalanced runs.
+        ConfigError: no cost can be fitted to any of the unbalanced runs; a sentence for each.
 
     """
-    calibrations = {run.gpus: Calibration.of(run) for run in runs if not is_balanced(run)}
+    calibrations, refused = _calibrate(runs)
     points = []
     for ranks in RANKS:
         calibration = calibrations[max(calibrations.keys() - {ranks} or calibrations)]
         for strategy in STRATEGIES if ranks > 1 else STRATEGIES[:1]:
             points.append(_simulate(runs, calibration, ranks, strategy))
             on_point()
-    return Scaling(lengths=runs[0].lengths, points=tuple(points))
+    return Scaling(lengths=runs[0].lengths, points=tuple(points), refused=tuple(refused))
+
+
+def _calibrate(runs: Sequence[RunResult]) -> tuple[dict[int, Calibration], list[str]]:
+    """Return a calibration for each number of GPUs, and why runs could not give one."""
+    calibrations: dict[int, Calibration] = {}
+    refused = []
+    for run in runs:
+        if not is_balanced(run) and run.gpus not in calibrations:
+            try:
+                calibrations[run.gpus] = Calibration.of(run)
+            except ConfigError as error:
+                refused.append(f"No cost was fitted to {run.name} ({run.lengths}): {error}.")
+    if not calibrations:
+        raise ConfigError(" ".join(refused))
+    return calibrations, refused
 
 
 def _simulate(runs: Sequence[RunResult], calibration: Calibration, ranks: int, strategy: str) -> Point:
@@ -222,7 +239,7 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
             try:
                 scaling = scale(runs, on_point)
             except ConfigError as error:
-                parts.append(f"Not simulated with {runs[0].lengths}: {error}.")
+                parts.append(f"{error}")
                 continue
             plot = f"plots/scaling-{slug(scaling.lengths)}.png"
             scaling_plot.draw(scaling, out / plot)

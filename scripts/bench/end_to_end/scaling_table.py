@@ -36,7 +36,7 @@ def render(scaling: "Scaling") -> list[str]:
     return [
         f"### {scaling.lengths}",
         _calibration(scaling.points[-1]),
-        _error_statement(measured),
+        " ".join([_error_statement(measured), *scaling.refused]),
         markdown.table(_MEASURED_COLUMNS, [_measured_row(scaling, point) for point in measured]),
         "Predicted, by ranks and strategy: step time in ms, speed-up over unbalanced steps, ratio to even steps, and "
         f"scaling efficiency, which is tokens per second of each GPU relative to those of one GPU ({_base(scaling)}).",

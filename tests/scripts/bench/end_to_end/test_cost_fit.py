@@ -59,9 +59,7 @@ def test_a_file_always_gives_the_same_cost(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_balanced_or_failed_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="'balanced', whose ranks are balanced: .* name a run with balance = \"none\""
-    ):
+    with pytest.raises(ConfigError, match="'balanced', whose ranks are balanced: all take about as long; name a run"):
         fit_cost(timed("balanced", strategy="lpt-swap"))
     with pytest.raises(ConfigError, match="'a', which failed: out of memory; run it again"):
         fit_cost(made_up.result("a", failure="out of memory"))

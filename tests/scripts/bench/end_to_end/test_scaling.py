@@ -1,0 +1,176 @@
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from end_to_end import scaling
+from end_to_end.cost_fit import fit_cost
+from end_to_end.results import EVEN
+from end_to_end.scaling import scale, scaled_runs, simulated_compute, write_section
+from evenrank.cli.simulation import LengthSource, simulate
+from evenrank.datasets.distributions import Lognormal
+from tests.scripts.bench.end_to_end import made_up
+from tests.scripts.bench.end_to_end.made_up_times import LENGTHS, OVERHEAD, compute_ms, timed
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "RANKS", (1, 2, 4, 8))
+    monkeypatch.setattr(scaling, "_SAMPLED_RANKS", 200)
+
+
+def test_without_noise_the_speedup_is_that_of_the_simulator() -> None:
+    cost = dataclasses.replace(fit_cost(timed("baseline")), seconds_per_step=0.0)
+    source = LengthSource(distribution=Lognormal(mean=512, std=512))
+    heaviest = {}
+    for strategy in ("identity", "karmarkar-karp", "min-move"):
+        compute, tokens = simulated_compute(cost, source, 8, batch_size=4, strategy=strategy, steps=30)
+        assert compute.shape == (30, 8)
+        heaviest[strategy] = compute.max(axis=1).mean()
+        summary = simulate(source, cost, 8, batch_size=4, strategy=strategy, steps=30)
+        assert heaviest["identity"] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
+        assert tokens == pytest.approx(summary.tokens / 8)
+
+
+def test_even_ranks_have_the_mean_of_the_step() -> None:
+    cost = fit_cost(timed("baseline"))
+    source = LengthSource(distribution=Lognormal(mean=512, std=512))
+    drawn, _ = simulated_compute(cost, source, 4, batch_size=4, strategy="identity", steps=5)
+    even, _ = simulated_compute(cost, source, 4, batch_size=4, strategy=EVEN, steps=5)
+    assert even == pytest.approx(np.repeat(drawn.mean(axis=1, keepdims=True), 4, axis=1))
+
+
+def test_costs_of_a_rank_do_not_overflow() -> None:
+    # The longest sample costs about 2^60, 32 of them 2^65.
+    cost = fit_cost(timed("baseline"))
+    compute, tokens = simulated_compute(
+        cost, LengthSource(lengths=np.full(64, 4096)), 2, batch_size=32, strategy="lpt-swap", steps=1
+    )
+    assert compute == pytest.approx(compute_ms(np.full((1, 2, 32), 8193)) / 1e3, rel=1e-3)
+    assert tokens == 32 * 8193
+
+
+def test_what_was_measured_is_predicted_by_another_number_of_gpus() -> None:
+    # On two GPUs all computes 1.2 times as slowly as on four.
+    runs = [
+        timed("two", gpus=2, factors=(1.2, 1.2)),
+        timed("four"),
+        timed("two, lpt", gpus=2, strategy="lpt-swap", factors=(1.2, 1.2)),
+    ]
+    points = {(point.ranks, point.strategy): point for point in scale(runs).points}
+    assert {ranks: point.calibration.run for (ranks, _), point in points.items()} == {
+        1: "four",
+        2: "four",
+        4: "two",
+        8: "four",
+    }
+    assert {key: point.measured.run for key, point in points.items() if point.measured} == {
+        (2, "identity"): "two",
+        (2, "lpt-swap"): "two, lpt",
+        (2, EVEN): "two",
+        (4, "identity"): "four",
+        (4, EVEN): "four",
+    }
+    for run, strategy in ((runs[0], "identity"), (runs[2], "lpt-swap")):
+        assert run.balanced is not None
+        slowest = compute_ms(run.balanced.sample_tokens).max(axis=0).mean()
+        point = points[2, strategy]
+        assert point.measured is not None
+        assert point.errors is not None
+        assert point.measured.seconds * 1e3 == pytest.approx(1.2 * slowest + OVERHEAD)
+        assert point.measured.predicted * 1e3 == pytest.approx(slowest + OVERHEAD, rel=1e-3)
+        assert point.errors[1] == pytest.approx((slowest + OVERHEAD) / (1.2 * slowest + OVERHEAD) - 1, abs=1e-3)
+        assert point.errors[0] == pytest.approx(point.seconds / point.measured.seconds - 1)
+
+
+def test_a_run_is_never_predicted_by_itself() -> None:
+    runs = [timed("four"), timed("kk", strategy="karmarkar-karp"), timed("lpt", strategy="lpt-swap")]
+    errors = {point.strategy: point.errors for point in scale(runs).points if point.measured is not None}
+    assert errors.keys() == {"identity", EVEN, "karmarkar-karp", "lpt-swap"}
+    assert errors["identity"] is None
+    assert errors[EVEN] is None
+    for strategy in ("karmarkar-karp", "lpt-swap"):
+        of_strategy = errors[strategy]
+        assert of_strategy is not None
+        assert of_strategy[1] == pytest.approx(0, abs=1e-3)
+
+
+def test_ratios_and_efficiency_follow_from_times() -> None:
+    runs = [timed("one", gpus=1), timed("four"), timed("lpt", strategy="lpt-swap")]
+    result = scale(runs)
+    point = result.find(4, "lpt-swap")
+    one = result.find(1, "lpt-swap")
+    assert one.strategy == "identity"
+    unbalanced, even = result.find(4, "identity"), result.find(4, EVEN)
+    assert result.speedup(point) == unbalanced.seconds / point.seconds > 1.1
+    assert result.to_even(point) == point.seconds / even.seconds
+    assert one.measured is not None
+    assert point.measured is not None
+    assert even.measured is not None
+    assert result.efficiency(point) == point.tokens_per_second / one.measured.tokens_per_second
+    assert result.efficiency(one, measured=True) == 1
+    assert result.to_even(point, measured=True) == point.measured.seconds / even.measured.seconds
+    # Even steps count the tokens of those that they stand for.
+    of_even, of_balanced = even.measured, point.measured
+    assert of_even.tokens_per_second * of_even.seconds == pytest.approx(
+        of_balanced.tokens_per_second * of_balanced.seconds
+    )
+    assert result.speedup(result.find(8, "lpt-swap"), measured=True) is None
+
+
+def test_a_run_with_a_fitted_cost_is_preferred() -> None:
+    runs = [timed("four"), timed("hstu", strategy="lpt-swap"), timed("x", strategy="lpt-swap", cost={"name": "Other"})]
+    fitted = timed("fitted", strategy="lpt-swap", cost={"name": "MeasuredCost"})
+    for order in ([*runs, fitted], [fitted, *runs]):
+        measured = scale(order).find(4, "lpt-swap").measured
+        assert measured is not None
+        assert measured.run == "fitted"
+
+
+def test_the_configuration_measured_in_most_ways_is_scaled() -> None:
+    recompute = {"recompute": True}
+    runs = [
+        timed("four"),
+        timed("again"),
+        timed("recompute", settings=recompute),
+        timed("recompute, two", gpus=2, settings=recompute),
+        timed("zipf lpt", lengths="clipped Zipf", strategy="lpt-swap"),
+        timed("heads", data_ranks=2, settings={"tensor_parallel": 2}),
+        made_up.result("failed", failure="out of memory"),
+    ]
+    assert [[run.name for run in group] for group in scaled_runs(runs)] == [["recompute", "recompute, two"]]
+
+
+def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_path: Path) -> None:
+    runs = [timed("two", gpus=2, factors=(1.2, 1.2)), timed("four")]
+    section = write_section(tmp_path, runs)
+    worst = max((error for point in scale(runs).points if (error := point.errors)), key=lambda error: abs(error[1]))
+    assert f"instead of others of the same distribution, at most {abs(worst[1]):.1%}." in section
+    assert "Tried on 4 measured points" in section
+    assert "More ranks than measured are predicted by four on 4 GPUs: factors of its ranks 1.000 to 1.000" in section
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line[2:3].isdigit()]
+    assert rows == ["| 2"] * 2 + ["| 4"] * 2 + [f"| {ranks}" for ranks in (1, 2, 4, 8)]
+    assert "![Speed-up and efficiency by ranks](plots/scaling-lognormal.png)" in section
+    assert (tmp_path / "plots" / "scaling-lognormal.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_an_unbalanced_run_there_is_no_section(tmp_path: Path) -> None:
+    assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
+    few = timed("few", batches=3)
+    assert "No cost was fitted to few (lognormal): 12 steps are too few" in write_section(tmp_path, [few])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_cannot_be_fitted_is_reported_and_predicts_nothing(tmp_path: Path) -> None:
+    section = write_section(tmp_path, [timed("few", gpus=2, batches=3), timed("four")])
+    assert "No cost was fitted to few (lognormal): 6 steps are too few" in section
+    assert "predicted by four on 4 GPUs" in section
+
+
+def test_lengths_are_those_of_the_workload() -> None:
+    means = {
+        name: next(point for point in scale([timed("a", lengths=name)]).points if point.ranks == 8).seconds
+        for name in LENGTHS
+    }
+    assert means["clipped Zipf"] > 1.5 * means["lognormal"]
