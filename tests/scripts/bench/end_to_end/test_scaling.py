@@ -82,6 +82,12 @@ def test_what_was_measured_is_predicted_by_another_number_of_gpus() -> None:
         assert point.measured.predicted * 1e3 == pytest.approx(slowest + OVERHEAD, rel=1e-3)
         assert point.errors[1] == pytest.approx((slowest + OVERHEAD) / (1.2 * slowest + OVERHEAD) - 1, abs=1e-3)
         assert point.errors[0] == pytest.approx(point.seconds / point.measured.seconds - 1)
+    assert runs[1].even is not None
+    on_even = points[4, EVEN].measured
+    assert on_even is not None
+    slowest = compute_ms(runs[1].even.sample_tokens).mean()
+    assert on_even.seconds * 1e3 == pytest.approx(slowest + OVERHEAD)
+    assert on_even.predicted * 1e3 == pytest.approx(1.2 * slowest + OVERHEAD, rel=1e-3)
 
 
 def test_a_run_is_never_predicted_by_itself() -> None:
