@@ -55,7 +55,7 @@ class _Norm(torch.autograd.Function):
             update = update.contiguous()
             stream = torch.empty_like(values, dtype=torch.promote_types(tokens.dtype, update.dtype))
         normed = torch.empty_like(values, dtype=dtype)
-        statistics = _norm_forward(values, update, stream, None, weight, bias, eps, normed)
+        statistics = norm_rows(values, update, stream, None, weight, bias, eps, normed)
         ctx.save_for_backward(values if update is None else stream, weight, bias, statistics)
         ctx.update_dtype = None if update is None else update.dtype
         return stream, normed
@@ -66,7 +66,7 @@ class _Norm(torch.autograd.Function):
         d_values, d_update = torch.empty_like(values), None
         if ctx.update_dtype not in (None, values.dtype):
             d_update = torch.empty_like(values, dtype=ctx.update_dtype)
-        d_weight, d_bias = _norm_backward(
+        d_weight, d_bias = norm_rows_backward(
             values, None, weight, bias, statistics, d_normed, d_stream, d_values, d_update, None
         )
         if ctx.update_dtype == values.dtype:
@@ -80,7 +80,7 @@ class _Gate(torch.autograd.Function):
         values = attended.contiguous()
         u = u if u.stride(-1) == 1 else u.contiguous()
         gated = torch.empty_like(values)
-        statistics = _norm_forward(values, None, None, u, weight, bias, eps, gated)
+        statistics = norm_rows(values, None, None, u, weight, bias, eps, gated)
         ctx.save_for_backward(values, u, weight, bias, statistics)
         return gated.flatten(-2)
 
@@ -88,7 +88,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, u, weight, bias, statistics = ctx.saved_tensors
         d_values, d_u = torch.empty_like(values), torch.empty_like(values, dtype=u.dtype)
-        d_weight, d_bias = _norm_backward(values, u, weight, bias, statistics, gradient, None, d_values, None, d_u)
+        d_weight, d_bias = norm_rows_backward(values, u, weight, bias, statistics, gradient, None, d_values, None, d_u)
         return d_values, d_u, d_weight, d_bias, None
 
 
@@ -100,7 +100,7 @@ class _Activate(torch.autograd.Function):
         ctx.save_for_backward(projected)
         parts = projected.view(len(projected), projected.shape[1] // (4 * head_dim), 4, head_dim)
         activated = torch.empty_like(parts[:, :, 1:], memory_format=torch.contiguous_format)
-        _silu(silu_forward, [parts, activated])
+        silu_heads(silu_forward, [parts, activated])
         return parts.select(2, 0), *activated.unbind(2)
 
     @staticmethod
@@ -108,11 +108,11 @@ class _Activate(torch.autograd.Function):
         (projected,) = ctx.saved_tensors
         parts = projected.view(len(projected), gradients[0].shape[1], 4, gradients[0].shape[2])
         d_parts = torch.empty_like(parts)
-        _silu(silu_backward, [parts, *[gradient.contiguous() for gradient in gradients], d_parts])
+        silu_heads(silu_backward, [parts, *[gradient.contiguous() for gradient in gradients], d_parts])
         return d_parts.view_as(projected), None
 
 
-def _norm_forward(
+def norm_rows(
     values: Tensor,
     update: Tensor | None,
     total: Tensor | None,
@@ -132,7 +132,7 @@ def _norm_forward(
     return statistics
 
 
-def _norm_backward(
+def norm_rows_backward(
     values: Tensor,
     u: Tensor | None,
     weight: Tensor,
@@ -168,7 +168,7 @@ def _constants(u: Tensor | None, weight: Tensor) -> dict[str, int]:
     return {"HEAD_DIM": head_dim, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 
 
-def _silu(kernel: Any, tensors: list[Tensor]) -> None:
+def silu_heads(kernel: Any, tensors: list[Tensor]) -> None:
     """Launch a kernel over the heads of all tokens, given first [tokens, heads, 4, head_dim]."""
     tokens, heads, _, head_dim = tensors[0].shape
     block = triton.next_power_of_2(head_dim)

@@ -68,6 +68,11 @@ class HSTULayer(nn.Module):
             The next `tokens` and `update`.
 
         """
+        if self._is_plain(tokens):
+            from hstu.fused_layer import options_for, whole_layer  # Triton comes with PyTorch for CUDA alone
+
+            if (options := options_for(self, tokens, sequences)) is not None:
+                return whole_layer(tokens, update, list(self.parameters()), options)
         pointwise = pointwise_for(tokens, fused=self.fused_norms)
         project = partial(self._project, pointwise)
         if self.recompute:  # keeps the argument: the sum, not its parts
@@ -80,6 +85,13 @@ class HSTULayer(nn.Module):
             attended = self.attention(q, k, v, sequences)
             gated = pointwise.gate(attended, u, self.output_norm)
         return tokens, self.output(self.dropout(gated))
+
+    def _is_plain(self, tokens: Tensor) -> bool:
+        """Return whether the layer does what `fused_layer` computes as a whole, on a GPU."""
+        if not (self.fused_norms and tokens.is_cuda) or (self.training and self.dropout.p):
+            return False
+        # With hooks, someone watches a part of the layer, or divides it among ranks.
+        return not any(part._forward_hooks or part._forward_pre_hooks for part in self.children())
 
     def _project(self, pointwise: Pointwise, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream, and what the first linear returns."""

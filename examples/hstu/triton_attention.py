@@ -138,26 +138,45 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (_with_dense_heads(tensor) for tensor in (query, key, value))
         ctx.save_for_backward(query, key, value)
-        ctx.sequences, ctx.scale_length, ctx.schedule = sequences, scale_length, schedule
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        common = (sequences, scale_length, schedule.order(sequences))
-        _launch(forward, FORWARD, [query, key, value], [output], *common, divides_samples=True)
-        return output
+        ctx.options = (sequences, scale_length, schedule)
+        return attend(query, key, value, *ctx.options)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        inputs = [query, key, value, _with_dense_heads(gradient)]
-        d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
-        schedule = ctx.schedule
-        common = (ctx.sequences, ctx.scale_length, schedule.order(ctx.sequences), schedule.divides_samples)
-        _launch(schedule.backward_query, BACKWARD_QUERY, inputs, [d_query], *common)
-        # Two sums [128, 256] do not fit into registers, and computing the scores twice is faster than smaller blocks.
-        parts = [(True, False), (False, True)] if query.shape[-1] == 256 else [(True, True)]
+        return *attend_backward(query, key, value, _with_dense_heads(gradient), *ctx.options), None, None, None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale_length: int, schedule: Schedule
+) -> Tensor:
+    """Return what `triton_attention` does, without gradients; heads must be dense."""
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    common = (sequences, scale_length, schedule.order(sequences))
+    _launch(forward, FORWARD, [query, key, value], [output], *common, divides_samples=True)
+    return output
+
+
+def attend_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    sequences: Sequences,
+    scale_length: int,
+    schedule: Schedule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given that of the output; heads must be dense."""
+    inputs = [query, key, value, gradient]
+    d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    common = (sequences, scale_length, schedule.order(sequences), schedule.divides_samples)
+    _launch(schedule.backward_query, BACKWARD_QUERY, inputs, [d_query], *common)
+    # Two sums [128, 256] do not fit into registers, and computing the scores twice is faster than smaller blocks.
+    parts = [(True, False), (False, True)] if query.shape[-1] == 256 else [(True, True)]
+    for has_key, has_value in parts:
         outputs = [d_key, d_value]
-        for has_key, has_value in parts:
-            _launch(schedule.backward_key, BACKWARD_KEY, inputs, outputs, *common, HAS_KEY=has_key, HAS_VALUE=has_value)
-        return d_query, d_key, d_value, None, None, None
+        _launch(schedule.backward_key, BACKWARD_KEY, inputs, outputs, *common, HAS_KEY=has_key, HAS_VALUE=has_value)
+    return d_query, d_key, d_value
 
 
 def _with_dense_heads(tensor: Tensor) -> Tensor:

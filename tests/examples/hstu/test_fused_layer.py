@@ -1,0 +1,84 @@
+"""Layers as a whole give what layers by parts give, and are chosen where nobody watches the parts."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+
+from hstu.attention import Sequences
+from hstu.layer import HSTULayer
+from tests.examples.hstu.samples import CONFIG
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_interpreted_layers_have_the_bits_of_layers_by_parts() -> None:
+    paths = [str(ROOT / "examples"), str(ROOT), *sys.path]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    program = Path(__file__).with_name("interpreted_layer.py")
+    result = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
+def test_layers_have_the_bits_of_layers_by_parts(mode: str) -> None:
+    from tests.examples.hstu.whole_layers import check_layers
+
+    check_layers(mode=mode, device="cuda")
+
+
+def _watch(layer: HSTULayer) -> None:
+    layer.attention.register_forward_hook(lambda *_: None)
+
+
+def _drop(layer: HSTULayer) -> None:
+    layer.dropout.p = 0.1
+
+
+def _pad(layer: HSTULayer) -> None:
+    layer.attention.name = "padded"
+
+
+def _unfuse(layer: HSTULayer) -> None:
+    layer.fused_norms = False
+
+
+def _keep(layer: HSTULayer) -> None:
+    pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "is_whole"), [(_keep, True), (_watch, False), (_drop, False), (_pad, False), (_unfuse, False)]
+)
+def test_a_layer_is_computed_as_a_whole_where_nobody_needs_its_parts(
+    change: Callable[[HSTULayer], None], is_whole: bool
+) -> None:
+    layer = HSTULayer(replace(CONFIG, hidden=64, heads=1, head_dim=64, attention="triton", dropout=0.0)).cuda()
+    change(layer)
+    none = torch.zeros(1, dtype=torch.int64, device="cuda")
+    sequences = Sequences(
+        offsets=torch.tensor([0, 5], device="cuda"),
+        num_contextual=none,
+        num_candidates=none,
+        num_tokens=5,
+        max_length=5,
+    )
+    tokens = torch.randn(5, 64, device="cuda")
+    _, update = layer(tokens, tokens, sequences)
+    assert (type(update.grad_fn).__name__ == "_LayerBackward") is is_whole
+
+
+def test_on_the_cpu_a_layer_is_computed_by_parts() -> None:
+    assert not HSTULayer(replace(CONFIG, dropout=0.0))._is_plain(torch.zeros(1, CONFIG.hidden))

@@ -1,0 +1,96 @@
+"""Layers as a whole beside layers by parts, for GPUs and Triton's interpreter."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hstu import fused, unfused
+from hstu.attention import Sequences, padded_attention
+from hstu.by_sample_attention import by_sample_attention
+from hstu.fused_layer import options_for, whole_layer
+from hstu.layer import HSTULayer
+from hstu.pointwise import Pointwise
+from hstu.triton_attention import triton_attention
+from tests.examples.hstu.pointwise_errors import MODES, Results, check
+from tests.examples.hstu.samples import CONFIG
+
+LENGTHS = [12, 0, 37]
+ATTENTIONS = {"triton": triton_attention, "triton-by-sample": by_sample_attention}
+
+
+def check_layers(*, mode: str, device: str) -> None:
+    """Check that whole layers give the bits of fused parts, and are as exact as torch's operations.
+
+    Args:
+        mode: of `MODES`.
+        device: `cpu` in Triton's interpreter.
+
+    """
+    exact = run(by_parts(unfused, padded_attention), mode=None, device=device)
+    reference = run(by_parts(unfused, padded_attention), mode=mode, device=device)
+    for name, attention in ATTENTIONS.items():
+        parts = run(by_parts(fused, attention), mode=mode, device=device)
+        for recompute in (False, True):
+            whole = run(as_a_whole, mode=mode, device=device, attention=name, recompute=recompute)
+            check(whole, reference, exact, MODES[mode], tolerance=5)
+            different = [key for key in parts if not torch.equal(whole[key], parts[key])]
+            assert not different, f"{name}: {different} differ from those by parts"
+
+
+def as_a_whole(layer: HSTULayer, tokens: torch.Tensor, update: torch.Tensor, sequences: Sequences) -> Any:
+    """Apply a layer as a whole."""
+    options = options_for(layer, tokens, sequences)
+    assert options is not None
+    return whole_layer(tokens, update, list(layer.parameters()), options)
+
+
+def by_parts(pointwise: Pointwise, attention: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return what applies a layer by parts."""
+
+    def apply(layer: HSTULayer, tokens: torch.Tensor, update: torch.Tensor, sequences: Sequences) -> Any:
+        stream, projected = layer._project(pointwise, tokens, update)
+        u, v, q, k = pointwise.activate(projected, layer.head_dim)
+        attended = attention(q, k, v, sequences, scale_length=layer.attention.scale_length)
+        return stream, layer.output(pointwise.gate(attended, u, layer.output_norm))
+
+    return apply
+
+
+def run(
+    apply: Callable[..., Any], *, mode: str | None, device: str, attention: str = "padded", recompute: bool = False
+) -> Results:
+    """Return a layer's results and all gradients; mode None: in float64."""
+    torch.manual_seed(0)
+    shape = replace(CONFIG, hidden=48, heads=1 if device == "cpu" else 4, head_dim=64, attention=attention, recompute=recompute)
+    layer = HSTULayer(shape)
+    num_tokens = sum(LENGTHS)
+    draws = torch.randn(4, num_tokens, 48).bfloat16().float().unbind()
+    wide = torch.float64 if mode is None else torch.bfloat16 if mode == "bf16" else torch.float32
+    narrow = torch.float64 if mode is None else MODES[mode]
+    for parameter in layer.parameters():
+        parameter.data = parameter.bfloat16().float()
+    layer.to(device, wide)
+    tokens, update, d_tokens, d_update = (
+        draw.to(device, dtype) for draw, dtype in zip(draws, (wide, narrow, wide, narrow), strict=True)
+    )
+    offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
+    sequences = Sequences(
+        offsets=offsets,
+        num_contextual=torch.tensor([2, 0, 1], device=device),
+        num_candidates=torch.tensor([2, 0, 20], device=device),
+        num_tokens=num_tokens,
+        max_length=max(LENGTHS),
+    )
+    tokens.requires_grad_(), update.requires_grad_()
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mode == "autocast"):
+        results = apply(layer, tokens, update, sequences)
+    torch.autograd.backward(results, [d_tokens, d_update])
+    leaves = {"tokens": tokens, "update": update, **dict(layer.named_parameters())}
+    gradients = {}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, name
+        assert leaf.grad.dtype == leaf.dtype
+        gradients[f"d_{name}"] = leaf.grad
+    return {"next_tokens": results[0].detach(), "next_update": results[1].detach(), **gradients}
