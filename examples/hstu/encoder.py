@@ -30,7 +30,7 @@ class HSTUEncoder(nn.Module):
             sequences: where the samples are.
 
         Returns:
-            [tokens, hidden].
+            [tokens, hidden]; under autocast in the dtype of the linears if norms are fused, else in float32.
 
         """
         embeddings = embeddings.to(self.norm.weight.dtype)  # tables may be in another one
