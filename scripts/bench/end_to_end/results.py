@@ -79,7 +79,7 @@ class Segment:
     """[steps]: index of each step's batch, 0..N-1."""
     marks: Floats
     """[W, steps, 5]: when a rank's GPU reached a point of the step, in milliseconds since a moment that is the same for
-    all ranks: the end of the step before; the begin of the encoder's forward, after its embeddings have arrived; the end
+    all ranks: the end of the step before; the begin of the encoder's forward, after its embeddings have come; the end
     of the forward; the end of the encoder's backward; the end of the step, its optimizer included."""
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-
 from hstu.attention import Sequences
 from hstu.layer import HSTULayer
 from tests.examples.hstu.samples import CONFIG

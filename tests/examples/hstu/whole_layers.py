@@ -63,7 +63,9 @@ def run(
 ) -> Results:
     """Return a layer's results and all gradients; mode None: in float64."""
     torch.manual_seed(0)
-    shape = replace(CONFIG, hidden=48, heads=1 if device == "cpu" else 4, head_dim=64, attention=attention, recompute=recompute)
+    shape = replace(
+        CONFIG, hidden=48, heads=1 if device == "cpu" else 4, head_dim=64, attention=attention, recompute=recompute
+    )
     layer = HSTULayer(shape)
     num_tokens = sum(LENGTHS)
     draws = torch.randn(4, num_tokens, 48).bfloat16().float().unbind()
