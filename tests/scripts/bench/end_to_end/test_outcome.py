@@ -57,6 +57,7 @@ def test_a_run_that_ended_well_has_the_result_of_its_processes(task: WorkerTask)
         ),
         ("RuntimeError: CUDA error: out of memory\n" + _SUMMARY, "out of memory"),
         (_SUMMARY + _KILLED, "Signal 9 (SIGKILL)"),
+        ("ValueError: bad luck\n" + _SUMMARY + _KILLED, "ValueError: bad luck"),  # torchrun killed one that hung
         ("goodbye\n" + _SUMMARY, "goodbye"),
         (_SUMMARY.replace(_CHILD_FAILED, ""), "exit code 3"),
         ("RuntimeError: \x1b[31mred\n", "RuntimeError: \\x1b[31mred"),
