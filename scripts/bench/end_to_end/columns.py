@@ -31,12 +31,12 @@ class Speed:
     """Median over steps of the maximum over ranks of a step's time."""
     slowest_p95_ms: float
     """95th percentile of the same."""
-    tokens_per_second: float
+    tokens_per_second: Spread
     """Tokens of all data-parallel ranks over the sum of T: ranks that divide the heads of one batch count it once."""
     tflops: float
     """TFLOP/s of a GPU: model FLOPs of all GPUs over the sum of T, over the number of GPUs."""
-    mfu: float | None
-    """Model FLOPs utilization: `tflops` over the GPU's peak. None where the peak is not known."""
+    peak_tflops: float | None
+    """Peak of a GPU. None where it is not known."""
     speedup: Spread | None
     """`tokens_per_second` over that of the row's baseline. The range is that of all pairs of a round of either."""
     added: Spread | None
@@ -44,21 +44,26 @@ class Speed:
     peak_gib: tuple[float, ...]
     """[W]: GiB of device memory allocated at most."""
 
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: `tflops` over the peak."""
+        return self.tflops / self.peak_tflops if self.peak_tflops else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evenness:
     """How even the work of the ranks was, and what it cost to make it so."""
 
     to_even: Spread | None
-    """Median of T over that with perfectly even batches. By round, then the mean of rounds; likewise below."""
+    """Step time over that with perfectly even batches: medians of each batch, means over batches; see `by_round`."""
     prepared_to_even: Spread | None
     """The same for batches that were balanced before the clock started."""
     exposed: Spread | None
-    """Time that balancing adds to a step: median of T over that with prepared batches, - 1."""
+    """Time that balancing adds to a step: likewise the step time over that with prepared batches, - 1."""
     exposed_ms: Spread | None
-    """The same in milliseconds: difference of the medians."""
+    """The same in milliseconds."""
     exposed_mean: Spread | None
-    """As `exposed`, of means instead of medians: rare stalls count too."""
+    """As `exposed`, of means of each batch instead of medians: rare stalls count too."""
     load_before: float | None
     """Load of the heaviest rank over the mean of the ranks before balancing, mean over batches."""
     load_after: float
@@ -97,11 +102,11 @@ class Row:
     adds_to: str | None
     """The run that it adds settings to."""
     baseline: str | None
-    """The first run of its chain that was measured: the run itself where there is nothing before it."""
+    """The first run of its chain that was measured, maybe the run itself. None: there is no result of a run before."""
     strategy: str
     """How samples are distributed: UNBALANCED, or the name of a strategy."""
     setup: str
-    """All other settings, and the number of GPUs: rows with the same setup differ in balancing alone."""
+    """All other settings, workload and number of GPUs: rows with the same setup differ in balancing alone."""
     cost: str | None
     """Class of the cost by which samples are balanced."""
     speed: Speed | None = None
@@ -142,8 +147,7 @@ def heaviest_over_mean(loads: Ints) -> Floats:
 
 
 def _make_row(result: RunResult, by_name: Mapping[str, RunResult]) -> Row:
-    chain = _measured_chain(result, by_name)
-    baseline = chain[-1] if chain else None
+    baseline = _baseline(result, by_name)
     parent = by_name.get(result.adds_to or "")
     return Row(
         name=result.name,
@@ -153,24 +157,26 @@ def _make_row(result: RunResult, by_name: Mapping[str, RunResult]) -> Row:
         adds_to=result.adds_to,
         baseline=None if baseline is None else baseline.name,
         strategy=strategy_of(result),
-        setup=json.dumps(
-            [result.gpus, {key: value for key, value in result.settings.items() if key not in _NOT_COMPARED}],
-            sort_keys=True,
-        ),
+        setup=_setup(result),
         cost=None if result.cost is None else result.cost["name"],
         speed=_speed(result, baseline, parent) if _is_measured(result) else None,
         evenness=_evenness(result) if _is_measured(result) else None,
     )
 
 
-def _measured_chain(result: RunResult, by_name: Mapping[str, RunResult]) -> list[RunResult]:
-    """Return the measured runs from a run back to the first of its chain."""
-    chain: dict[str, RunResult] = {}
-    run: RunResult | None = result
-    while run is not None and run.name not in chain:
-        chain[run.name] = run
-        run = by_name.get(run.adds_to or "")
-    return [run for run in chain.values() if _is_measured(run)]
+def _setup(result: RunResult) -> str:
+    settings = {key: value for key, value in result.settings.items() if key not in _NOT_COMPARED}
+    return json.dumps([result.gpus, result.workload, settings], sort_keys=True)
+
+
+def _baseline(result: RunResult, by_name: Mapping[str, RunResult]) -> RunResult | None:
+    """Return the first run of a run's chain that was measured; None where the chain is broken."""
+    chain = [result]
+    while (name := chain[-1].adds_to) is not None:
+        if name not in by_name:
+            return None
+        chain.append(by_name[name])
+    return next((run for run in reversed(chain) if _is_measured(run)), None)
 
 
 def _is_measured(result: RunResult) -> bool:
@@ -189,9 +195,9 @@ def _speed(result: RunResult, baseline: RunResult | None, parent: RunResult | No
         step_p95_ms=float(np.percentile(steps, 95)),
         slowest_ms=float(np.median(slowest)),
         slowest_p95_ms=float(np.percentile(slowest, 95)),
-        tokens_per_second=_tokens_per_second(result, live),
+        tokens_per_second=_tokens_per_second(result),
         tflops=tflops,
-        mfu=tflops * 1e12 / result.peak_flops if result.peak_flops else None,
+        peak_tflops=result.peak_flops and result.peak_flops / 1e12,
         speedup=_speedup(result, baseline),
         added=_speedup(result, parent),
         peak_gib=tuple(float(peak) / _GIB for peak in peaks),
@@ -211,24 +217,22 @@ def _flops(result: RunResult, segments: Sequence[Segment]) -> float:
     return float(sum(per_batch[segment.batch].sum() for segment in segments))
 
 
-def _tokens_per_second(result: RunResult, segments: Sequence[Segment]) -> float:
+def _tokens_per_second(result: RunResult) -> Spread:
     assert result.balanced is not None
-    ranks_per_batch = result.gpus // result.data_ranks
-    per_batch = result.balanced.tokens.sum(axis=0) / ranks_per_batch
-    tokens = sum(per_batch[segment.batch].sum() for segment in segments)
-    return float(tokens / sum(job_ms(segment).sum() for segment in segments) * 1e3)
+    per_batch = result.balanced.tokens.sum(axis=0) / (result.gpus // result.data_ranks)
+    live = segments_of(result, LIVE)
+    tokens = [float(per_batch[segment.batch].sum()) for segment in live]
+    seconds = [float(job_ms(segment).sum()) / 1e3 for segment in live]
+    rounds = [one / other for one, other in zip(tokens, seconds, strict=True)]
+    return Spread(value=sum(tokens) / sum(seconds), low=min(rounds), high=max(rounds))
 
 
 def _speedup(result: RunResult, other: RunResult | None) -> Spread | None:
     if other is None or not _is_measured(other):
         return None
-    live, before = segments_of(result, LIVE), segments_of(other, LIVE)
-    value = _tokens_per_second(result, live) / _tokens_per_second(other, before)
     if other is result:
-        return Spread(value=value, low=value, high=value)
-    rounds = [_tokens_per_second(result, [segment]) for segment in live]
-    others = [_tokens_per_second(other, [segment]) for segment in before]
-    return Spread(value=value, low=min(rounds) / max(others), high=max(rounds) / min(others))
+        return Spread(value=1.0, low=1.0, high=1.0)
+    return _tokens_per_second(result).over(_tokens_per_second(other))
 
 
 def _evenness(result: RunResult) -> Evenness:
@@ -268,4 +272,4 @@ def _moved(balance: Balance | None) -> dict[str, float | None]:
 
 
 def _throughput(row: Row) -> float:
-    return row.speed.tokens_per_second if row.speed else 0.0
+    return row.speed.tokens_per_second.value if row.speed else 0.0

@@ -32,6 +32,10 @@ class Spread:
             return None
         return cls(value=float(np.mean(values)), low=min(values), high=max(values))
 
+    def over(self, other: Self) -> "Spread":
+        """Return the ratio to another number, of other rounds: its range is that of all pairs of rounds."""
+        return Spread(value=self.value / other.value, low=self.low / other.high, high=self.high / other.low)
+
     @property
     def noise(self) -> float:
         """Half the range of the rounds; 0 for a single round, which says nothing about noise."""
@@ -70,22 +74,28 @@ def segments_of(result: RunResult, kind: str) -> tuple[Segment, ...]:
 
 
 def by_round(result: RunResult, kinds: tuple[str, str], statistic: Statistic) -> list[tuple[float, float]]:
-    """Return a statistic of the steps' times with two kinds of batches, for each round that has both: [rounds].
+    """Return the mean over batches of a step's time with two kinds of batches, for each round that has both: [rounds].
 
-    Steps of a batch that only one of the kinds has trained in that round are left out, so that a round with fewer
-    steps than batches compares like with like.
+    The time of a batch is the statistic of the round's steps with it; that of a batch which only one of the kinds has
+    trained does not count. So steps are compared with those of the same samples: batches differ far more than kinds do,
+    and the noise of a median over all steps would hide half a percent.
     """
     first, second = ({segment.round: segment for segment in segments_of(result, kind)} for kind in kinds)
     pairs = []
     for number in sorted(first.keys() & second.keys()):
-        segments = first[number], second[number]
-        common = np.intersect1d(segments[0].batch, segments[1].batch)
-        if len(common):
-            one, other = (job_ms(segment)[np.isin(segment.batch, common)] for segment in segments)
-            pairs.append((statistic(one), statistic(other)))
+        one, other = (_by_batch(segments[number], statistic) for segments in (first, second))
+        if common := one.keys() & other.keys():
+            pairs.append(
+                (sum(one[key] for key in common) / len(common), sum(other[key] for key in common) / len(common))
+            )
     return pairs
 
 
+def _by_batch(segment: Segment, statistic: Statistic) -> dict[int, float]:
+    times = job_ms(segment)
+    return {int(batch): float(statistic(times[segment.batch == batch])) for batch in np.unique(segment.batch)}
+
+
 def ratio(result: RunResult, kinds: tuple[str, str], statistic: Statistic = np.median) -> Spread | None:
-    """Return the statistic with the first kind of batches over that with the second: of each round, and their mean."""
+    """Return the mean of `by_round` with the first kind of batches over that with the second."""
     return Spread.of_rounds([one / other for one, other in by_round(result, kinds, statistic)])

@@ -6,17 +6,16 @@ what the ranks do.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from end_to_end.columns import Evenness, Row, Speed
 from end_to_end.step_times import Spread
 from evenrank.cli import console
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 NOTHING = "-"
-_NAME_WIDTH = 26  # of the terminal table
+_WIDTH, _NAME_WIDTH = 120, 26  # of the tables in the terminal, and at most of a name there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +86,14 @@ SPEED = (
     ),
     Column(
         header=("1,000", "tokens/s"),
-        cell=_speed(lambda speed: f"{speed.tokens_per_second / 1e3:,.1f}"),
+        cell=_speed(lambda speed: f"{speed.tokens_per_second.value / 1e3:,.1f}"),
         note="of all data-parallel ranks, over the time of all steps measured.",
     ),
     Column(header=("TFLOP/s",), cell=_speed(lambda speed: f"{speed.tflops:.1f}"), note="model FLOPs, of a GPU."),
     Column(header=("MFU",), cell=_speed(lambda speed: _percent(speed.mfu)), note="of the GPU's dense bf16 peak."),
     Column(
         header=("speed-up",),
-        cell=_speed(lambda speed: with_noise(speed.speedup, 2)),
+        cell=_speed(lambda speed: with_noise(speed.speedup, 3)),
         note="tokens/s over those of the first measured run of the chain; ± is half the range over pairs of rounds.",
     ),
     Column(header=("adds",), cell=_speed(_added), note="tokens/s, compared with the run that it adds to."),
@@ -117,8 +116,8 @@ BALANCE = (
     Column(
         header=("step /", "even"),
         cell=_evenness(lambda even: with_noise(even.to_even, 3)),
-        note="median step over that with perfectly even batches: every rank has the same lengths, of the step's mean "
-        "cost; ± is half the range over rounds.",
+        note="step time over that with perfectly even batches, which give every rank the same lengths, of the step's "
+        "mean cost: medians of each batch, then the mean over batches; ± is half the range over rounds.",
     ),
     Column(
         header=("prepared", "/ even"),
@@ -128,7 +127,7 @@ BALANCE = (
     Column(
         header=("exposed", "%"),
         cell=_evenness(lambda even: with_noise(even.exposed, 2, scale=100)),
-        note="by which live balancing makes the median step longer than with prepared batches.",
+        note="by which live balancing makes a step longer than prepared batches do, computed likewise.",
     ),
     Column(
         header=("exposed", "ms"),
@@ -136,9 +135,9 @@ BALANCE = (
         note="the same in ms.",
     ),
     Column(
-        header=("of mean", "%"),
+        header=("with", "stalls %"),
         cell=_evenness(lambda even: _number(even.exposed_mean, 2, scale=100)),
-        note="the same of the mean step, so that rare stalls count.",
+        note="the same by the mean of each batch, so that rare stalls count.",
     ),
     Column(
         header=("moved", "samples", "/ tokens"),
@@ -179,23 +178,29 @@ RANKS = (
 )
 
 
-def terminal_table(columns: Sequence[Column], rows: Iterable[Row]) -> "Table":
+def terminal_table(columns: Sequence[Column], rows: Iterable[Row]) -> Table:
     """Return a table for the terminal; long names are wrapped."""
     name = "\n".join(columns[0].header)
     table = console.new_table(*("\n".join(column.header) for column in columns), left=[name], narrow=True)
-    table.columns[0].no_wrap = False
-    table.columns[0].max_width = _NAME_WIDTH
     for row in rows:
         table.add_row(*(column.cell(row) for column in columns))
+    table.columns[0].no_wrap = False
+    table.columns[0].max_width = _NAME_WIDTH
+    # On a narrower terminal, or in a file, lines are longer than that, rather than names and numbers cut off.
+    table.width = Console(width=_WIDTH).measure(table).maximum
     return table
 
 
 def markdown_table(columns: Sequence[Column], rows: Iterable[Row]) -> str:
-    """Return a table in Markdown, and below it what its columns are."""
+    """Return a table in Markdown."""
     lines = [[" ".join(column.header) for column in columns], ["---", *("---:" for _ in columns[1:])]]
     lines += [[_escape(column.cell(row)) for column in columns] for row in rows]
-    notes = [f"- {' '.join(column.header)}: {column.note}" for column in columns if column.note]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes]) + "\n"
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def notes(columns: Sequence[Column]) -> str:
+    """Return what the columns are, as a list in Markdown."""
+    return "".join(f"- {' '.join(column.header)}: {column.note}\n" for column in columns if column.note)
 
 
 def _escape(text: str) -> str:

@@ -14,14 +14,14 @@ def test_times_come_from_marks() -> None:
     np.testing.assert_allclose(job_ms(segment), [8, 5.5])
 
 
-def test_ratio_is_of_medians_within_rounds_and_then_the_mean_over_rounds() -> None:
+def test_ratio_is_of_medians_of_batches_and_then_the_mean_over_rounds() -> None:
     result = made_up.result(
         "a",
         [
-            made_up.segment(LIVE, 0, [10, 12, 100]),
-            made_up.segment(EVEN, 0, [10, 10, 10]),
-            made_up.segment(EVEN, 1, [20, 20, 20]),
-            made_up.segment(LIVE, 1, [20, 20, 20]),
+            made_up.segment(LIVE, 0, [10, 12, 100, 24], batch=[0, 0, 0, 1]),
+            made_up.segment(EVEN, 0, [10, 10, 20], batch=[0, 0, 1]),
+            made_up.segment(EVEN, 1, [20, 20]),
+            made_up.segment(LIVE, 1, [20, 20]),
         ],
     )
 

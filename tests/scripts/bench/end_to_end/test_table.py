@@ -6,7 +6,7 @@ from rich.console import Console
 from end_to_end.columns import Row, make_rows
 from end_to_end.results import EVEN, LIVE, PREPARED
 from end_to_end.step_times import Spread
-from end_to_end.table import BALANCE, RANKS, SPEED, markdown_table, terminal_table, with_noise
+from end_to_end.table import BALANCE, RANKS, SPEED, markdown_table, notes, terminal_table, with_noise
 from tests.scripts.bench.end_to_end import made_up
 
 WIDTH = 120
@@ -34,24 +34,27 @@ def rows() -> tuple[Row, ...]:
 
 
 def test_speed_in_markdown() -> None:
-    text = markdown_table(SPEED, rows())
-
-    assert text.splitlines()[:5] == [
+    assert markdown_table(SPEED, rows()).splitlines() == [
         "| run | GPUs | steps | step ms | p95 ms | slowest ms | 1,000 tokens/s | TFLOP/s | MFU | speed-up | adds "
         "| memory GiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| baseline | 2 | 4 | 20.00 | 20.00 | 20.00 | 15.0 | 0.0 | 0.5% | 1.00 | - | 2.0..3.0 |",
-        "| lpt \\| swap | 2 | 4 | 10.60 | 11.10 | 10.60 | 28.3 | 0.0 | 0.9% | 1.89 ±0.09 | +88.7% | 2.0..3.0 |",
+        "| baseline | 2 | 4 | 20.00 | 20.00 | 20.00 | 15.0 | 0.0 | 0.5% | 1.000 | - | 2.0..3.0 |",
+        "| lpt \\| swap | 2 | 4 | 10.60 | 11.10 | 10.60 | 28.3 | 0.0 | 0.9% | 1.887 ±0.089 | +88.7% | 2.0..3.0 |",
         "| padded (failed: out of memory) | 2 | - | - | - | - | - | - | - | - | - | - |",
     ]
-    assert "- 1,000 tokens/s: of all data-parallel ranks, over the time of all steps measured." in text.splitlines()
+
+
+def test_notes_say_what_columns_are() -> None:
+    assert "- 1,000 tokens/s: of all data-parallel ranks, over the time of all steps measured." in notes(SPEED).split(
+        "\n"
+    )
 
 
 def test_balance_in_markdown() -> None:
     lines = markdown_table(BALANCE, rows()).splitlines()
 
     assert lines[0] == (
-        "| run | load before | load after | step / even | prepared / even | exposed % | exposed ms | of mean % "
+        "| run | load before | load after | step / even | prepared / even | exposed % | exposed ms | with stalls % "
         "| moved samples / tokens |"
     )
     assert lines[2:5] == [
