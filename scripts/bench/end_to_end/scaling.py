@@ -215,7 +215,8 @@ def strategy_of(run: RunResult) -> str:
 def scaled_runs(results: Sequence[RunResult]) -> Iterator[list[RunResult]]:
     """Yield, for each distribution of lengths, the runs of the configuration that was measured in most ways.
 
-    Ways are numbers of GPUs and strategies. Runs whose ranks divide heads are left out.
+    Ways are numbers of GPUs and strategies; of configurations with equally many, the one whose unbalanced steps are the
+    fastest on most GPUs. Runs whose ranks divide heads are left out.
     """
     groups: dict[str, dict[str, list[RunResult]]] = {}
     for result in results:
@@ -224,7 +225,15 @@ def scaled_runs(results: Sequence[RunResult]) -> Iterator[list[RunResult]]:
     for by_configuration in groups.values():
         calibrated = [runs for runs in by_configuration.values() if not all(is_balanced(run) for run in runs)]
         if calibrated:
-            yield max(calibrated, key=lambda runs: len({(run.gpus, strategy_of(run)) for run in runs}))
+            yield max(
+                calibrated,
+                key=lambda runs: (len({(run.gpus, strategy_of(run)) for run in runs}), -_unbalanced_ms(runs)),
+            )
+
+
+def _unbalanced_ms(runs: Sequence[RunResult]) -> float:
+    run = max((run for run in runs if not is_balanced(run)), key=lambda run: run.gpus)
+    return float(np.concatenate([job_ms(segment) for segment in trained_segments(run)]).mean())
 
 
 def write_section(out: Path, results: Sequence[RunResult]) -> str:

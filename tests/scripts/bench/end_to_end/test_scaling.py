@@ -148,6 +148,12 @@ def test_the_configuration_measured_in_most_ways_is_scaled() -> None:
     assert [[run.name for run in group] for group in scaled_runs(runs)] == [["recompute", "recompute, two"]]
 
 
+def test_of_configurations_measured_in_as_many_ways_the_fastest_is_scaled() -> None:
+    slow, fast = timed("slow", factors=(1.3,) * 4), timed("fast", settings={"recompute": True})
+    for order in ([slow, fast], [fast, slow]):
+        assert [[run.name for run in group] for group in scaled_runs(order)] == [["fast"]]
+
+
 def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_path: Path) -> None:
     runs = [timed("two", gpus=2, factors=(1.2, 1.2)), timed("four")]
     section = write_section(tmp_path, runs)
