@@ -43,7 +43,10 @@ class Replicated(Parallel):
     """All parameters are on all ranks."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, world: World) -> None:
-        self.model = DistributedDataParallel(model.to(world.device))
+        # As TorchRec's DistributedModelParallel wraps what it does not shard.
+        self.model = DistributedDataParallel(
+            model.to(world.device), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
+        )
         self.optimizer = _adamw(list(self.model.parameters()), config)
 
 
@@ -92,7 +95,6 @@ def distribute(model: nn.Module, config: TrainConfig, world: World) -> Parallel:
 
 
 def _adamw(parameters: list[Any], config: TrainConfig) -> torch.optim.Optimizer:
-    is_cuda = all(parameter.is_cuda for parameter in parameters)  # one kernel updates all, in one pass
-    return torch.optim.AdamW(
-        parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=is_cuda or None
-    )
+    # Otherwise a step launches several kernels, for DTensors even several for each.
+    fused = True if parameters[0].device.type == "cuda" else None
+    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)

@@ -68,13 +68,7 @@ def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, 
         poll(training)
         training.checkpoints.finish()  # so that a crash comes after it
 
-    # TorchRec initializes these once per process; the ranks of an earlier job would not take part again.
-    for module, name, value in (
-        (comm, "_INTRA_PG", None),
-        (comm, "_CROSS_PG", None),
-        (collective_utils, "_INITIALIZED", False),
-    ):
-        setattr(module, name, value)
+    reset_torchrec()
     config = TrainConfig(**{**SETTINGS, **options})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitors, "note", record)
@@ -84,6 +78,16 @@ def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, 
         except CrashError:
             return trained
     return dataclasses.replace(trained, stopped_by=stopped_by)
+
+
+def reset_torchrec() -> None:
+    """Undo what TorchRec initializes once per process; the ranks of an earlier job would not take part again."""
+    for module, name, value in (
+        (comm, "_INTRA_PG", None),
+        (comm, "_CROSS_PG", None),
+        (collective_utils, "_INITIALIZED", False),
+    ):
+        setattr(module, name, value)
 
 
 def together(parts: list[Trained]) -> tuple[dict[int, list[int]], dict[int, float]]:
