@@ -13,16 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.remote_device import _remote_device
 from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, placement, row_wise
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, EnumerableShardingSpec, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from hstu.initial_values import fill_rows
 
 
 class Embeddings(nn.Module):
@@ -31,8 +37,8 @@ class Embeddings(nn.Module):
     Args:
         tables: all of the same embedding_dim.
         min_sharded_rows: tables with at least so many rows are sharded, the others replicated.
-        device: where the tables are created; with `meta`, each rank creates its rows in `shard`, and no table is ever
-            in one piece.
+        device: where the tables to shard are created; with `meta`, each rank creates its rows in `shard`, and no table
+            is ever in one piece.
 
     """
 
@@ -42,9 +48,8 @@ class Embeddings(nn.Module):
         super().__init__()
         large = [table for table in tables if table.num_embeddings >= min_sharded_rows]
         small = [table for table in tables if table.num_embeddings < min_sharded_rows]
-        where = torch.device(device)
-        self.sharded = EmbeddingCollection(tables=large, device=where) if large else None
-        self.replicated = _ReplicatedTables(small, where) if small else None
+        self.sharded = EmbeddingCollection(tables=large, device=torch.device(device)) if large else None
+        self.replicated = _ReplicatedTables(small) if small else None
 
     def forward(self, features: KeyedJaggedTensor) -> Mapping[str, JaggedTensor]:
         """Return the embeddings of each feature that a table has: values [ids of the feature, embedding_dim].
@@ -61,11 +66,11 @@ class Embeddings(nn.Module):
 
 
 class _ReplicatedTables(nn.Module):
-    """Tables that all ranks have in full; DistributedDataParallel averages their gradients."""
+    """Tables that all ranks have in full; their gradients are averaged with those of the rest of the model."""
 
-    def __init__(self, tables: list[EmbeddingConfig], device: torch.device) -> None:
+    def __init__(self, tables: list[EmbeddingConfig]) -> None:
         super().__init__()
-        self.tables = EmbeddingCollection(tables=tables, device=device)
+        self.tables = EmbeddingCollection(tables=tables)
 
     def forward(self, features: KeyedJaggedTensor, ready: torch.cuda.Event | None) -> dict[str, JaggedTensor]:
         """Return the embeddings; on a GPU they are looked up on a side stream, which waits for `ready` alone."""
@@ -112,42 +117,69 @@ def shard(
     device: torch.device,
     *,
     fused: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     cached: bool = False,
+    seed: int = 0,
 ) -> DistributedModelParallel:
-    """Distribute a model that contains `Embeddings`. Collective: every rank must call this.
+    """Distribute a model that contains `Embeddings`. Collective: every rank of the job must call this.
 
-    The gradients of all parameters are averaged over the ranks, those of the sharded tables included. Tables that are
-    not on the device `meta` keep their values, which must be the same on all ranks.
+    The gradients of all parameters are averaged over the data-parallel ranks, those of the sharded tables included.
+    Tables that are not on the device `meta` keep their values, which must be the same on all ranks.
 
     Args:
         model: is changed; use the returned one.
         device: where to train.
         fused: FBGEMM's options of the sharded tables, which backward updates: `optimizer` (an EmbOptimType; on the CPU
             EXACT_SGD or an Adagrad), `learning_rate`, and so on.
-        group: the data-parallel ranks, over NCCL if the device is a GPU; None: the default process group.
+        group: the data-parallel ranks, over NCCL if the device is a GPU; None: the default process group. Beside
+            `hstu.parallel.tensor_parallel`, one dimension of the device mesh, which divides the tables and, by
+            `fully_shard`, all other parameters: DistributedDataParallel does not take those that are DTensors. These
+            other parameters must then be the same on all its ranks.
         cached: keep the sharded tables in host memory, and rows in use in a cache on the device, which the pipeline
             `prefetch` fills ahead.
+        seed: of tables on the device `meta`. Their initial values depend on it, the table and the row alone, not on the
+            number of ranks: see `fill_rows`.
 
     """
-    env = ShardingEnv.from_process_group(group or dist.group.WORLD)
+    ranks = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
+    assert ranks is not None
+    env = ShardingEnv.from_process_group(ranks)
     sharder = EmbeddingCollectionSharder(fused_params={**fused, "prefetch_pipeline": True} if cached else dict(fused))
     by_rows = row_wise(compute_kernel="fused_uvm_caching" if cached else "fused")
+    collections = _sharded_collections(model)
+    local_size = get_local_size(dist.get_world_size())
     plan = ShardingPlan(
         {
             path: construct_module_sharding_plan(
                 collection,
                 {table.name: by_rows for table in collection.embedding_configs()},
                 sharder,
-                local_size=get_local_size(env.world_size),
+                local_size=local_size,
                 world_size=env.world_size,
                 device_type=device.type,
             )
-            for path, collection in _sharded_collections(model).items()
+            for path, collection in collections.items()
         }
     )
-    # Parameters without a plan go into DistributedDataParallel.
-    return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=[sharder])
+    for tables in plan.plan.values():
+        assert isinstance(tables, EmbeddingModuleShardingPlan)
+        _place(tables, device, local_size, ranks)
+    parallel = DistributedModelParallel(
+        model,
+        env=env,
+        device=device,
+        plan=plan,
+        sharders=[sharder],
+        # Parameters without a plan go there.
+        data_parallel_wrapper=_FullyShard(group) if isinstance(group, DeviceMesh) else DefaultDataParallelWrapper(),
+    )
+    for path, collection in collections.items():
+        if collection.device.type == "meta":
+            for table in collection.embedding_configs():
+                mine = plan.plan[path][table.name].sharding_spec.shards[env.rank]
+                rows = parallel.module.get_parameter(f"{path}.embeddings.{table.name}.weight")
+                fill_rows(rows, table, first_row=mine.shard_offsets[0], seed=seed)
+    return parallel
 
 
 def _sharded_collections(model: nn.Module) -> dict[str, EmbeddingCollection]:
@@ -157,6 +189,30 @@ def _sharded_collections(model: nn.Module) -> dict[str, EmbeddingCollection]:
         for path, module in model.named_modules()
         if isinstance(module, Embeddings) and module.sharded is not None
     }
+
+
+def _place(
+    tables: EmbeddingModuleShardingPlan, device: torch.device, local_size: int, group: dist.ProcessGroup
+) -> None:
+    """Place the shards of a group's ranks, which TorchRec numbers from 0, on these ranks of the job."""
+    for table in tables.values():
+        assert isinstance(table.sharding_spec, EnumerableShardingSpec)
+        for part in table.sharding_spec.shards:
+            rank = dist.get_global_rank(group, part.placement.rank())
+            part.placement = _remote_device(placement(device.type, rank, local_size))
+
+
+class _FullyShard(DataParallelWrapper):  # type: ignore[misc]
+    """Has `fully_shard` divide all parameters but those of sharded tables."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        model = dmp.module.to(device)
+        parts = [part for path in dmp.plan.plan for part in model.get_submodule(path).modules()]
+        tables = {table for part in parts for table in part.parameters(recurse=False)}
+        fully_shard(model, mesh=self._mesh, ignored_params=tables)
 
 
 def make_optimizer(

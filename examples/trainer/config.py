@@ -124,7 +124,7 @@ class TrainConfig:
     def _check_tensor_parallel(self) -> None:
         asked = f"tensor_parallel = {self.tensor_parallel}"
         # The evaluation of retrieval uses parameters outside the model's forward, where no rank has whole ones.
-        for name, needed in (("model", "hstu"), ("task", "ranking"), ("embeddings", "replicated")):
+        for name, needed in (("model", "hstu"), ("task", "ranking")):
             if (value := getattr(self, name)) != needed:
                 raise ConfigError(
                     f"{asked} works with {name} = {needed!r} alone, got {value!r}; choose that, or tensor_parallel = 1"

@@ -68,7 +68,8 @@ def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
 
 def _embeddings(config: TrainConfig, configs: list[EmbeddingConfig]) -> nn.Module:
     if config.embeddings == "sharded":
-        return Embeddings(configs, min_sharded_rows=config.min_sharded_rows)
+        # Too large for the memory of one process, perhaps.
+        return Embeddings(configs, min_sharded_rows=config.min_sharded_rows, device="meta")
     replicated: nn.Module = EmbeddingCollection(tables=configs)
     return replicated
 

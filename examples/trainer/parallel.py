@@ -62,7 +62,10 @@ class DividedHeads(Parallel):
 
 
 class Sharded(Parallel):
-    """The rows of large embedding tables are distributed over the ranks; backward updates them by row-wise Adagrad."""
+    """The rows of large tables are distributed over the data-parallel ranks; backward updates them by row-wise Adagrad.
+
+    Where heads are divided, peers have equal rows, and all else is as in `DividedHeads`.
+    """
 
     def __init__(self, model: nn.Module, config: TrainConfig, world: World) -> None:
         fused = {
@@ -70,7 +73,16 @@ class Sharded(Parallel):
             "learning_rate": config.embedding_learning_rate,
             "eps": 1e-8,
         }
-        sharded = shard(model, world.device, fused=fused, cached=config.pipeline == "prefetch")
+        if world.mesh is not None:  # the tables are in no device's memory yet
+            tensor_parallel(model.get_submodule("dense").to(world.device), world.mesh["tp"])
+        sharded = shard(
+            model,
+            world.device,
+            fused=fused,
+            group=world.data,
+            cached=config.pipeline == "prefetch",
+            seed=config.seed,
+        )
         self.model = sharded
         self.optimizer: CombinedOptimizer = make_optimizer(sharded, lambda parameters: _adamw(parameters, config))
 
@@ -89,9 +101,9 @@ class Sharded(Parallel):
 
 def distribute(model: nn.Module, config: TrainConfig, world: World) -> Parallel:
     """Return a model as the settings distribute it. Collective: every rank must call this."""
-    if world.mesh is not None:
-        return DividedHeads(model, config, world)
-    return (Sharded if config.embeddings == "sharded" else Replicated)(model, config, world)
+    if config.embeddings == "sharded":
+        return Sharded(model, config, world)
+    return (Replicated if world.mesh is None else DividedHeads)(model, config, world)
 
 
 def _adamw(parameters: list[Any], config: TrainConfig) -> torch.optim.Optimizer:

@@ -46,7 +46,6 @@ def test_options_override_the_file_and_the_file_the_defaults(toml: Path) -> None
             "= 2 works with model = 'hstu' alone, got 'semantic-ids'; choose that, or tensor_parallel = 1",
         ),
         ('tensor_parallel = 2\ntask = "retrieval"', "works with task = 'ranking' alone, got 'retrieval'"),
-        ('tensor_parallel = 2\nembeddings = "sharded"', "works with embeddings = 'replicated' alone, got 'sharded'"),
     ],
 )
 def test_a_mistake_in_the_file_is_an_error_with_its_value_and_the_file(toml: Path, text: str, message: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -108,6 +109,24 @@ def test_heads_divided_between_gpus_give_the_losses_of_one_gpu_and_its_checkpoin
     divided = _losses_on_gpus(small_dataset, tmp_path / "parts", 2, "--tensor-parallel", "2", "--max-steps", "5")
     assert divided == pytest.approx(whole[:5], rel=1e-3)
     assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1) == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(("num_ranks", "pipeline"), [(2, "none"), (2, "prefetch"), (4, "sparse-dist")])
+def test_divided_heads_and_sharded_tables_on_gpus_give_the_losses_of_one_gpu_and_its_checkpoints_resume(
+    small_dataset: Path, tmp_path: Path, num_ranks: int, pipeline: str
+) -> None:
+    """On four GPUs, the rows of tables are divided too."""
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA devices, there are {torch.cuda.device_count()}")
+    sharded = ["--embeddings", "sharded", "--min-sharded-rows", "300", "--pipeline", pipeline]
+    batch, divided_batch = ["--batch-size", "32"], ["--batch-size", str(64 // num_ranks), "--tensor-parallel", "2"]
+    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1, *sharded, *batch)
+    divided = _losses_on_gpus(
+        small_dataset, tmp_path / "parts", num_ranks, *sharded, *divided_batch, "--max-steps", "5"
+    )
+    assert divided == pytest.approx(whole[:5], rel=1e-3)
+    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1, *sharded, *batch) == pytest.approx(whole, rel=1e-3)
 
 
 def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path: Path) -> None:
