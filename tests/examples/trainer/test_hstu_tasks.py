@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
+from evenrank.datasets.schema import SCHEMA_VERSION, Manifest
 from evenrank.training.flops import ModelFlops, mlp_flops
 from hstu.layer import HSTULayer
 from trainer.config import TrainConfig
@@ -44,6 +46,31 @@ def test_flops_are_those_of_a_ranks_heads(small_dataset: Path) -> None:
     all_ranks_alike = mlp_flops((8, 16, 16))
     assert divided.per_token - all_ranks_alike == (whole.per_token - all_ranks_alike) // 2
     assert divided.per_prediction == whole.per_prediction
+
+
+def test_a_ranking_model_needs_no_dataset_but_vocabulary_sizes() -> None:
+    """Tables of any size: no rank has a sharded one in full."""
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        dataset="random",
+        sources=(),
+        options={},
+        splits={},
+        contextual=(),
+        extra_events={},
+        vocabulary_sizes={"user_id": 50_000_000, "item_id": 50_000_000, "action": 256},
+        context_labels={},
+        content_hash="",
+    )
+    config = TrainConfig(num_tasks=8, user_id=True, embeddings="sharded", embedding_dim=128)
+    task = ranking(config, manifest, WORLD)
+    tables = {name.split(".")[-2]: (weight.shape, weight.device) for name, weight in task.model.named_parameters()}
+    assert tables["user_id"] == tables["item_id"] == ((50_000_000, 128), torch.device("meta"))
+    assert tables["action"] == ((256, 128), torch.device("cpu"))
+    assert task.num_tasks == 8
+    read = task.read(batch_size=32)
+    assert isinstance(read, LoaderConfig)
+    assert (read.user_id, read.num_tasks) == (True, 8)
 
 
 def test_an_unknown_attention_is_an_error_that_lists_the_known(small_dataset: Path) -> None:
