@@ -133,3 +133,16 @@ def test_settings_are_those_of_the_training_job(ranks: RankPool, settings: dict[
     result = ranks.run(2, run, settings)[0]
     assert len(result.segments) == 6
     assert {name: result.settings[name] for name in settings} == settings
+
+
+def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
+    result = ranks.run(4, run, {"tensor_parallel": 2, "embeddings": "sharded", "strategy": "lpt-swap"})[0]
+    assert (result.gpus, result.data_ranks) == (4, 2)
+    work, balance = result.balanced, result.balance
+    assert work is not None
+    assert balance is not None
+    np.testing.assert_array_equal(work.sample_tokens[0], work.sample_tokens[1])
+    np.testing.assert_array_equal(work.sample_tokens[2], work.sample_tokens[3])
+    np.testing.assert_array_equal(work.loads[::2].T, balance.after)
+    assert result.even is not None
+    np.testing.assert_array_equal(result.even.sample_tokens[0], result.even.sample_tokens[3])
