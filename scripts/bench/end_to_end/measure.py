@@ -1,5 +1,6 @@
 """`measure`: trains on live, prepared and even batches in turn, and records when each rank reached which point."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any
@@ -95,6 +96,9 @@ def measure(
     for batches in endless.values():
         _train(pipeline, clock, islice(batches, -(-workload.warmup_steps // len(endless))))
     on_warm()
+    # Whatever is there now stays; garbage collection would look at all of it time and again, on another rank each time.
+    gc.collect()
+    gc.freeze()
     counted = -(-workload.steps // workload.rounds)
     segments = []
     for number in range(workload.rounds):
@@ -109,6 +113,7 @@ def measure(
                     marks=gather(marks[workload.skipped_steps :]),
                 )
             )
+    gc.unfreeze()
     return tuple(segments)
 
 
