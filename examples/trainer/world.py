@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -16,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from evenrank.core.errors import ConfigError, DataError, RankError, one_line
 
 Result = TypeVar("Result")
-
-_SWITCH_SECONDS = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +59,6 @@ def join_world() -> Iterator[World]:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    # Threads that load and plan give the GIL back after this time to those that launch kernels; the default of Python,
-    # 5 ms, is a good part of a step.
-    sys.setswitchinterval(_SWITCH_SECONDS)
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     # Not after an error, where other ranks may be in the middle of a collective. First what still refers to the group,
     # such as DistributedDataParallel in its cycles, or a thread of Gloo can abort the process at its end.
