@@ -28,6 +28,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from hstu.equal_rows import EqualRows
 from hstu.initial_values import fill_rows
 
 
@@ -48,6 +49,7 @@ class Embeddings(nn.Module):
         super().__init__()
         large = [table for table in tables if table.num_embeddings >= min_sharded_rows]
         small = [table for table in tables if table.num_embeddings < min_sharded_rows]
+        self.equal_rows = EqualRows()
         self.sharded = EmbeddingCollection(tables=large, device=torch.device(device)) if large else None
         self.replicated = _ReplicatedTables(small) if small else None
 
@@ -60,9 +62,9 @@ class Embeddings(nn.Module):
         ready = _mark(features)
         # Returns when the lookup and the all-to-all of the embeddings have been started. TorchRec's pipelines trace as
         # far as this call, to start its ids' all-to-all a batch ahead.
-        sharded = {} if self.sharded is None else self.sharded(features)
+        sharded = {} if self.sharded is None else self.sharded(self.equal_rows(features))
         replicated = {} if self.replicated is None else self.replicated(features, ready)
-        return _merge(sharded, replicated)
+        return _merge(features, sharded, replicated)
 
 
 class _ReplicatedTables(nn.Module):
@@ -108,8 +110,16 @@ def _mark(features: KeyedJaggedTensor) -> torch.cuda.Event | None:
 
 
 @torch.fx.wrap
-def _merge(sharded: Mapping[str, JaggedTensor], replicated: Mapping[str, JaggedTensor]) -> Mapping[str, JaggedTensor]:
-    return {**sharded, **replicated}  # awaits the all-to-all
+def _merge(
+    features: KeyedJaggedTensor, sharded: Mapping[str, JaggedTensor], replicated: Mapping[str, JaggedTensor]
+) -> Mapping[str, JaggedTensor]:
+    """Await the all-to-all, and return all embeddings in rows of the samples."""
+    samples = features.to_dict()
+    in_rows = {
+        name: JaggedTensor(values=jagged.values(), lengths=samples[name].lengths(), offsets=samples[name].offsets())
+        for name, jagged in sharded.items()
+    }
+    return {**in_rows, **replicated}
 
 
 def shard(
