@@ -7,23 +7,25 @@ LayerNorm returns float32. The residual stream stays as it is. Statistics, sums 
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from hstu.fused_kernels import norm_backward, norm_forward, silu_backward, silu_forward
-
-NORM_ROWS = 16  # of a program in the backward pass; with more there would be fewer partial sums, but fewer programs
-SILU_VALUES = 2048  # of each of V, Q and K in a program
+from hstu.fused_launch import (
+    norm_rows,
+    norm_rows_backward,
+    product_dtype,
+    silu_heads,
+    silu_heads_backward,
+    split_heads,
+)
 
 
 def norm(tokens: Tensor, update: Tensor | None, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """Return the residual stream and LayerNorm of it, the latter in the dtype of the linears; see `unfused.norm`."""
-    if update is not None and type(update) is not Tensor:  # of several ranks, and kernels do not wait for these
+    if update is not None and type(update) is not Tensor:  # a sum over ranks in progress; kernels do not wait for it
         tokens, update = tokens + update, None
-    device = tokens.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
-    stream, normed = _Norm.apply(tokens, update, module.weight, module.bias, module.eps, dtype)  # type: ignore[no-untyped-call]
+    stream, normed = _Norm.apply(tokens, update, module.weight, module.bias, module.eps)  # type: ignore[no-untyped-call]
     return stream, normed
 
 
@@ -47,31 +49,31 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+        ctx: Any, tokens: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        values = tokens.contiguous()
-        stream = tokens
+        values, stream, total = tokens.contiguous(), tokens, None
         if update is not None:
             update = update.contiguous()
-            stream = torch.empty_like(values, dtype=torch.promote_types(tokens.dtype, update.dtype))
-        normed = torch.empty_like(values, dtype=dtype)
-        statistics = norm_rows(values, update, stream, None, weight, bias, eps, normed)
-        ctx.save_for_backward(values if update is None else stream, weight, bias, statistics)
+            stream = total = torch.empty_like(values, dtype=torch.promote_types(tokens.dtype, update.dtype))
+        normed = torch.empty_like(values, dtype=product_dtype(stream.dtype, tokens.device.type))
+        statistics = norm_rows(values, weight, bias, eps, output=normed, update=update, total=total)
+        ctx.save_for_backward(values if total is None else total, weight, bias, statistics)
         ctx.update_dtype = None if update is None else update.dtype
         return stream, normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_stream: Tensor, d_normed: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, bias, statistics = ctx.saved_tensors
         d_values, d_update = torch.empty_like(values), None
         if ctx.update_dtype not in (None, values.dtype):
             d_update = torch.empty_like(values, dtype=ctx.update_dtype)
-        d_weight, d_bias = norm_rows_backward(
-            values, None, weight, bias, statistics, d_normed, d_stream, d_values, d_update, None
+        d_parameters = norm_rows_backward(
+            d_normed, values, weight, bias, statistics, d_values=d_values, d_total=d_stream, d_update=d_update
         )
         if ctx.update_dtype == values.dtype:
             d_update = d_values
-        return d_values, d_update, d_weight, d_bias, None, None
+        return d_values, d_update, *d_parameters, None
 
 
 class _Gate(torch.autograd.Function):
@@ -80,16 +82,17 @@ class _Gate(torch.autograd.Function):
         values = attended.contiguous()
         u = u if u.stride(-1) == 1 else u.contiguous()
         gated = torch.empty_like(values)
-        statistics = norm_rows(values, None, None, u, weight, bias, eps, gated)
+        statistics = norm_rows(values, weight, bias, eps, output=gated, u=u)
         ctx.save_for_backward(values, u, weight, bias, statistics)
         return gated.flatten(-2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, u, weight, bias, statistics = ctx.saved_tensors
         d_values, d_u = torch.empty_like(values), torch.empty_like(values, dtype=u.dtype)
-        d_weight, d_bias = norm_rows_backward(values, u, weight, bias, statistics, gradient, None, d_values, None, d_u)
-        return d_values, d_u, d_weight, d_bias, None
+        d_parameters = norm_rows_backward(gradient, values, weight, bias, statistics, d_values=d_values, u=u, d_u=d_u)
+        return d_values, d_u, *d_parameters, None
 
 
 class _Activate(torch.autograd.Function):
@@ -97,83 +100,12 @@ class _Activate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, head_dim: int) -> tuple[Tensor, ...]:
+        projected = projected.contiguous()
         ctx.save_for_backward(projected)
-        parts = projected.view(len(projected), projected.shape[1] // (4 * head_dim), 4, head_dim)
-        activated = torch.empty_like(parts[:, :, 1:], memory_format=torch.contiguous_format)
-        silu_heads(silu_forward, [parts, activated])
-        return parts.select(2, 0), *activated.unbind(2)
+        return split_heads(projected, head_dim).select(2, 0), *silu_heads(projected, head_dim).unbind(2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (projected,) = ctx.saved_tensors
-        parts = projected.view(len(projected), gradients[0].shape[1], 4, gradients[0].shape[2])
-        d_parts = torch.empty_like(parts)
-        silu_heads(silu_backward, [parts, *[gradient.contiguous() for gradient in gradients], d_parts])
-        return d_parts.view_as(projected), None
-
-
-def norm_rows(
-    values: Tensor,
-    update: Tensor | None,
-    total: Tensor | None,
-    u: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    output: Tensor,
-) -> Tensor:
-    """Write the results, and return what the backward pass needs of each row besides: float32 [rows, 2]."""
-    statistics = torch.empty(len(values), 2, dtype=torch.float32, device=values.device)
-    if len(values):
-        norm_forward[(len(values),)](
-            values, update, total, u, weight, bias, output, statistics,
-            len(weight), *_strides(u), eps, **_constants(u, weight),
-        )  # fmt: skip
-    return statistics
-
-
-def norm_rows_backward(
-    values: Tensor,
-    u: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    statistics: Tensor,
-    gradient: Tensor,
-    d_residual: Tensor | None,
-    d_values: Tensor,
-    d_update: Tensor | None,
-    d_u: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Write the gradients of what has rows, and return those of weight and bias."""
-    programs = triton.cdiv(len(values), NORM_ROWS)
-    sums = torch.empty(programs, 2, len(weight), dtype=torch.float32, device=values.device)
-    if programs:
-        d_residual = None if d_residual is None else d_residual.contiguous()
-        norm_backward[(programs,)](
-            values, u, weight, bias, statistics, gradient.contiguous(), d_residual, d_values, d_update, d_u, sums,
-            len(values), len(weight), *_strides(u), NORM_ROWS=NORM_ROWS, **_constants(u, weight),
-        )  # fmt: skip
-    d_weight, d_bias = sums.sum(0)
-    return d_weight.to(weight.dtype), d_bias.to(bias.dtype)
-
-
-def _strides(u: Tensor | None) -> tuple[int, int]:
-    """Return those of tokens and heads."""
-    return (0, 0) if u is None else (u.stride(0), u.stride(1))
-
-
-def _constants(u: Tensor | None, weight: Tensor) -> dict[str, int]:
-    block = triton.next_power_of_2(len(weight))
-    head_dim = len(weight) if u is None else u.shape[-1]
-    return {"HEAD_DIM": head_dim, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
-
-
-def silu_heads(kernel: Any, tensors: list[Tensor]) -> None:
-    """Launch a kernel over the heads of all tokens, given first [tokens, heads, 4, head_dim]."""
-    tokens, heads, _, head_dim = tensors[0].shape
-    block = triton.next_power_of_2(head_dim)
-    rows = max(SILU_VALUES // block, 1)
-    if tokens:
-        kernel[(triton.cdiv(tokens * heads, rows),)](
-            *tensors, tokens * heads, HEAD_DIM=head_dim, BLOCK=block, ROWS=rows, num_warps=4
-        )
+        return silu_heads_backward(projected, *gradients), None

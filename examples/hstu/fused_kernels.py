@@ -58,13 +58,13 @@ def norm_forward(
 
 @triton.jit
 def norm_backward(
-    values, gate, weight, bias, statistics, gradient, d_residual, d_values, d_update, d_gate, partial_sums,
+    values, gate, weight, bias, statistics, gradient, d_total, d_values, d_update, d_gate, partial_sums,
     rows, width, gate_row, gate_head,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, NORM_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of NORM_ROWS rows, and their sums for weight and bias: [programs, 2, width].
 
-    `d_residual`, like `values`, is added to the gradient of these. `d_update` is that gradient in another dtype. Both
+    `d_total`, like `values`, is added to the gradient of these. `d_update` is that gradient in another dtype. Both
     may be None, as `gate` and `d_gate` may be.
     """
     columns = tl.arange(0, BLOCK)
@@ -90,8 +90,8 @@ def norm_backward(
         d_bias += dy
         dy *= w
         dx = (dy - tl.sum(dy, 0) / width - normed * (tl.sum(dy * normed, 0) / width)) * scale
-        if d_residual is not None:
-            dx += _load(d_residual, places, inside)
+        if d_total is not None:
+            dx += _load(d_total, places, inside)
         _store(d_values, places, inside, dx)
         if d_update is not None:
             _store(d_update, places, inside, dx)

@@ -2,7 +2,8 @@
 
 A layer launches about 30 kernels, each of which takes a GPU 10 to 300 us. Built from modules, the host needs as long to
 launch them: a node of the graph for each, casts of weights, hooks. Then the step takes as long as the host, and a rank
-with less work is no faster. Here the host needs about half as long, and results are the same, bit for bit.
+with less work is no faster. As one function, the host needs less than the GPU. Results have the same bits as those of
+`fused` with the same attention.
 """
 
 from dataclasses import dataclass
@@ -10,15 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from hstu import fused
 from hstu.attention import Sequences
 from hstu.by_sample_attention import BY_SAMPLE
-from hstu.fused_kernels import silu_backward, silu_forward
+from hstu.fused_launch import (
+    norm_rows,
+    norm_rows_backward,
+    product_dtype,
+    silu_heads,
+    silu_heads_backward,
+    split_heads,
+)
 from hstu.triton_attention import BY_BLOCK, DTYPES, HEAD_DIMS, Schedule, attend, attend_backward
 
-# Of the attentions that are known to be these kernels, by name.
 SCHEDULES = {"auto": BY_BLOCK, "triton": BY_BLOCK, "triton-by-sample": BY_SAMPLE}
+"""Of the attentions in `ATTENTIONS` that are these kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +34,13 @@ class Options:
     """How a layer is computed, besides its parameters."""
 
     sequences: Sequences
+    """Where the samples are."""
     schedule: Schedule
     """Of attention."""
     scale_length: int
     """What attention weights are divided by."""
     head_dim: int
+    """Width of a head."""
     dtype: torch.dtype
     """Of the matrix products."""
     input_eps: float
@@ -38,13 +48,12 @@ class Options:
     output_eps: float
     """Of the norm behind attention."""
     recompute: bool
-    """Keep what the linears and attention return, and compute everything else again in the backward pass."""
+    """Whether the backward pass computes the first norm and SiLU again, instead of keeping what they return."""
 
 
-def options_for(layer: Any, tokens: Tensor, sequences: Sequences) -> Options | None:
+def options_for(layer: Any, tokens: Tensor, update: Tensor, sequences: Sequences) -> Options | None:
     """Return how to compute an HSTULayer as a whole; None: its attention has no kernels for that."""
-    device = tokens.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
+    dtype = product_dtype(torch.promote_types(tokens.dtype, update.dtype), tokens.device.type)
     schedule = SCHEDULES.get(layer.attention.name)
     if schedule is None or dtype not in DTYPES or layer.head_dim not in HEAD_DIMS:
         return None
@@ -60,16 +69,18 @@ def options_for(layer: Any, tokens: Tensor, sequences: Sequences) -> Options | N
     )
 
 
-def whole_layer(tokens: Tensor, update: Tensor, parameters: list[Tensor], options: Options) -> tuple[Tensor, Tensor]:
-    """Apply a layer; see `HSTULayer.forward`.
+def whole_layer(layer: Any, tokens: Tensor, update: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Apply an HSTULayer; see `HSTULayer.forward`.
 
     Args:
-        tokens: [tokens, hidden].
-        update: like `tokens`.
-        parameters: weight and bias of the input norm, the first linear, the output norm and the last linear.
-        options: everything else.
+        layer: whose parameters are used.
+        tokens: [tokens, hidden], in bfloat16 or float32.
+        update: like `tokens`, maybe in the other dtype.
+        options: from `options_for`.
 
     """
+    modules = (layer.input_norm, layer.uvqk, layer.output_norm, layer.output)
+    parameters = [parameter for module in modules for parameter in (module.weight, module.bias)]
     stream, next_update = _Layer.apply(tokens, update, *parameters, options)  # type: ignore[no-untyped-call]
     return stream, next_update
 
@@ -94,14 +105,18 @@ class _Layer(torch.autograd.Function):
         tokens, update = tokens.contiguous(), update.contiguous()
         stream = torch.empty_like(tokens, dtype=torch.promote_types(tokens.dtype, update.dtype))
         normed = torch.empty_like(tokens, dtype=dtype)
-        statistics = fused.norm_rows(tokens, update, stream, None, input_weight, input_bias, options.input_eps, normed)
+        statistics = norm_rows(
+            tokens, input_weight, input_bias, options.input_eps, output=normed, update=update, total=stream
+        )
         uvqk = uvqk_weight.to(dtype)
         projected = torch.addmm(uvqk_bias.to(dtype), normed, uvqk.t())
-        u, v, q, k, activated = _activate(projected, options.head_dim)
+        u = split_heads(projected, options.head_dim).select(2, 0)  # `norm_rows` applies SiLU
+        activated = silu_heads(projected, options.head_dim)
+        v, q, k = activated.unbind(2)
         attended = attend(q, k, v, options.sequences, options.scale_length, options.schedule)
         gated = torch.empty_like(attended)
-        output_statistics = fused.norm_rows(
-            attended, None, None, u, output_norm_weight, output_norm_bias, options.output_eps, gated
+        output_statistics = norm_rows(
+            attended, output_norm_weight, output_norm_bias, options.output_eps, output=gated, u=u
         )
         output = output_weight.to(dtype)
         next_update = torch.addmm(output_bias.to(dtype), gated.flatten(1), output.t())
@@ -115,6 +130,7 @@ class _Layer(torch.autograd.Function):
         return stream, next_update
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_stream: Tensor, d_next_update: Tensor) -> tuple[Tensor | None, ...]:
         (
             stream, statistics, input_weight, input_bias, uvqk, projected, attended, output_statistics,
@@ -122,46 +138,34 @@ class _Layer(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         options: Options = ctx.options
         tokens_dtype, update_dtype, uvqk_dtype, output_dtype = ctx.dtypes
-        u, v, q, k, _ = _activate(projected, options.head_dim, activated)
 
         d_next_update = d_next_update.contiguous()
         d_output_bias = d_next_update.sum(0).to(output_dtype)
         d_output = (d_next_update.t() @ gated.flatten(1)).to(output_dtype)
         d_attended, d_u = torch.empty_like(attended), torch.empty_like(attended)
-        d_output_norm = fused.norm_rows_backward(
-            attended, u, output_norm_weight, output_norm_bias, output_statistics, d_next_update @ output, None,
-            d_attended, None, d_u,
+        d_output_norm = norm_rows_backward(
+            d_next_update @ output, attended, output_norm_weight, output_norm_bias, output_statistics,
+            d_values=d_attended, u=split_heads(projected, options.head_dim).select(2, 0), d_u=d_u,
         )  # fmt: skip
+
+        if activated is None:
+            activated = silu_heads(projected, options.head_dim)
+        v, q, k = activated.unbind(2)
         d_q, d_k, d_v = attend_backward(q, k, v, d_attended, options.sequences, options.scale_length, options.schedule)
-        d_parts = torch.empty_like(_parts(projected, options.head_dim))
-        fused.silu_heads(silu_backward, [_parts(projected, options.head_dim), d_u, d_v, d_q, d_k, d_parts])
-        d_projected = d_parts.view_as(projected)
+        d_projected = silu_heads_backward(projected, d_u, d_v, d_q, d_k)
+
         if normed is None:
             normed = torch.empty_like(stream, dtype=options.dtype)
-            fused.norm_rows(stream, None, None, None, input_weight, input_bias, options.input_eps, normed)
+            norm_rows(stream, input_weight, input_bias, options.input_eps, output=normed)
         d_uvqk_bias = d_projected.sum(0).to(uvqk_dtype)
         d_uvqk = (d_projected.t() @ normed).to(uvqk_dtype)
         d_tokens = torch.empty_like(stream)
-        d_update = d_tokens if update_dtype == stream.dtype else torch.empty_like(stream, dtype=update_dtype)
-        d_input = fused.norm_rows_backward(
-            stream, None, input_weight, input_bias, statistics, d_projected @ uvqk, d_stream,
-            d_tokens, None if d_update is d_tokens else d_update, None,
+        d_update = None if update_dtype == stream.dtype else torch.empty_like(stream, dtype=update_dtype)
+        d_input_norm = norm_rows_backward(
+            d_projected @ uvqk, stream, input_weight, input_bias, statistics,
+            d_values=d_tokens, d_total=d_stream, d_update=d_update,
         )  # fmt: skip
-        d_tokens = d_tokens.to(tokens_dtype)
-        return d_tokens, d_update, *d_input, d_uvqk, d_uvqk_bias, *d_output_norm, d_output, d_output_bias, None
-
-
-def _parts(projected: Tensor, head_dim: int) -> Tensor:
-    return projected.view(len(projected), projected.shape[1] // (4 * head_dim), 4, head_dim)
-
-
-def _activate(
-    projected: Tensor, head_dim: int, activated: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return U without SiLU, as the gate takes it; V, Q and K with it; and the tensor of all three."""
-    parts = _parts(projected, head_dim)
-    if activated is None:
-        activated = torch.empty_like(parts[:, :, 1:], memory_format=torch.contiguous_format)
-        fused.silu_heads(silu_forward, [parts, activated])
-    v, q, k = activated.unbind(2)
-    return parts.select(2, 0), v, q, k, activated
+        return (
+            d_tokens.to(tokens_dtype), d_tokens if d_update is None else d_update,
+            *d_input_norm, d_uvqk, d_uvqk_bias, *d_output_norm, d_output, d_output_bias, None,
+        )  # fmt: skip

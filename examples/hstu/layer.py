@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from hstu import unfused
 from hstu.attention import Sequences
 from hstu.attentions import ATTENTIONS
 from hstu.config import HSTUConfig
@@ -68,12 +69,28 @@ class HSTULayer(nn.Module):
             The next `tokens` and `update`.
 
         """
-        if self._is_plain(tokens):
+        pointwise = pointwise_for(tokens, fused=self.fused_norms)
+        if pointwise is not unfused and self.is_plain(update):
             from hstu.fused_layer import options_for, whole_layer  # Triton comes with PyTorch for CUDA alone
 
-            if (options := options_for(self, tokens, sequences)) is not None:
-                return whole_layer(tokens, update, list(self.parameters()), options)
-        pointwise = pointwise_for(tokens, fused=self.fused_norms)
+            if (options := options_for(self, tokens, update, sequences)) is not None:
+                return whole_layer(self, tokens, update, options)
+        return self.by_parts(pointwise, tokens, update, sequences)
+
+    def is_plain(self, update: Tensor) -> bool:
+        """Return whether the layer is what `fused_layer` computes: no dropout, no part replaced, no hooks on any."""
+        parts = list(self.children())
+        return (
+            not (self.training and self.dropout.p)
+            and [type(part) for part in parts] == _PARTS
+            and not any(_has_hooks(part) for part in parts)  # with them, someone watches it, or divides it among ranks
+            and type(update) is Tensor  # not a sum over ranks in progress
+        )
+
+    def by_parts(
+        self, pointwise: Pointwise, tokens: Tensor, update: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the layer module by module; see `forward`."""
         project = partial(self._project, pointwise)
         if self.recompute:  # keeps the argument: the sum, not its parts
             tokens, projected = keep_linear_alone(project, tokens + update)
@@ -86,14 +103,16 @@ class HSTULayer(nn.Module):
             gated = pointwise.gate(attended, u, self.output_norm)
         return tokens, self.output(self.dropout(gated))
 
-    def _is_plain(self, tokens: Tensor) -> bool:
-        """Return whether the layer does what `fused_layer` computes as a whole, on a GPU."""
-        if not (self.fused_norms and tokens.is_cuda) or (self.training and self.dropout.p):
-            return False
-        # With hooks, someone watches a part of the layer, or divides it among ranks.
-        return not any(part._forward_hooks or part._forward_pre_hooks for part in self.children())
-
     def _project(self, pointwise: Pointwise, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream, and what the first linear returns."""
         stream, normed = pointwise.norm(tokens, update, self.input_norm)
         return stream, self.uvqk(normed)
+
+
+_PARTS = [nn.LayerNorm, nn.Linear, HSTUAttention, nn.LayerNorm, nn.Dropout, nn.Linear]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from evenrank.core.errors import ConfigError
 from hstu.attention import Sequences
@@ -142,6 +143,7 @@ class _Attention(torch.autograd.Function):
         return attend(query, key, value, *ctx.options)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         return *attend_backward(query, key, value, _with_dense_heads(gradient), *ctx.options), None, None, None

@@ -1,5 +1,6 @@
 """Runs fused norms, SiLU and gate in Triton's interpreter, on the CPU, beside torch's operations."""
 
+import pytest
 import torch
 
 from hstu import fused, unfused
@@ -21,6 +22,16 @@ def main() -> None:
         check(mine, reference, layer(mode=None, fused=False), dtype, tolerance)
         # With recompute, torch adds the update, so it casts that gradient, with rounding.
         assert all(torch.equal(again[name], mine[name]) for name in mine.keys() - {"d_update"})
+    _check_second_derivatives()
+
+
+def _check_second_derivatives() -> None:
+    """Check that those are refused, since the kernels have none."""
+    values = torch.randn(3, 8, requires_grad=True)
+    _, normed = fused.norm(values, None, torch.nn.LayerNorm(8))
+    (gradient,) = torch.autograd.grad(normed.square().sum(), values, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 if __name__ == "__main__":

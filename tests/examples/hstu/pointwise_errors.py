@@ -107,18 +107,18 @@ def layer(*, mode: str | None, fused: bool, recompute: bool = False, head_dim: i
     torch.manual_seed(0)
     shape = replace(CONFIG, hidden=32, heads=2, head_dim=head_dim)
     module = HSTULayer(replace(shape, attention="padded", recompute=recompute, fused_norms=fused))
-    tokens, update, d_tokens, d_update = torch.randn(4, 33, 32).bfloat16().float().unbind()
+    tokens, update, d_tokens, d_update = torch.randn(4, 20, 32).bfloat16().float().unbind()
     wide = torch.float64 if mode is None else torch.bfloat16 if mode == "bf16" else torch.float32
     for parameter in module.parameters():
         parameter.data = parameter.bfloat16().float()
     module.to(device, wide)
     counts = torch.tensor([2, 0, 0], device=device)
     sequences = Sequences(
-        offsets=torch.tensor([0, 20, 20, 33], device=device),
+        offsets=torch.tensor([0, 12, 12, 20], device=device),
         num_contextual=counts,
         num_candidates=counts,
-        num_tokens=33,
-        max_length=20,
+        num_tokens=20,
+        max_length=12,
     )
     narrow = torch.float64 if mode is None else MODES[mode]
     tokens = tokens.to(device, wide).requires_grad_()

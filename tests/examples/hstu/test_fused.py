@@ -95,9 +95,10 @@ def test_a_layer_is_as_exact_as_by_torch_and_recomputes_equal_bits(mode: str, he
     assert all(torch.equal(again[name], mine[name]) for name in mine)
 
 
-def _kept_bytes(recompute: bool) -> int:
+def _kept_bytes(dropout: float, *, recompute: bool) -> int:
     """Return what a layer of 2 heads of 64 keeps of 1,000 tokens for the backward pass."""
-    module = HSTULayer(HSTUConfig(max_length=1000, hidden=128, heads=2, head_dim=64, recompute=recompute)).cuda()
+    shape = HSTUConfig(max_length=1000, hidden=128, heads=2, head_dim=64, dropout=dropout, recompute=recompute)
+    module = HSTULayer(shape).cuda()
     counts = torch.zeros(1, dtype=torch.int64, device="cuda")
     sequences = Sequences(
         offsets=torch.tensor([0, 1000], device="cuda"),
@@ -116,8 +117,9 @@ def _kept_bytes(recompute: bool) -> int:
 
 
 @pytest.mark.gpu
-def test_with_recompute_norm_and_activations_are_not_kept() -> None:
-    saved = _kept_bytes(False) - _kept_bytes(True)
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["as a whole", "by parts"])
+def test_with_recompute_norm_and_activations_are_not_kept(dropout: float) -> None:
+    saved = _kept_bytes(dropout, recompute=False) - _kept_bytes(dropout, recompute=True)
     # float32 of LayerNorm's output and of V, Q and K; the gate keeps U as it was, which is kept in any case.
     assert saved >= 1000 * (128 + 3 * 128) * 4
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from hstu.attention import Sequences
 from hstu.layer import HSTULayer
@@ -41,8 +42,21 @@ def _watch(layer: HSTULayer) -> None:
     layer.attention.register_forward_hook(lambda *_: None)
 
 
+def _watch_gradients(layer: HSTULayer) -> None:
+    layer.output.register_full_backward_hook(lambda *_: None)
+
+
+def _replace(layer: HSTULayer) -> None:
+    layer.output = nn.Sequential(layer.output)  # type: ignore[assignment]
+
+
 def _drop(layer: HSTULayer) -> None:
     layer.dropout.p = 0.1
+
+
+def _evaluate(layer: HSTULayer) -> None:
+    layer.dropout.p = 0.1
+    layer.eval()
 
 
 def _pad(layer: HSTULayer) -> None:
@@ -57,14 +71,26 @@ def _keep(layer: HSTULayer) -> None:
     pass
 
 
+@pytest.mark.parametrize(
+    ("change", "is_plain"),
+    [(_keep, True), (_evaluate, True), (_drop, False), (_watch, False), (_watch_gradients, False), (_replace, False)],
+)
+def test_a_layer_that_computes_something_else_or_is_watched_is_not_plain(
+    change: Callable[[HSTULayer], None], is_plain: bool
+) -> None:
+    layer = HSTULayer(CONFIG)
+    change(layer)
+    assert layer.is_plain(torch.zeros(1, CONFIG.hidden)) is is_plain
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("change", "is_whole"), [(_keep, True), (_watch, False), (_drop, False), (_pad, False), (_unfuse, False)]
 )
-def test_a_layer_is_computed_as_a_whole_where_nobody_needs_its_parts(
+def test_plain_layers_are_computed_as_a_whole_if_there_are_kernels(
     change: Callable[[HSTULayer], None], is_whole: bool
 ) -> None:
-    layer = HSTULayer(replace(CONFIG, hidden=64, heads=1, head_dim=64, attention="triton", dropout=0.0)).cuda()
+    layer = HSTULayer(replace(CONFIG, hidden=64, heads=1, head_dim=64, attention="triton")).cuda()
     change(layer)
     none = torch.zeros(1, dtype=torch.int64, device="cuda")
     sequences = Sequences(
@@ -77,7 +103,3 @@ def test_a_layer_is_computed_as_a_whole_where_nobody_needs_its_parts(
     tokens = torch.randn(5, 64, device="cuda")
     _, update = layer(tokens, tokens, sequences)
     assert (type(update.grad_fn).__name__ == "_LayerBackward") is is_whole
-
-
-def test_on_the_cpu_a_layer_is_computed_by_parts() -> None:
-    assert not HSTULayer(replace(CONFIG, dropout=0.0))._is_plain(torch.zeros(1, CONFIG.hidden))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torchrec import EmbeddingConfig
@@ -23,7 +23,8 @@ def _fill(first: int, last: int, *, name: str = "items", seed: int = 3, rows: in
     return part
 
 
-@given(cuts=st.lists(st.integers(0, ROWS), max_size=5).map(sorted), block=st.integers(1, ROWS + 10))
+@settings(max_examples=40)
+@given(cuts=st.lists(st.integers(0, ROWS), max_size=5).map(sorted), block=st.integers(3, ROWS + 10))
 def test_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hstu.initial_values, "BLOCK_ROWS", block)
