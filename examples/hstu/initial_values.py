@@ -6,7 +6,7 @@ from torch import Tensor
 from torchrec import EmbeddingConfig
 
 BLOCK_ROWS = 1 << 16
-"""Rows that are drawn together: few enough to be drawn in vain where a part ends within a block."""
+"""Rows that are drawn together; where a part begins or ends within a block, the rest of the block is discarded."""
 
 
 @torch.no_grad()
@@ -14,7 +14,7 @@ def fill_rows(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int
     """Fill rows of a table, in place, with values that depend on the seed, the table's name and the row alone.
 
     The table is drawn in blocks, each from a random generator of its own, so any part can be drawn without the rest.
-    On CPU and GPU these are different values. The random state is left as it was.
+    On CPU and GPU these are different values. The random states are left as they were.
 
     Args:
         rows: [n, embedding_dim], on any device.
@@ -24,9 +24,12 @@ def fill_rows(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int
 
     """
     assert table.init_fn is not None
-    with torch.random.fork_rng([rows.device] if rows.device.type == "cuda" else []):
+    on_gpu = rows.device.type == "cuda"
+    with torch.random.fork_rng([rows.device] if on_gpu else []):
+        # Not torch.manual_seed, which seeds all devices, of which one is restored.
+        generator = torch.cuda.default_generators[rows.device.index] if on_gpu else torch.default_generator
         for block in range(first_row // BLOCK_ROWS, -(-(first_row + len(rows)) // BLOCK_ROWS)):
-            torch.manual_seed(_seed_of(seed, table.name, block))
+            generator.manual_seed(_seed_of(seed, table.name, block))
             start = block * BLOCK_ROWS
             drawn = rows.new_empty(min(BLOCK_ROWS, table.num_embeddings - start), table.embedding_dim)
             table.init_fn(drawn)

@@ -53,3 +53,13 @@ def test_the_random_state_is_left_as_it_was() -> None:
         return torch.rand(3)
 
     assert torch.equal(draw(lambda: _fill(0, ROWS)), draw())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_random_states_of_all_devices_are_left_as_they_were(device: str) -> None:
+    table = EmbeddingConfig(name="items", num_embeddings=ROWS, embedding_dim=4, feature_names=["item_id"])
+    before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    fill_rows(torch.empty(ROWS, 4, device=device), table, first_row=0, seed=3)
+    for state, was in zip([torch.get_rng_state(), *torch.cuda.get_rng_state_all()], before, strict=True):
+        assert torch.equal(state, was)
