@@ -36,7 +36,7 @@ class HSTUConfig:
     attention: str = "auto"
     """Name in `ATTENTIONS`; `auto`: `triton` on CUDA if it has kernels for head_dim and dtype, else `padded`."""
     fused_norms: bool = True
-    """Compute LayerNorm, SiLU and gate by fused Triton kernels where those can run: on CUDA, but not in float64."""
+    """Compute layers by fused Triton kernels where those can run: on CUDA, but not in float64; see the README."""
     recompute: bool = False
     """Compute each layer's input LayerNorm and SiLU again in the backward pass instead of keeping their outputs."""
 

@@ -77,7 +77,7 @@ class TrainConfig:
     heads: int = setting(2, "Attention heads of a layer, each hidden / heads wide.", at_least=1, kept=True)
     layers: int = setting(2, "Number of layers.", at_least=1, kept=True)
     attention: str = setting("auto", "HSTU: attention by `padded` tensors, jagged `triton` kernels, or `auto`.")
-    fused_norms: bool = setting(True, "HSTU: LayerNorm, SiLU and gate by fused Triton kernels, on GPUs.")
+    fused_norms: bool = setting(True, "HSTU: layers by fused Triton kernels, on GPUs.")
     recompute: bool = setting(False, "HSTU: compute LayerNorm and SiLU again in the backward pass, to save memory.")
     embedding_dim: int = setting(32, "Width of the embedding tables.", at_least=1, kept=True)
     dropout: float = setting(0.0, "Share of activations that training drops.", at_least=0)

@@ -1,4 +1,4 @@
-"""Layers as a whole give what layers by parts give, and are chosen where nobody watches the parts."""
+"""Layers as a whole have the bits of layers by parts, and are chosen where no part differs or has hooks."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Models are wrapped alike, whether TorchRec wraps them or the job itself."""
+"""DistributedDataParallel has the same settings, whether TorchRec wraps a model in it or the job itself."""
 
 import warnings
 from pathlib import Path
