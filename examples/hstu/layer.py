@@ -38,6 +38,9 @@ class HSTUAttention(nn.Module):
         return ATTENTIONS[self.name](query, key, value, sequences, scale_length=self.scale_length)
 
 
+_PARTS = [nn.LayerNorm, nn.Linear, HSTUAttention, nn.LayerNorm, nn.Dropout, nn.Linear]
+
+
 class HSTULayer(nn.Module):
     """One layer. The outputs of its first linear are ordered by head, so that a shard of them has whole heads."""
 
@@ -107,9 +110,6 @@ class HSTULayer(nn.Module):
         """Return the residual stream, and what the first linear returns."""
         stream, normed = pointwise.norm(tokens, update, self.input_norm)
         return stream, self.uvqk(normed)
-
-
-_PARTS = [nn.LayerNorm, nn.Linear, HSTUAttention, nn.LayerNorm, nn.Dropout, nn.Linear]
 
 
 def _has_hooks(module: nn.Module) -> bool:
