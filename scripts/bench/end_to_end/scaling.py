@@ -13,10 +13,11 @@ import numpy as np
 
 from end_to_end import scaling_plot, scaling_table
 from end_to_end.calibration import Calibration
+from end_to_end.columns import UNBALANCED, strategy_of
 from end_to_end.cost_fit import configuration, is_balanced, predict, sample_seconds, trained_segments
 from end_to_end.experiments import slug
 from end_to_end.results import EVEN, LIVE, Floats, RunResult
-from end_to_end.step_times import job_ms, segments_of
+from end_to_end.step_times import job_ms, ratio, segments_of
 from evenrank.cli import console
 from evenrank.cli.simulation import LengthSource, planned_steps
 from evenrank.core.errors import ConfigError
@@ -24,11 +25,10 @@ from evenrank.dataloader.balance import MeasuredCost
 from evenrank.datasets.distributions import parse_distribution
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-UNBALANCED = "identity"
 STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move", EVEN)
-"""Of the balancer; EVEN: every rank has the mean cost of the step."""
+"""EVEN: every rank has the mean cost of the step; the others are what `columns.strategy_of` returns."""
 
-_SAMPLED_RANKS = 1 << 12  # ranks times steps to simulate: few ranks need more steps for a mean as exact
+_SAMPLED_RANKS = 1 << 11  # ranks times steps to simulate: few ranks need more steps for a mean as exact
 _MIN_STEPS = 100
 
 
@@ -42,6 +42,8 @@ class Measured:
     """Of a step, mean."""
     tokens_per_second: float
     """Of each GPU."""
+    to_even: float | None
+    """Time of a step over that of even steps of the same run, see `step_times.ratio`. None: it has none."""
     predicted: float
     """Seconds that the steps were to take by the point's calibration, given the batches of the run: as `Point.seconds`,
     without the difference between these batches and others of the same distribution."""
@@ -84,11 +86,18 @@ class Scaling:
 
     def speedup(self, point: Point, *, measured: bool = False) -> float | None:
         """Return the time of an unbalanced step over that of a point, predicted or measured."""
-        return _over(self.find(point.ranks, UNBALANCED), point, measured=measured)
+        unbalanced = self.find(point.ranks, UNBALANCED)
+        if not measured:
+            return unbalanced.seconds / point.seconds
+        if unbalanced.measured is None or point.measured is None:
+            return None
+        return unbalanced.measured.seconds / point.measured.seconds
 
     def to_even(self, point: Point, *, measured: bool = False) -> float | None:
         """Return the time of a step over that of one whose ranks have equal costs, predicted or measured."""
-        return _over(point, self.find(point.ranks, EVEN), measured=measured)
+        if measured:
+            return point.measured and point.measured.to_even
+        return point.seconds / self.find(point.ranks, EVEN).seconds
 
     def efficiency(self, point: Point, *, measured: bool = False) -> float | None:
         """Return the tokens per second of each GPU relative to those of one GPU, measured if it was."""
@@ -97,23 +106,13 @@ class Scaling:
         return None if side is None else side.tokens_per_second / base.tokens_per_second
 
 
-def _over(first: Point, second: Point, *, measured: bool) -> float | None:
-    if not measured:
-        return first.seconds / second.seconds
-    if first.measured is None or second.measured is None:
-        return None
-    return first.measured.seconds / second.measured.seconds
-
-
 def simulated_compute(
     cost: MeasuredCost, source: LengthSource, ranks: int, *, batch_size: int, strategy: str, steps: int
 ) -> tuple[Floats, float]:
     """Return the seconds that each rank computes in simulated steps, [steps, W], and their mean tokens per rank."""
-    even = strategy == EVEN
+    even, planned = strategy == EVEN, "identity" if strategy in (UNBALANCED, EVEN) else strategy
     compute, tokens = [], 0
-    for step in planned_steps(
-        source, cost, ranks, batch_size=batch_size, strategy=UNBALANCED if even else strategy, steps=steps
-    ):
+    for step in planned_steps(source, cost, ranks, batch_size=batch_size, strategy=planned, steps=steps):
         # In float64: the costs of a whole rank may not add up in int64.
         seconds = sample_seconds(cost, step.tokens).ravel()
         of_ranks = np.bincount(step.assignment.rank_of.ravel(), weights=seconds, minlength=ranks)
@@ -189,7 +188,7 @@ def _simulate(runs: Sequence[RunResult], calibration: Calibration, ranks: int, s
 def _measure(runs: Sequence[RunResult], calibration: Calibration, ranks: int, strategy: str) -> Measured | None:
     """Return the steps of the run that was measured, if one was: rather one that was balanced by a MeasuredCost."""
     kind, name = (EVEN, UNBALANCED) if strategy == EVEN else (LIVE, strategy)
-    alike = [run for run in runs if run.gpus == ranks and strategy_of(run) == name and segments_of(run, kind)]
+    alike = [run for run in runs if run.gpus == ranks and _strategy_of(run) == name and segments_of(run, kind)]
     if not alike:
         return None
     run = max(alike, key=lambda one: (one.cost or {}).get("name") == MeasuredCost.__name__)
@@ -198,36 +197,39 @@ def _measure(runs: Sequence[RunResult], calibration: Calibration, ranks: int, st
     segments = segments_of(run, kind)
     batches = np.concatenate([segment.batch for segment in segments])
     seconds = float(np.concatenate([job_ms(segment) for segment in segments]).mean()) / 1e3
+    to_even = ratio(run, (kind, EVEN))
     return Measured(
         run=run.name,
         seconds=seconds,
         # Even batches have other numbers of tokens, but stand for these.
         tokens_per_second=float(run.balanced.tokens[:, batches].mean()) / seconds,
+        to_even=to_even and to_even.value,
         predicted=calibration.step_seconds(predict(calibration.cost, work.sample_tokens)[:, batches].T),
     )
 
 
-def strategy_of(run: RunResult) -> str:
-    """Return the strategy by which samples were distributed."""
-    return str(run.settings["strategy"]) if is_balanced(run) else UNBALANCED
+def _strategy_of(run: RunResult) -> str:
+    """Return the strategy by which samples were distributed. Unlike in tables, a single rank has none."""
+    return strategy_of(run) if is_balanced(run) else UNBALANCED
 
 
 def scaled_runs(results: Sequence[RunResult]) -> Iterator[list[RunResult]]:
     """Yield, for each distribution of lengths, the runs of the configuration that was measured in most ways.
 
     Ways are numbers of GPUs and strategies; of configurations with equally many, the one whose unbalanced steps are the
-    fastest on most GPUs. Runs whose ranks divide heads are left out.
+    fastest on most GPUs. Runs whose ranks divide heads are left out. Runs with tables of other sizes are apart.
     """
-    groups: dict[str, dict[str, list[RunResult]]] = {}
+    groups: dict[str, dict[tuple[str, ...], list[RunResult]]] = {}
     for result in results:
         if result.balanced is not None and trained_segments(result) and result.data_ranks == result.gpus:
-            groups.setdefault(result.lengths, {}).setdefault(configuration(result), []).append(result)
+            rows = (f"{result.workload[name]}" for name in ("item_rows", "user_rows"))
+            groups.setdefault(result.lengths, {}).setdefault((configuration(result), *rows), []).append(result)
     for by_configuration in groups.values():
         calibrated = [runs for runs in by_configuration.values() if not all(is_balanced(run) for run in runs)]
         if calibrated:
             yield max(
                 calibrated,
-                key=lambda runs: (len({(run.gpus, strategy_of(run)) for run in runs}), -_unbalanced_ms(runs)),
+                key=lambda runs: (len({(run.gpus, _strategy_of(run)) for run in runs}), -_unbalanced_ms(runs)),
             )
 
 
@@ -237,14 +239,19 @@ def _unbalanced_ms(runs: Sequence[RunResult]) -> float:
 
 
 def write_section(out: Path, results: Sequence[RunResult]) -> str:
-    """Simulate, write plots below `out`, and return a section of Markdown; "" without unbalanced runs."""
+    """Simulate, write plots below `out`, and return a section of Markdown; "" without unbalanced runs.
+
+    Lengths that were measured on one number of GPUs alone are named and not simulated, which takes some seconds.
+    """
     groups = list(scaled_runs(results))
     if not groups:
         return ""
-    parts = ["## Scaling", _EXPLANATION]
-    points_of_all = len(groups) * (1 + (len(RANKS) - 1) * len(STRATEGIES))
+    scalable = [runs for runs in groups if len({run.gpus for run in runs}) > 1]
+    parts = ["## Scaling", *([_EXPLANATION] if scalable else [])]
+    parts += [_alone(runs) for runs in groups if runs not in scalable]
+    points_of_all = len(scalable) * (1 + (len(RANKS) - 1) * len(STRATEGIES))
     with console.steps("simulating more ranks", points_of_all) as on_point:
-        for runs in groups:
+        for runs in scalable:
             try:
                 scaling = scale(runs, on_point)
             except ConfigError as error:
@@ -257,9 +264,19 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _alone(runs: Sequence[RunResult]) -> str:
+    gpus = scaling_table.count_gpus(runs[0].gpus)
+    return (
+        f"{runs[0].lengths}: measured on {gpus} alone. More ranks are predicted from runs with the same settings on at "
+        "least two numbers of GPUs, so that each prediction can be tried on another measurement; see "
+        "scripts/bench/experiments/scaling.toml."
+    )
+
+
 _EXPLANATION = """\
 Steps on more GPUs than were measured: their samples are drawn from the distribution of lengths and assigned by the
 planner, with the fitted cost. A step takes the overhead and the time of its slowest rank; a rank takes the fitted time
-of its samples, times a factor drawn from those of the measured GPUs, times a residual drawn from those of their steps.
-The overhead is what measured steps take beyond their slowest rank's computing. It is assumed not to grow with the
-number of ranks, as if collectives took no longer on more GPUs. Times are means over steps."""
+of its samples, times a factor drawn from those of the measured GPUs, times a residual drawn from those of their steps,
+as if nothing delayed several ranks at once. The overhead is what measured steps take beyond their slowest rank's
+computing. It is assumed not to grow with the number of ranks, as if collectives took no longer on more GPUs. Times are
+means over steps; measured ratios to even are those of the tables above."""

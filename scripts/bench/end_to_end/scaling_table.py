@@ -16,12 +16,12 @@ _MEASURED_COLUMNS = (
     "predicted (ms)",
     "error",
     "error on its batches",
-    "speed-up: measured",
-    "predicted",
-    "ratio to even: measured",
-    "predicted",
-    "efficiency: measured",
-    "predicted",
+    "speed-up, measured",
+    "speed-up, predicted",
+    "ratio to even, measured",
+    "ratio to even, predicted",
+    "efficiency, measured",
+    "efficiency, predicted",
 )
 
 
@@ -44,13 +44,18 @@ def render(scaling: "Scaling") -> list[str]:
     ]
 
 
+def count_gpus(gpus: int) -> str:
+    """Return a number of GPUs in words: `1 GPU`, `2 GPUs`."""
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}"
+
+
 def _calibration(point: "Point") -> str:
     calibration = point.calibration
     factors, noise = calibration.factors, calibration.noise
     return (
-        f"More ranks than measured are predicted by {calibration.run} on {calibration.gpus} GPUs: factors of its ranks "
-        f"{factors.min():.3f} to {factors.max():.3f}, residuals with a standard deviation of {noise.std():.2%} and a "
-        f"maximum of {noise.max():.2f}, overhead {calibration.overhead * 1e3:.2f} ms."
+        f"More ranks than measured are predicted by the run {calibration.run!r} on {count_gpus(calibration.gpus)}: "
+        f"factors of its ranks {factors.min():.3f} to {factors.max():.3f}, residuals with a standard deviation of "
+        f"{noise.std():.2%} and a maximum of {noise.max():.2f}, overhead {calibration.overhead * 1e3:.2f} ms."
     )
 
 
@@ -82,7 +87,7 @@ def _measured_row(scaling: "Scaling", point: "Point") -> list[str]:
         f"{point.ranks:,}",
         point.strategy,
         point.measured.run,
-        f"{point.calibration.gpus} GPUs",
+        count_gpus(point.calibration.gpus),
         f"{point.measured.seconds * 1e3:.2f}",
         f"{point.seconds * 1e3:.2f}",
         *errors,

@@ -70,7 +70,7 @@ def timed(
         "gpus": gpus,
         "data_ranks": gpus,
         "lengths": lengths,
-        "workload": {"lengths": LENGTHS},
+        "workload": {"lengths": LENGTHS, "item_rows": 1000, "user_rows": 1000},
         "settings": settings | fields.pop("settings", {}),
         "balanced": _work(balanced),
         "even": _work(even),

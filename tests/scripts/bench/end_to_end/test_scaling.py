@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from end_to_end import scaling
+from end_to_end.columns import UNBALANCED
 from end_to_end.cost_fit import fit_cost
 from end_to_end.results import EVEN
 from end_to_end.scaling import scale, scaled_runs, simulated_compute, write_section
@@ -24,19 +25,20 @@ def test_without_noise_the_speedup_is_that_of_the_simulator() -> None:
     cost = dataclasses.replace(fit_cost(timed("baseline")), seconds_per_step=0.0)
     source = LengthSource(distribution=Lognormal(mean=512, std=512))
     heaviest = {}
-    for strategy in ("identity", "karmarkar-karp", "min-move"):
+    for strategy in (UNBALANCED, "karmarkar-karp", "min-move"):
         compute, tokens = simulated_compute(cost, source, 8, batch_size=4, strategy=strategy, steps=30)
         assert compute.shape == (30, 8)
         heaviest[strategy] = compute.max(axis=1).mean()
-        summary = simulate(source, cost, 8, batch_size=4, strategy=strategy, steps=30)
-        assert heaviest["identity"] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
+        planned = "identity" if strategy == UNBALANCED else strategy
+        summary = simulate(source, cost, 8, batch_size=4, strategy=planned, steps=30)
+        assert heaviest[UNBALANCED] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
         assert tokens == pytest.approx(summary.tokens / 8)
 
 
 def test_even_ranks_have_the_mean_of_the_step() -> None:
     cost = fit_cost(timed("baseline"))
     source = LengthSource(distribution=Lognormal(mean=512, std=512))
-    drawn, _ = simulated_compute(cost, source, 4, batch_size=4, strategy="identity", steps=5)
+    drawn, _ = simulated_compute(cost, source, 4, batch_size=4, strategy=UNBALANCED, steps=5)
     even, _ = simulated_compute(cost, source, 4, batch_size=4, strategy=EVEN, steps=5)
     assert even == pytest.approx(np.repeat(drawn.mean(axis=1, keepdims=True), 4, axis=1))
 
@@ -66,13 +68,13 @@ def test_what_was_measured_is_predicted_by_another_number_of_gpus() -> None:
         8: "four",
     }
     assert {key: point.measured.run for key, point in points.items() if point.measured} == {
-        (2, "identity"): "two",
+        (2, UNBALANCED): "two",
         (2, "lpt-swap"): "two, lpt",
         (2, EVEN): "two",
-        (4, "identity"): "four",
+        (4, UNBALANCED): "four",
         (4, EVEN): "four",
     }
-    for run, strategy in ((runs[0], "identity"), (runs[2], "lpt-swap")):
+    for run, strategy in ((runs[0], UNBALANCED), (runs[2], "lpt-swap")):
         assert run.balanced is not None
         slowest = compute_ms(run.balanced.sample_tokens).max(axis=0).mean()
         point = points[2, strategy]
@@ -93,8 +95,8 @@ def test_what_was_measured_is_predicted_by_another_number_of_gpus() -> None:
 def test_a_run_is_never_predicted_by_itself() -> None:
     runs = [timed("four"), timed("kk", strategy="karmarkar-karp"), timed("lpt", strategy="lpt-swap")]
     errors = {point.strategy: point.errors for point in scale(runs).points if point.measured is not None}
-    assert errors.keys() == {"identity", EVEN, "karmarkar-karp", "lpt-swap"}
-    assert errors["identity"] is None
+    assert errors.keys() == {UNBALANCED, EVEN, "karmarkar-karp", "lpt-swap"}
+    assert errors[UNBALANCED] is None
     assert errors[EVEN] is None
     for strategy in ("karmarkar-karp", "lpt-swap"):
         of_strategy = errors[strategy]
@@ -107,8 +109,8 @@ def test_ratios_and_efficiency_follow_from_times() -> None:
     result = scale(runs)
     point = result.find(4, "lpt-swap")
     one = result.find(1, "lpt-swap")
-    assert one.strategy == "identity"
-    unbalanced, even = result.find(4, "identity"), result.find(4, EVEN)
+    assert one.strategy == UNBALANCED
+    unbalanced, even = result.find(4, UNBALANCED), result.find(4, EVEN)
     assert result.speedup(point) == unbalanced.seconds / point.seconds > 1.1
     assert result.to_even(point) == point.seconds / even.seconds
     assert one.measured is not None
@@ -116,7 +118,8 @@ def test_ratios_and_efficiency_follow_from_times() -> None:
     assert even.measured is not None
     assert result.efficiency(point) == point.tokens_per_second / one.measured.tokens_per_second
     assert result.efficiency(one, measured=True) == 1
-    assert result.to_even(point, measured=True) == point.measured.seconds / even.measured.seconds
+    # Of the same run, whose even steps are those of all strategies here.
+    assert result.to_even(point, measured=True) == pytest.approx(point.measured.seconds / even.measured.seconds)
     # Even steps count the tokens of those that they stand for.
     of_even, of_balanced = even.measured, point.measured
     assert of_even.tokens_per_second * of_even.seconds == pytest.approx(
@@ -160,7 +163,10 @@ def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_pa
     worst = max((error for point in scale(runs).points if (error := point.errors)), key=lambda error: abs(error[1]))
     assert f"instead of others of the same distribution, at most {abs(worst[1]):.1%}." in section
     assert "Tried on 4 measured points" in section
-    assert "More ranks than measured are predicted by four on 4 GPUs: factors of its ranks 1.000 to 1.000" in section
+    assert (
+        "More ranks than measured are predicted by the run 'four' on 4 GPUs: factors of its ranks 1.000 to 1.000"
+        in section
+    )
     rows = [line.split(" | ")[0] for line in section.splitlines() if line[2:3].isdigit()]
     assert rows == ["| 2"] * 2 + ["| 4"] * 2 + [f"| {ranks}" for ranks in (1, 2, 4, 8)]
     assert "![Speed-up and efficiency by ranks](plots/scaling-lognormal.png)" in section
@@ -169,15 +175,32 @@ def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_pa
 
 def test_without_an_unbalanced_run_there_is_no_section(tmp_path: Path) -> None:
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
-    few = timed("few", batches=3)
-    assert "No cost was fitted to few (lognormal): 12 steps are too few" in write_section(tmp_path, [few])
+    few = [timed(f"few on {gpus}", gpus=gpus, batches=3) for gpus in (2, 4)]
+    section = write_section(tmp_path, few)
+    for text in ("few on 2 (lognormal): 6 steps are too few", "few on 4 (lognormal): 12 steps are too few"):
+        assert f"No cost was fitted to {text}" in section
     assert not list(tmp_path.iterdir())
+
+
+def test_lengths_measured_on_one_number_of_gpus_are_not_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "scale", lambda runs, on_point: pytest.fail(f"simulated {runs}"))
+    section = write_section(tmp_path, [timed("one", gpus=1), timed("one, lpt", gpus=1, strategy="lpt-swap")])
+    assert "lognormal: measured on 1 GPU alone." in section
+    assert not list(tmp_path.iterdir())
+
+
+def test_tables_of_other_sizes_are_another_configuration() -> None:
+    small = {"lengths": LENGTHS, "item_rows": 10, "user_rows": 10}
+    runs = [timed("one", gpus=1), timed("four"), timed("small", gpus=2, workload=small)]
+    assert [[run.name for run in group] for group in scaled_runs(runs)] == [["one", "four"]]
 
 
 def test_a_run_that_cannot_be_fitted_is_reported_and_predicts_nothing(tmp_path: Path) -> None:
     section = write_section(tmp_path, [timed("few", gpus=2, batches=3), timed("four")])
     assert "No cost was fitted to few (lognormal): 6 steps are too few" in section
-    assert "predicted by four on 4 GPUs" in section
+    assert "predicted by the run 'four' on 4 GPUs" in section
 
 
 def test_lengths_are_those_of_the_workload() -> None:
