@@ -86,7 +86,7 @@ def train(
     folder = (out or Path("out/bench") / experiments.stem).absolute()
     if report_only:
         if dry_run:
-            raise ConfigError("--report-only runs nothing; leave one of it and --dry-run out")
+            raise ConfigError("--report-only and --dry-run are two different things to do; choose one")
         _report(folder, table)
         return
     cluster = _cluster(with_runner, gpus, nodes, gpus_per_node, partition, account)

@@ -11,6 +11,7 @@ from end_to_end.columns import UNBALANCED, Row, comparison, make_rows
 from end_to_end.experiments import Experiments, Run, lengths_of, resolved, slug
 from end_to_end.results import RunResult
 from end_to_end.table import BALANCE, RANKS, SPEED, markdown_table, notes, terminal_table
+from end_to_end.tasks import result_path
 from evenrank.cli import console
 from evenrank.core import atomic_file
 from trainer.config import TrainConfig
@@ -30,32 +31,43 @@ def write_report(out: Path, experiments: Experiments) -> None:
 
     """
     chosen = {lengths: _runs_with(lengths, experiments) for lengths in experiments.workload.lengths}
-    found = {lengths: _load(out / lengths, runs) for lengths, runs in chosen.items()}
+    found = {lengths: _load(out, lengths, runs) for lengths, runs in chosen.items()}
     tables = {lengths: make_rows(results) for lengths, results in found.items() if results}
     results = [result for one in found.values() for result in one]
     text = ["# Training benchmark", *_headline(out, tables), _conditions(results)]
     for lengths, runs in chosen.items():
         text += [f"## {lengths}: `{experiments.workload.lengths[lengths]}`"]
         if missing := [run.name for run in runs if run.name not in {result.name for result in found[lengths]}]:
-            text += [f"Without a result: {', '.join(missing)}."]
-            console.print_result(f"{lengths}: without a result: {', '.join(missing)}")
+            names = "all runs" if len(missing) == len(runs) else "; ".join(missing)  # a name may have a comma
+            text += [f"Without a result: {names}."]
+            console.print_result(f"{lengths}: without a result: {names}\n")
         if lengths in tables:
             _print(lengths, tables[lengths])
             text += _table_section(out, lengths, tables[lengths], found[lengths])
-    text += [section for write in (cost_fit.write_section, scaling.write_section) if (section := write(out, results))]
+    # Of other tables in the same folder, a run with the same settings on another number of GPUs is a measurement too.
+    scaled = [*results, *(result for lengths, runs in chosen.items() for result in _load_others(out / lengths, runs))]
+    text += [
+        section for section in (cost_fit.write_section(out, results), scaling.write_section(out, scaled)) if section
+    ]
     text += ["## Columns", *(f"{title}:\n\n{notes(columns)}" for title, columns in _TITLES.items())]
     text += ["## Runs", _RUNS, _list_runs(results)]
     atomic_file.write_text(out / "report.md", "\n\n".join(part.strip("\n") for part in text) + "\n")
-    console.print_result(f"report: {out / 'report.md'}")
+    console.print_result(f"report: {out / 'report.md'} (plots in {out / 'plots'})")
 
 
 def _runs_with(lengths: str, experiments: Experiments) -> list[Run]:
     return [run for run in experiments.runs if lengths in lengths_of(run, experiments.workload)]
 
 
-def _load(folder: Path, runs: Sequence[Run]) -> list[RunResult]:
-    paths = [folder / f"{slug(run.name)}.json" for run in runs]
+def _load(out: Path, lengths: str, runs: Sequence[Run]) -> list[RunResult]:
+    paths = [result_path(out, lengths, run.name) for run in runs]
     return [RunResult.load(path) for path in paths if path.exists()]
+
+
+def _load_others(folder: Path, runs: Sequence[Run]) -> list[RunResult]:
+    """Return the results in a folder that are not those of these runs."""
+    names = {path.stem: path for path in sorted(folder.glob("*.json")) if slug(path.stem) == path.stem}  # no tasks
+    return [RunResult.load(path) for name, path in names.items() if name not in {slug(run.name) for run in runs}]
 
 
 def _print(lengths: str, rows: Sequence[Row]) -> None:
@@ -63,7 +75,9 @@ def _print(lengths: str, rows: Sequence[Row]) -> None:
         console.print_result(f"{lengths}: {title.lower()}")
         console.print_result(terminal_table(columns, rows))
     for verdict in targets.check(rows):
-        console.print_result(f"{verdict.outcome}: {verdict.target} ({verdict.measured})")
+        console.print_result(
+            f"{verdict.outcome}: {verdict.target}" + (f" ({verdict.measured})" if verdict.measured else "")
+        )
     console.print_result("")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from end_to_end.columns import Row, comparison
-from end_to_end.table import with_noise
+from end_to_end.table import NOTHING, with_noise
 
 EVEN_RATIOS = {"lpt-swap": 1.01, "min-move": 1.02}
 """Largest step time of a strategy, over that of perfectly even batches."""
@@ -21,7 +21,7 @@ class Verdict:
 
     target: str
     """What is asked for."""
-    measured: str = "-"
+    measured: str = ""
     """The number and its noise."""
     margin: float | None = None
     """By how much the target is met, as a fraction; negative: by how much it is missed. None: nothing was measured."""
@@ -38,7 +38,7 @@ class Verdict:
         """`met` or `missed`, and by how much."""
         if self.margin is None:
             return "not measured"
-        by = f"{abs(self.margin) * _PERCENT:.2f} %"
+        by = f"{abs(self.margin) * _PERCENT:.2f} percentage points"
         if self.met:
             return f"met, {by} to spare" if self.margin >= 0 else f"met within the noise, {by} short"
         return f"missed by {by}"
@@ -58,7 +58,10 @@ def check(rows: Sequence[Row]) -> tuple[Verdict, ...]:
 def markdown(verdicts: Sequence[Verdict]) -> str:
     """Return the verdicts as a table in Markdown."""
     lines = ["| target | measured | |", "| --- | ---: | --- |"]
-    return "\n".join([*lines, *(f"| {one.target} | {one.measured} | {one.outcome} |" for one in verdicts)]) + "\n"
+    return (
+        "\n".join([*lines, *(f"| {one.target} | {one.measured or NOTHING} | {one.outcome} |" for one in verdicts)])
+        + "\n"
+    )
 
 
 def _even(strategy: str, limit: float, found: Mapping[str, Row]) -> Verdict:

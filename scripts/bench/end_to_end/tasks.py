@@ -135,7 +135,9 @@ def tasks_of(
 def _task(run: Run, workload: Workload, lengths: str, out: Path, gpus: int) -> WorkerTask:
     own_gpus = gpus if run.gpus is None else run.gpus
     if own_gpus > gpus:
-        raise ConfigError(f"run {run.name!r} needs {own_gpus} GPUs, there are {gpus}; choose other runs with --only")
+        raise ConfigError(
+            f"run {run.name!r} needs {own_gpus} GPUs, more than the {gpus} given; choose other runs with --only"
+        )
     if own_gpus % run.settings.tensor_parallel:
         raise ConfigError(
             f"run {run.name!r} divides heads among {run.settings.tensor_parallel} GPUs, of which {own_gpus} is no "

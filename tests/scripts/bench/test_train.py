@@ -155,7 +155,7 @@ def test_a_report_can_be_made_alone(command: Command, tmp_path: Path, table: Pat
     [
         ("", "this host has no GPU that PyTorch sees; choose the number of processes with --gpus"),
         ("--gpus 2 --only x", "--only 'x' is not in the file; known are baseline, halved-heads"),
-        ("--report-only --dry-run", "--report-only runs nothing; leave one of it and --dry-run out"),
+        ("--report-only --dry-run", "--report-only and --dry-run are two different things to do; choose one"),
         ("--gpus 3", "run 'halved heads' divides heads among 2 GPUs"),
         ("--gpus 2 --steps 1", "steps must be at least rounds, got 1 and 2"),
         ("--gpus 2 --only measured-cost", "needs the times of 'baseline'"),

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_report_has_tables_targets_plots_and_conditions(tmp_path: Path, sections
         "- gpu: H200",
         "- torch: 2.11",
         "| Tensor parallel 2 (failed: out of memory) | 2 | - | - | - | - | - | - | - | - | - | - |",
-        "| lpt-swap: step at most 1.01 of a perfectly even one | 1.0000 | met, 1.00 % to spare |",
+        "| lpt-swap: step at most 1.01 of a perfectly even one | 1.0000 | met, 1.00 percentage points to spare |",
         "- lpt-swap (adds to baseline): balance = all-to-all",
     ):
         assert line in text.splitlines()
@@ -116,7 +117,7 @@ def test_runs_without_a_result_are_named(tmp_path: Path, capsys: pytest.CaptureF
     write_report(tmp_path, EXPERIMENTS)
 
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert "Without a result: baseline, lpt-swap, Tensor parallel 2." in lines
+    assert "Without a result: all runs." in lines
     assert "Without a result: lpt-swap." in lines  # "Tensor parallel 2" is not made with these lengths
     assert "clipped-zipf: without a result: lpt-swap" in capsys.readouterr().out
     assert (tmp_path / "plots" / "throughput-clipped-zipf.png").exists()
@@ -132,14 +133,42 @@ def test_tables_and_verdicts_are_printed(tmp_path: Path, capsys: pytest.CaptureF
     output = capsys.readouterr().out
     assert "lognormal: speed\n" in output
     assert any(line.split()[:4] == ["lpt-swap", "2", "1", "10.00"] for line in output.splitlines())
-    assert "met, 0.50 % to spare: lpt-swap: balancing exposes at most 0.5 % of a step (0.00 %)" in output
-    assert "not measured: lpt-swap: at least as fast as karmarkar-karp (-)" in output
+    assert (
+        "met, 0.50 percentage points to spare: lpt-swap: balancing exposes at most 0.5 % of a step (0.00 %)" in output
+    )
+    assert "not measured: lpt-swap: at least as fast as karmarkar-karp\n" in output
 
 
 def test_a_report_without_any_result_says_so(tmp_path: Path) -> None:
     write_report(tmp_path, EXPERIMENTS)
 
-    assert "Without a result: baseline, lpt-swap." in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.md").read_text().count("Without a result: all runs.") == 2
+
+
+@pytest.mark.usefixtures("no_pixels")
+def test_names_of_missing_runs_may_have_commas(tmp_path: Path) -> None:
+    save(tmp_path, *measured("lognormal"))
+    missing = [Run(name=name, settings=SETTINGS) for name in ("fast, lpt-swap", "padded")]
+
+    write_report(tmp_path, dataclasses.replace(EXPERIMENTS, runs=(*EXPERIMENTS.runs[:2], *missing)))
+
+    assert "Without a result: fast, lpt-swap; padded." in (tmp_path / "report.md").read_text().splitlines()
+
+
+@pytest.mark.usefixtures("no_pixels")
+def test_scaling_also_gets_the_results_of_other_tables_in_the_folder(
+    tmp_path: Path, sections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, *measured("lognormal"), made_up.result("4 GPUs", measured("lognormal")[0].segments))
+    for other in ("lpt-swap.task.json", "measured_cost-baseline.json"):
+        (tmp_path / "lognormal" / other).write_text("{}")
+    scaled: list[str] = []
+    monkeypatch.setattr(scaling, "write_section", lambda out, results: scaled.extend(one.name for one in results) or "")
+
+    write_report(tmp_path, EXPERIMENTS)
+
+    assert scaled == ["baseline", "lpt-swap", "4 GPUs"]
+    assert sections == ["lognormal/baseline", "lognormal/lpt-swap"]
 
 
 @pytest.mark.usefixtures("no_pixels")

@@ -40,12 +40,12 @@ def test_targets_that_are_met() -> None:
 
     assert all(verdict.met for verdict in verdicts)
     assert [(verdict.target, verdict.measured, verdict.outcome) for verdict in verdicts] == [
-        ("lpt-swap: step at most 1.01 of a perfectly even one", "1.0020", "met, 0.80 % to spare"),
-        ("min-move: step at most 1.02 of a perfectly even one", "1.0040", "met, 1.60 % to spare"),
-        ("lpt-swap: at least as fast as karmarkar-karp", "1.0279", "met, 2.79 % to spare"),
-        ("lpt-swap: balancing exposes at most 0.5 % of a step", "0.20 %", "met, 0.30 % to spare"),
-        ("min-move: balancing exposes at most 0.5 % of a step", "0.10 %", "met, 0.40 % to spare"),
-        ("MFU of the best run at least 30 %", "40.0 % (lpt-swap)", "met, 10.00 % to spare"),
+        ("lpt-swap: step at most 1.01 of a perfectly even one", "1.0020", "met, 0.80 percentage points to spare"),
+        ("min-move: step at most 1.02 of a perfectly even one", "1.0040", "met, 1.60 percentage points to spare"),
+        ("lpt-swap: at least as fast as karmarkar-karp", "1.0279", "met, 2.79 percentage points to spare"),
+        ("lpt-swap: balancing exposes at most 0.5 % of a step", "0.20 %", "met, 0.30 percentage points to spare"),
+        ("min-move: balancing exposes at most 0.5 % of a step", "0.10 %", "met, 0.40 percentage points to spare"),
+        ("MFU of the best run at least 30 %", "40.0 % (lpt-swap)", "met, 10.00 percentage points to spare"),
     ]
 
 
@@ -60,18 +60,21 @@ def test_targets_that_are_missed_say_by_how_much() -> None:
 
     assert not any(verdict.met for verdict in verdicts)
     assert outcomes(verdicts) == [
-        "missed by 1.00 %",
-        "missed by 1.00 %",
-        "missed by 1.96 %",
-        "missed by 1.50 %",
-        "missed by 2.50 %",
-        "missed by 5.49 %",
+        "missed by 1.00 percentage points",
+        "missed by 1.00 percentage points",
+        "missed by 1.96 percentage points",
+        "missed by 1.50 percentage points",
+        "missed by 2.50 percentage points",
+        "missed by 5.49 percentage points",
     ]
 
 
 @pytest.mark.parametrize(
     ("live", "expected"),
-    [((9.9, 10.5), "met within the noise, 1.96 % short"), ((10.19, 10.21), "missed by 1.96 %")],
+    [
+        ((9.9, 10.5), "met within the noise, 1.96 percentage points short"),
+        ((10.19, 10.21), "missed by 1.96 percentage points"),
+    ],
 )
 def test_the_noise_of_rounds_is_allowed_for_between_runs(live: Sequence[float], expected: str) -> None:
     verdict = check(rows(run("karmarkar-karp", [10]), run("lpt-swap", live)))[2]
@@ -82,7 +85,7 @@ def test_the_noise_of_rounds_is_allowed_for_between_runs(live: Sequence[float], 
 def test_the_noise_of_rounds_excuses_no_ratio_to_even() -> None:
     verdict = check(rows(run("lpt-swap", [10.0, 10.4])))[0]
 
-    assert (verdict.measured, verdict.outcome) == ("1.0200 ±0.0200", "missed by 1.00 %")
+    assert (verdict.measured, verdict.outcome) == ("1.0200 ±0.0200", "missed by 1.00 percentage points")
 
 
 def test_targets_without_measurements_are_neither_met_nor_missed() -> None:
@@ -99,5 +102,5 @@ def test_verdicts_in_markdown() -> None:
 
     assert text == (
         "| target | measured | |\n| --- | ---: | --- |\n"
-        "| fast | 1.20 | met, 20.00 % to spare |\n| even | - | not measured |\n"
+        "| fast | 1.20 | met, 20.00 percentage points to spare |\n| even | - | not measured |\n"
     )
