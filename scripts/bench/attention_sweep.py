@@ -38,9 +38,9 @@ def main(
     """Time HSTU attention on one GPU for 1 to 128 samples of 64 to 4,096 tokens, in powers of two.
 
     Writes sweep.json and one heat map for each direction (forward.png, backward.png, both.png): cells show TFLOP/s and
-    are coloured by MFU. Times are medians of 50 runs after 10 warm-up runs, each on a level-2 cache that holds nothing
-    of the last; the JSON has the runs made. `both` is the sum of forward and backward. A cell that runs out of memory
-    ends its row.
+    milliseconds, and are coloured by MFU. Times are medians of 50 runs after 10 warm-up runs, each on a level-2 cache
+    that holds nothing of the last; the JSON has the runs made. `both` is the sum of forward and backward. A cell that
+    runs out of memory ends its row.
 
     FLOPs are those of causal attention: two matrix products per pair of tokens in the forward pass. TFLOP/s count 2.5
     times as many in the backward pass, as is usual for kernels that compute the scores again, and MFU 2 times.
@@ -54,14 +54,15 @@ def main(
     # Imported here, because `--help` does not need torch.
     from attention_bench.heat_maps import heat_map
     from attention_bench.sweep import DIRECTIONS, Sweep
+    from rendering import figures
 
     path = out / "sweep.json"
     if not report_only:
         _run(attention, heads=heads, head_dim=head_dim, dtype=dtype, seconds=seconds).save(path)
     sweep = Sweep.load(path)
     for direction in DIRECTIONS:
-        heat_map(sweep, direction).savefig(out / f"{direction}.png")
-    console.print_result(f"{path} and {', '.join(f'{direction}.png' for direction in DIRECTIONS)}")
+        figures.save(heat_map(sweep, direction), out / f"{direction}.png")
+    console.print_result(f"wrote {path} and {', '.join(f'{direction}.png' for direction in DIRECTIONS)} beside it")
 
 
 def _run(name: str, *, heads: int, head_dim: int, dtype: str, seconds: float) -> "Sweep":

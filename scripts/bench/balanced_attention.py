@@ -56,11 +56,11 @@ def main(
         triton             work is spread over blocks of tokens
         triton-by-sample   in the backward one program has a whole sample, so that the longest sets the time
 
-    Prints a Markdown table of medians over the draws: the slowest rank, the mean, their ratio, the least that it can be
-    (attention alone costs so much more for long samples that one can exceed a rank's share), the slowest over equal
-    lengths, and TFLOP/s with a backward of 2.5 times the forward's operations. Writes it to balanced.md, the times of
-    each rank to balanced.jsonl (a JSON line per draw, kernel and strategy), and bars of the first draw to balanced.png.
-    Times are medians of at most 50 runs after 10 warm-up runs. Examples:
+    Prints a Markdown table of medians over the draws: the slowest rank, the mean, their ratio, the least that costs
+    allow (attention alone costs so much more for long samples that one can exceed a rank's share), the slowest over
+    equal lengths, and TFLOP/s with a backward of 2.5 times the forward's operations. Writes it to balanced.md, the
+    times of each rank to balanced.jsonl (a JSON line per draw, kernel and strategy), and bars of the first draw to
+    balanced.png. Times are medians of at most 50 runs after 10 warm-up runs. Examples:
 
     \b
         python scripts/bench/balanced_attention.py
@@ -68,16 +68,17 @@ def main(
         python scripts/bench/balanced_attention.py --report-only
     """
     # Imported here, because `--help` does not need torch.
-    from attention_bench.balanced import load, markdown, save, summarize
+    from attention_bench.balanced import load, markdown_table, save, summarize
     from attention_bench.bars import rank_bars
+    from rendering import figures
 
     path = out / "balanced.jsonl"
     if not report_only:
         save(_run(ranks, samples, draws, heads=heads, head_dim=head_dim, dtype=dtype, seconds=seconds), path)
     rows = load(path)
-    table = markdown(summarize(rows))
+    table = markdown_table(summarize(rows))
     atomic_file.write_text(out / "balanced.md", table)
-    rank_bars(rows).savefig(out / "balanced.png")
+    figures.save(rank_bars(rows), out / "balanced.png")
     console.print_result(table)
 
 

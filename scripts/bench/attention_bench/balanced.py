@@ -20,6 +20,7 @@ from evenrank.core import atomic_file
 from evenrank.core.errors import DataError
 from evenrank.dataloader.balance.partition.strategies import lower_bound, partition
 from evenrank.datasets.distributions import Distribution
+from rendering import markdown
 
 STRATEGIES = ("identity", "karmarkar-karp", "lpt-swap", "min-move")
 TOLERANCES = {"min-move": 0.01}  # others: 0.001
@@ -186,7 +187,7 @@ def _summary(lengths: str, attention: str, strategy: str, draws: Sequence[Draw])
     )
 
 
-def markdown(summaries: Iterable[Summary]) -> str:
+def markdown_table(summaries: Iterable[Summary]) -> str:
     """Return the summaries as a table in Markdown."""
     columns = (
         "lengths",
@@ -195,20 +196,29 @@ def markdown(summaries: Iterable[Summary]) -> str:
         "slowest rank, ms",
         "mean, ms",
         "slowest / mean",
-        "at least",
+        "least by cost",
         "slowest / equal lengths",
         "slowest, TFLOP/s",
         "equal lengths, ms",
-        "TFLOP/s",
+        "equal, TFLOP/s",
     )
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    lines += [
-        f"| {row.lengths} | {row.attention} | {row.strategy} | {row.slowest_ms:.2f} | {row.mean_ms:.2f} "
-        f"| {row.imbalance:.3f} | {row.least_imbalance:.3f} | {row.over_equal:.3f} | {row.tflops:.0f} "
-        f"| {row.equal_ms:.2f} | {row.equal_tflops:.0f} |"
+    rows = [
+        (
+            row.lengths,
+            row.attention,
+            row.strategy,
+            f"{row.slowest_ms:.2f}",
+            f"{row.mean_ms:.2f}",
+            f"{row.imbalance:.3f}",
+            f"{row.least_imbalance:.3f}",
+            f"{row.over_equal:.3f}",
+            f"{row.tflops:.0f}",
+            f"{row.equal_ms:.2f}",
+            f"{row.equal_tflops:.0f}",
+        )
         for row in summaries
     ]
-    return "\n".join(lines) + "\n"
+    return markdown.table(columns, rows, left=3)
 
 
 def save(draws: Iterable[Draw], path: Path) -> None:

@@ -1,7 +1,6 @@
 """Bars of the time of each rank before and after balancing, with a line for equal lengths."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -9,8 +8,8 @@ from matplotlib.figure import Figure
 
 from attention_bench.balanced import Draw
 from evenrank.cli.reports import svg
+from rendering.figures import STYLE, WIDTH
 
-STYLE: Any = {**svg.STYLE, "figure.facecolor": "white", "figure.dpi": 150}
 BEFORE, AFTER = "identity", "lpt-swap"
 
 
@@ -20,7 +19,7 @@ def rank_bars(draws: Sequence[Draw]) -> Figure:
     lengths = list(dict.fromkeys(draw.lengths for draw in draws))
     attentions = list(dict.fromkeys(draw.attention for draw in draws))
     first = {(draw.lengths, draw.attention, draw.strategy): draw for draw in reversed(draws)}
-    figure = Figure(figsize=(8.2, 0.9 + 2.2 * len(lengths)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.9 + 2.2 * len(lengths)), layout="constrained")
     panels = figure.subplots(len(lengths), len(attentions), sharex=True, squeeze=False)
     for row, distribution in enumerate(lengths):
         for column, attention in enumerate(attentions):
@@ -30,7 +29,7 @@ def rank_bars(draws: Sequence[Draw]) -> Figure:
             axes.bar(places - 0.2, before.rank_ms, 0.38, color=svg.GREY, label="before balancing")
             axes.bar(places + 0.2, after.rank_ms, 0.38, color=svg.BLUE, label=f"after ({AFTER})")
             axes.axhline(before.equal_ms, color=svg.ORANGE, linestyle="--", label="equal lengths")
-            axes.set_title(f"{attention}, {distribution}", fontsize="medium", loc="left")
+            axes.set_title(f"{attention}, {distribution}", fontsize="medium")
             axes.set_xticks(places)
             axes.grid(axis="x", visible=False)
             if row == len(lengths) - 1:

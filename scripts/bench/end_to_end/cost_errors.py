@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -11,6 +10,7 @@ from matplotlib.figure import Figure
 
 from end_to_end.results import Floats
 from evenrank.cli.reports import svg
+from rendering.figures import STYLE, WIDTH
 
 FITTED, BALANCED, OTHER_LENGTHS = "fitted to", "balanced", "other lengths"
 """What a run is to the cost that predicts it: the one it was fitted to; one with the same samples, balanced; an
@@ -61,10 +61,10 @@ class Errors:
         )
 
 
-@mpl.rc_context(svg.STYLE)
-def draw(comparisons: Sequence[Comparison], path: Path, *, title: str) -> None:
-    """Draw predicted over measured times, by MeasuredCost and by HSTUCost, and write a PNG."""
-    figure = Figure(figsize=(10, 5.8), layout="constrained")
+@mpl.rc_context(STYLE)
+def draw(comparisons: Sequence[Comparison], *, title: str) -> Figure:
+    """Draw predicted over measured times, by MeasuredCost and by HSTUCost."""
+    figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
     figure.suptitle(f"Compute time of each rank and step: {title}")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     _draw_points(left, comparisons, [comparison.by_fit for comparison in comparisons])
@@ -78,9 +78,11 @@ def draw(comparisons: Sequence[Comparison], path: Path, *, title: str) -> None:
     left.set_title("MeasuredCost")
     right.set_title("HSTUCost times one factor")
     left.set_ylabel("predicted (ms)")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, markerscale=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    legend = figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, markerscale=2.5)
+    for handle in legend.legend_handles:
+        if handle is not None:
+            handle.set_alpha(1)  # points are pale because there are many
+    return figure
 
 
 def _draw_points(axes: Axes, comparisons: Sequence[Comparison], predictions: Sequence[Floats]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from end_to_end import cost_errors, markdown
+from end_to_end import cost_errors
 from end_to_end.cost_errors import BALANCED, FITTED, OTHER_LENGTHS, Comparison, Errors
 from end_to_end.experiments import slug
 from end_to_end.results import EVEN, LIVE, Floats, Ints, RunResult, Segment
@@ -19,6 +19,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import HSTUCost, MeasuredCost
 from evenrank.dataloader.balance.model_cost import TokenCost
 from evenrank.datasets.schema import USER_ID
+from rendering import figures, markdown
 
 # Settings that do not change what a rank computes for the samples that it trains.
 _NOT_OF_COMPUTE = ("data", "out", "balance", "strategy")
@@ -171,7 +172,8 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
         (out / run.lengths).mkdir(parents=True, exist_ok=True)
         fit.measured.save(out / run.lengths / f"measured_cost-{slug(run.name)}.json")
         comparisons = [compare(fit, one) for one in compared]
-        cost_errors.draw(comparisons, out / plot, title=f"costs fitted to {run.name}, {run.lengths}")
+        title = f"costs fitted to {run.name}, {run.lengths}"
+        figures.save(cost_errors.draw(comparisons, title=title), out / plot)
         notes.append(f"![Predicted and measured compute times]({plot})")
         costs.append(_cost_row(fit))
         errors += [_error_row(run, comparison) for comparison in comparisons]
@@ -179,11 +181,12 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
         return ""
     parts = ["## Costs fitted to the machine", _EXPLANATION]
     if costs:
-        parts += [markdown.table(_COST_COLUMNS, costs), _ERROR_EXPLANATION, markdown.table(_ERROR_COLUMNS, errors)]
+        parts += [markdown.table(_COST_COLUMNS, costs, left=2)]
+        parts += [_ERROR_EXPLANATION, markdown.table(_ERROR_COLUMNS, errors, left=2)]
     parts += notes
     if pairs := _step_rows(results):
         parts += ["The same settings, balanced by either cost (median step with live balancing):"]
-        parts += [markdown.table(_STEP_COLUMNS, pairs)]
+        parts += [markdown.table(_STEP_COLUMNS, pairs, left=2)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -13,20 +12,12 @@ from matplotlib.ticker import MultipleLocator
 
 from end_to_end.columns import UNBALANCED, Row, comparison
 from evenrank.cli.reports import svg
+from rendering.figures import STYLE, WIDTH
 
-STYLE: Any = {**svg.STYLE, "figure.facecolor": "white", "savefig.dpi": 150, "axes.titlelocation": "left"}
-WIDTH = 8.2  # inches: at 150 dpi, twice the width of a page, so that text stays readable on it
 STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move")
 _BAR = 0.66
 _NAME = 28  # letters of a run's name in a line
 _LETTER = 0.085  # inches of one on average, to leave room for text beside bars
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG, with the folder that it is in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(STYLE):
-        figure.savefig(path)
 
 
 @mpl.rc_context(STYLE)

@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from end_to_end.columns import strategy_of
-from end_to_end.plots import STYLE, WIDTH
 from end_to_end.results import LIVE, Floats, RunResult
 from end_to_end.step_times import compute_ms, job_ms, segments_of
 from evenrank.cli.reports import svg
+from rendering.figures import STYLE, WIDTH
 
 SHOWN_STEPS = 40
 _COLOURS = "PuOr_r"  # from below the mean to above it; also told apart by those who confuse red and green

@@ -14,6 +14,7 @@ from end_to_end.table import BALANCE, RANKS, SPEED, markdown_table, notes, termi
 from end_to_end.tasks import result_path
 from evenrank.cli import console
 from evenrank.core import atomic_file
+from rendering import figures
 from trainer.config import TrainConfig
 
 _TITLES = {"Speed": SPEED, "Balance": BALANCE, "Ranks": RANKS}
@@ -86,7 +87,7 @@ def _headline(out: Path, tables: Mapping[str, Sequence[Row]]) -> list[str]:
     rows = [row for table in tables.values() for row in comparison(table).values()]
     if not any(row.evenness and row.evenness.to_even for row in rows):
         return []
-    plots.save(plots.headline(tables), out / "plots" / "headline.png")
+    figures.save(plots.headline(tables), out / "plots" / "headline.png")
     return ["![Step time by strategy over that of perfectly even batches](plots/headline.png)"]
 
 
@@ -96,22 +97,22 @@ def _table_section(out: Path, lengths: str, rows: Sequence[Row], results: Sequen
         yield f"### {title}"
         yield markdown_table(columns, rows)
     yield "### Targets"
-    yield targets.markdown(targets.check(rows))
+    yield targets.markdown_table(targets.check(rows))
 
 
 def _plots(out: Path, lengths: str, rows: Sequence[Row], results: Sequence[RunResult]) -> Iterator[str]:
     """Draw the plots of a table that its results allow."""
     folder = out / "plots"
-    plots.save(plots.throughput(rows), folder / f"throughput-{lengths}.png")
+    figures.save(plots.throughput(rows), folder / f"throughput-{lengths}.png")
     yield f"![TFLOP/s and MFU of each run](plots/throughput-{lengths}.png)"
     compared = comparison(rows)
     by_name = {result.name: result for result in results}
     balanced = [strategy for strategy in ("lpt-swap", *compared) if strategy in compared and strategy != UNBALANCED]
     if UNBALANCED in compared and balanced:
         pair = by_name[compared[UNBALANCED].name], by_name[compared[balanced[0]].name]
-        plots.save(rank_plots.ranks(*pair), folder / f"ranks-{lengths}.png")
+        figures.save(rank_plots.ranks(*pair), folder / f"ranks-{lengths}.png")
         yield f"![Load and compute time of each rank in {rank_plots.SHOWN_STEPS} steps](plots/ranks-{lengths}.png)"
-        plots.save(rank_plots.timeline(*pair), folder / f"timeline-{lengths}.png")
+        figures.save(rank_plots.timeline(*pair), folder / f"timeline-{lengths}.png")
         yield f"![What each rank does during a step](plots/timeline-{lengths}.png)"
 
 

@@ -23,6 +23,7 @@ from evenrank.cli.simulation import LengthSource, planned_steps
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import MeasuredCost
 from evenrank.datasets.distributions import parse_distribution
+from rendering import figures
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move", EVEN)
@@ -96,7 +97,7 @@ class Scaling:
     def to_even(self, point: Point, *, measured: bool = False) -> float | None:
         """Return the time of a step over that of one whose ranks have equal costs, predicted or measured."""
         if measured:
-            return point.measured and point.measured.to_even
+            return None if point.measured is None else point.measured.to_even
         return point.seconds / self.find(point.ranks, EVEN).seconds
 
     def efficiency(self, point: Point, *, measured: bool = False) -> float | None:
@@ -203,7 +204,7 @@ def _measure(runs: Sequence[RunResult], calibration: Calibration, ranks: int, st
         seconds=seconds,
         # Even batches have other numbers of tokens, but stand for these.
         tokens_per_second=float(run.balanced.tokens[:, batches].mean()) / seconds,
-        to_even=to_even and to_even.value,
+        to_even=None if to_even is None else to_even.value,
         predicted=calibration.step_seconds(predict(calibration.cost, work.sample_tokens)[:, batches].T),
     )
 
@@ -258,7 +259,7 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
                 parts.append(f"{error}")
                 continue
             plot = f"plots/scaling-{slug(scaling.lengths)}.png"
-            scaling_plot.draw(scaling, out / plot)
+            figures.save(scaling_plot.draw(scaling), out / plot)
             parts += scaling_table.render(scaling)
             parts.append(f"![Speed-up and efficiency by ranks]({plot})")
     return "\n\n".join(parts) + "\n"

@@ -1,7 +1,6 @@
 """Plot of simulated and measured scaling."""
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -9,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from evenrank.cli.reports import svg
+from rendering.figures import STYLE, WIDTH
 
 if TYPE_CHECKING:
     from end_to_end.scaling import Scaling
@@ -23,10 +23,10 @@ _STYLES: tuple[dict[str, Any], ...] = (
 )
 
 
-@mpl.rc_context(svg.STYLE)
-def draw(scaling: "Scaling", path: Path) -> None:
-    """Draw speed-up and efficiency over ranks, predicted as lines and measured as circles, and write a PNG."""
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+@mpl.rc_context(STYLE)
+def draw(scaling: "Scaling") -> Figure:
+    """Draw speed-up and efficiency over ranks, predicted as lines and measured as circles."""
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     figure.suptitle(f"Predicted (lines) and measured (circles): {scaling.lengths}")
     speedups, efficiencies = figure.subplots(1, 2)
     ranks = sorted({point.ranks for point in scaling.points})
@@ -44,10 +44,9 @@ def draw(scaling: "Scaling", path: Path) -> None:
     efficiencies.set_ylim(bottom=0)
     for axes in (speedups, efficiencies):
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(ranks))
+        axes.xaxis.set_major_locator(FixedLocator(ranks[:: 1 + len(ranks) // 8]))  # for labels to stay apart
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("ranks")
     figure.legend(*speedups.get_legend_handles_labels(), loc="outside lower center", ncols=len(strategies))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    return figure

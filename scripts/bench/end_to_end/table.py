@@ -13,6 +13,7 @@ from rich.table import Table
 from end_to_end.columns import Evenness, Row, Speed
 from end_to_end.step_times import Spread
 from evenrank.cli import console
+from rendering import markdown
 
 NOTHING = "-"
 _WIDTH, _NAME_WIDTH = 120, 26  # of the tables in the terminal, and at most of a name there
@@ -193,15 +194,10 @@ def terminal_table(columns: Sequence[Column], rows: Iterable[Row]) -> Table:
 
 def markdown_table(columns: Sequence[Column], rows: Iterable[Row]) -> str:
     """Return a table in Markdown."""
-    lines = [[" ".join(column.header) for column in columns], ["---", *("---:" for _ in columns[1:])]]
-    lines += [[_escape(column.cell(row)) for column in columns] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    headers = [" ".join(column.header) for column in columns]
+    return markdown.table(headers, [[column.cell(row) for column in columns] for row in rows])
 
 
 def notes(columns: Sequence[Column]) -> str:
     """Return what the columns are, as a list in Markdown."""
     return "".join(f"- {' '.join(column.header)}: {column.note}\n" for column in columns if column.note)
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|")

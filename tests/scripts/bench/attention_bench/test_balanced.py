@@ -16,7 +16,7 @@ from attention_bench.balanced import (
     draw_tokens,
     equal_length,
     load,
-    markdown,
+    markdown_table,
     measure_draw,
     save,
     summarize,
@@ -127,7 +127,7 @@ def test_summaries_are_medians_over_the_draws() -> None:
     draws = [_made_up(0, (1.0, 3.0)), _made_up(1, (2.0, 2.0)), _made_up(2, (1.0, 7.0))]
     (row,) = summarize(draws)
     assert (row.slowest_ms, row.mean_ms, row.imbalance, row.over_equal, row.tflops) == (3.0, 2.0, 1.5, 1.5, 300.0)
-    lines = markdown([row]).splitlines()
+    lines = markdown_table([row]).splitlines()
     assert lines[2] == "| lognormal | triton | identity | 3.00 | 2.00 | 1.500 | 1.250 | 1.500 | 300 | 2.00 | 300 |"
     assert {line.count("|") for line in lines} == {12}
 

@@ -142,7 +142,7 @@ def test_a_heat_map_writes_the_rates_and_hatches_what_does_not_fit(tmp_path: Pat
         Cell(batch_size=2, length=2, speeds=None),
         Cell(batch_size=4, length=2, speeds=None),
     )
-    assert _texts(_sweep(cells)) == ["12.3", "346"]
+    assert _texts(_sweep(cells)) == ["12.3", "1.00 ms", "346", "1.00 ms"]
     figure = heat_map(_sweep(cells), "both")
     assert sum(bool(patch.get_hatch()) for patch in figure.axes[0].patches) == 7
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["out of memory"]

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -16,12 +14,16 @@ def test_errors_of_predictions() -> None:
     assert np.isnan(Errors.of(np.array([3.0, 5.0]), np.array([4.0, 4.0])).r2)
 
 
-def test_points_are_drawn_for_both_costs(tmp_path: Path) -> None:
+def test_points_are_drawn_for_both_costs() -> None:
     times = np.linspace(10, 90, 5000)
     made = [
         Comparison(name=kind, lengths="a", kind=kind, measured=times, by_fit=times, by_hstu=times * 2)
         for kind in (FITTED, BALANCED)
     ]
-    path = tmp_path / "plots" / "cost.png"
-    cost_errors.draw(made, path, title="a $ sign")
-    assert path.read_bytes().startswith(b"\x89PNG")
+    figure = cost_errors.draw(made, title="a $ sign")
+    for axes, factor in zip(figure.axes, (1, 2), strict=True):
+        for points in axes.collections:
+            measured, predicted = np.asarray(points.get_offsets()).T
+            assert len(measured) <= 2000
+            assert predicted == pytest.approx(factor * measured)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [FITTED, BALANCED, "exact"]

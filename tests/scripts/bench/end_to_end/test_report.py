@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from end_to_end import cost_fit, plots, scaling
+from end_to_end import cost_fit, scaling
 from end_to_end.experiments import Experiments, Run, Workload
 from end_to_end.report import write_report
 from end_to_end.results import EVEN, LIVE, PREPARED, RunResult, Segment
 from evenrank.core.errors import DataError
+from rendering import figures
 from tests.scripts.bench.end_to_end import made_up
 from trainer.config import TrainConfig
 
@@ -49,7 +50,7 @@ def no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
         path.parent.mkdir(exist_ok=True)
         path.touch()
 
-    monkeypatch.setattr(plots, "save", touch)
+    monkeypatch.setattr(figures, "save", touch)
 
 
 def save(out: Path, *results: RunResult) -> None:

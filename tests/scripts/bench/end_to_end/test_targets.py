@@ -4,7 +4,7 @@ import pytest
 
 from end_to_end.columns import Row, make_rows
 from end_to_end.results import EVEN, LIVE, PREPARED, RunResult
-from end_to_end.targets import Verdict, check, markdown
+from end_to_end.targets import Verdict, check, markdown_table
 from tests.scripts.bench.end_to_end import made_up
 
 
@@ -98,9 +98,9 @@ def test_targets_without_measurements_are_neither_met_nor_missed() -> None:
 
 
 def test_verdicts_in_markdown() -> None:
-    text = markdown([Verdict(target="fast", measured="1.20", margin=0.2), Verdict(target="even")])
+    text = markdown_table([Verdict(target="fast", measured="1.20", margin=0.2), Verdict(target="even")])
 
     assert text == (
-        "| target | measured | |\n| --- | ---: | --- |\n"
+        "| target | measured | outcome |\n| --- | ---: | ---: |\n"
         "| fast | 1.20 | met, 20.00 percentage points to spare |\n| even | - | not measured |\n"
     )

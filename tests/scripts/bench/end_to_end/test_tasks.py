@@ -56,7 +56,9 @@ def test_a_choice_that_cannot_run_is_one_line(
 
 def test_a_run_that_needs_more_gpus_than_there_are_is_one_line(tmp_path: Path) -> None:
     table = make_table(tmp_path, '[workload]\nlengths.a = "zipf"\n[[run]]\nname = "baseline"\ngpus = 4\n')
-    with pytest.raises(ConfigError, match=r"run 'baseline' needs 4 GPUs, more than the 2 given; choose other runs with --only"):
+    with pytest.raises(
+        ConfigError, match=r"run 'baseline' needs 4 GPUs, more than the 2 given; choose other runs with --only"
+    ):
         tasks_of(table, tmp_path, gpus=2)
 
 

@@ -1,0 +1,1 @@
+"""What the reports of several benchmarks are made of."""
