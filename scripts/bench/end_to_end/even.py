@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_HALVINGS = 60  # of an interval, until float64 has no more digits
+_HALVINGS = 32  # of an interval: what is left is far less than the half event by which lengths are rounded
 _MAX_POWER = 16.0
 
 
@@ -44,7 +44,9 @@ def even_lengths(lengths: Ints, num_ranks: int, cost: Callable[[Ints], Ints], *,
         return float((low + (values - below) * (high - low)).sum())  # between whole numbers of events
 
     def scale_for(power: float, total: Callable[[Floats], float], wanted: float) -> float:
-        return _root(lambda scale: total(shaped(power, scale)) - wanted, 0.0, _max_scale(quantiles, power, max_length))
+        # By its logarithm, because the scale at which all samples have the maximal length may be 4096^16.
+        largest = np.log(max_length) - power * np.log(quantiles[-1] / quantiles[0])
+        return float(np.exp(_root(lambda log: total(shaped(power, np.exp(log))) - wanted, 0.0, largest)))
 
     def excess(power: float) -> float:  # with as many events, more skew costs more
         return cost_of(shaped(power, scale_for(power, np.sum, mean_events))) - mean_cost
@@ -53,11 +55,6 @@ def even_lengths(lengths: Ints, num_ranks: int, cost: Callable[[Ints], Ints], *,
     # Where no skew fits, such as for a single sample, the cost counts.
     even = shaped(power, scale_for(power, cost_of, mean_cost))
     return np.rint(even).astype(np.int64)
-
-
-def _max_scale(quantiles: Floats, power: float, max_length: int) -> float:
-    """Return a scale at which all samples have the maximal length."""
-    return float(max_length / (quantiles[-1] / quantiles[0]) ** power)
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

@@ -164,7 +164,12 @@ def test_scaling_also_gets_the_results_of_other_tables_in_the_folder(
     for other in ("lpt-swap.task.json", "measured_cost-baseline.json"):
         (tmp_path / "lognormal" / other).write_text("{}")
     scaled: list[str] = []
-    monkeypatch.setattr(scaling, "write_section", lambda out, results: scaled.extend(one.name for one in results) or "")
+
+    def write(out: Path, results: Sequence[RunResult]) -> str:
+        scaled.extend(result.name for result in results)
+        return ""
+
+    monkeypatch.setattr(scaling, "write_section", write)
 
     write_report(tmp_path, EXPERIMENTS)
 
