@@ -14,9 +14,8 @@ if __name__ == "__main__":
     _BENCH = Path(__file__).resolve().parent.parent
     sys.path[:0] = [str(_BENCH), str(_BENCH.parent.parent / "examples")]
 
-from end_to_end.experiments import resolved
 from end_to_end.results import RunResult
-from end_to_end.tasks import WorkerTask
+from end_to_end.tasks import WorkerTask, new_result
 from evenrank.core.errors import DataError
 from evenrank.core.text import escape_controls
 
@@ -58,17 +57,8 @@ def conclude(task: WorkerTask, code: int, *, limit_seconds: float) -> RunResult:
 
 def save_failure(task: WorkerTask, reason: str) -> RunResult:
     """Write and return the result of a run without measurements."""
-    result = RunResult(
-        name=task.run.name,
-        adds_to=task.run.adds_to,
-        lengths=task.lengths,
-        gpus=task.gpus,
-        data_ranks=task.data_ranks,
-        settings=resolved(task.run.settings),
-        workload=dataclasses.asdict(task.workload),
-        environment={"date": datetime.now(UTC).date().isoformat()},
-        failure=escape_controls(reason),
-    )
+    made = new_result(task, {"date": datetime.now(UTC).date().isoformat()})
+    result = dataclasses.replace(made, failure=escape_controls(reason))
     result.save(task.result)
     return result
 

@@ -61,12 +61,17 @@ def run_tasks(
     results = []
     for number, task in enumerate(tasks, 1):
         started = time.monotonic()
-        with console.stages() as show:
-            show(f"[{number}/{len(tasks)}] {task.title} (log: {task.log})")
-            result = _run(task, command(task), limit_seconds)
+        title = f"[{number}/{len(tasks)}] {task.title}"
+        try:
+            with console.stages() as show:
+                show(f"{title} (log: {task.log})")
+                result = _run(task, command(task), limit_seconds)
+        except BaseException:  # such as Ctrl-C
+            print(f"{title}, stopped; the same command continues the table with it", flush=True)
+            raise
         outcome = "done" if result.failure is None else f"failed: {result.failure}"
         minutes, seconds = divmod(round(time.monotonic() - started), 60)
-        print(f"[{number}/{len(tasks)}] {task.title}, {minutes}:{seconds:02}, {outcome}", flush=True)
+        print(f"{title}, {minutes}:{seconds:02}, {outcome}", flush=True)
         results.append(result)
     return tuple(results)
 

@@ -5,9 +5,10 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from end_to_end.experiments import HSTU_COST, Experiments, Run, Workload, lengths_of, slug
+from end_to_end.experiments import HSTU_COST, Experiments, Run, Workload, lengths_of, resolved, slug
+from end_to_end.results import RunResult
 from evenrank.core import atomic_file
 from evenrank.core.errors import ConfigError, DataError
 from trainer.config import TrainConfig
@@ -99,6 +100,20 @@ class WorkerTask:
 def result_path(out: Path, lengths: str, run: str) -> Path:
     """Return the path of the RunResult of a run, by its name and that of its lengths."""
     return out / lengths / f"{slug(run)}.json"
+
+
+def new_result(task: WorkerTask, environment: dict[str, Any]) -> RunResult:
+    """Return the result of a task before anything is measured: what it was asked for, and where it runs."""
+    return RunResult(
+        name=task.run.name,
+        adds_to=task.run.adds_to,
+        lengths=task.lengths,
+        gpus=task.gpus,
+        data_ranks=task.data_ranks,
+        settings=resolved(task.run.settings),
+        workload=dataclasses.asdict(task.workload),
+        environment=environment,
+    )
 
 
 def tasks_of(

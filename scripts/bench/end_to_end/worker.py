@@ -23,7 +23,7 @@ from end_to_end.cost_fit import fit_cost
 from end_to_end.experiments import Workload
 from end_to_end.measure import describe, measure, peak_memory, prepare
 from end_to_end.results import RunResult
-from end_to_end.tasks import WorkerTask
+from end_to_end.tasks import WorkerTask, new_result
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import Balancer, HSTUCost
@@ -49,7 +49,14 @@ def main(task: WorkerTask) -> None:
 
 
 def measured(task: WorkerTask, world: World) -> RunResult:
-    """Return the result of a run. Collective: every rank must call this."""
+    """Return the result of a run. Collective: every rank must call this.
+
+    Raises:
+        ConfigError: torchrun has started another number of processes than the task says.
+
+    """
+    if world.size != task.gpus:
+        raise ConfigError(f"the task is for {task.gpus} processes, not {world.size}; start so many with torchrun")
     config, workload, device = task.run.settings, task.workload, world.device
     torch.manual_seed(config.seed)  # for equal weights on all ranks
     learns = ranking(config, _manifest(workload, config), world)
@@ -76,15 +83,8 @@ def measured(task: WorkerTask, world: World) -> RunResult:
     balanced_by = partial(balanced, config=config, world=world, cost=cost)
     unbalanced = partial(balanced_by, config=dataclasses.replace(config, balance="none"))
     prepared, even, balance = prepare(source, balanced_by, unbalanced)
-    result = RunResult(
-        name=task.run.name,
-        adds_to=task.run.adds_to,
-        lengths=task.lengths,
-        gpus=world.size,
-        data_ranks=world.data_size,
-        settings=dataclasses.asdict(config),
-        workload=dataclasses.asdict(workload),
-        environment=_environment(device),
+    result = dataclasses.replace(
+        new_result(task, _environment(device)),
         peak_flops=_peak_flops(config, device),
         flops={
             name: 3 * getattr(learns.flops, name)  # the backward pass takes twice as many

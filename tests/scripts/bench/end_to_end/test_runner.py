@@ -117,14 +117,19 @@ def test_ctrl_c_ends_the_processes_of_a_run(tasks: tuple[WorkerTask, ...], tmp_p
     program = PROGRAM.format(worker=str(worker), task=str(tasks[0].task_file))
     path = os.pathsep.join(str(ROOT / folder) for folder in ("scripts/bench", "examples"))
     table = subprocess.Popen(
-        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
     files = [Path(f"{tasks[0].task_file}.{rank}") for rank in range(2)]
     while not all(file.exists() and file.read_text().endswith(" ") for file in files):
         assert table.poll() is None, tasks[0].log.read_text()
         time.sleep(0.05)
     table.send_signal(signal.SIGINT)
-    _, error = table.communicate()
+    output, error = table.communicate()
+    assert output == f"[1/1] {tasks[0].title}, stopped; the same command continues the table with it\n"
     assert (table.returncode, error) == (130, "error: stopped by SIGINT; no partial output is left\n")
     assert not tasks[0].result.exists()
     for file in files:

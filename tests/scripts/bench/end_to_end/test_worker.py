@@ -11,6 +11,7 @@ from end_to_end.experiments import Run, Workload
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask
 from end_to_end.worker import measured
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import HSTUCost
 from tests.ranks import RankPool
 from trainer.config import TrainConfig
@@ -39,19 +40,22 @@ SETTINGS = {
 }
 
 
-def run(rank: int, world_size: int, settings: dict[str, Any]) -> RunResult:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    config = TrainConfig(**{**SETTINGS, **settings})
-    task = WorkerTask(
-        run=Run(name="a run", settings=config, gpus=world_size),
+def make_task(gpus: int, settings: dict[str, Any]) -> WorkerTask:
+    return WorkerTask(
+        run=Run(name="a run", settings=TrainConfig(**{**SETTINGS, **settings}), gpus=gpus),
         workload=WORKLOAD,
         lengths="skewed",
         result=Path("not written"),
         cost_result=None,
     )
+
+
+def run(rank: int, world_size: int, settings: dict[str, Any]) -> RunResult:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    task = make_task(world_size, settings)
     world = World(rank=rank, size=world_size, device=torch.device("cpu"))
-    return measured(task, divide(world, config.tensor_parallel))
+    return measured(task, divide(world, task.run.settings.tensor_parallel))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +137,11 @@ def test_settings_are_those_of_the_training_job(ranks: RankPool, settings: dict[
     result = ranks.run(2, run, settings)[0]
     assert len(result.segments) == 6
     assert {name: result.settings[name] for name in settings} == settings
+
+
+def test_another_number_of_processes_than_the_task_says_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="the task is for 4 processes, not 2; start so many with torchrun"):
+        measured(make_task(4, {}), World(rank=0, size=2, device=torch.device("cpu")))
 
 
 def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
