@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import torch
+import torch.cuda.nccl
 import torchrec
 
 import evenrank
