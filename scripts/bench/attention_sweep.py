@@ -62,7 +62,7 @@ def main(
     sweep = Sweep.load(path)
     for direction in DIRECTIONS:
         figures.save(heat_map(sweep, direction), out / f"{direction}.png")
-    console.print_result(f"wrote {path} and {', '.join(f'{direction}.png' for direction in DIRECTIONS)} beside it")
+    console.print_result(f"wrote {path} and {', '.join(f'{direction}.png' for direction in DIRECTIONS)} in its folder")
 
 
 def _run(name: str, *, heads: int, head_dim: int, dtype: str, seconds: float) -> "Sweep":

@@ -45,7 +45,7 @@ def main(
         bool, typer.Option("--report-only", help="Report the balanced.jsonl that is there.")
     ] = False,
 ) -> None:
-    """Time the attention of each rank's samples before and after balancing, beside equal lengths of the same cost.
+    """Time the attention of each rank's samples before and after balancing, and of equal lengths of the same cost.
 
     Events of a sample are lognormal (mean 512, std 512) or Zipf 1.2 with larger draws set to the limit, at most 4,096,
     and two tokens each. Samples are assigned to ranks by identity (no balancing), karmarkar-karp, lpt-swap and

@@ -150,7 +150,10 @@ def _gpus(asked: int | None, table: Experiments, *, dry_run: bool) -> int:
     if dry_run:
         print(f"# this host has no GPU: shown for --gpus {_GPUS_WITHOUT}")
         return _GPUS_WITHOUT
-    raise ConfigError("this host has no GPU that PyTorch sees; choose the number of processes with --gpus")
+    raise ConfigError(
+        "this host has no GPU that PyTorch sees; run it on one that has, try scripts/bench/experiments/smoke.toml, or "
+        "choose a number of processes with --gpus"
+    )
 
 
 def _count_gpus() -> int:

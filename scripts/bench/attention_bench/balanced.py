@@ -1,4 +1,4 @@
-"""`Draw`: times of attention on the samples of each rank, before and after balancing, beside equal lengths.
+"""`Draw`: times of attention on the samples of each rank, before and after balancing, compared with equal lengths.
 
 What is balanced is the attention alone: the cost of a sample is the pairs of its tokens. The speed of light is a batch
 of samples of equal length with the mean cost of all: not every rank could have less to do, and nothing is skewed.

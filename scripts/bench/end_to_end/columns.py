@@ -42,7 +42,7 @@ class Speed:
     added: Spread | None
     """The same, over that of the run that this one adds to. None if it failed, is missing, or there is none."""
     peak_gib: tuple[float, ...]
-    """[W]: GiB of device memory allocated at most."""
+    """[W]: GiB of device memory allocated at most. Empty if there is none, on a CPU."""
 
     @property
     def mfu(self) -> float | None:
@@ -188,7 +188,7 @@ def _speed(result: RunResult, baseline: RunResult | None, parent: RunResult | No
     steps = np.concatenate([job_ms(segment) for segment in live])
     slowest = np.concatenate([step_ms(segment).max(axis=0) for segment in live])
     tflops = _flops(result, live) / result.gpus / steps.sum() / 1e9  # of a millisecond, to 1e12 of a second
-    peaks = result.peak_allocated if result.peak_allocated is not None else ()
+    peaks = () if result.peak_allocated is None or not result.peak_allocated.any() else result.peak_allocated
     return Speed(
         steps=len(steps),
         step_ms=float(np.median(steps)),

@@ -1,4 +1,4 @@
-"""`Comparison`: times that costs predict beside measured ones, their errors, and a plot of both."""
+"""`Comparison`: times that costs predict and measured ones, the errors, and a plot of both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

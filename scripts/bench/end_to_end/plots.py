@@ -107,7 +107,7 @@ def _what_it_adds(row: Row, row_before: Row | None) -> str:
     """Return what is written next to a bar: TFLOP/s, and tokens/s compared with the run that it adds to."""
     if row.speed is None:
         return textwrap.shorten(f"failed: {row.failure}", 2 * _NAME, placeholder="…")
-    text = f"{row.speed.tflops:.{0 if row.speed.tflops >= 10 else 1}f}"
+    text = f"{row.speed.tflops:.{'0f' if row.speed.tflops >= 10 else '2g'}}"
     if row.speed.added is None:
         return text
     text += f"  {row.speed.added.value - 1:+.1%}"

@@ -26,7 +26,7 @@ _MEASURED_COLUMNS = (
 
 
 def render(scaling: "Scaling") -> list[str]:
-    """Return paragraphs and tables: the calibration, predictions beside measurements, and all predictions."""
+    """Return paragraphs and tables: the calibration, predictions with measurements, and all predictions."""
     measured = [point for point in scaling.points if point.measured is not None]
     strategies = list(dict.fromkeys(point.strategy for point in scaling.points))
     rows = [

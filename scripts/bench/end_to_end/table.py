@@ -90,7 +90,11 @@ SPEED = (
         cell=_speed(lambda speed: f"{speed.tokens_per_second.value / 1e3:,.1f}"),
         note="of all data-parallel ranks, over the time of all steps measured.",
     ),
-    Column(header=("TFLOP/s",), cell=_speed(lambda speed: f"{speed.tflops:.1f}"), note="model FLOPs, of a GPU."),
+    Column(
+        header=("TFLOP/s",),
+        cell=_speed(lambda speed: f"{speed.tflops:.{'1f' if speed.tflops >= 1 else '1g'}}"),  # a CPU has 0.0003
+        note="model FLOPs, of a GPU.",
+    ),
     Column(header=("MFU",), cell=_speed(lambda speed: _percent(speed.mfu)), note="of the GPU's dense bf16 peak."),
     Column(
         header=("speed-up",),

@@ -27,22 +27,22 @@ class Verdict:
     margin: float | None = None
     """By how much the target is met, as a fraction; negative: by how much it is missed. None: nothing was measured."""
     tolerance: float = 0.0
-    """A miss by this much counts as met."""
+    """A miss by less than this is noise: neither met nor missed."""
 
     @property
     def met(self) -> bool:
         """Whether it was measured, and is met."""
-        return self.margin is not None and self.margin >= -self.tolerance
+        return self.margin is not None and self.margin >= 0
 
     @property
     def outcome(self) -> str:
-        """`met` or `missed`, and by how much."""
+        """`met`, `missed` or `within the noise`, and by how much."""
         if self.margin is None:
             return "not measured"
         by = f"{abs(self.margin) * _PERCENT:.2f} percentage points"
         if self.met:
-            return f"met, {by} to spare" if self.margin >= 0 else f"met within the noise, {by} short"
-        return f"missed by {by}"
+            return f"met, {by} to spare"
+        return f"missed by {by}" if self.margin < -self.tolerance else f"within the noise, {by} short"
 
 
 def check(rows: Sequence[Row]) -> tuple[Verdict, ...]:

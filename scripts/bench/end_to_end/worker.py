@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import torch
 import torch.cuda.nccl
 import torchrec
+from torch.cuda import nccl
 
 import evenrank
 from end_to_end.batches import Source
@@ -151,7 +152,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda if is_cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,
+        "nccl": ".".join(map(str, nccl.version())) if is_cuda else None,
         "torchrec": torchrec.__version__,
         "evenrank": evenrank.__version__,
         "date": datetime.date.today().isoformat(),

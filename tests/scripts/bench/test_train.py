@@ -153,7 +153,7 @@ def test_a_report_can_be_made_alone(command: Command, tmp_path: Path, table: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "this host has no GPU that PyTorch sees; choose the number of processes with --gpus"),
+        ("", "choose a number of processes with --gpus"),
         ("--gpus 2 --only x", "--only 'x' is not in the file; known are baseline, halved-heads"),
         ("--report-only --dry-run", "--report-only and --dry-run are two different things to do; choose one"),
         ("--gpus 3", "run 'halved heads' divides heads among 2 GPUs"),

@@ -44,6 +44,11 @@ def test_speed_of_a_run() -> None:
     assert speed.peak_gib == (2, 3)
 
 
+def test_a_cpu_has_no_device_memory() -> None:
+    (row,) = make_rows([made_up.result("a", [made_up.segment(LIVE, 0, [20])], peak_allocated=np.zeros(2, np.int64))])
+    assert speed_of(row).peak_gib == ()
+
+
 def test_speedup_is_over_the_first_run_of_the_chain_and_over_the_run_before() -> None:
     chain = [
         made_up.result("a", [made_up.segment(LIVE, 0, [20, 20]), made_up.segment(LIVE, 1, [25, 25])]),

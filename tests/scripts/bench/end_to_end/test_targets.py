@@ -72,7 +72,7 @@ def test_targets_that_are_missed_say_by_how_much() -> None:
 @pytest.mark.parametrize(
     ("live", "expected"),
     [
-        ((9.9, 10.5), "met within the noise, 1.96 percentage points short"),
+        ((9.9, 10.5), "within the noise, 1.96 percentage points short"),
         ((10.19, 10.21), "missed by 1.96 percentage points"),
     ],
 )
