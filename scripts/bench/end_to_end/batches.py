@@ -62,7 +62,7 @@ class Source:
 
     def even(self) -> RandomBatches[SequenceBatch]:
         """Return a loader of N perfectly even batches. Collective: every rank must call this."""
-        mine = np.stack([lengths_of(batch)[ITEM_ID] for batch in self._once])
+        mine = np.stack([feature_lengths(batch)[ITEM_ID] for batch in self._once])
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         # Ranks that divide heads have the same batches; those of their first one stand for all.
@@ -105,7 +105,7 @@ class _InTurn:
         return taken
 
 
-def lengths_of(batch: SequenceBatch) -> dict[str, Ints]:
+def feature_lengths(batch: SequenceBatch) -> dict[str, Ints]:
     """Return the lengths of each feature of a batch on any device: int64 [rows] by key."""
     lengths = batch.features.lengths().view(len(batch.features.keys()), -1).to("cpu", torch.int64).numpy()
     return dict(zip(batch.features.keys(), lengths, strict=True))
@@ -113,11 +113,11 @@ def lengths_of(batch: SequenceBatch) -> dict[str, Ints]:
 
 def tokens_of(batch: SequenceBatch) -> Ints:
     """Return the tokens of each row of a batch: int64 [rows]."""
-    total: Ints = np.sum(list(lengths_of(batch).values()), axis=0)
+    total: Ints = np.sum(list(feature_lengths(batch).values()), axis=0)
     return total
 
 
 def load_of(batch: SequenceBatch, cost: Callable[..., Ints]) -> int:
     """Return the cost of a batch's samples."""
-    lengths = lengths_of(batch)
+    lengths = feature_lengths(batch)
     return int(cost(lengths, np.zeros_like(lengths[ITEM_ID])).sum())

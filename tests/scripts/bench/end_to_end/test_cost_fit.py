@@ -5,9 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from end_to_end import cost_fit
-from end_to_end.cost_errors import BALANCED, FITTED, OTHER_LENGTHS, Errors
-from end_to_end.cost_fit import Fit, compare, fit_cost, fitted_runs, predict
+from end_to_end.cost_fit import Fit, fit_cost, predict
 from end_to_end.results import Ints, RunResult
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import HSTUCost, MeasuredCost
@@ -78,72 +76,10 @@ def test_hstu_cost_is_scaled_by_least_squares() -> None:
     assert fit.predict(batches)[1] == pytest.approx(operations * factor / 1e3)
 
 
-def test_predictions_are_compared_by_rank_and_step() -> None:
-    fit = Fit.of(timed("baseline"))
-    for run, kind in (
-        (fit.run, FITTED),
-        (timed("balanced", strategy="karmarkar-karp", repeats=3), BALANCED),
-        (timed("baseline", lengths="clipped Zipf"), OTHER_LENGTHS),
-    ):
-        comparison = compare(fit, run)
-        assert comparison.kind == kind
-        assert comparison.measured.shape == (4 * 50 * (3 if kind == BALANCED else 2),)
-        assert comparison.by_fit == pytest.approx(comparison.measured, rel=2e-3)
-        # The times grow faster with length than HSTUCost does.
-        of_hstu = Errors.of(comparison.by_hstu, comparison.measured)
-        assert of_hstu.median > 5 * Errors.of(comparison.by_fit, comparison.measured).median
-
-
-def test_each_unbalanced_run_on_most_gpus_is_compared_with_what_it_can_predict() -> None:
-    fast = {"recompute": True}
-    runs = [
-        timed("one", gpus=1),
-        timed("four"),
-        timed("kk", strategy="karmarkar-karp"),
-        timed("kk two", gpus=2, strategy="karmarkar-karp"),
-        timed("zipf", lengths="clipped Zipf"),
-        timed("zipf kk", lengths="clipped Zipf", strategy="karmarkar-karp"),
-        timed("recompute kk", strategy="karmarkar-karp", settings=fast),
-        timed("recompute", gpus=2, settings=fast),
-        made_up.result("failed", failure="out of memory"),
-    ]
-    assert {run.name: [one.name for one in compared] for run, compared in fitted_runs(runs)} == {
-        "four": ["four", "kk", "zipf"],
-        "zipf": ["zipf", "four", "zipf kk"],
-        "recompute": ["recompute"],
-    }
-
-
-def test_the_section_has_costs_errors_plots_and_steps_by_either_cost(tmp_path: Path) -> None:
-    runs = [
-        timed("Baseline", noise=0.01),
-        timed("lpt", strategy="lpt-swap", noise=0.01),
-        timed("+ fitted", strategy="lpt-swap", noise=0.01, cost={"name": "MeasuredCost"}),
-        timed("Baseline", lengths="clipped Zipf", noise=0.01),
-    ]
-    section = cost_fit.write_section(tmp_path, runs)
-    assert MeasuredCost.load(tmp_path / "lognormal" / "measured_cost-baseline.json") == fit_cost(runs[0])
-    assert "![Predicted and measured compute times](plots/cost-lognormal-baseline.png)" in section
-    assert (tmp_path / "plots" / "cost-clipped-zipf-baseline.png").exists()
-    (cost,) = [line for line in section.splitlines() if line.startswith("| lognormal | Baseline |")]
-    assert cost.split(" | ")[6] == "5,120"  # HSTUCost: 10 t d^2 = 2 t^2 d
-    predicted = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| Baseline, lognormal")]
-    assert predicted == ["Baseline, lognormal", "lpt, lognormal", "+ fitted, lognormal", "Baseline, clipped Zipf"]
-    (pair,) = [line for line in section.splitlines() if line.startswith("| lognormal | + fitted | 4 | lpt-swap |")]
-    assert pair.split(" | ")[6] == "+0.0%"
-
-
-def test_a_fit_that_is_refused_is_reported_and_without_unbalanced_runs_there_is_no_section(tmp_path: Path) -> None:
-    section = cost_fit.write_section(tmp_path, [timed("short", batches=3)])
-    assert "No cost was fitted to short (lognormal): 12 steps are too few" in section
-    assert "| fitted to |" not in section
-    assert cost_fit.write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_cost_of_the_model_is_the_trainers() -> None:
-    cost = Fit.of(timed("baseline")).hstu
-    assert cost == HSTUCost(
+    fit = Fit.of(timed("baseline"))
+    assert fit.hstu_break_even == 5 * 1024  # 10 t d^2 = 2 t^2 d
+    assert fit.hstu == HSTUCost(
         hidden=1024,
         heads=4,
         head_dim=256,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from end_to_end import cost_fit, scaling
+from end_to_end import cost_section, scaling
 from end_to_end.experiments import Experiments, Run, Workload
 from end_to_end.report import write_report
 from end_to_end.results import EVEN, LIVE, PREPARED, RunResult, Segment
@@ -37,7 +37,7 @@ def sections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         given.extend(f"{result.lengths}/{result.name}" for result in results)
         return "## Costs\n\nfitted\n"
 
-    monkeypatch.setattr(cost_fit, "write_section", write)
+    monkeypatch.setattr(cost_section, "write_section", write)
     monkeypatch.setattr(scaling, "write_section", lambda out, results: "")
     return given
 
