@@ -83,7 +83,7 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
     if pairs := _step_rows(results):
         parts += ["The same settings, balanced by either cost (median step with live balancing):"]
         parts += [markdown.table(_STEP_COLUMNS, pairs, left=2)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 _EXPLANATION = """\
@@ -105,7 +105,17 @@ _ERROR_COLUMNS = (
     "median error",
     "p95 error",
 )
-_STEP_COLUMNS = ("lengths", "run", "GPUs", "strategy", "HSTUCost (ms)", "fitted cost (ms)", "change", "ratio to even")
+_STEP_COLUMNS = (
+    "lengths",
+    "run",
+    "GPUs",
+    "strategy",
+    "HSTUCost (ms)",
+    "fitted cost (ms)",
+    "change",
+    "ratio to even, HSTUCost",
+    "ratio to even, fitted cost",
+)
 
 
 def _cost_row(fit: Fit) -> list[str]:
@@ -145,7 +155,7 @@ def _step_rows(results: Sequence[RunResult]) -> list[list[str]]:
             before, after = (_median_step_ms(run) for run in pair)
             to_even = [ratio(run, (LIVE, EVEN)) for run in pair]
             cells = [f"{one.value:.3f}" if one else "-" for one in to_even]
-            times = [f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}", f"{cells[0]}, {cells[1]}"]
+            times = [f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}", *cells]
             rows.append([lengths, pair[1].name, f"{gpus}", strategy, *times])
     return rows
 

@@ -262,7 +262,7 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
             figures.save(scaling_plot.draw(scaling), out / plot)
             parts += scaling_table.render(scaling)
             parts.append(f"![Speed-up and efficiency by ranks]({plot})")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def _alone(runs: Sequence[RunResult]) -> str:

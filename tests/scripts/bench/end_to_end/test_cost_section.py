@@ -63,6 +63,7 @@ def test_the_section_has_costs_errors_plots_and_steps_by_either_cost(tmp_path: P
     assert predicted == ["Baseline, lognormal", "lpt, lognormal", "+ fitted, lognormal", "Baseline, clipped Zipf"]
     (pair,) = [line for line in section.splitlines() if line.startswith("| lognormal | + fitted | 4 | lpt-swap |")]
     assert pair.split(" | ")[6] == "+0.0%"
+    assert "\n\n\n" not in section
 
 
 def test_a_fit_that_is_refused_is_reported_and_without_unbalanced_runs_there_is_no_section(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_pa
     rows = [line.split(" | ")[0] for line in section.splitlines() if line[2:3].isdigit()]
     assert rows == ["| 2"] * 2 + ["| 4"] * 2 + [f"| {ranks}" for ranks in (1, 2, 4, 8)]
     assert "![Speed-up and efficiency by ranks](plots/scaling-lognormal.png)" in section
+    assert "\n\n\n" not in section
     assert (tmp_path / "plots" / "scaling-lognormal.png").read_bytes().startswith(b"\x89PNG")
 
 
