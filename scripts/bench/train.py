@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from end_to_end import runner, slurm
 from end_to_end.experiments import Experiments, read_experiments
-from end_to_end.plan import Plan, make_plan
+from end_to_end.plan import Plan, check_names, make_plan
 from end_to_end.tasks import WorkerTask, tasks_of
 from evenrank.cli.main import run_command
 from evenrank.core.errors import ConfigError
@@ -101,6 +101,7 @@ def train(
         slurm.submit(plan.to_run, cluster, limit_seconds=time_limit * 60)
         print("when they have ended, --report-only writes the table and the plots")
     else:
+        check_names(plan.to_run)
         with runner.hold(folder):
             plan.start()
             results = runner.run_tasks(plan.to_run, limit_seconds=time_limit * 60)

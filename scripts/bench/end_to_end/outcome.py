@@ -79,7 +79,7 @@ def _reason(log: Path, code: int) -> str:
     other = [line.strip() for line in before_summary if not _NOISE.match(line)]
     for candidates in (causes, signals, exceptions, other):
         if candidates:
-            return candidates[-1][:_MAX_LINE]
+            return candidates[-1].removeprefix("error: ")[:_MAX_LINE]
     return f"exit code {code}"
 
 

@@ -111,3 +111,25 @@ def _check_cost(task: WorkerTask, to_run: Sequence[WorkerTask]) -> None:
             f"run {task.run.name!r} needs the times of {task.run.cost!r} with the lengths {task.lengths!r}: {failure}; "
             f"add --only {task.run.cost!r}"
         )
+
+
+def check_names(tasks: Sequence[WorkerTask]) -> None:
+    """Check the names of implementations that runs choose, before any of them starts.
+
+    Raises:
+        ConfigError: there is no such strategy, exchange, attention or pipeline.
+
+    """
+    # Imported here, because they need torch, which a plan alone does not.
+    from evenrank.training import PIPELINES
+    from hstu.attentions import ATTENTIONS
+    from trainer.data import check_names as check_balance
+
+    for task in tasks:
+        settings = task.run.settings
+        try:
+            check_balance(settings)
+            ATTENTIONS.check(settings.attention)
+            PIPELINES.check(settings.pipeline)
+        except ConfigError as error:
+            raise ConfigError(f"run {task.run.name!r}: {error}") from error

@@ -42,6 +42,10 @@ def write_report(out: Path, experiments: Experiments) -> None:
             names = "all runs" if len(missing) == len(runs) else "; ".join(missing)  # a name may have a comma
             text += [f"Without a result: {names}."]
             console.print_result(f"{lengths}: without a result: {names}\n")
+        if failed := [result for result in found[lengths] if result.failure is not None]:
+            text += ["\n".join(f"- {result.name} failed: {result.failure}" for result in failed)]
+            for result in failed:
+                console.print_result(f"{lengths}: {result.name} failed: {result.failure}\n")
         if lengths in tables:
             _print(lengths, tables[lengths])
             text += _table_section(out, lengths, tables[lengths], found[lengths])

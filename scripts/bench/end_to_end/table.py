@@ -31,8 +31,13 @@ class Column:
     """What the numbers are, if the header does not say it."""
 
 
+_MAX_REASON = 24  # letters that fit beside a name; the report has longer ones in full
+
+
 def _name(row: Row) -> str:
-    return row.name if row.failure is None else f"{row.name} (failed: {row.failure})"
+    if row.failure is None:
+        return row.name
+    return f"{row.name} (failed: {row.failure})" if len(row.failure) <= _MAX_REASON else f"{row.name} (failed)"
 
 
 def _speed(text: Callable[[Speed], str]) -> Callable[[Row], str]:

@@ -26,7 +26,8 @@ from end_to_end.experiments import Workload
 from end_to_end.measure import describe, measure, peak_memory, prepare
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask, new_result
-from evenrank.core.errors import ConfigError
+from evenrank.cli import console
+from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.balance.model_cost import TokenCost
@@ -164,4 +165,8 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGTERM, chain=True)
     if len(sys.argv) != 2:
         raise ConfigError("usage: worker.py TASK.json, under torchrun")
-    main(WorkerTask.load(Path(sys.argv[1])))
+    try:
+        main(WorkerTask.load(Path(sys.argv[1])))
+    except EvenrankError as error:  # the runner finds this line in the log
+        console.print_error(str(error))
+        sys.exit(2)

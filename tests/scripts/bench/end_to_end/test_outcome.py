@@ -45,7 +45,7 @@ def test_a_run_that_ended_well_has_the_result_of_its_processes(task: WorkerTask)
             "ValueError: first\nRuntimeError: second, of its handling\n" + _SUMMARY,
             "RuntimeError: second, of its handling",
         ),
-        ("error: out must be a folder, got 'x'\n" + _SUMMARY, "error: out must be a folder, got 'x'"),
+        ("error: out must be a folder, got 'x'\n" + _SUMMARY, "out must be a folder, got 'x'"),
         (
             "evenrank.core.errors.ConfigError: no\nevenrank.core.errors.RankLostError: rank 0 died\n" + _SUMMARY,
             "evenrank.core.errors.ConfigError: no",

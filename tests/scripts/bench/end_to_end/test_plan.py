@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from end_to_end.plan import make_plan
+from end_to_end.plan import check_names, make_plan
 from end_to_end.tasks import WorkerTask
 from evenrank.core.errors import ConfigError
 from tests.scripts.bench.end_to_end.small_tables import make_tasks, result_of
@@ -89,3 +89,13 @@ def test_results_that_are_replaced_are_set_aside_before_the_first_run(tasks: tup
     assert [task.result.with_suffix(".json.old").exists() for task in tasks] == [True] * 3
     assert [WorkerTask.load(task.task_file) for task in tasks] == list(tasks)
     assert make_plan(tasks).to_run == tasks
+
+
+@pytest.mark.parametrize("setting", ["strategy", "balance", "attention", "pipeline"])
+def test_names_that_do_not_exist_are_found_before_anything_runs(tasks: tuple[WorkerTask, ...], setting: str) -> None:
+    check_names(tasks)
+    changed = {setting: "fastest", **({} if setting == "balance" else {"balance": "all-to-all"})}
+    settings = dataclasses.replace(tasks[1].run.settings, **changed)
+    wrong = dataclasses.replace(tasks[1], run=dataclasses.replace(tasks[1].run, settings=settings))
+    with pytest.raises(ConfigError, match=rf"^run '{tasks[1].run.name}': .*fastest"):
+        check_names([tasks[0], wrong])

@@ -194,3 +194,12 @@ def test_a_damaged_result_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"baseline\.json cannot be read as a result"):
         write_report(tmp_path, EXPERIMENTS)
+
+
+def test_long_reasons_stand_before_the_tables(tmp_path: Path, sections: list[str]) -> None:
+    reason = "12 steps are too few to fit a cost; time at least 20"
+    save(tmp_path, *measured("lognormal"), made_up.result("Tensor parallel 2", failure=reason, settings=BALANCED))
+    write_report(tmp_path, EXPERIMENTS)
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert f"- Tensor parallel 2 failed: {reason}" in lines
+    assert "| Tensor parallel 2 (failed) | 2 | - | - | - | - | - | - | - | - | - | - |" in lines
