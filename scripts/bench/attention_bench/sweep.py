@@ -1,7 +1,6 @@
 """`Sweep`: times of an attention over batch sizes and lengths, as a JSON file."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +8,10 @@ from typing import Any, Self
 
 import torch
 
+import json_records
 from attention_bench.timing import KERNEL_BACKWARD, MODEL_BACKWARD, Heads, Passes
-from evenrank.core import atomic_file
-from evenrank.core.errors import DataError
 
-_FORMAT, _VERSION = "evenrank attention sweep", 1
+_KIND = ("evenrank attention sweep", 1)
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
 DIRECTIONS = (FORWARD, BACKWARD, BOTH)
 
@@ -74,8 +72,7 @@ class Sweep:
     def save(self, path: Path) -> None:
         """Write it to a file, atomically, and make its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
-        atomic_file.write_text(path, json.dumps(content, indent=1) + "\n")
+        json_records.save(path, _KIND, dataclasses.asdict(self), indent=1)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -85,18 +82,13 @@ class Sweep:
             DataError: the file is missing, damaged, or of another version.
 
         """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found = content.pop("format"), content.pop("version")
-            if found != (_FORMAT, _VERSION):
-                raise DataError(f"{path} is version {found[1]} of {found[0]!r}; run it again")
-            cells = tuple(_cell(cell) for cell in content.pop("cells"))
-            content |= {name: tuple(content[name]) for name in ("batch_sizes", "lengths")}
-            return cls(cells=cells, **content)
-        except DataError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path} cannot be read as a sweep: {error}; run it again without --report-only") from error
+        return json_records.load(path, _KIND, cls._parse, remedy="run it again without --report-only")
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> Self:
+        cells = tuple(_cell(cell) for cell in content.pop("cells"))
+        content |= {name: tuple(content[name]) for name in ("batch_sizes", "lengths")}
+        return cls(cells=cells, **content)
 
 
 def _cell(content: dict[str, Any]) -> Cell:

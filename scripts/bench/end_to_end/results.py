@@ -5,7 +5,6 @@ batches that it cycles through.
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,10 +12,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core import atomic_file
-from evenrank.core.errors import DataError
+import json_records
 
-_FORMAT, _VERSION = "evenrank training benchmark", 1
+_KIND = ("evenrank training benchmark", 1)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -124,8 +122,7 @@ class RunResult:
 
     def save(self, path: Path) -> None:
         """Write it to a file, atomically."""
-        content = {"format": _FORMAT, "version": _VERSION, **_to_json(self)}
-        atomic_file.write_text(path, json.dumps(content) + "\n")
+        json_records.save(path, _KIND, _to_json(self))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -135,18 +132,15 @@ class RunResult:
             DataError: the file is missing, damaged, or of another version.
 
         """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found = content.pop("format"), content.pop("version")
-            if found != (_FORMAT, _VERSION):
-                raise DataError(f"{path} is version {found[1]} of {found[0]!r}; run it again")
-            for name, kind in (("balanced", Work), ("even", Work), ("balance", Balance)):
-                content[name] = content[name] and _from_json(kind, content[name])
-            content["segments"] = tuple(_from_json(Segment, segment) for segment in content["segments"])
-            result: Self = _from_json(cls, content)
-            return result
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path} cannot be read as a result: {error}; delete it and run it again") from error
+        return json_records.load(path, _KIND, cls._parse, remedy="delete it and run it again")
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> Self:
+        for name, kind in (("balanced", Work), ("even", Work), ("balance", Balance)):
+            content[name] = content[name] and _from_json(kind, content[name])
+        content["segments"] = tuple(_from_json(Segment, segment) for segment in content["segments"])
+        result: Self = _from_json(cls, content)
+        return result
 
 
 def _to_json(record: Any) -> dict[str, Any]:

@@ -1,19 +1,18 @@
 """`WorkerTask`: what the processes of one run are told, as a JSON file; and the tasks of a table."""
 
 import dataclasses
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import json_records
 from end_to_end.experiments import HSTU_COST, Experiments, Run, Workload, lengths_of, resolved, slug
 from end_to_end.results import RunResult
-from evenrank.core import atomic_file
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError
 from trainer.config import TrainConfig
 
-_FORMAT, _VERSION = "evenrank training benchmark task", 1
+_KIND = ("evenrank training benchmark task", 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +66,7 @@ class WorkerTask:
         content = dataclasses.asdict(self)
         content["result"] = str(self.result)
         content["cost_result"] = self.cost_result and str(self.cost_result)
-        text = json.dumps({"format": _FORMAT, "version": _VERSION, **content}, indent=2)
-        atomic_file.write_text(self.task_file, text + "\n")
+        json_records.save(self.task_file, _KIND, content, indent=2)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -78,23 +76,20 @@ class WorkerTask:
             DataError: the file is missing, damaged, or of another version.
 
         """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found = content.pop("format"), content.pop("version")
-            if found != (_FORMAT, _VERSION):
-                raise DataError(f"{path} is version {found[1]} of {found[0]!r}; start the benchmark again")
-            run, cost_result = content["run"], content["cost_result"]
-            run["settings"] = TrainConfig(**run["settings"])
-            run["lengths"] = run["lengths"] and tuple(run["lengths"])
-            return cls(
-                run=Run(**run),
-                workload=Workload(**content["workload"]),
-                lengths=content["lengths"],
-                result=Path(content["result"]),
-                cost_result=cost_result and Path(cost_result),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path} cannot be read as a task: {error}; start the benchmark again") from error
+        return json_records.load(path, _KIND, cls._parse, remedy="start the benchmark again")
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> Self:
+        run, cost_result = content["run"], content["cost_result"]
+        run["settings"] = TrainConfig(**run["settings"])
+        run["lengths"] = run["lengths"] and tuple(run["lengths"])
+        return cls(
+            run=Run(**run),
+            workload=Workload(**content["workload"]),
+            lengths=content["lengths"],
+            result=Path(content["result"]),
+            cost_result=cost_result and Path(cost_result),
+        )
 
 
 def result_path(out: Path, lengths: str, run: str) -> Path:

@@ -94,7 +94,7 @@ def test_results_that_are_replaced_are_set_aside_before_the_first_run(tasks: tup
 @pytest.mark.parametrize("setting", ["strategy", "balance", "attention", "pipeline"])
 def test_names_that_do_not_exist_are_found_before_anything_runs(tasks: tuple[WorkerTask, ...], setting: str) -> None:
     check_names(tasks)
-    changed = {setting: "fastest", **({} if setting == "balance" else {"balance": "all-to-all"})}
+    changed: dict[str, Any] = {setting: "fastest", **({} if setting == "balance" else {"balance": "all-to-all"})}
     settings = dataclasses.replace(tasks[1].run.settings, **changed)
     wrong = dataclasses.replace(tasks[1], run=dataclasses.replace(tasks[1].run, settings=settings))
     with pytest.raises(ConfigError, match=rf"^run '{tasks[1].run.name}': .*fastest"):

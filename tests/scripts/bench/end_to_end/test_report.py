@@ -192,7 +192,7 @@ def test_a_damaged_result_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, *measured("lognormal"))
     (tmp_path / "lognormal" / "baseline.json").write_text("{}")
 
-    with pytest.raises(DataError, match=r"baseline\.json cannot be read as a result"):
+    with pytest.raises(DataError, match=r"baseline\.json cannot be read as"):
         write_report(tmp_path, EXPERIMENTS)
 
 
