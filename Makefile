@@ -15,7 +15,7 @@ INSTALLED := .venv/installed
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-gpu check fix package bench
+.PHONY: help install demo test test-fast test-long test-gpu check check-types check-imports fix package bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
 
@@ -45,8 +45,13 @@ test-gpu:
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs 2 check-types check-imports # half a minute each
+
+check-types:
 	@$(BIN)/mypy
 	@$(BIN)/mypy tests scripts examples
+
+check-imports:
 	@$(BIN)/pyright
 
 fix: $(INSTALLED)
