@@ -1,11 +1,5 @@
 """Fused kernels are as close to float64 as torch's operations, and are chosen where they can run."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -15,22 +9,15 @@ from hstu.attention import Sequences
 from hstu.config import HSTUConfig
 from hstu.layer import HSTULayer
 from hstu.pointwise import pointwise_for
+from tests.examples.hstu.interpreter import interpret, needs_triton
 from tests.examples.hstu.pointwise_errors import MODES, Results, check, layer, parts
 
-ROOT = Path(__file__).parents[3]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
 
 
 @needs_triton
 def test_interpreted_kernels_and_layers_are_as_exact_as_torchs_operations() -> None:
-    paths = [str(ROOT / "examples"), str(ROOT), *sys.path]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    program = Path(__file__).with_name("interpreted_fused.py")
-    result = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    interpret("interpreted_fused.py")
 
 
 @needs_triton

@@ -1,12 +1,7 @@
 """Layers as a whole have the bits of layers by parts, and are chosen where no part differs or has hooks."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,20 +9,13 @@ from torch import nn
 
 from hstu.attention import Sequences
 from hstu.layer import HSTULayer
+from tests.examples.hstu.interpreter import interpret, needs_triton
 from tests.examples.hstu.samples import CONFIG
 
-ROOT = Path(__file__).parents[3]
 
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_interpreted_layers_have_the_bits_of_layers_by_parts() -> None:
-    paths = [str(ROOT / "examples"), str(ROOT), *sys.path]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    program = Path(__file__).with_name("interpreted_layer.py")
-    result = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    interpret("interpreted_layer.py")
 
 
 @pytest.mark.gpu

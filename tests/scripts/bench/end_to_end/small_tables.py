@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from end_to_end.experiments import Experiments, read_experiments, resolved
+from end_to_end.experiments import Experiments, read_experiments
 from end_to_end.results import RunResult
-from end_to_end.tasks import WorkerTask, tasks_of
+from end_to_end.tasks import WorkerTask, new_result, tasks_of
 
 TABLE = """
 [workload]
@@ -48,15 +48,5 @@ def make_tasks(folder: Path, *, lengths: str = "short") -> tuple[WorkerTask, ...
 
 
 def result_of(task: WorkerTask, *, failure: str | None = None) -> RunResult:
-    return RunResult(
-        name=task.run.name,
-        adds_to=task.run.adds_to,
-        lengths=task.lengths,
-        gpus=task.gpus,
-        data_ranks=task.data_ranks,
-        settings=resolved(task.run.settings),
-        workload=dataclasses.asdict(task.workload),
-        environment={},
-        failure=failure,
-        cost={"name": "HSTUCost" if task.cost_result is None else "MeasuredCost"},
-    )
+    cost = {"name": "HSTUCost" if task.cost_result is None else "MeasuredCost"}
+    return dataclasses.replace(new_result(task, {}), failure=failure, cost=cost)
