@@ -47,24 +47,25 @@ class Sequences:
         """The samples by descending length: int64 [B]."""
         return self.lengths.argsort(descending=True)
 
+    @cached_property
     def rows(self) -> Tensor:
-        """Return the sample of each token: int64 [tokens]."""
+        """The sample of each token: int64 [tokens]."""
         samples = torch.arange(len(self.offsets) - 1, device=self.offsets.device)
         return samples.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     def positions(self) -> Tensor:
         """Return each token's place in its sample, from 0: int64 [tokens]."""
         tokens = torch.arange(self.num_tokens, device=self.offsets.device)
-        return tokens - self.offsets[self.rows()]
+        return tokens - self.offsets[self.rows]
 
     def pad(self, values: Tensor) -> Tensor:
         """Return values [tokens, ...] as [B, max_length, ...], with zeros behind each sample's tokens."""
         padded = values.new_zeros(len(self.offsets) - 1, self.max_length, *values.shape[1:])
-        return padded.index_put((self.rows(), self.positions()), values)
+        return padded.index_put((self.rows, self.positions()), values)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Return the tokens of [B, max_length, ...]: [tokens, ...]."""
-        return padded[self.rows(), self.positions()]
+        return padded[self.rows, self.positions()]
 
     def mask(self) -> Tensor:
         """Return which tokens see which: bool [B, max_length, max_length], False wherever there is no token."""

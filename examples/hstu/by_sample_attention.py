@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hstu import by_sample_kernels as kernels
 from hstu.attention import Sequences
+from hstu.launch import Kernel
 from hstu.triton_attention import Schedule, triton_attention
 
 
@@ -28,5 +29,8 @@ def _batch_order(sequences: Sequences) -> Tensor:
 
 
 BY_SAMPLE = Schedule(
-    order=_batch_order, backward_query=kernels.backward_query, backward_key=kernels.backward_key, divides_samples=False
+    order=_batch_order,
+    backward_query=Kernel(kernels.backward_query),
+    backward_key=Kernel(kernels.backward_key),
+    divides_samples=False,
 )

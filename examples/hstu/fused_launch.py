@@ -3,14 +3,15 @@
 Tensors of rows must be contiguous, except U, whose heads may be apart. Outputs are written in the dtypes they have.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
-from hstu.fused_kernels import norm_backward, norm_forward, silu_backward, silu_forward
+from hstu import fused_kernels
+from hstu.launch import Kernel
 
+_NORM_FORWARD, _NORM_BACKWARD = Kernel(fused_kernels.norm_forward), Kernel(fused_kernels.norm_backward)
+_SILU_FORWARD, _SILU_BACKWARD = Kernel(fused_kernels.silu_forward), Kernel(fused_kernels.silu_backward)
 NORM_ROWS = 16  # of a program in the backward pass; with more there would be fewer partial sums, but fewer programs
 SILU_VALUES = 2048  # of each of V, Q and K in a program
 
@@ -49,8 +50,8 @@ def norm_rows(
     """
     statistics = torch.empty(len(values), 2, dtype=torch.float32, device=values.device)
     if len(values):
-        norm_forward[(len(values),)](
-            values, update, total, u, weight, bias, output, statistics,
+        _NORM_FORWARD.launch(
+            (len(values), 1, 1), values, update, total, u, weight, bias, output, statistics,
             len(weight), *_strides(u), eps, **_constants(u, weight),
         )  # fmt: skip
     return statistics
@@ -91,7 +92,8 @@ def norm_rows_backward(
     sums = torch.empty(programs, 2, len(weight), dtype=torch.float32, device=values.device)
     if programs:
         d_total = None if d_total is None else d_total.contiguous()
-        norm_backward[(programs,)](
+        _NORM_BACKWARD.launch(
+            (programs, 1, 1),
             values, u, weight, bias, statistics, gradient.contiguous(), d_total, d_values, d_update, d_u, sums,
             len(values), len(weight), *_strides(u), NORM_ROWS=NORM_ROWS, **_constants(u, weight),
         )  # fmt: skip
@@ -108,7 +110,7 @@ def silu_heads(projected: Tensor, head_dim: int) -> Tensor:
     """Return SiLU of V, Q and K: [tokens, heads, (V, Q, K), head_dim]."""
     parts = split_heads(projected, head_dim)
     activated = torch.empty_like(parts[:, :, 1:], memory_format=torch.contiguous_format)
-    _launch_silu(silu_forward, [parts, activated], parts.shape)
+    _launch_silu(_SILU_FORWARD, [parts, activated], parts.shape)
     return activated
 
 
@@ -126,18 +128,17 @@ def silu_heads_backward(projected: Tensor, d_u: Tensor, d_v: Tensor, d_q: Tensor
     parts = split_heads(projected, d_u.shape[2])
     d_parts = torch.empty_like(parts)
     gradients = [gradient.contiguous() for gradient in (d_u, d_v, d_q, d_k)]
-    _launch_silu(silu_backward, [parts, *gradients, d_parts], parts.shape)
+    _launch_silu(_SILU_BACKWARD, [parts, *gradients, d_parts], parts.shape)
     return d_parts.view_as(projected)
 
 
-def _launch_silu(kernel: Any, tensors: list[Tensor], shape: torch.Size) -> None:
+def _launch_silu(kernel: Kernel, tensors: list[Tensor], shape: torch.Size) -> None:
     tokens, heads, _, head_dim = shape
     block = triton.next_power_of_2(head_dim)
     rows = max(SILU_VALUES // block, 1)
     if tokens:
-        kernel[(triton.cdiv(tokens * heads, rows),)](
-            *tensors, tokens * heads, HEAD_DIM=head_dim, BLOCK=block, ROWS=rows, num_warps=4
-        )
+        grid = (triton.cdiv(tokens * heads, rows), 1, 1)
+        kernel.launch(grid, *tensors, tokens * heads, HEAD_DIM=head_dim, BLOCK=block, ROWS=rows, num_warps=4)
 
 
 def _strides(u: Tensor | None) -> tuple[int, int]:

@@ -24,6 +24,6 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, sequences: Sequences) -> Tensor:
         """Return the embedding of each token's position: [tokens, hidden]."""
-        history = (sequences.lengths - sequences.num_candidates)[sequences.rows()]
+        history = (sequences.lengths - sequences.num_candidates)[sequences.rows]
         buckets = torch.minimum(sequences.positions(), history).clamp(max=len(self.weight) - 1)
         return nn.functional.embedding(buckets, self.weight)

@@ -95,31 +95,33 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tenso
             "raise it, or cut histories"
         )
     all_lengths = features.lengths().view(len(known), -1).long()
-    lengths = {key: all_lengths[known.index(key)] for key in keys}
-    num_values = {key: features.length_per_key()[known.index(key)] for key in keys}
-    num_items = lengths[ITEM_ID]
-    num_actions = lengths[ACTION] if config.interleave_actions else torch.zeros_like(num_items)
-    num_contextual = sum((lengths[key] for key in config.contextual), torch.zeros_like(num_items))
-    offsets = offsets_of(num_contextual + num_items + num_actions)
+    counts = torch.stack([all_lengths[known.index(key)] for key in keys])  # [K, B]
+    num_values = [features.length_per_key()[known.index(key)] for key in keys]
+    num_tokens = sum(num_values)
+    items = len(config.contextual)  # the row of these
+    num_items = counts[items]
+    num_actions = counts[items + 1] if config.interleave_actions else torch.zeros_like(num_items)
+    offsets = offsets_of(counts.sum(0))
 
-    places = {}
-    begin = offsets[:-1]
-    for key in config.contextual:
-        rows, index = rows_and_index(lengths[key], num_values[key])
-        places[key] = begin[rows] + index
-        begin = begin + lengths[key]
-    rows, index = rows_and_index(num_items, num_values[ITEM_ID])
-    places[ITEM_ID] = begin[rows] + index + torch.minimum(index, num_actions[rows])
+    # The values of all features at once, because on a GPU each operation takes the host longer than the device. A value
+    # comes after those before it in its sample, and after as many of the other feature, up to a limit: none for a
+    # contextual feature, actions for items, any number of items for actions, which begin one place later.
+    begin = offsets[:-1] + counts.cumsum(0) - counts
+    limits_of_others = torch.zeros_like(counts)
     if config.interleave_actions:
-        rows, index = rows_and_index(num_actions, num_values[ACTION])
-        places[ACTION] = begin[rows] + 2 * index + 1
+        begin[items + 1] = begin[items] + 1
+        limits_of_others[items] = num_actions
+        limits_of_others[items + 1] = num_tokens
+    rows, index = rows_and_index(counts.flatten(), num_tokens)
+    of_values = begin.flatten()[rows] + index + torch.minimum(index, limits_of_others.flatten()[rows])
+    places = dict(zip(keys, of_values.split(num_values), strict=True))
     return TokenLayout(
         sequences=Sequences(
             offsets=offsets,
-            num_contextual=num_contextual.masked_fill(predicts_history, 0),
+            num_contextual=counts[:items].sum(0).masked_fill(predicts_history, 0),
             # Actions are those of the first items: of the history alone, or of candidates as well.
             num_candidates=batch.num_candidates + (num_actions - (num_items - batch.num_candidates)).clamp(min=0),
-            num_tokens=sum(num_values.values()),
+            num_tokens=num_tokens,
             max_length=sum(batch.max_lengths[key] for key in keys),
         ),
         places=places,

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evenrank.core.errors import ConfigError
+from hstu import triton_kernels
 from hstu.attention import Sequences
-from hstu.triton_kernels import backward_key, backward_query, forward
+from hstu.launch import Kernel
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -74,18 +75,17 @@ class Schedule:
 
     order: Callable[[Sequences], Tensor]
     """Returns the order in which samples start: int64 [B]."""
-    backward_query: Any
-    """Kernel."""
-    backward_key: Any
-    """Kernel."""
+    backward_query: Kernel
+    backward_key: Kernel
     divides_samples: bool
     """Whether these kernels have a program for each block of a sample, or one for all of them."""
 
 
+_FORWARD = Kernel(triton_kernels.forward)
 BY_BLOCK = Schedule(
     order=lambda sequences: sequences.longest_first,
-    backward_query=backward_query,
-    backward_key=backward_key,
+    backward_query=Kernel(triton_kernels.backward_query),
+    backward_key=Kernel(triton_kernels.backward_key),
     divides_samples=True,
 )
 
@@ -155,7 +155,7 @@ def attend(
     """Return what `triton_attention` does, without gradients; heads must be dense."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     common = (sequences, scale_length, schedule.order(sequences))
-    _launch(forward, FORWARD, [query, key, value], [output], *common, divides_samples=True)
+    _launch(_FORWARD, FORWARD, [query, key, value], [output], *common, divides_samples=True)
     return output
 
 
@@ -188,7 +188,7 @@ def _with_dense_heads(tensor: Tensor) -> Tensor:
 
 
 def _launch(
-    kernel: Any,
+    kernel: Kernel,
     launches: dict[tuple[int, torch.dtype], Launch],
     inputs: list[Tensor],
     outputs: list[Tensor],
@@ -216,7 +216,8 @@ def _launch(
         1 / scale_length,
     ]
     try:
-        kernel[(programs, heads, len(sequences.offsets) - 1)](
+        kernel.launch(
+            (programs, heads, len(sequences.offsets) - 1),
             *arguments,
             HEAD_DIM=head_dim,
             ROWS=launch.rows,

@@ -1,11 +1,16 @@
-"""One run on one rank, under torchrun: `torchrun --nproc_per_node N scripts/bench/end_to_end/worker.py TASK.json`."""
+"""Runs on one rank, one after the other: `torchrun --nproc_per_node N scripts/bench/end_to_end/worker.py TASK.json...`.
+
+The runner starts processes for each run, so that none ends with another. Several to one start save half a minute each.
+"""
 
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import torch
 import torch.cuda.nccl
+import torch.distributed as dist
 import torchrec
 from torch.cuda import nccl
 
@@ -42,13 +48,17 @@ from trainer.parallel import distribute
 from trainer.world import World, divide, join_world
 
 
-def main(task: WorkerTask) -> None:
-    """Measure a run, and write its result on rank 0."""
+def main(tasks: Sequence[WorkerTask]) -> None:
+    """Measure runs, and write their results on rank 0."""
     quiet()
     with join_world() as world:
-        result = measured(task, divide(world, task.run.settings.tensor_parallel))
-        if world.rank == 0:
-            result.save(task.result)
+        for task in tasks:
+            result = measured(task, divide(world, task.run.settings.tensor_parallel))
+            if world.rank == 0:
+                result.save(task.result)
+            dist.barrier()  # the next one may read the result, for its cost
+            gc.collect()  # what the models of this one still refer to, in cycles
+            torch.cuda.empty_cache()
 
 
 def measured(task: WorkerTask, world: World) -> RunResult:
@@ -163,10 +173,10 @@ def _environment(device: torch.device) -> dict[str, Any]:
 if __name__ == "__main__":
     # The runner sends it to a run that takes too long; then each rank says where it is.
     faulthandler.register(signal.SIGTERM, chain=True)
-    if len(sys.argv) != 2:
-        raise ConfigError("usage: worker.py TASK.json, under torchrun")
+    if len(sys.argv) < 2:
+        raise ConfigError("usage: worker.py TASK.json..., under torchrun")
     try:
-        main(WorkerTask.load(Path(sys.argv[1])))
+        main([WorkerTask.load(Path(path)) for path in sys.argv[1:]])
     except EvenrankError as error:  # the runner finds this line in the log
         console.print_error(str(error))
         sys.exit(2)

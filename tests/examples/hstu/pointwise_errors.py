@@ -15,7 +15,7 @@ from hstu.pointwise import Pointwise
 from tests.examples.hstu.samples import CONFIG
 
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.bfloat16}  # what matrix products take
-TOLERANCE = 2  # errors of torch's operations in the same dtype
+TOLERANCE = 3  # errors of torch's operations in the same dtype; sums in another order have up to twice as large ones
 Results = dict[str, Tensor]
 
 

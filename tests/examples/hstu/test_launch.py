@@ -1,0 +1,114 @@
+"""A kernel is compiled once for all launches that Triton would compile it for once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hstu.launch import Kernel
+from tests.examples.hstu.interpreter import needs_triton
+
+GRID = (1, 1, 1)
+Call = tuple[Any, ...]
+
+
+class Compiled:
+    def __init__(self, calls: list[Call]) -> None:
+        self._calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self._calls.append(("launched", grid, *arguments))
+
+
+class Function:
+    """Stands in for what `triton.jit` returns."""
+
+    arg_names = ("values", "count", "WIDTH", "ROWS")
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> Compiled:
+            self.calls.append(("compiled", grid, *arguments, *sorted(constants.items())))
+            return Compiled(self.calls)
+
+        return launch
+
+
+def test_the_compiled_form_gets_arguments_and_constants_in_the_kernels_order() -> None:
+    function, values = Function(), torch.zeros(4)
+    kernel = Kernel(function)
+    kernel.launch((2, 1, 1), values, 3, ROWS=8, WIDTH=4, num_warps=2)
+    kernel.launch((5, 1, 1), values, 7, ROWS=8, WIDTH=4, num_warps=2)
+    first, second = function.calls
+    assert first == ("compiled", (2, 1, 1), values, 3, ("ROWS", 8), ("WIDTH", 4), ("num_warps", 2))
+    assert second == ("launched", (5, 1, 1), values, 7, 4, 8)
+
+
+ALIGNED = torch.zeros(40)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (ALIGNED, ALIGNED.bfloat16()),
+        (ALIGNED, ALIGNED[1:]),
+        (ALIGNED, None),
+        (3, 1),
+        (3, 32),
+        (3, 2**31 + 3),
+        (3, -(2**31) - 3),
+        (3, 0.5),
+    ],
+    ids=str,
+)
+def test_what_triton_compiles_for_is_compiled_for(one: Any, other: Any) -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for argument in (one, other, one, other):
+        kernel.launch(GRID, ALIGNED, argument, WIDTH=4, ROWS=8)
+    assert [call[0] for call in function.calls] == ["compiled", "compiled", "launched", "launched"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(ALIGNED, ALIGNED[4:]), (3, 5), (16, 32), (2**31, 2**40), (0.5, 1.0), (1, 1), (None, None)],
+    ids=str,
+)
+def test_what_triton_does_not_compile_for_is_not(one: Any, other: Any) -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for argument in (one, other):
+        kernel.launch(GRID, ALIGNED, argument, WIDTH=4, ROWS=8)
+    assert [call[0] for call in function.calls] == ["compiled", "launched"]
+
+
+def test_other_constants_or_options_are_compiled_for() -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for constants in ({"WIDTH": 4, "ROWS": 8}, {"WIDTH": 8, "ROWS": 8}, {"WIDTH": 4, "ROWS": 8, "num_warps": 8}):
+        kernel.launch(GRID, ALIGNED, 3, **constants)
+    assert [call[0] for call in function.calls] == ["compiled"] * 3
+
+
+@needs_triton
+@pytest.mark.parametrize("argument", [1, 2, 16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40, 0.5])
+@pytest.mark.parametrize("other", [1, 5, 32, 2**31, 1.0])
+def test_numbers_are_told_apart_as_triton_does(argument: float, other: float) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import create_function_from_signature
+
+    def kernel(values, count):  # type: ignore[no-untyped-def]
+        pass
+
+    function = triton.jit(kernel)
+    backend = triton.compiler.make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    (_, one, _), (_, two, _) = bind(ALIGNED, argument), bind(ALIGNED, other)
+    stand_in = Function()
+    mine = Kernel(stand_in)
+    for number in (argument, other):
+        mine.launch(GRID, ALIGNED, number, WIDTH=4, ROWS=8)
+    assert (one == two) == (stand_in.calls[1][0] == "launched")
