@@ -203,7 +203,7 @@ def _launch(
     programs = triton.cdiv(sequences.max_length, launch.rows) if divides_samples else 1
     if sequences.num_tokens == 0 or heads == 0:
         return
-    arguments = [
+    arguments: list[Tensor | float] = [
         *inputs,
         *outputs,
         sequences.offsets,
