@@ -9,6 +9,9 @@ from typing import Any
 from torch import Tensor
 
 Argument = Tensor | float | None
+# Triton compiles for the dtype of a tensor, for the type of a number, and for what is special about either; source:
+# `specialize_impl` of triton.runtime.jit.
+_ALIGNMENT = 16  # bytes of an address, and the divisor of a number
 _INT32_END = 1 << 31
 
 
@@ -35,25 +38,30 @@ class Kernel:
         """
         first = arguments[0]
         assert isinstance(first, Tensor)
-        key = (first.device, *map(_kind, arguments), *constants.items())
-        found = self._compiled.get(key)
+        key: list[Any] = [first.get_device(), *constants.items()]
+        values: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                values.append(address)  # which Triton takes as it is; of a tensor, it asks the driver what it is
+                key += (argument.dtype, address % _ALIGNMENT == 0)
+            else:
+                values.append(argument)
+                key.append(_kind(argument))
+        known = tuple(key)
+        found = self._compiled.get(known)
         if found is not None:
-            compiled, values = found
-            compiled[grid](*arguments, *values)
+            compiled, constant_values = found
+            compiled[grid](*values, *constant_values)
             return
         compiled = self._function[grid](*arguments, **constants)
         if compiled is not None:  # Triton's interpreter compiles nothing
             names = self._function.arg_names[len(arguments) :]
-            self._compiled[key] = compiled, tuple(constants[name] for name in names)
+            self._compiled[known] = compiled, tuple(constants[name] for name in names)
 
 
-def _kind(argument: Argument) -> Any:
-    """Return what Triton compiles a kernel for: the dtype of a tensor, and what makes its address or a number special.
-
-    Source: `specialize_impl` of triton.runtime.jit: 1 is a constant, multiples of 16 are marked, larger types wider.
-    """
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return 1 if argument == 1 else (argument % 16 == 0, -_INT32_END <= argument < _INT32_END)
-    return type(argument)
+def _kind(number: float | None) -> Any:
+    """Return what is special about a number: 1 is a constant in the compiled form, multiples of 16 are known to be."""
+    if isinstance(number, int):
+        return 1 if number == 1 else (number % _ALIGNMENT == 0, -_INT32_END <= number < _INT32_END)
+    return type(number)

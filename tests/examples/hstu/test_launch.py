@@ -43,7 +43,7 @@ def test_the_compiled_form_gets_arguments_and_constants_in_the_kernels_order() -
     kernel.launch((5, 1, 1), values, 7, ROWS=8, WIDTH=4, num_warps=2)
     first, second = function.calls
     assert first == ("compiled", (2, 1, 1), values, 3, ("ROWS", 8), ("WIDTH", 4), ("num_warps", 2))
-    assert second == ("launched", (5, 1, 1), values, 7, 4, 8)
+    assert second == ("launched", (5, 1, 1), values.data_ptr(), 7, 4, 8)
 
 
 ALIGNED = torch.zeros(40)
