@@ -55,7 +55,8 @@ class Evenness:
     """How even the work of the ranks was, and what it cost to make it so."""
 
     to_even: Spread | None
-    """Step time over that with perfectly even batches: medians of each batch, means over batches; see `by_round`."""
+    """Step time over that with perfectly even batches: medians of each batch, means over batches, medians over rounds;
+    see `by_round`."""
     prepared_to_even: Spread | None
     """The same for batches that were balanced before the clock started."""
     exposed: Spread | None
@@ -63,7 +64,7 @@ class Evenness:
     exposed_ms: Spread | None
     """The same in milliseconds."""
     exposed_mean: Spread | None
-    """As `exposed`, of means of each batch instead of medians: rare stalls count too."""
+    """As `exposed`, of means of batches and rounds instead of medians: rare stalls count too."""
     load_before: float | None
     """Load of the heaviest rank over the mean of the ranks before balancing, mean over batches."""
     load_after: float

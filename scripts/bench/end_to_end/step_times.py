@@ -19,18 +19,21 @@ class Spread:
     """A number, and between which values it was in single rounds."""
 
     value: float
-    """Over all rounds."""
+    """Of all rounds."""
     low: float
     """Smallest of a round."""
     high: float
     """Largest of a round."""
 
     @classmethod
-    def of_rounds(cls, values: Sequence[float]) -> Self | None:
-        """Return the mean of the rounds and their range; None without rounds."""
+    def of_rounds(cls, values: Sequence[float], statistic: Statistic = np.median) -> Self | None:
+        """Return a statistic of the rounds and their range; None without rounds.
+
+        By default the median, because the mean would follow a single round in which something else keeps a host busy.
+        """
         if not values:
             return None
-        return cls(value=float(np.mean(values)), low=min(values), high=max(values))
+        return cls(value=float(statistic(np.array(values))), low=min(values), high=max(values))
 
     def over(self, other: Self) -> "Spread":
         """Return the ratio to another number, of other rounds: its range is that of all pairs of rounds."""
@@ -97,5 +100,5 @@ def _by_batch(segment: Segment, statistic: Statistic) -> dict[int, float]:
 
 
 def ratio(result: RunResult, kinds: tuple[str, str], statistic: Statistic = np.median) -> Spread | None:
-    """Return the mean of `by_round` with the first kind of batches over that with the second."""
-    return Spread.of_rounds([one / other for one, other in by_round(result, kinds, statistic)])
+    """Return the statistic over rounds of `by_round` with the first kind of batches over that with the second."""
+    return Spread.of_rounds([one / other for one, other in by_round(result, kinds, statistic)], statistic)

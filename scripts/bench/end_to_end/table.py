@@ -127,7 +127,8 @@ BALANCE = (
         header=("step /", "even"),
         cell=_evenness(lambda even: with_noise(even.to_even, 3)),
         note="step time over that with perfectly even batches, which give every rank the same lengths, of the step's "
-        "mean cost: medians of each batch, then the mean over batches; ± is half the range over rounds.",
+        "mean cost: medians of each batch, the mean over batches, the median over rounds; ± is half the range of the "
+        "rounds.",
     ),
     Column(
         header=("prepared", "/ even"),
@@ -147,7 +148,7 @@ BALANCE = (
     Column(
         header=("with", "stalls %"),
         cell=_evenness(lambda even: _number(even.exposed_mean, 2, scale=100)),
-        note="the same by the mean of each batch, so that rare stalls count.",
+        note="the same by means of batches and rounds instead of medians, so that rare stalls count.",
     ),
     Column(
         header=("moved", "samples", "/ tokens"),

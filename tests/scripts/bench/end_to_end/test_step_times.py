@@ -48,6 +48,19 @@ def test_ratio_leaves_out_rounds_and_batches_without_a_partner() -> None:
     assert (spread.value, spread.low, spread.high) == pytest.approx((2, 2, 2))
 
 
+def test_a_disturbed_round_counts_in_means_alone() -> None:
+    live = [made_up.segment(LIVE, number, [milliseconds]) for number, milliseconds in enumerate([20.0, 10.0, 12.0])]
+    even = [made_up.segment(EVEN, number, [10]) for number in range(3)]
+    result = made_up.result("a", [*live, *even])
+
+    median, mean = ratio(result, (LIVE, EVEN)), ratio(result, (LIVE, EVEN), np.mean)
+
+    assert median is not None
+    assert mean is not None
+    assert (median.value, median.low, median.high) == pytest.approx((1.2, 1, 2))
+    assert (mean.value, mean.low, mean.high) == pytest.approx((1.4, 1, 2))
+
+
 def test_without_common_rounds_there_is_no_ratio() -> None:
     result = made_up.result("a", [made_up.segment(LIVE, 0, [10]), made_up.segment(EVEN, 1, [10])])
 
