@@ -1,12 +1,13 @@
-"""`Calibration`: what a run without balancing says about the times of steps."""
+"""`Calibration`: what a run without balancing, and its perfectly even steps, say about the times of steps."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from end_to_end.cost_fit import fit_cost, predict, trained_segments
-from end_to_end.results import Floats, RunResult
-from end_to_end.step_times import compute_ms, job_ms
+from end_to_end.cost_fit import fit_cost, predict
+from end_to_end.results import EVEN, Floats, RunResult
+from end_to_end.step_times import compute_ms, job_ms, segments_of
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import MeasuredCost
 
 _DRAWS = 10  # for each step: the largest residuals are rare, and a step that has one takes much longer
@@ -20,9 +21,11 @@ class Calibration:
 
         (a + cost of its samples) x factor x noise
 
-    with a and the cost of `MeasuredCost`. Factors are those of GPUs that are slower than others in every step, noise
-    varies from step to step. Both are drawn from the measured ones, independently of each other and of the rank's
-    load. Times are means, which add up, where medians do not.
+    with a and the cost of `MeasuredCost`, fitted to steps without balancing. Factors are those of GPUs that are slower
+    than others in every step, noise varies from step to step. Both are drawn from those of perfectly even steps,
+    independently of each other and of the rank's load. Without balancing, ranks that wait compute more slowly: kernels
+    of the all-reduce occupy multiprocessors until the slowest rank is there. That is in the fitted cost, but not in the
+    time of the slowest rank, nor in steps that are balanced. Times are means, which add up, where medians do not.
     """
 
     run: str
@@ -41,13 +44,14 @@ class Calibration:
         """Calibrate to a run.
 
         Raises:
-            ConfigError: see `fit_cost`.
+            ConfigError: see `fit_cost`; or the run has no even steps.
 
         """
         cost = fit_cost(result)
-        assert result.balanced is not None
-        predicted = 1e3 * predict(cost, result.balanced.sample_tokens)
-        segments = trained_segments(result)
+        segments = segments_of(result, EVEN)
+        if result.even is None or not segments:
+            raise ConfigError(f"{result.name!r} has no perfectly even steps; run it again")
+        predicted = 1e3 * predict(cost, result.even.sample_tokens)
         ratios = np.concatenate([compute_ms(one) / predicted[:, one.batch] for one in segments], axis=1)
         overheads = np.concatenate([job_ms(one) - compute_ms(one).max(axis=0) for one in segments])
         factors = np.median(ratios, axis=1)

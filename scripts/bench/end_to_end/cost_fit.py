@@ -1,6 +1,6 @@
 """The cost of a sample, fitted to the compute times of a run without balancing.
 
-Times are those of a rank's GPU from the encoder's forward to the end of its backward, which no other rank delays.
+Times are those of a rank's GPU from the encoder's forward to the end of its backward, where it waits for no other rank.
 """
 
 import dataclasses

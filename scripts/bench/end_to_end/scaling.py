@@ -278,6 +278,7 @@ _EXPLANATION = """\
 Steps on more GPUs than were measured: their samples are drawn from the distribution of lengths and assigned by the
 planner, with the fitted cost. A step takes the overhead and the time of its slowest rank; a rank takes the fitted time
 of its samples, times a factor drawn from those of the measured GPUs, times a residual drawn from those of their steps,
-as if nothing delayed several ranks at once. The overhead is what measured steps take beyond their slowest rank's
-computing. It is assumed not to grow with the number of ranks, as if collectives took no longer on more GPUs. Times are
-means over steps; measured ratios to even are those of the tables above."""
+as if nothing delayed several ranks at once. Factors and residuals are those of perfectly even steps, because ranks that
+wait compute more slowly; so is the overhead, which is what a step takes beyond its slowest rank's computing. It is
+assumed not to grow with the number of ranks, as if collectives took no longer on more GPUs. Times are means over steps;
+measured ratios to even are those of the tables above."""

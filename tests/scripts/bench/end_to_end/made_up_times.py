@@ -31,12 +31,16 @@ def timed(
     lengths: str = "lognormal",
     noise: float = 0.0,
     factors: tuple[float, ...] | None = None,
+    slowdown: float = 0.0,
     batches: int = 50,
     repeats: int = 2,
     seed: int = 0,
     **fields: Any,
 ) -> RunResult:
-    """Return a result whose batches are balanced by the true cost, with live and even segments."""
+    """Return a result whose batches are balanced by the true cost, with live and even segments.
+
+    Ranks that wait for others compute more slowly, by up to `slowdown` as a fraction.
+    """
     rng = np.random.default_rng((seed, gpus))  # the same samples for every strategy
     events = parse_distribution(LENGTHS[lengths]).sample(rng, batches * gpus * ROWS).reshape(batches, gpus, ROWS)
     drawn = 1 + 2 * events
@@ -54,6 +58,7 @@ def timed(
     segments = []
     for kind, of_kind in ((LIVE, balanced), (EVEN, even)):
         times = compute_ms(of_kind).T[:, order] * slow[:, None] * np.exp(noise * rng.normal(size=(gpus, len(order))))
+        times *= 1 + slowdown * (1 - times / times.max(axis=0))
         after = times.max(axis=0) - times + OVERHEAD * 0.75
         segments.append(made_up.marked(kind, 0, np.full_like(times, OVERHEAD / 4), times, after, batch=order))
     settings = {

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from end_to_end.calibration import Calibration
-from tests.scripts.bench.end_to_end.made_up_times import OVERHEAD, timed
+from end_to_end.cost_fit import predict
+from evenrank.core.errors import ConfigError
+from tests.scripts.bench.end_to_end.made_up_times import OVERHEAD, compute_ms, timed
 
 
 def test_factors_noise_and_overhead_are_found_in_the_times_of_a_run() -> None:
@@ -15,6 +17,21 @@ def test_factors_noise_and_overhead_are_found_in_the_times_of_a_run() -> None:
     assert np.median(calibration.noise) == pytest.approx(1, rel=1e-3)
     assert np.std(calibration.noise) == pytest.approx(0.02, rel=0.15)
     assert calibration.overhead == pytest.approx(OVERHEAD / 1e3)
+
+
+def test_that_ranks_which_wait_are_slower_says_nothing_about_even_steps() -> None:
+    run = timed("baseline", slowdown=0.3, batches=100)
+    calibration = Calibration.of(run)
+    assert run.even is not None
+    tokens = run.even.sample_tokens
+    fitted = predict(calibration.cost, tokens).T
+    assert fitted.mean() > 1.05 * compute_ms(tokens).mean() / 1e3
+    assert calibration.step_seconds(fitted) == pytest.approx((compute_ms(tokens).mean() + OVERHEAD) / 1e3, rel=0.02)
+
+
+def test_without_even_steps_there_is_no_calibration() -> None:
+    with pytest.raises(ConfigError, match="'baseline' has no perfectly even steps; run it again"):
+        Calibration.of(dataclasses.replace(timed("baseline"), even=None))
 
 
 def test_a_step_takes_the_overhead_and_its_slowest_rank() -> None:
