@@ -77,7 +77,8 @@ def _run(package: Path, home: Path, program: str = _MIX) -> list[str]:
     temporary.mkdir(exist_ok=True)
     environment = {"PYTHONPATH": str(package.parent), "HOME": str(home), "TMPDIR": str(temporary), "PATH": os.defpath}
     ran = subprocess.run(
-        [sys.executable, "-S", "-c", _SITE + program],
+        # Without .pyc files, which Python takes for current if a source was changed twice within a second.
+        [sys.executable, "-B", "-S", "-c", _SITE + program],
         env=environment,
         cwd=package.parent,
         capture_output=True,
