@@ -11,13 +11,17 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import StateError
+from evenrank.core.errors import ConfigError, StateError
+from evenrank.dataloader.balance.control.alike import create_alike
+from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.sampler import BalanceConfig
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
+from evenrank.dataloader.picks import BalancedPicker, OwnPicker, Picker
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
 from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state
@@ -31,6 +35,7 @@ _STATE_VERSION = 1
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
+
 _log = logging.getLogger("evenrank")
 
 
@@ -41,8 +46,11 @@ def build_loader(
     rank: int,
     world_size: int,
     transform: Transform[Batch] | None = None,
+    balance: BalanceConfig | None = None,
 ) -> "Loader[Batch]":
     """Open a dataset and return the loader of one rank.
+
+    With `balance`, and where there is a process group, this is collective: every rank must call it.
 
     Args:
         data: the folder that `evenrank preprocess` wrote, or a Mixture of such folders.
@@ -52,17 +60,35 @@ def build_loader(
         transform: called with each padded batch and a random generator, in a worker thread if there are any. Returns
             the batch to yield, of the same schema. The generator is seeded with the loader's seed, the epoch and the
             batch's position, so its numbers do not depend on the workers.
+        balance: yield batches that are balanced over the ranks, as a Balancer would, but without any exchange: every
+            rank reads the samples that it trains, so all must be able to read all. None: the ranks' shares of the order
+            as they come.
 
     Raises:
-        ConfigError: the rank is out of range, or the settings do not fit the dataset.
+        ConfigError: the rank is out of range, or the settings do not fit the dataset or each other.
         DataError: the dataset, or the file of codes, is missing or malformed.
+        RankError: with `balance`, another rank failed, or has other data or settings.
 
     """
-    check_rank(rank, world_size)
-    folders, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
-    stores = [open_store(folder, config.split) for folder in folders]
-    collate = config.make_collate()
-    return Loader(stores, collate, config, rank=rank, world_size=world_size, mixture=mixture, transform=transform)
+
+    def make() -> Loader[Batch]:
+        check_rank(rank, world_size)
+        folders, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
+        stores = [open_store(folder, config.split) for folder in folders]
+        return Loader(
+            stores,
+            config.make_collate(),
+            config,
+            rank=rank,
+            world_size=world_size,
+            mixture=mixture,
+            transform=transform,
+            balance=balance,
+        )
+
+    if balance is None:
+        return make()
+    return create_alike(make, group=balance.group, world_size=world_size, timeout=balance.timeout)
 
 
 class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
@@ -87,6 +113,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         world_size: int,
         mixture: Mixture | None = None,
         transform: Transform[Batch] | None = None,
+        balance: BalanceConfig | None = None,
     ) -> None:
         super().__init__()
         self._stores = tuple(stores)
@@ -103,10 +130,26 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._seed = config.seed
         self._start = (0, 0)  # epoch and position at which the next iteration begins
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
+        self._on_step = None if balance is None else balance.on_step
+        self._balance_identity = {} if balance is None else balance.identity()
+        self._picker = self._make_picker(balance)
         if rank == 0:
             for reason, rows in self.left_out.items():
                 if len(rows):
                     _log.warning("%s of %s rows are left out: %s", len(rows), sum(map(len, self._stores)), reason)
+
+    def _make_picker(self, balance: BalanceConfig | None) -> Picker[Batch]:
+        stores, collate, batch_size = self._stores, self._collate, self._config.batch_size
+        if balance is None:
+            return OwnPicker(stores, collate, rank=self._rank, batch_size=batch_size)
+        if self._transform is not None:
+            raise ConfigError(
+                "balance plans from the lengths in the store, which a transform may change; leave out transform and "
+                "change the batches that the loader yields, or pass them to a Balancer instead of balance"
+            )
+        return BalancedPicker(
+            stores, collate, balance, rank=self._rank, world_size=self._world_size, batch_size=batch_size
+        )
 
     @property
     def num_dropped(self) -> int:
@@ -138,20 +181,23 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         schedule, seed = self._schedule(start), self._seed
 
         @outside_inference_mode()
-        def make_batches(steps: range) -> list[Batch]:
-            sample_ids = self._sample_ids(schedule, steps, epoch=epoch, seed=seed)
-            groups = group_by_store(self._stores, sample_ids)
-            batches = self._collate(groups, sample_ids, batch_size=self._config.batch_size, num_batches=len(steps))
+        def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
+            picks = self._picker.pick(self._order, schedule, steps, epoch=epoch, seed=seed)
+            batches = self._picker.collate(picks)
             for step, batch in zip(steps, batches, strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
             if self._transform is not None:
                 rngs = (make_rng(seed, epoch, schedule.first_position(step, self._rank)) for step in steps)
                 batches = [apply(self._transform, batch, rng) for batch, rng in zip(batches, rngs, strict=True)]
-            return [batch.pin_memory() for batch in batches] if self._config.pin_memory else batches
+            if self._config.pin_memory:
+                batches = [batch.pin_memory() for batch in batches]
+            return list(zip(batches, [pick.metrics for pick in picks], strict=True))
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         step_ranges = (range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch))
-        for batch in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
+        for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
+            if self._on_step is not None and metrics is not None:
+                self._on_step(metrics)
             self._after_last = (batch.epoch, batch.position)
             yield batch
 
@@ -163,11 +209,6 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             start=start,
             drop_last=self._config.drop_last,
         )
-
-    def _sample_ids(self, schedule: EpochSchedule, steps: range, *, epoch: int, seed: int) -> NDArray[np.int64]:
-        """Return the ids of this rank's samples in these steps, step after step: int64 [n]."""
-        positions = np.concatenate([schedule.positions(step, self._rank) for step in steps])
-        return self._order.rows(positions, seed=seed, epoch=epoch)
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
@@ -242,6 +283,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             "rank": self._rank,
             "world_size": self._world_size,
             **shared_settings(self._config, self._collate),
+            **self._balance_identity,
             "transform": name_of(self._transform),
             "num_samples": self.num_samples,
             "fingerprint": self._fingerprint,

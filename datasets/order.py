@@ -230,6 +230,11 @@ class EpochSchedule:
         """Return the first position of a rank in a step; may be past the end of the epoch."""
         return self.start + step * self.samples_per_step + rank * self.batch_size
 
+    def positions_of_all(self, step: int) -> NDArray[np.int64]:
+        """Return the positions of all ranks in a step, rank by rank: int64 [0..samples_per_step], ascending."""
+        first = min(self.first_position(step, 0), self.num_samples)
+        return np.arange(first, self.position_after(step), dtype=np.int64)
+
     def positions(self, step: int, rank: int) -> NDArray[np.int64]:
         """Return the positions of a rank in a step: int64 [0..batch_size], ascending; empty past the epoch's end."""
         first = self.first_position(step, rank)

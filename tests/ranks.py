@@ -1,4 +1,4 @@
-"""Runs functions on several ranks: real processes and Gloo groups, started once for the whole test run."""
+"""Runs functions on several ranks: real processes and Gloo groups, which are kept for the whole test run."""
 
 import atexit
 import faulthandler
@@ -14,7 +14,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-MAX_RANKS = 4
 _PRELOADED = ["evenrank.dataloader.loader", "evenrank.dataloader.balance.balancer", "tests.dataloader.rich_batch"]
 _TIMEOUT = 240.0  # seconds for one task, on a busy machine; a rank that takes longer prints its traceback and fails
 
@@ -42,8 +41,7 @@ class RankPool:
 
     def try_run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Like `run`, but return a RankFailure for each rank that raised or died."""
-        if not self._processes:
-            self._start()
+        self._start(world_size - len(self._processes))
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 pipe.send((function, arguments, rank, world_size, str(Path(folder) / "store")))
@@ -69,7 +67,7 @@ class RankPool:
             process.join()
         self._processes, self._pipes = [], []
 
-    def _start(self) -> None:
+    def _start(self, num_processes: int) -> None:
         import torch
 
         # Forked from a process that has imported torch and TorchRec once, which takes seconds. With GPUs that import
@@ -80,8 +78,9 @@ class RankPool:
             if torch.cuda.is_available()
             else multiprocessing.get_context("forkserver")
         )
-        atexit.register(self.stop)  # also of a test run that is interrupted
-        for _ in range(MAX_RANKS):
+        if not self._processes:
+            atexit.register(self.stop)  # also of a test run that is interrupted
+        for _ in range(num_processes):
             ours, theirs = context.Pipe()
             # Not daemons, which may not start processes, such as the workers of a DataLoader.
             process = context.Process(target=_serve, args=(theirs, self._timeout))

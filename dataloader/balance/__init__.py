@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from evenrank.dataloader.balance.balancer import Balancer
     from evenrank.dataloader.balance.exchange.collectives import register_exchange
     from evenrank.dataloader.balance.handle import Handle
+    from evenrank.dataloader.balance.sampler import BalanceConfig
 
 __all__ = [
     "STRATEGIES",
     "Assignment",
+    "BalanceConfig",
     "Balancer",
     "Cost",
     "HSTUCost",
@@ -54,6 +56,10 @@ def __getattr__(name: str) -> Any:
         from evenrank.dataloader.balance import handle
 
         return handle.Handle
+    if name == "BalanceConfig":
+        from evenrank.dataloader.balance import sampler
+
+        return sampler.BalanceConfig
     if name == "register_exchange":
         from evenrank.dataloader.balance.exchange import collectives
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import one_line
+from evenrank.dataloader.balance.assigning import assign_step, measure_assignment
 from evenrank.dataloader.balance.control.all_gather import MetadataAllGather, all_gather_objects
 from evenrank.dataloader.balance.control.confirm import confirm
 from evenrank.dataloader.balance.control.consistency import (
@@ -35,10 +36,8 @@ from evenrank.dataloader.balance.control.wire import (
 )
 from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
-from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
-from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, assign, real_rows
-from evenrank.dataloader.balance.partition.two_level import assign_by_host
+from evenrank.dataloader.balance.exchange.plan import Plan, make_plan
+from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.settings import BalancerSettings
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.batch_schema import BatchSchema, lengths_of
@@ -147,28 +146,21 @@ class StepPlanner:
     def _plan(self, schema: BatchSchema, step: StepMetadata, *, epoch: int, number: int) -> tuple[Plan, StepMetrics]:
         """Return this rank's plan for a step, and what it achieves."""
         started = time.perf_counter()
-        is_real = real_rows(schema.batch_size, self._world_size, step.num_real)
-        assignment = self._assign(step)
+        assignment = assign_step(self._settings, costs=step.costs, tokens=step.tokens, num_real=step.num_real)
         plan = make_plan(schema, step, assignment, self._rank)
         plan_seconds = time.perf_counter() - started
-        topology = self._settings.topology
-        lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
-        metrics = measure_step(
+        metrics = measure_assignment(
             assignment,
+            self._settings,
+            schema,
             costs=step.costs,
             tokens=step.tokens,
-            sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
-            ranks_per_host=None if topology is None else topology[1],
+            lengths=step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1),  # [K, W * B]
+            num_real=step.num_real,
             epoch=epoch,
             step=number,
         )
         return plan, dataclasses.replace(metrics, plan_seconds=plan_seconds)
-
-    def _assign(self, step: StepMetadata) -> Assignment:
-        settings = self._settings.partition
-        if self._settings.topology is None:
-            return assign(step.costs, self._world_size, settings, tokens=step.tokens, num_real=step.num_real)
-        return assign_by_host(step.costs, self._settings.topology, settings, tokens=step.tokens, num_real=step.num_real)
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""

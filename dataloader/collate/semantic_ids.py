@@ -13,8 +13,16 @@ from evenrank.core.errors import DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batch import SemanticIdBatch
 from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.sequences import LABEL, check_user_ids, context_limits, layout_with_context, pad_rows
-from evenrank.dataloader.collate.spans import StoreRows, copy_codes, find_spans
+from evenrank.dataloader.collate.lengths import SampleLengths
+from evenrank.dataloader.collate.sequences import (
+    LABEL,
+    check_user_ids,
+    context_lengths,
+    context_limits,
+    layout_with_context,
+    pad_rows,
+)
+from evenrank.dataloader.collate.spans import Spans, StoreRows, copy_codes, find_spans
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 
@@ -180,20 +188,14 @@ class SemanticIdCollate:
         codes, levels = self.table.codes, self.table.codes.shape[1]
         level_offsets = self.table.level_offsets
         label_level_offsets = level_offsets if self.label_offsets else np.zeros_like(level_offsets)
-        begins, splits, ends = find_spans(
-            groups, len(sample_ids), max_history_length=self.max_history_length, max_num_candidates=1
-        )
-        # The events of each key: where each sample's begin, and how many there are.
-        events = {SEMANTIC_ID: (begins, splits - begins)}
-        if self.candidate_feature:
-            events[CANDIDATE_ID] = (splits, ends - splits)
+        spans = self._find_spans(groups, len(sample_ids))
+        events = self._events(spans)
         lengths = {key: num_events * levels for key, (_, num_events) in events.items()}
         features = layout_with_context(groups, lengths, batch_size, num_batches, user_id=self.user_id)
         for key, (firsts, num_events) in events.items():
             out_begins = features.begins(key)
             copy_codes(groups, ITEM_ID, firsts, num_events, out_begins, codes, level_offsets, features.values)
-        label_firsts = np.minimum(begins + 1, splits) if self.history_labels else splits
-        num_labeled = ends - label_firsts
+        label_firsts, num_labeled = self._labeled(spans)
         labels = Layout({LABEL: num_labeled * levels}, batch_size, num_batches)
         out_begins = labels.begins(LABEL)
         copy_codes(groups, ITEM_ID, label_firsts, num_labeled, out_begins, codes, label_level_offsets, labels.values)
@@ -215,6 +217,30 @@ class SemanticIdCollate:
                 zip(features.tensors(), labels.tensors(), max_lengths, labels.num_values(), strict=True)
             )
         ]
+
+    def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
+        """Return how long the rows of these samples are in a batch."""
+        spans, levels = self._find_spans(groups, num_samples), self.table.codes.shape[1]
+        features = context_lengths(groups, num_samples, user_id=self.user_id)
+        features |= {key: num_events * levels for key, (_, num_events) in self._events(spans).items()}
+        of_keys = {("features", name): lengths for name, lengths in features.items()}
+        of_keys["labels", LABEL] = self._labeled(spans)[1] * levels
+        return SampleLengths(of_keys=of_keys, num_candidates=np.zeros(num_samples, dtype=np.int64))
+
+    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> Spans:
+        return find_spans(groups, num_samples, max_history_length=self.max_history_length, max_num_candidates=1)
+
+    def _events(self, spans: Spans) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Return the events of each key: where each sample's begin, and how many there are, int64 [n] both."""
+        events = {SEMANTIC_ID: (spans.begins, spans.splits - spans.begins)}
+        if self.candidate_feature:
+            events[CANDIDATE_ID] = (spans.splits, spans.ends - spans.splits)
+        return events
+
+    def _labeled(self, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where each sample's events with labels begin, and how many there are: int64 [n] both."""
+        firsts = np.minimum(spans.begins + 1, spans.splits) if self.history_labels else spans.splits
+        return firsts, spans.ends - firsts
 
     def _length_limits(self, store: SequenceStore) -> dict[str, int]:
         """Return the longest that a row of each key can be."""

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batch import JaggedBatch, SequenceBatch
 from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.spans import StoreRows, copy_context, copy_events, find_context, find_spans
+from evenrank.dataloader.collate.lengths import SampleLengths
+from evenrank.dataloader.collate.spans import Spans, StoreRows, copy_context, copy_events, find_context, find_spans
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.datasets.store import SequenceStore
 
@@ -39,6 +40,10 @@ class Collate(Protocol[Batch]):
 
     def filters(self) -> tuple[object, ...]:
         """Return the settings that decide which rows are samples; part of the loader's fingerprint."""
+        ...
+
+    def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
+        """Return how long the rows of these samples are in a batch, without making it."""
         ...
 
     def __call__(
@@ -107,28 +112,15 @@ class SequenceCollate:
     ) -> list[SequenceBatch]:
         """Make batches of samples."""
         num_samples = len(sample_ids)
-        begins, splits, ends = find_spans(
-            groups,
-            num_samples,
-            max_history_length=self.max_history_length,
-            max_num_candidates=self.max_num_candidates,
-        )
-        item_lengths = ends - begins
-        action_lengths = (ends if self.candidate_actions else splits) - begins
-        lengths = {ITEM_ID: item_lengths, ACTION: action_lengths}
-        # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
-        lengths |= {name: item_lengths if name == TIMESTAMP_MS else action_lengths for name in self.extra_events}
+        spans = self._find_spans(groups, num_samples)
+        begins, splits, ends = spans
+        lengths = self._event_lengths(spans)
         features = layout_with_context(groups, lengths, batch_size, num_batches, user_id=self.user_id)
         for name, lengths_of_key in lengths.items():
             copy_events(groups, name, begins, lengths_of_key, features.begins(name), features.values)
 
-        has_labels = self.max_num_candidates > 0 or self.num_tasks > 0
-        if self.max_num_candidates:
-            label_begins = splits
-        elif has_labels:
-            label_begins = begins
-        else:  # items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key
-            label_begins = np.minimum(begins + 1, ends)
+        has_labels = self._has_labels
+        label_begins = self._label_begins(spans)
         label_lengths = ends - label_begins
         labels = Layout({LABEL: label_lengths}, batch_size, num_batches)
         if has_labels:
@@ -157,6 +149,44 @@ class SequenceCollate:
             )
         ]
 
+    def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
+        """Return how long the rows of these samples are in a batch."""
+        spans = self._find_spans(groups, num_samples)
+        features = context_lengths(groups, num_samples, user_id=self.user_id) | self._event_lengths(spans)
+        of_keys = {("features", name): lengths for name, lengths in features.items()}
+        if self._has_labels:
+            of_keys["labels", LABEL] = spans.ends - self._label_begins(spans)
+        return SampleLengths(of_keys=of_keys, num_candidates=spans.ends - spans.splits)
+
+    @property
+    def _has_labels(self) -> bool:
+        return self.max_num_candidates > 0 or self.num_tasks > 0
+
+    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> Spans:
+        return find_spans(
+            groups,
+            num_samples,
+            max_history_length=self.max_history_length,
+            max_num_candidates=self.max_num_candidates,
+        )
+
+    def _event_lengths(self, spans: Spans) -> dict[str, NDArray[np.int64]]:
+        """Return the lengths of the features that are columns of events: int64 [n] each."""
+        item_lengths = spans.ends - spans.begins
+        action_lengths = (spans.ends if self.candidate_actions else spans.splits) - spans.begins
+        lengths = {ITEM_ID: item_lengths, ACTION: action_lengths}
+        # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
+        return lengths | {name: item_lengths if name == TIMESTAMP_MS else action_lengths for name in self.extra_events}
+
+    def _label_begins(self, spans: Spans) -> NDArray[np.int64]:
+        """Return the first event of each sample that has a loss: int64 [n]; all up to its last one have."""
+        if self.max_num_candidates:
+            return spans.splits
+        if self._has_labels:
+            return spans.begins
+        # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
+        return np.minimum(spans.begins + 1, spans.ends)
+
     def _length_limits(self, store: SequenceStore) -> dict[str, int]:
         """Return the longest that a row of each key can be."""
         item_limit = self.max_history_length + self.max_num_candidates
@@ -180,11 +210,16 @@ def layout_with_context(
     num_samples = len(next(iter(lengths.values())))
     names = context_limits(groups[0].store, user_id=user_id)
     context = {name: find_context(groups, name, num_samples) for name in names}
-    context_lengths = {name: spans.lengths for name, spans in context.items()}
-    layout = Layout({**context_lengths, **lengths}, batch_size, num_batches)
+    layout = Layout({**{name: spans.lengths for name, spans in context.items()}, **lengths}, batch_size, num_batches)
     for name, spans in context.items():
         copy_context(groups, name, spans, layout.begins(name), layout.values)
     return layout
+
+
+def context_lengths(groups: Sequence[StoreRows], num_samples: int, *, user_id: bool) -> dict[str, NDArray[np.int64]]:
+    """Return how many values samples have of `user_id`, on request, and of each contextual feature: int64 [n] each."""
+    names = context_limits(groups[0].store, user_id=user_id)
+    return {name: find_context(groups, name, num_samples).lengths for name in names}
 
 
 def context_limits(store: SequenceStore, *, user_id: bool) -> dict[str, int]:

@@ -124,7 +124,7 @@ def test_an_error_while_collating_reaches_the_consumer(small_dataset: Path, monk
     def fail(*arguments: object, **options: object) -> list[SequenceBatch]:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(loader, "_collate", fail)
+    monkeypatch.setattr(loader._picker, "collate", fail)
     with pytest.raises(OSError, match="the disk is gone"):
         list(loader)
 

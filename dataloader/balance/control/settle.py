@@ -22,7 +22,12 @@ _WAIT = timedelta(seconds=10)  # at a time, because a client of a TCPStore serve
 
 
 def settle(
-    report: Report, judge: Callable[[Sequence[Report]], Verdict], members: Members, timeout: timedelta
+    report: Report,
+    judge: Callable[[Sequence[Report]], Verdict],
+    members: Members,
+    timeout: timedelta,
+    *,
+    of: str = "Balancer",
 ) -> Verdict:
     """Return what `judge` makes of the reports of all ranks. Collective: every rank must call this.
 
@@ -31,6 +36,7 @@ def settle(
         judge: called on rank 0 with the reports in rank order; what it returns is picklable.
         members: the ranks.
         timeout: how long to wait for other ranks.
+        of: what every rank creates, for the message if one has not.
 
     Raises:
         RankError: what `judge` raised, on every rank; or a rank did not report in time.
@@ -46,13 +52,13 @@ def settle(
     message: str | None = None
     if members.rank == 0:
         try:
-            verdict = judge([_get(store, key, rank, deadline) for rank, key in enumerate(keys)])
+            verdict = judge([_get(store, key, rank, deadline, of) for rank, key in enumerate(keys)])
         except Exception as error:  # raised on all ranks below
             verdict, message = None, one_line(error)
         store.set("verdict", _as_text((verdict, message)))
     else:
         # Rank 0 names the ranks that are late, so it gets the time to do so.
-        verdict, message = _get(store, "verdict", 0, deadline + _WAIT.total_seconds())
+        verdict, message = _get(store, "verdict", 0, deadline + _WAIT.total_seconds(), of)
     if message is not None:
         raise RankError(message)
     return cast(Verdict, verdict)
@@ -62,7 +68,7 @@ def _as_text(value: object) -> str:
     return pickle.dumps(value).hex()  # stores take strings
 
 
-def _get(store: Store, key: str, rank: int, deadline: float) -> Any:
+def _get(store: Store, key: str, rank: int, deadline: float, of: str) -> Any:
     while True:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         try:
@@ -79,6 +85,6 @@ def _get(store: Store, key: str, rank: int, deadline: float) -> Any:
             ) from None
         if time.monotonic() >= deadline:
             raise RankError(
-                f"rank {rank} has not created its Balancer in time ({reason}); create one on every rank of the group, "
+                f"rank {rank} has not created its {of} in time ({reason}); create one on every rank of the group, "
                 "in the same order, or raise timeout"
             )

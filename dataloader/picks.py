@@ -1,0 +1,121 @@
+"""`Pick`: the samples that a rank trains in a step: its share of the order, or one that is balanced over the ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.sampler import BalanceConfig, Sampler
+from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.batch_schema import schema_of
+from evenrank.dataloader.collate.sequences import Collate
+from evenrank.dataloader.collate.spans import group_by_store
+from evenrank.datasets.order import EpochSchedule, SampleOrder
+from evenrank.datasets.store import SequenceStore
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+class Pick(NamedTuple):
+    """The samples of a rank in a step."""
+
+    sample_ids: NDArray[np.int64]
+    """[n]: rows of the stores, by position in the epoch."""
+    num_rows: int
+    """Of its batch, padding included."""
+    fields: dict[str, Any]
+    """Fields of its batch that its samples alone do not decide."""
+    metrics: StepMetrics | None
+    """What balancing did; None if nothing is balanced."""
+
+
+class Picker(ABC, Generic[Batch]):
+    """Picks the samples of one rank, and makes batches of them. It keeps nothing between calls, so any thread may call.
+
+    Args:
+        stores: whose rows are numbered consecutively.
+        collate: makes batches.
+        rank: of this process.
+        batch_size: rows of a full batch.
+
+    """
+
+    def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], *, rank: int, batch_size: int) -> None:
+        self._stores = stores
+        self._collate = collate
+        self._rank = rank
+        self._batch_size = batch_size
+
+    @abstractmethod
+    def pick(self, order: SampleOrder, schedule: EpochSchedule, steps: range, *, epoch: int, seed: int) -> list[Pick]:
+        """Return the picks of these steps."""
+
+    def collate(self, picks: Sequence[Pick]) -> list[Batch]:
+        """Make the batch of each pick, in one pass if all but the last are full."""
+        is_full = all(len(pick.sample_ids) == self._batch_size for pick in picks[:-1])
+        in_one_pass = is_full and all(pick.num_rows == self._batch_size for pick in picks)
+        batches: list[Batch] = []
+        for run in [picks] if in_one_pass else [[pick] for pick in picks]:
+            sample_ids = np.concatenate([pick.sample_ids for pick in run])
+            groups = group_by_store(self._stores, sample_ids)
+            batches += self._collate(groups, sample_ids, batch_size=run[0].num_rows, num_batches=len(run))
+        for batch, pick in zip(batches, picks, strict=True):
+            for name, value in pick.fields.items():
+                setattr(batch, name, value)
+        return batches
+
+
+class OwnPicker(Picker[Batch]):
+    """Each rank trains its share of the order."""
+
+    def pick(self, order: SampleOrder, schedule: EpochSchedule, steps: range, *, epoch: int, seed: int) -> list[Pick]:
+        """Return the picks of these steps."""
+        positions = [schedule.positions(step, self._rank) for step in steps]
+        sample_ids = order.rows(np.concatenate(positions), seed=seed, epoch=epoch)
+        of_steps = np.split(sample_ids, np.cumsum([len(own) for own in positions])[:-1])
+        return [Pick(own, self._batch_size, {}, None) for own in of_steps]
+
+
+class BalancedPicker(Picker[Batch]):
+    """Each rank plans the step of all ranks, from lengths, and trains its part.
+
+    Args:
+        stores: see `Picker`.
+        collate: see `Picker`.
+        balance: how.
+        rank: see `Picker`.
+        world_size: the number of ranks.
+        batch_size: see `Picker`.
+
+    Raises:
+        ConfigError: an option of `balance` is out of range.
+
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[SequenceStore],
+        collate: Collate[Batch],
+        balance: BalanceConfig,
+        *,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+    ) -> None:
+        super().__init__(stores, collate, rank=rank, batch_size=batch_size)
+        (empty,) = self.collate([Pick(np.empty(0, dtype=np.int64), batch_size, {}, None)])
+        self._sampler = Sampler(balance, schema_of(empty), rank=rank, world_size=world_size)
+
+    def pick(self, order: SampleOrder, schedule: EpochSchedule, steps: range, *, epoch: int, seed: int) -> list[Pick]:
+        """Return the picks of these steps."""
+        picks = []
+        for step in steps:
+            sample_ids = order.rows(schedule.positions_of_all(step), seed=seed, epoch=epoch)
+            lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
+            sampled = self._sampler.plan(lengths, epoch=epoch, step=step)
+            fields = {"world_loss_tokens": sampled.world_loss_tokens, "dp_size": schedule.world_size}
+            picks.append(Pick(sample_ids[sampled.indices], sampled.num_rows, fields, sampled.metrics))
+        return picks
