@@ -41,6 +41,14 @@ class RankPool:
 
     def try_run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Like `run`, but return a RankFailure for each rank that raised or died."""
+        results = self._run_once(world_size, function, *arguments)
+        if any(isinstance(result, _NotConnected) for result in results):
+            # Gloo found another program at a port of 127.0.0.1, on a machine where many come and go.
+            self.stop()
+            results = self._run_once(world_size, function, *arguments)
+        return results
+
+    def _run_once(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self._start(world_size - len(self._processes))
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
@@ -98,6 +106,10 @@ class RankFailure:
         self.trace = "".join(traceback.format_exception(error))
 
 
+class _NotConnected(RankFailure):
+    """The ranks have not come together, so that the function was not called."""
+
+
 def _serve(pipe: Connection, task_timeout: float) -> None:
     import torch
     import torch.distributed as dist
@@ -114,9 +126,13 @@ def _serve(pipe: Connection, task_timeout: float) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=task_timeout / 2),
             )
-            result = function(rank, world_size, *arguments)
         except Exception as error:
-            result = RankFailure(error)
+            result: Any = _NotConnected(error)
+        else:
+            try:
+                result = function(rank, world_size, *arguments)
+            except Exception as error:
+                result = RankFailure(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
