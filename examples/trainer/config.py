@@ -65,7 +65,9 @@ class TrainConfig:
     codebook_size: int = setting(64, "Semantic ids: random codes of each level.", at_least=2, kept=True)
 
     balance: str = setting(
-        "all-to-all", "How samples are exchanged for balance; `none`: each rank trains what it loads."
+        "all-to-all",
+        "How samples are exchanged for balance. `sampler`: not at all, each rank reads those that it trains; `none`: "
+        "each rank trains what it loads.",
     )
     strategy: str = setting(
         "lpt-swap", "How samples are distributed: `lpt-swap` balances best, `min-move` moves least."

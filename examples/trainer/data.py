@@ -1,17 +1,24 @@
 """The data of a job: a dataset that exists, or a synthetic one, and its balanced batches."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, Loader, build_loader
-from evenrank.dataloader.balance import STRATEGIES, Balancer
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, Cost, StepMetrics
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES as EXCHANGES
 from evenrank.dataloader.config import ReadConfig
 from trainer.config import TrainConfig
 from trainer.world import World, on_all_ranks, on_first_rank
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+
+Batches = Balancer[Batch] | Loader[Batch]
+"""Balanced batches: of a Balancer, on the device that trains them, or of a loader that balances, on the CPU."""
+SAMPLER = "sampler"
+"""Balance with no exchange; otherwise the name of one, or none."""
 
 
 def find_data(config: TrainConfig) -> Path:
@@ -38,8 +45,16 @@ def _make_synthetic(folder: Path) -> None:
     preprocess(PreprocessConfig(dataset="synthetic", out=folder, synthetic=synthetic))
 
 
-def open_loader(data: Path, read: ReadConfig[Batch], world: World) -> Loader[Batch]:
-    """Return this rank's loader of a split. Collective: every rank must call this.
+def open_loader(
+    data: Path,
+    read: ReadConfig[Batch],
+    config: TrainConfig,
+    world: World,
+    *,
+    cost: Cost,
+    on_step: Callable[[StepMetrics], None] | None = None,
+) -> Loader[Batch]:
+    """Return this rank's loader of a split, which balances if the settings say so. Collective.
 
     Raises:
         ConfigError: a setting does not fit the data.
@@ -47,7 +62,27 @@ def open_loader(data: Path, read: ReadConfig[Batch], world: World) -> Loader[Bat
         RankError: one of these on another rank.
 
     """
-    return on_all_ranks(lambda: build_loader(data, read, rank=world.data_rank, world_size=world.data_size))
+    balance = None
+    if config.balance == SAMPLER:
+        balance = BalanceConfig(cost=cost, strategy=config.strategy, group=world.data, on_step=on_step)
+    return on_all_ranks(
+        lambda: build_loader(data, read, rank=world.data_rank, world_size=world.data_size, balance=balance)
+    )
+
+
+def open_batches(
+    loader: Loader[Batch], config: TrainConfig, world: World, **options: Any
+) -> AbstractContextManager[Batches[Batch]]:
+    """Return the batches of a loader from `open_loader`, balanced as the settings say. Collective.
+
+    Args:
+        loader: of this rank.
+        config: the job's settings.
+        world: the ranks of the job.
+        options: the other arguments of the Balancer, if there is one.
+
+    """
+    return closing(loader) if config.balance == SAMPLER else balanced(loader, config, world, **options)
 
 
 def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options: Any) -> Balancer[Batch]:
@@ -76,5 +111,5 @@ def check_names(config: TrainConfig) -> None:
 
     """
     STRATEGIES.check(config.strategy)
-    if config.balance != "none" and config.balance not in EXCHANGES:
-        raise ConfigError(f"balance must be one of none, {', '.join(EXCHANGES)}, got {config.balance!r}")
+    if config.balance not in ("none", SAMPLER, *EXCHANGES):
+        raise ConfigError(f"balance must be one of none, {SAMPLER}, {', '.join(EXCHANGES)}, got {config.balance!r}")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenrank.dataloader.balance import Balancer
 from evenrank.training import BinaryAUC, RankingMetrics, run_pipeline
 from evenrank.training.pipelines import Pipeline
+from trainer.data import Batches
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class Evaluation(ABC):
     """What is trained."""
     pipeline: Pipeline[Any]
     """Of the model."""
-    batches: Balancer[Any]
+    batches: Batches[Any]
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
@@ -62,6 +62,7 @@ class RankingEvaluation(Evaluation):
 
     def _measure(self) -> dict[str, float]:
         self.metrics.reset()
+        device = next(self.model.parameters()).device
         for batch in self.batches:
-            self.metrics.update(self.places(batch))
+            self.metrics.update(self.places(batch.to(device, non_blocking=True)))
         return {name: value for name, value in self.metrics.compute().items() if not name.startswith("mrr")}

@@ -3,7 +3,8 @@
 import logging
 import signal
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ import torch
 import typer
 from torch import nn
 
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader import Loader
 from evenrank.dataloader.balance.writers import JsonLines
+from evenrank.dataloader.config import Order
 from evenrank.training import make_pipeline
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
-from trainer.data import balanced, check_names, find_data, open_loader
+from trainer.data import Batches, check_names, find_data, open_batches, open_loader
 from trainer.logs import JobLog
 from trainer.loop import Training
 from trainer.monitors import Monitors
 from trainer.parallel import distribute
 from trainer.stop import StopSignals
-from trainer.tasks import make_task
+from trainer.tasks import Task, make_task
 from trainer.world import World, divide, join_world, on_all_ranks
 
 
@@ -58,28 +60,12 @@ def train(config: TrainConfig, world: World) -> signal.Signals | None:
     task = on_all_ranks(lambda: make_task(config, data, world))
     set_precision(task.dense, config, world.device)
     parallel = distribute(task.model, config, world)
-    loader, eval_loader = (
-        open_loader(
-            data,
-            task.read(
-                split=split,
-                order=order,
-                batch_size=config.batch_size,
-                max_history_length=config.max_history_length,
-                num_workers=config.num_workers,
-                seed=config.seed,
-                pin_memory=world.device.type == "cuda",
-            ),
-            world,
-        )
-        for split, order in (("train", "shuffle"), ("eval", "rows"))
-    )
     with (
         StopSignals() as stop,
         on_all_ranks(lambda: JobLog(out, is_first=world.rank == 0, tensorboard=config.tensorboard)) as log,
         on_all_ranks(lambda: _balance_log(out, config, world)) as on_step,
-        balanced(loader, config, world, cost=task.cost, on_step=on_step) as batches,
-        balanced(eval_loader, config, world, cost=task.cost) as eval_batches,
+        _open(data, task, config, world, split="train", order="shuffle", on_step=on_step) as (loader, batches),
+        _open(data, task, config, world, split="eval", order="rows") as (_, eval_batches),
         Monitors(config, world, task, parallel.model, log, eval_every=_eval_every(config, batches)) as monitors,
     ):
         pipeline = make_pipeline(
@@ -107,7 +93,33 @@ def train(config: TrainConfig, world: World) -> signal.Signals | None:
         return stopped_by
 
 
-def _eval_every(config: TrainConfig, batches: Balancer[Any]) -> int:
+@contextmanager
+def _open(
+    data: Path,
+    task: Task,
+    config: TrainConfig,
+    world: World,
+    *,
+    split: str,
+    order: Order,
+    on_step: JsonLines | None = None,
+) -> Iterator[tuple[Loader[Any], Batches[Any]]]:
+    """Open a split; return its loader and its balanced batches."""
+    read = task.read(
+        split=split,
+        order=order,
+        batch_size=config.batch_size,
+        max_history_length=config.max_history_length,
+        num_workers=config.num_workers,
+        seed=config.seed,
+        pin_memory=world.device.type == "cuda",
+    )
+    loader = open_loader(data, read, config, world, cost=task.cost, on_step=on_step)
+    with open_batches(loader, config, world, cost=task.cost, on_step=on_step) as batches:
+        yield loader, batches
+
+
+def _eval_every(config: TrainConfig, batches: Batches[Any]) -> int:
     return config.eval_every or len(batches)
 
 

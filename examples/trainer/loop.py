@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from evenrank.dataloader import JaggedBatch, Loader
-from evenrank.dataloader.balance import Balancer
 from evenrank.training import run_pipeline
 from evenrank.training.pipelines import Pipeline
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
+from trainer.data import Batches
 from trainer.evaluate import Evaluation
 from trainer.logs import JobLog
 from trainer.monitors import Monitors
@@ -33,7 +33,7 @@ class Training:
     pipeline: Pipeline[Any]
     """Of both."""
     loader: Loader[Any]
-    batches: Balancer[Any]
+    batches: Batches[Any]
     """Of the loader."""
     evaluation: Evaluation
     eval_every: int

@@ -66,7 +66,7 @@ def _without_and_with_exchange(
     rank: int, world_size: int, folders: Folders, config: ReadConfig[Any], balance: dict[str, Any], epochs: int
 ) -> list[Any]:
     """Return the epochs of a balancing loader, and those of a Balancer: per step, the batch and its metrics."""
-    ranks = {"rank": rank, "world_size": world_size}
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
     ways = []
     for has_exchange in (False, True):
         metrics: list[StepMetrics] = []

@@ -24,8 +24,8 @@ def _log(out: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup_steps": 7}, SHARDED],
-    ids=["replicated", "sharded and pipelined"],
+    [{"warmup_steps": 7}, SHARDED, {"balance": "sampler"}],
+    ids=["replicated", "sharded and pipelined", "without an exchange"],
 )
 def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_happened(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
@@ -62,11 +62,14 @@ def test_dropout_is_the_same_after_resuming(ranks: RankPool, small_dataset: Path
         assert resumed.losses == {step: uninterrupted.losses[step] for step in resumed.losses}
 
 
+WAYS = [("none", "lpt-swap"), ("all-to-all", "lpt-swap"), ("all-gather", "min-move"), ("sampler", "karmarkar-karp")]
+
+
 def test_balanced_and_unbalanced_jobs_train_the_same_samples_with_equal_losses(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
     results = {}
-    for balance, strategy in (("none", "lpt-swap"), ("all-to-all", "lpt-swap"), ("all-gather", "min-move")):
+    for balance, strategy in WAYS:
         options = settings(tmp_path / balance, small_dataset, balance=balance, strategy=strategy, batch_size=12)
         parts = ranks.run(2, run, options)
         results[balance] = (*together(parts), parts[0].samples, _log(tmp_path / balance, "eval"))
@@ -149,7 +152,7 @@ def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
     [
         ({"strategy": "best"}, "no strategy is called 'best'; known are identity, "),
         ({"strategy": "best", "balance": "none"}, "no strategy is called 'best'; known are identity, "),
-        ({"balance": "sampler"}, "balance must be one of none, all-to-all, all-gather, got 'sampler'"),
+        ({"balance": "some"}, "balance must be one of none, sampler, all-to-all, all-gather, got 'some'"),
     ],
 )
 def test_an_unknown_name_is_an_error_before_anything_is_started(options: dict[str, str], message: str) -> None:

@@ -15,7 +15,7 @@ COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=Fals
 
 def _create(rank: int, world_size: int, path: Path, of_second: dict[str, Any]) -> int:
     """Create a loader, on rank 1 with other arguments; return its length."""
-    options = {"path": path, "config": {}, "balance": {}, "rank": rank, "world_size": world_size}
+    options: dict[str, Any] = {"path": path, "config": {}, "balance": {}, "rank": rank, "world_size": world_size}
     options |= of_second if rank == 1 else {}
     config = LoaderConfig(**{"batch_size": 4, **options["config"]})
     balance = BalanceConfig(**{"cost": COST, "timeout": timedelta(seconds=30), **options["balance"]})
