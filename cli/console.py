@@ -4,6 +4,7 @@ Rich takes a tenth of a second to import, which `evenrank --help` does not need:
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,19 @@ def print_result(result: "RenderableType") -> None:
 def print_error(message: str) -> None:
     """Print one line to standard error; characters that control a terminal or end a line are escaped."""
     typer.echo(f"error: {escape_controls(message)}", err=True)
+
+
+@contextlib.contextmanager
+def without_warnings(*loggers: str) -> Iterator[None]:
+    """Hide the warnings of these loggers while the context is open."""
+    levels = {logger: logging.getLogger(logger).level for logger in loggers}
+    for logger in loggers:
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logging.getLogger(logger).setLevel(level)
 
 
 def new_table(*headers: str, left: Collection[str], narrow: bool = False) -> "Table":

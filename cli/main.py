@@ -17,6 +17,7 @@ from evenrank.cli.inspect import inspect_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
+from evenrank.cli.which import which_command
 from evenrank.core.errors import EvenrankError
 from evenrank.core.text import escape_controls
 
@@ -39,6 +40,7 @@ def main() -> None:
     app.command("inspect")(inspect_command)
     app.command("simulate")(simulate_command)
     app.command("metrics")(metrics_command)
+    app.command("which")(which_command)
     _run(app)
 
 

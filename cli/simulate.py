@@ -6,17 +6,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import STRATEGIES, hstu_cost
+from evenrank.cli.options import (
+    MAX_LENGTH,
+    MAX_PER_RANK,
+    STRATEGIES,
+    CostFile,
+    Heads,
+    Hidden,
+    Layers,
+    check_step_size,
+    make_cost,
+)
 from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from evenrank.cli.simulation import LengthSource
-    from evenrank.dataloader.balance.cost import Cost
     from evenrank.dataloader.balance.metrics import MetricsSummary
 
-_MAX_SAMPLES = 1 << 26  # of a step, which are held in memory
 _EXPLANATION = """\
 load      cost of the heaviest rank divided by the lower bound, mean over steps
 speed-up  expected from the cost: heaviest loads before balancing / after
@@ -37,7 +45,7 @@ def simulate_command(
         ),
     ],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "8,64,1024,16384",
-    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=1 << 20)] = 32,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=MAX_PER_RANK)] = 32,
     strategy: Annotated[
         str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")
     ] = "karmarkar-karp,lpt-swap,min-move",
@@ -52,24 +60,12 @@ def simulate_command(
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     max_history_length: Annotated[
         int,
-        typer.Option(
-            help="Events per sample; longer histories are cut to their newest events.", min=1, max=(1 << 31) - 1
-        ),
+        typer.Option(help="Events per sample; longer histories are cut to their newest events.", min=1, max=MAX_LENGTH),
     ] = 4096,
-    cost: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of a measured cost, written by MeasuredCost.save. Default: FLOPs of an HSTU model with the "
-            "shape given by the next three options.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None,
-    hidden: Annotated[int, typer.Option(help="Width of the HSTU layers.", min=1, max=1 << 20)] = 1024,
-    heads: Annotated[
-        int, typer.Option(help="Attention heads per layer, each hidden / heads wide.", min=1, max=1 << 20)
-    ] = 4,
-    layers: Annotated[int, typer.Option(help="Number of HSTU layers.", min=1, max=1 << 20)] = 8,
+    cost: CostFile = None,
+    hidden: Hidden = 1024,
+    heads: Heads = 4,
+    layers: Layers = 8,
     seed: Annotated[int, typer.Option(help="Seed of the drawn steps.", min=0)] = 0,
 ) -> None:
     """Show what balancing would gain on any number of ranks, without GPUs or processes.
@@ -82,17 +78,13 @@ def simulate_command(
         evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
     """
     world_sizes = _parse_world_sizes(ranks)
-    if max(world_sizes) * batch_size > _MAX_SAMPLES:
-        raise ConfigError(
-            f"{max(world_sizes):,} ranks with --batch-size {batch_size:,} are more than {_MAX_SAMPLES:,} samples per "
-            "step; choose fewer"
-        )
+    check_step_size(max(world_sizes), batch_size)
     strategies = _parse_strategies(strategy)
 
     from evenrank.cli.simulation import simulate
 
     lengths = _open_source(source, split, max_history_length)
-    model = _make_cost(cost, hidden, heads, layers)
+    model = make_cost(cost, hidden=hidden, heads=heads, layers=layers)
     table = _new_table()
     rows = [(world_size, name) for world_size in world_sizes for name in strategies]
     with console.steps("planning", len(rows) * steps) as on_step:
@@ -153,16 +145,6 @@ def _open_source(text: str, split: str, max_history_length: int) -> "LengthSourc
     if len(lengths) == 0:
         raise ConfigError(f"the split {split!r} of {text} has no rows; choose another with --split")
     return LengthSource(lengths=lengths, max_length=max_history_length)
-
-
-def _make_cost(path: Path | None, hidden: int, heads: int, layers: int) -> "Cost":
-    from evenrank.dataloader.balance.measured_cost import MeasuredCost
-
-    if path is None:
-        return hstu_cost(hidden=hidden, heads=heads, layers=layers)
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise ConfigError(f"--cost {path} is not a regular file; give one that MeasuredCost.save wrote")
-    return MeasuredCost.load(path)
 
 
 def _new_table() -> "Table":

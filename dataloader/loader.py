@@ -21,7 +21,7 @@ from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
-from evenrank.dataloader.picks import BalancedPicker, OwnPicker, Picker
+from evenrank.dataloader.picks import BalancedPicker, OwnPicker, Pick, Picker
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
 from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state
@@ -175,6 +175,27 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
         return batch
 
+    def pick(self, step: int, *, epoch: int = 0, start: int = 0) -> Pick:
+        """Return which samples this rank trains in a step, without reading their events or changing the position.
+
+        Args:
+            step: counted from `start`, as `batch.step` is.
+            epoch: of the step.
+            start: the position at which the iteration began: 0, or the one in the state that it resumed from.
+
+        Raises:
+            ConfigError: there is no such step or position; with `balance`, see `Sampler.plan`.
+
+        """
+        schedule = self._schedule(start)
+        if not 0 <= step < schedule.num_steps:
+            raise ConfigError(
+                f"there is no step {step}: an epoch of {self.num_samples:,} samples has {schedule.num_steps:,} from "
+                f"position {start:,} on, numbered from 0; choose another step or position"
+            )
+        (pick,) = self._picker.pick(self._order, schedule, range(step, step + 1), epoch=epoch, seed=self._seed)
+        return pick
+
     def __iter__(self) -> Iterator[Batch]:
         epoch, start = self._start
         self._start = (epoch + 1, 0)
@@ -191,7 +212,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 batches = [apply(self._transform, batch, rng) for batch, rng in zip(batches, rngs, strict=True)]
             if self._config.pin_memory:
                 batches = [batch.pin_memory() for batch in batches]
-            return list(zip(batches, [pick.metrics for pick in picks], strict=True))
+            metrics = [None if pick.plan is None else pick.plan.metrics for pick in picks]
+            return list(zip(batches, metrics, strict=True))
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         step_ranges = (range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch))

@@ -7,8 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.sampler import BalanceConfig, Sampler
+from evenrank.dataloader.balance.sampler import BalanceConfig, SampledStep, Sampler
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.batch_schema import schema_of
 from evenrank.dataloader.collate.sequences import Collate
@@ -28,8 +27,8 @@ class Pick(NamedTuple):
     """Of its batch, padding included."""
     fields: dict[str, Any]
     """Fields of its batch that its samples alone do not decide."""
-    metrics: StepMetrics | None
-    """What balancing did; None if nothing is balanced."""
+    plan: SampledStep | None
+    """How its step was balanced; None if nothing is balanced."""
 
 
 class Picker(ABC, Generic[Batch]):
@@ -117,5 +116,5 @@ class BalancedPicker(Picker[Batch]):
             lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
             sampled = self._sampler.plan(lengths, epoch=epoch, step=step)
             fields = {"world_loss_tokens": sampled.world_loss_tokens, "dp_size": schedule.world_size}
-            picks.append(Pick(sample_ids[sampled.indices], sampled.num_rows, fields, sampled.metrics))
+            picks.append(Pick(sample_ids[sampled.indices], sampled.num_rows, fields, sampled))
         return picks

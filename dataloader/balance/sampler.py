@@ -86,7 +86,11 @@ class SampledStep:
     """What a rank trains in a step."""
 
     indices: NDArray[np.int64]
-    """Its samples, as indices into those of all ranks, ascending."""
+    """[n]: its samples, as indices into those of all ranks, ascending."""
+    costs: NDArray[np.int64]
+    """[n]: of each of its samples, scaled as the loads in `metrics`, so that they add up to them."""
+    tokens: NDArray[np.int64]
+    """[n]: of each of its samples; see `cost.count_tokens`."""
     num_rows: int
     """Rows of its batch, padding included."""
     world_loss_tokens: int
@@ -163,6 +167,8 @@ class Sampler:
         are_real = np.ones(num_samples, dtype=np.bool_)
         return SampledStep(
             indices=indices,
+            costs=costs.reshape(-1)[indices],
+            tokens=tokens.reshape(-1)[indices],
             num_rows=batch_size if assignment.equal_counts else len(indices),
             world_loss_tokens=int(loss_tokens(self._schema.loss_key, samples.of_keys, are_real).sum()),
             metrics=replace(metrics, plan_seconds=plan_seconds),

@@ -1,6 +1,7 @@
 """What is printed contains no characters that a terminal obeys, wherever it comes from."""
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,15 @@ def test_results_and_tables_and_errors_are_escaped(capsys: pytest.CaptureFixture
     assert output.out.count(ESCAPED) == 3
     assert f"{ESCAPED}\n[/x] :warning:\n" in output.out
     assert output.err == f"error: {ESCAPED}\\n[/x]\n"
+
+
+def test_warnings_are_hidden_only_inside_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("evenrank")
+    with console.without_warnings("evenrank"):
+        log.warning("inside")
+        log.error("an error")
+    log.warning("after")
+    assert caplog.messages == ["an error", "after"]
 
 
 def test_progress_is_escaped_and_without_markup(
