@@ -92,8 +92,9 @@ def planned_steps(
     for _ in range(steps):
         lengths = source.draw(rng, num_samples)
         lengths_by_key = {ITEM_ID: lengths, ACTION: lengths, **dict.fromkeys(contextual, np.ones_like(lengths))}
-        # As one batch with the samples of all ranks, which is scaled by as many bits as W batches of B.
-        costs = scaled_costs(cost, lengths_by_key, np.zeros_like(lengths), num_real=num_samples, world_size=1)
+        costs = scaled_costs(
+            cost, lengths_by_key, np.zeros_like(lengths), num_real=num_samples, samples_per_step=num_samples
+        )
         tokens = count_tokens(cost, lengths_by_key, num_samples)
         start = time.perf_counter()
         assignment = partition(costs, world_size, strategy=strategy, tokens=tokens, tolerance=tolerance)

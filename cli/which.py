@@ -170,6 +170,7 @@ def _samples_table(batch: "SequenceBatch", user_ids: "NDArray[np.int64]", plan: 
 
 def _describe_loads(plan: "SampledStep", rank: int) -> str:
     metrics = plan.metrics
+    assert metrics is not None  # because Loader.pick measures
     heaviest = int(metrics.after.argmax())
     return (
         f"rank {rank}: {len(plan.indices):,} samples, {int(plan.tokens.sum()):,} tokens, load "

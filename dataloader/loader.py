@@ -193,17 +193,19 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 f"there is no step {step}: an epoch of {self.num_samples:,} samples has {schedule.num_steps:,} from "
                 f"position {start:,} on, numbered from 0; choose another step or position"
             )
-        (pick,) = self._picker.pick(self._order, schedule, range(step, step + 1), epoch=epoch, seed=self._seed)
+        (pick,) = self._picker.pick(
+            self._order, schedule, range(step, step + 1), epoch=epoch, seed=self._seed, is_measured=True
+        )
         return pick
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, start = self._start
         self._start = (epoch + 1, 0)
-        schedule, seed = self._schedule(start), self._seed
+        schedule, seed, is_measured = self._schedule(start), self._seed, self._on_step is not None
 
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
-            picks = self._picker.pick(self._order, schedule, steps, epoch=epoch, seed=seed)
+            picks = self._picker.pick(self._order, schedule, steps, epoch=epoch, seed=seed, is_measured=is_measured)
             batches = self._picker.collate(picks)
             for step, batch in zip(steps, batches, strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)

@@ -1,7 +1,7 @@
 """`Pick`: the samples that a rank trains in a step: its share of the order, or one that is balanced over the ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,12 +10,17 @@ from numpy.typing import NDArray
 from evenrank.dataloader.balance.sampler import BalanceConfig, SampledStep, Sampler
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.batch_schema import schema_of
+from evenrank.dataloader.collate.lengths import SampleLengths
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.datasets.order import EpochSchedule, SampleOrder
 from evenrank.datasets.store import SequenceStore
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+
+# Samples whose lengths and costs are computed in one pass, of several small steps or of part of a large one. Fewer mean
+# more calls, for which threads wait for the GIL; of more, glibc returns the memory to the system after each step.
+_SAMPLES_AT_ONCE = 1 << 17
 
 
 class Pick(NamedTuple):
@@ -49,8 +54,17 @@ class Picker(ABC, Generic[Batch]):
         self._batch_size = batch_size
 
     @abstractmethod
-    def pick(self, order: SampleOrder, schedule: EpochSchedule, steps: range, *, epoch: int, seed: int) -> list[Pick]:
-        """Return the picks of these steps."""
+    def pick(
+        self,
+        order: SampleOrder,
+        schedule: EpochSchedule,
+        steps: range,
+        *,
+        epoch: int,
+        seed: int,
+        is_measured: bool,
+    ) -> list[Pick]:
+        """Return the picks of these steps, if they are balanced and `is_measured` with metrics."""
 
     def collate(self, picks: Sequence[Pick]) -> list[Batch]:
         """Make the batch of each pick, in one pass if all but the last are full."""
@@ -70,7 +84,16 @@ class Picker(ABC, Generic[Batch]):
 class OwnPicker(Picker[Batch]):
     """Each rank trains its share of the order."""
 
-    def pick(self, order: SampleOrder, schedule: EpochSchedule, steps: range, *, epoch: int, seed: int) -> list[Pick]:
+    def pick(
+        self,
+        order: SampleOrder,
+        schedule: EpochSchedule,
+        steps: range,
+        *,
+        epoch: int,
+        seed: int,
+        is_measured: bool,
+    ) -> list[Pick]:
         """Return the picks of these steps."""
         positions = [schedule.positions(step, self._rank) for step in steps]
         sample_ids = order.rows(np.concatenate(positions), seed=seed, epoch=epoch)
@@ -108,13 +131,28 @@ class BalancedPicker(Picker[Batch]):
         (empty,) = self.collate([Pick(np.empty(0, dtype=np.int64), batch_size, {}, None)])
         self._sampler = Sampler(balance, schema_of(empty), rank=rank, world_size=world_size)
 
-    def pick(self, order: SampleOrder, schedule: EpochSchedule, steps: range, *, epoch: int, seed: int) -> list[Pick]:
+    def pick(
+        self,
+        order: SampleOrder,
+        schedule: EpochSchedule,
+        steps: range,
+        *,
+        epoch: int,
+        seed: int,
+        is_measured: bool,
+    ) -> list[Pick]:
         """Return the picks of these steps."""
         picks = []
-        for step in steps:
-            sample_ids = order.rows(schedule.positions_of_all(step), seed=seed, epoch=epoch)
-            lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
-            sampled = self._sampler.plan(lengths, epoch=epoch, step=step)
-            fields = {"world_loss_tokens": sampled.world_loss_tokens, "dp_size": schedule.world_size}
-            picks.append(Pick(sample_ids[sampled.indices], sampled.num_rows, fields, sampled))
+        at_once = max(1, _SAMPLES_AT_ONCE // schedule.samples_per_step)
+        for run in (steps[first : first + at_once] for first in range(0, len(steps), at_once)):
+            sample_ids = order.rows(schedule.positions_of_all(run), seed=seed, epoch=epoch)
+            for sampled in self._sampler.plan(self._lengths(sample_ids), run, epoch=epoch, is_measured=is_measured):
+                fields = {"world_loss_tokens": sampled.world_loss_tokens, "dp_size": schedule.world_size}
+                picks.append(Pick(sample_ids[sampled.indices], sampled.num_rows, fields, sampled))
         return picks
+
+    def _lengths(self, sample_ids: NDArray[np.int64]) -> Iterator[SampleLengths]:
+        """Yield the lengths of these samples, in blocks."""
+        for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
+            block = sample_ids[first : first + _SAMPLES_AT_ONCE]
+            yield self._collate.lengths(group_by_store(self._stores, block), len(block))

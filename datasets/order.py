@@ -41,7 +41,7 @@ def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch:
     words = np.array(positions, dtype=np.uint64)
     bits = max(2, (num_samples - 1).bit_length())
     _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(bits), _round_keys(seed, epoch))
-    return words.astype(np.int64)
+    return words.view(np.int64)
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -90,6 +90,8 @@ class Samples:
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the samples with these indices, each in 0..len-1: int64 of the same shape."""
+        if not len(self.left_out):
+            return indices
         # left_out 2 3 7: 2 samples precede row 2, also 2 precede row 3, and 5 precede row 7. Sample 4 comes after two
         # rows that are left out, so it is row 6; sample 5 comes after three, so it is row 8.
         samples_before = self.left_out - np.arange(len(self.left_out))
@@ -230,10 +232,10 @@ class EpochSchedule:
         """Return the first position of a rank in a step; may be past the end of the epoch."""
         return self.start + step * self.samples_per_step + rank * self.batch_size
 
-    def positions_of_all(self, step: int) -> NDArray[np.int64]:
-        """Return the positions of all ranks in a step, rank by rank: int64 [0..samples_per_step], ascending."""
-        first = min(self.first_position(step, 0), self.num_samples)
-        return np.arange(first, self.position_after(step), dtype=np.int64)
+    def positions_of_all(self, steps: range) -> NDArray[np.int64]:
+        """Return the positions of all ranks in consecutive steps, step by step and rank by rank: int64, ascending."""
+        first = min(self.first_position(steps[0], 0), self.num_samples)
+        return np.arange(first, self.position_after(steps[-1]), dtype=np.int64)
 
     def positions(self, step: int, rank: int) -> NDArray[np.int64]:
         """Return the positions of a rank in a step: int64 [0..batch_size], ascending; empty past the epoch's end."""

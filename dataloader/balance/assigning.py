@@ -16,7 +16,7 @@ def assign_step(
     *,
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
-    num_real: NDArray[np.int64],
+    num_real: NDArray[np.int64] | None,
 ) -> Assignment:
     """Decide which rank trains which sample.
 
@@ -24,7 +24,7 @@ def assign_step(
         settings: the partition and the topology.
         costs: int64 [W, B], 0 for padding.
         tokens: int64 [W, B], 0 for padding.
-        num_real: int64 [W], how many of each rank's first rows are samples.
+        num_real: int64 [W], how many of each rank's first rows are samples; None: all.
 
     Raises:
         ConfigError: the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
@@ -43,7 +43,7 @@ def measure_assignment(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    num_real: NDArray[np.int64],
+    num_real: NDArray[np.int64] | None,
     epoch: int,
     step: int,
 ) -> StepMetrics:

@@ -105,7 +105,7 @@ def scaled_costs(
     num_candidates: NDArray[np.int64],
     *,
     num_real: int,
-    world_size: int,
+    samples_per_step: int,
 ) -> NDArray[np.int64]:
     """Call `cost` for the rows of a batch, check what it returns, and scale it so that costs can be summed.
 
@@ -114,7 +114,7 @@ def scaled_costs(
         lengths: per jagged key, int64 [B].
         num_candidates: int64 [B].
         num_real: how many of the first rows are samples.
-        world_size: the number of ranks whose costs are summed.
+        samples_per_step: rows of all ranks in a step, whose costs are summed.
 
     Returns:
         int64 [B]; padding costs 0, whatever `cost` returns for a length of 0.
@@ -129,9 +129,8 @@ def scaled_costs(
             f"a cost must return int64 of shape {num_candidates.shape}, got {costs.dtype} of shape {costs.shape}"
         )
     real = costs[:num_real]
-    samples_per_step = world_size * len(costs)
     scaled = np.zeros(costs.shape, dtype=np.int64)
-    scaled[:num_real] = real.astype(np.int64) >> cost_shift(cost, samples_per_step)
+    scaled[:num_real] = real.astype(np.int64, copy=False) >> cost_shift(cost, samples_per_step)
     if len(real) and int(real.min()) < 0:
         raise ConfigError(f"a cost must not be negative, got {int(real.min())}")
     limit = (1 << COST_BITS) // samples_per_step

@@ -75,7 +75,9 @@ class TokenCost(ABC):
         missing = [key for key in keys if key not in lengths]
         if missing:
             raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
-        tokens: NDArray[np.int64] = np.sum([lengths[key] for key in keys], axis=0)
+        tokens = lengths[keys[0]].astype(np.int64)
+        for key in keys[1:]:
+            tokens += lengths[key]
         return tokens
 
     def candidate_tokens(
@@ -167,9 +169,9 @@ class HSTUCost(TokenCost):
     def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the operations of samples with these numbers of history and candidate tokens, of the same shape."""
         width = self.heads * self.head_dim
-        projections = 10 * (history + candidates) * self.hidden * width
-        attention = 2 * attended_pairs(history, candidates, causal=self.causal) * width
-        return 3 * self.layers * (projections + attention)
+        projections = (history + candidates) * (10 * self.hidden * width)
+        attention = attended_pairs(history, candidates, causal=self.causal) * (2 * width)
+        return (projections + attention) * (3 * self.layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,11 +4,12 @@ A step is planned from the lengths of its samples, which the store knows without
 a Balancer's. So each rank comes to the same assignment alone, and reads just the samples that it trains.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ from evenrank.dataloader.balance.settings import (
     PartitionSettings,
     check_topology,
 )
+from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.batch import name_keys
 from evenrank.dataloader.batch_schema import BatchSchema
 from evenrank.dataloader.collate.lengths import SampleLengths
 from evenrank.dataloader.loss_key import loss_tokens
@@ -86,7 +89,7 @@ class SampledStep:
     """What a rank trains in a step."""
 
     indices: NDArray[np.int64]
-    """[n]: its samples, as indices into those of all ranks, ascending."""
+    """[n]: its samples, as indices into all that were planned together, ascending."""
     costs: NDArray[np.int64]
     """[n]: of each of its samples, scaled as the loads in `metrics`, so that they add up to them."""
     tokens: NDArray[np.int64]
@@ -95,8 +98,8 @@ class SampledStep:
     """Rows of its batch, padding included."""
     world_loss_tokens: int
     """Loss tokens of all ranks."""
-    metrics: StepMetrics
-    """What balancing did."""
+    metrics: StepMetrics | None
+    """What balancing did; None if it was not measured."""
 
 
 class Sampler:
@@ -114,6 +117,7 @@ class Sampler:
     """
 
     def __init__(self, config: BalanceConfig, schema: BatchSchema, *, rank: int, world_size: int) -> None:
+        warm_up()
         self._cost = config.cost
         self._settings = config.settings
         self._schema = schema
@@ -123,53 +127,114 @@ class Sampler:
         if config.topology is not None:
             check_topology(config.topology, world_size)
 
-    def plan(self, samples: SampleLengths, *, epoch: int, step: int) -> SampledStep:
-        """Plan a step.
+    def plan(
+        self, samples: Iterable[SampleLengths], steps: range, *, epoch: int, is_measured: bool
+    ) -> list[SampledStep]:
+        """Plan consecutive steps.
 
         Args:
-            samples: of all ranks, in the order of their positions: the first B would be loaded by rank 0, and so on.
-            epoch: of the step.
-            step: its number.
+            samples: in blocks of any size, those of all ranks in all these steps, in the order of their positions: in
+                each step, the first B would be loaded by rank 0, and so on. Only the last step may have fewer than
+                W * B.
+            steps: their numbers.
+            epoch: of the steps.
+            is_measured: return metrics, too.
 
         Raises:
             ConfigError: the cost or the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
 
         """
         started = time.perf_counter()
-        world_size, batch_size = self._world_size, self._schema.batch_size
-        num_samples = len(samples.num_candidates)
-        num_real = np.clip(num_samples - batch_size * np.arange(world_size), 0, batch_size)
-        shape = (world_size, batch_size)
-        lengths = np.zeros((len(samples.of_keys), world_size * batch_size), dtype=np.int64)
-        for row, of_key in zip(lengths, samples.of_keys.values(), strict=True):
-            row[:num_samples] = of_key
-        candidates = np.zeros(world_size * batch_size, dtype=np.int64)
-        candidates[:num_samples] = samples.num_candidates
-        by_key = self._schema.lengths_by_key(lengths)
-        costs = scaled_costs(self._cost, by_key, candidates, num_real=num_samples, world_size=1).reshape(shape)
-        tokens = count_tokens(self._cost, by_key, world_size * batch_size)
-        tokens[num_samples:] = 0
-        tokens = tokens.reshape(shape)
+        num_slots = self._world_size * self._schema.batch_size
+        blocks = [self._cost_of(block, with_lengths=is_measured) for block in samples]
+        of_all = [_joined(values) for values in zip(*blocks, strict=True)]
+        seconds = (time.perf_counter() - started) / len(steps)
+        planned = []
+        for index, step in enumerate(steps):
+            first = index * num_slots
+            of_step = _Samples(*(values[..., first : first + num_slots] for values in of_all))
+            planned.append(
+                self._plan_step(of_step, first, seconds=seconds, epoch=epoch, step=step, is_measured=is_measured)
+            )
+        return planned
+
+    def _cost_of(self, samples: SampleLengths, *, with_lengths: bool) -> "_Samples":
+        num_samples, of_keys = len(samples.num_candidates), samples.of_keys
+        by_key = dict(zip(name_keys(tuple(of_keys)), of_keys.values(), strict=True))
+        num_slots = self._world_size * self._schema.batch_size
+        candidates = samples.num_candidates
+        return _Samples(
+            costs=scaled_costs(self._cost, by_key, candidates, num_real=num_samples, samples_per_step=num_slots),
+            tokens=count_tokens(self._cost, by_key, num_samples),
+            loss_tokens=loss_tokens(self._schema.loss_key, of_keys, np.ones(num_samples, dtype=np.bool_)),
+            lengths=np.array([*of_keys.values()] if with_lengths else np.empty((0, num_samples)), dtype=np.int64),
+        )
+
+    def _plan_step(
+        self, samples: "_Samples", first: int, *, seconds: float, epoch: int, step: int, is_measured: bool
+    ) -> SampledStep:
+        """Plan a step, given its samples, the index of the first, and how long their costs took."""
+        started = time.perf_counter()
+        num_samples, shape = len(samples.costs), (self._world_size, self._schema.batch_size)
+        num_slots = math.prod(shape)
+        num_real = None if num_samples == num_slots else _filled(num_samples, shape)
+        costs, tokens = _padded(samples.costs, shape), _padded(samples.tokens, shape)
         assignment = assign_step(self._settings, costs=costs, tokens=tokens, num_real=num_real)
         indices = np.flatnonzero(assignment.rank_of.reshape(-1) == self._rank)
-        plan_seconds = time.perf_counter() - started
-        metrics = measure_assignment(
-            assignment,
-            self._settings,
-            self._schema,
-            costs=costs,
-            tokens=tokens,
-            lengths=lengths,
-            num_real=num_real,
-            epoch=epoch,
-            step=step,
-        )
-        are_real = np.ones(num_samples, dtype=np.bool_)
+        plan_seconds = seconds + time.perf_counter() - started
+        metrics = None
+        if is_measured:
+            metrics = measure_assignment(
+                assignment,
+                self._settings,
+                self._schema,
+                costs=costs,
+                tokens=tokens,
+                lengths=np.pad(samples.lengths, ((0, 0), (0, num_slots - num_samples))),
+                num_real=num_real,
+                epoch=epoch,
+                step=step,
+            )
+            metrics = replace(metrics, plan_seconds=plan_seconds)
         return SampledStep(
-            indices=indices,
-            costs=costs.reshape(-1)[indices],
-            tokens=tokens.reshape(-1)[indices],
-            num_rows=batch_size if assignment.equal_counts else len(indices),
-            world_loss_tokens=int(loss_tokens(self._schema.loss_key, samples.of_keys, are_real).sum()),
-            metrics=replace(metrics, plan_seconds=plan_seconds),
+            indices=first + indices,
+            costs=samples.costs[indices],
+            tokens=samples.tokens[indices],
+            num_rows=self._schema.batch_size if assignment.equal_counts else len(indices),
+            world_loss_tokens=int(samples.loss_tokens.sum()),
+            metrics=metrics,
         )
+
+
+class _Samples(NamedTuple):
+    """What is needed of n samples to plan them."""
+
+    costs: NDArray[np.int64]
+    """[n]."""
+    tokens: NDArray[np.int64]
+    """[n]."""
+    loss_tokens: NDArray[np.int64]
+    """[n]."""
+    lengths: NDArray[np.int64]
+    """[K, n], or [0, n] if nothing is measured, which alone needs them."""
+
+
+def _joined(blocks: tuple[NDArray[np.int64], ...]) -> NDArray[np.int64]:
+    """Return blocks [..., m] one after the other: int64 [..., n]."""
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=-1)
+
+
+def _filled(num_samples: int, shape: tuple[int, int]) -> NDArray[np.int64]:
+    """Return the numbers of samples of W ranks that are filled one after the other, with at most B: int64 [W]."""
+    world_size, batch_size = shape
+    counts: NDArray[np.int64] = num_samples - batch_size * np.arange(world_size)
+    return np.maximum(np.minimum(counts, batch_size), 0)
+
+
+def _padded(values: NDArray[np.int64], shape: tuple[int, int]) -> NDArray[np.int64]:
+    """Return values [n], n <= W * B, as int64 [W, B], with zeros after the last; without a copy if there are none."""
+    if len(values) == math.prod(shape):
+        return values.reshape(shape)
+    padded = np.zeros(math.prod(shape), dtype=np.int64)
+    padded[: len(values)] = values
+    return padded.reshape(shape)

@@ -237,7 +237,7 @@ class StepPlanner:
             lengths_by_key,
             np.zeros(batch.batch_size, dtype=np.int64) if candidates is None else candidates.numpy(),
             num_real=batch.num_real,
-            world_size=self._world_size,
+            samples_per_step=self._world_size * batch.batch_size,
         )
         tokens = count_tokens(self._cost, lengths_by_key, batch.batch_size)
         tokens[batch.num_real :] = 0

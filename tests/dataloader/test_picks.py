@@ -72,6 +72,7 @@ def test_a_plan_has_the_tokens_and_costs_of_the_samples(small_dataset: Path) -> 
         for step, batch in enumerate(loader):
             plan = loader.pick(step).plan
             assert plan is not None
+            assert plan.metrics is not None
             lengths = batch.features["item_id"].lengths()[: batch.num_real].numpy()
             assert plan.tokens.tolist() == lengths.tolist()
             expected = COST({"item_id": lengths, "action": lengths}, np.zeros_like(lengths))

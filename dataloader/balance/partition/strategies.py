@@ -215,7 +215,9 @@ def by_slot(name: str, values: NDArray[np.int64], is_real: NDArray[np.bool_]) ->
     """
     if values.size != is_real.size:
         raise ConfigError(f"{name} must have one value for each of {is_real.size} rows, got {values.size}")
-    by_slot: NDArray[np.int64] = np.where(is_real, values.reshape(is_real.shape), 0).reshape(-1).astype(np.int64)
+    by_slot: NDArray[np.int64] = (
+        np.where(is_real, values.reshape(is_real.shape), 0).reshape(-1).astype(np.int64, copy=False)
+    )
     if int(by_slot.min()) < 0 or float(by_slot.sum(dtype=np.float64)) > _MAX_TOTAL_COST:
         raise ConfigError(
             f"{name} must not be negative and must sum to at most 2^62, got {by_slot.min()}..{by_slot.max()}"

@@ -19,7 +19,7 @@ def test_a_step_of_the_longest_samples_sums_within_62_bits() -> None:
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=False, max_tokens=100_000)
     samples = 16_384 * 128
     longest = {"item_id": np.array([100_000])}
-    scaled = scaled_costs(cost, longest, np.zeros(1, dtype=np.int64), num_real=1, world_size=samples)
+    scaled = scaled_costs(cost, longest, np.zeros(1, dtype=np.int64), num_real=1, samples_per_step=samples)
     assert 2**60 < int(scaled[0]) * samples <= 2**62
     assert cost_shift(cost, 8) == 0
 
@@ -29,7 +29,7 @@ def test_the_scale_is_a_power_of_two_that_depends_on_the_configuration_alone() -
     samples = 3 * 2**18
     shift = cost_shift(cost, samples)
     lengths = {"item_id": np.array([1, 77, 4096])}
-    scaled = scaled_costs(cost, lengths, np.zeros(3, dtype=np.int64), num_real=3, world_size=samples // 3)
+    scaled = scaled_costs(cost, lengths, np.zeros(3, dtype=np.int64), num_real=3, samples_per_step=samples // 3 * 3)
     assert shift > 0
     assert scaled.tolist() == [c >> shift for c in cost(lengths, np.zeros(3, dtype=np.int64)).tolist()]
 
@@ -45,11 +45,13 @@ def test_the_scale_is_a_power_of_two_that_depends_on_the_configuration_alone() -
 )
 def test_what_a_cost_returns_is_checked(returned: Ints, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scaled_costs(lambda lengths, candidates: returned, {}, np.zeros(2, dtype=np.int64), num_real=2, world_size=4)
+        scaled_costs(
+            lambda lengths, candidates: returned, {}, np.zeros(2, dtype=np.int64), num_real=2, samples_per_step=8
+        )
 
 
 def test_padding_costs_0_whatever_the_cost_returns() -> None:
     returned = np.array([5, 6, -7])
     no_candidates = np.zeros(3, dtype=np.int64)
-    scaled = scaled_costs(lambda lengths, candidates: returned, {}, no_candidates, num_real=1, world_size=4)
+    scaled = scaled_costs(lambda lengths, candidates: returned, {}, no_candidates, num_real=1, samples_per_step=8)
     assert scaled.tolist() == [5, 0, 0]

@@ -20,9 +20,10 @@ from evenrank.dataloader import (
     SemanticIdConfig,
     SequenceBatch,
     build_loader,
+    picks,
     random_codes,
 )
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, sampler
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.config import ReadConfig
@@ -187,6 +188,32 @@ def test_each_sample_comes_once_also_if_it_resumes_on_other_ranks(
     ids = [sample for batches in [*before, *after] for batch in batches for sample in ids_of(batch)]
     epochs = 2 if stop >= len(loaders[0]) else 1  # nothing is left of the first one, or the rest of it
     assert sorted(ids) == sorted(epochs * _all_ids(small_dataset))
+
+
+def _steps(path: Path, **options: Any) -> list[Any]:
+    """Return the steps of rank 1 of 3: per step, the batch and its metrics."""
+    metrics: list[StepMetrics] = []
+    balance = BalanceConfig(cost=COST, on_step=metrics.append)
+    loader = build_loader(path, LoaderConfig(batch_size=4, **options), rank=1, world_size=3, balance=balance)
+    batches = list(loader)
+    return [(_bits(batch), _measured(of_step)) for batch, of_step in zip(batches, metrics, strict=True)]
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 29, 1 << 20])
+def test_steps_are_the_same_planned_in_parts_or_several_at_once(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    one_by_one = _steps(small_dataset, prefetch=1)
+    assert len(one_by_one) > 10
+    monkeypatch.setattr(picks, "_SAMPLES_AT_ONCE", at_once)
+    assert _steps(small_dataset, prefetch=5) == one_by_one
+
+
+def test_nothing_is_measured_unless_on_step_is_given(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "measure_assignment", None)
+    assert len(list(_loaders(small_dataset, 2)[0])) > 10
+    with pytest.raises(TypeError):
+        _steps(small_dataset)
 
 
 def test_a_transform_is_refused(small_dataset: Path) -> None:
