@@ -1,10 +1,11 @@
-"""Iteration over one epoch through a Balancer, with a check of every sample.
+"""Iteration over one epoch of balanced batches, with a check of every sample.
 
 Modules that need torch are imported inside functions: the process that starts the ranks reads a Walk without them.
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,14 @@ class Walk:
     num_samples: int
     """Samples of all ranks."""
 
+    has_exchange: bool = True
+    """Samples moved between ranks, through a Balancer; otherwise each rank read those that it trained."""
+
+    @property
+    def label(self) -> str:
+        """The strategy, with a star where nothing was exchanged."""
+        return self.strategy if self.has_exchange else f"{self.strategy}*"
+
 
 def walk_epoch(
     path: Path,
@@ -39,11 +48,13 @@ def walk_epoch(
     *,
     cost: "Cost",
     strategy: str,
+    has_exchange: bool = True,
     show_progress: bool = False,
 ) -> Walk:
     """Iterate over an epoch on the ranks of the default process group, and check every sample.
 
-    Collective: every rank must call this.
+    Collective: every rank must call this. With an exchange the batches are those of a Balancer, otherwise those of a
+    loader that balances them itself.
 
     Raises:
         RankError: a sample was lost, seen twice, or differs from the dataset; raised on every rank.
@@ -52,7 +63,7 @@ def walk_epoch(
     import torch.distributed as dist
 
     from evenrank.dataloader import build_loader
-    from evenrank.dataloader.balance import Balancer
+    from evenrank.dataloader.balance import BalanceConfig, Balancer
 
     # Since 2.13 PyTorch warns about a function that torchrec calls whenever it builds a KeyedJaggedTensor.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -61,11 +72,16 @@ def walk_epoch(
     metrics: list[StepMetrics] = []
     seen_ids: list[int] = []
     altered_steps: list[int] = []
-    with (
-        Balancer(loader, cost=cost, strategy=strategy, on_step=metrics.append) as balancer,
-        console.steps(f"{strategy:>16}", len(loader), shown=show_progress) as on_step,
-    ):
-        for batch in balancer:
+    walk = Walk(strategy=strategy, metrics=metrics, num_samples=loader.num_samples, has_exchange=has_exchange)
+    with contextlib.ExitStack() as stack:
+        batches: Iterable[SequenceBatch]
+        if has_exchange:
+            batches = stack.enter_context(Balancer(loader, cost=cost, strategy=strategy, on_step=metrics.append))
+        else:
+            balance = BalanceConfig(cost=cost, strategy=strategy, on_step=metrics.append)
+            batches = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+        on_step = stack.enter_context(console.steps(f"{walk.label:>16}", len(loader), shown=show_progress))
+        for batch in batches:
             seen_ids += batch.sample_ids[: batch.num_real].tolist()
             if not _matches_dataset(loader, batch):
                 altered_steps.append(batch.step)
@@ -76,7 +92,7 @@ def walk_epoch(
     if any(altered_by_rank):
         raise RankError(f"samples differ from the dataset after balancing; steps of each rank: {altered_by_rank}")
     check_seen([ids for ids, _ in of_ranks], loader.num_samples)
-    return Walk(strategy=strategy, metrics=metrics, num_samples=loader.num_samples)
+    return walk
 
 
 def check_seen(seen_by_rank: Sequence[Sequence[int]], num_samples: int) -> None:

@@ -13,6 +13,8 @@ from evenrank.cli.options import STRATEGIES
 
 _NUM_RANKS = 4
 _BATCH_SIZE = 32  # per rank
+# Strategies, and whether samples are exchanged.
+_WAYS = [*((strategy, True) for strategy in STRATEGIES), ("lpt-swap", False)]
 # What the ranks need of torch, which takes seconds to import: imported once, in the process that they are forked from.
 _RANK_MODULES = ["evenrank.dataloader.loader", "evenrank.dataloader.pad", "evenrank.dataloader.balance.balancer"]
 
@@ -37,16 +39,18 @@ def demo(out: Path) -> None:
     console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), batches of {_BATCH_SIZE}:")
     walks = _walk_on_ranks(data)
     console.print_result(load_table(walks))
-    console.print_result(EXPLANATION)
+    console.print_result(
+        EXPLANATION + "*         no exchange: every rank plans all steps from lengths, and reads what it trains\n"
+    )
     console.print_result(f"every strategy: {walks[0].num_samples:,} samples, each seen exactly once and unaltered")
     plot = out / "balance.png"
     title = f"{_NUM_RANKS} ranks, {_BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
-    draw_loads(walks, plot, title=title)
+    draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
     console.print_result(f"plot: {plot}")
 
 
 def _walk_on_ranks(data: Path) -> list[Walk]:
-    """Return the walk of each strategy."""
+    """Return the walk of each way."""
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_NUM_RANKS, mp_context=context) as pool:
         ranks = [pool.submit(_rank_main, rank, data, f"file://{folder}/store") for rank in range(_NUM_RANKS)]
@@ -56,7 +60,7 @@ def _walk_on_ranks(data: Path) -> list[Walk]:
 
 
 def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
-    """Walk one epoch per strategy; return the walks on rank 0, as the metrics are the same on all."""
+    """Walk one epoch in each way; return the walks on rank 0, as the metrics are the same on all."""
     import torch
     import torch.distributed as dist
 
@@ -70,7 +74,8 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
     try:
         walks = [
-            walk_epoch(data, config, cost=cost, strategy=strategy, show_progress=rank == 0) for strategy in STRATEGIES
+            walk_epoch(data, config, cost=cost, strategy=strategy, has_exchange=has_exchange, show_progress=rank == 0)
+            for strategy, has_exchange in _WAYS
         ]
     finally:
         dist.destroy_process_group()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
+from evenrank.training import scale_loss
 from tests.checkpoints import resuming
 from tests.checkpoints.resuming import ids_of
 from tests.ranks import RankPool
@@ -176,3 +177,23 @@ def test_the_nodes_of_the_page_compose(small_dataset: Path) -> None:
     exec(_blocks("python")[4], names | {"augment": lambda batch: batch, "train": trained.append})
     expected = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1)
     assert [sorted(ids_of(batch)) for batch in trained] == [sorted(ids_of(batch)) for batch in expected]
+
+
+def _train_with_no_exchange(rank: int, world_size: int, path: Path) -> list[int]:
+    trained: list[int] = []
+
+    def model(batch: Any) -> torch.Tensor:
+        trained.extend(ids_of(batch))
+        return torch.ones((), requires_grad=True)
+
+    names = _names(path, rank, world_size) | {"BalanceConfig": BalanceConfig, "scale_loss": scale_loss}
+    steps: list[StepMetrics] = []
+    exec(_blocks("python")[5], names | {"device": "cpu", "log_step": steps.append, "model": model})
+    assert all(step.ratio_after <= step.ratio_before for step in steps)
+    return trained
+
+
+def test_the_loop_with_no_exchange_trains_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
+    ids = [sample for part in ranks.run(2, _train_with_no_exchange, small_dataset) for sample in part]
+    num_samples = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1).num_samples
+    assert len(ids) == len(set(ids)) == num_samples

@@ -45,14 +45,14 @@ def load_table(walks: Sequence[Walk]) -> "Table":
     for walk in walks:
         summary = summarize(walk.metrics)
         table.add_row(
-            walk.strategy,
+            walk.label,
             f"{summary.ratio_before:.3f}",
             f"{summary.ratio_after:.3f}",
             f"{summary.worst_after:.3f}",
             f"{_idle_share([step.before for step in walk.metrics]):.1%}",
             f"{_idle_share([step.after for step in walk.metrics]):.1%}",
             f"{summary.speedup:.2f}x",
-            f"{summary.moved_samples:.0%}",
+            f"{summary.moved_samples if walk.has_exchange else 0:.0%}",
             f"{np.median([step.plan_seconds for step in walk.metrics] or [0.0]) * 1e3:.2f}",
         )
     return table

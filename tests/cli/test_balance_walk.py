@@ -48,10 +48,17 @@ def _walk(rank: int, world_size: int, path: Path, fault: str) -> int:
         return walk_epoch(path, config, cost=COST, strategy="lpt-swap").num_samples
 
 
+def _walk_without_exchange(rank: int, world_size: int, path: Path) -> int:
+    walk = walk_epoch(path, LoaderConfig(batch_size=8), cost=COST, strategy="lpt-swap", has_exchange=False)
+    assert walk.metrics[0].ratio_after < walk.metrics[0].ratio_before
+    return walk.num_samples
+
+
 def test_an_epoch_without_faults_passes(ranks: RankPool, small_dataset: Path) -> None:
     num_samples = ranks.run(3, _walk, small_dataset, "")
     assert num_samples == [num_samples[0]] * 3
     assert num_samples[0] > 150
+    assert ranks.run(3, _walk_without_exchange, small_dataset) == num_samples
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice", "altered", "without labels"])

@@ -12,5 +12,6 @@ def test_the_demo_ends_with_a_table_of_all_strategies_and_a_plot(tmp_path: Path)
     for strategy in STRATEGIES:
         assert len(rows[strategy]) == 8
     assert float(rows["lpt-swap"][1]) < float(rows["karmarkar-karp"][1]) < float(rows["identity"][1])
+    assert rows["lpt-swap*"][:7] == [*rows["lpt-swap"][:6], "0%"]
     assert "13,999 samples, each seen exactly once and unaltered" in run.stdout
     assert (tmp_path / "out" / "demo" / "balance.png").read_bytes().startswith(b"\x89PNG")
