@@ -21,14 +21,14 @@ from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
-from evenrank.dataloader.picks import BalancedPicker, OwnPicker, Pick, Picker
+from evenrank.dataloader.picks import Pick, StepShape, make_picker
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
 from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state
 from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.workers import Workers
-from evenrank.datasets.order import EpochSchedule
+from evenrank.datasets.order import StepSchedule
 from evenrank.datasets.store import SequenceStore, open_store
 
 _STATE_VERSION = 1
@@ -116,6 +116,11 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         balance: BalanceConfig | None = None,
     ) -> None:
         super().__init__()
+        if balance is not None and transform is not None:
+            raise ConfigError(
+                "balance plans from the lengths in the store, which a transform may change; leave out transform and "
+                "change the batches that the loader yields, or pass them to a Balancer instead of balance"
+            )
         self._stores = tuple(stores)
         self._collate = collate
         self._config = config
@@ -132,24 +137,12 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.on_step
         self._balance_identity = {} if balance is None else balance.identity()
-        self._picker = self._make_picker(balance)
+        shape = StepShape(rank=rank, world_size=world_size, batch_size=config.batch_size, drop_last=config.drop_last)
+        self._picker = make_picker(self._stores, collate, shape, balance)
         if rank == 0:
             for reason, rows in self.left_out.items():
                 if len(rows):
                     _log.warning("%s of %s rows are left out: %s", len(rows), sum(map(len, self._stores)), reason)
-
-    def _make_picker(self, balance: BalanceConfig | None) -> Picker[Batch]:
-        stores, collate, batch_size = self._stores, self._collate, self._config.batch_size
-        if balance is None:
-            return OwnPicker(stores, collate, rank=self._rank, batch_size=batch_size)
-        if self._transform is not None:
-            raise ConfigError(
-                "balance plans from the lengths in the store, which a transform may change; leave out transform and "
-                "change the batches that the loader yields, or pass them to a Balancer instead of balance"
-            )
-        return BalancedPicker(
-            stores, collate, balance, rank=self._rank, world_size=self._world_size, batch_size=batch_size
-        )
 
     @property
     def num_dropped(self) -> int:
@@ -157,12 +150,15 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         return sum(len(samples.left_out) for samples in self._samples)
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch, whatever state was loaded."""
-        return self._schedule(0).num_steps
+        """Return the number of batches of a whole epoch, whatever state was loaded.
+
+        With `BalanceConfig(pack=True)` epochs differ in this; it is that of the next iteration's epoch.
+        """
+        return self._schedule(self.epoch, 0).num_steps
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._schedule(self._start[1]).num_steps
+        return self._schedule(*self._start).num_steps
 
     @property
     def epoch(self) -> int:
@@ -187,7 +183,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             ConfigError: there is no such step or position; with `balance`, see `Sampler.plan`.
 
         """
-        schedule = self._schedule(start)
+        schedule = self._schedule(epoch, start)
         if not 0 <= step < schedule.num_steps:
             raise ConfigError(
                 f"there is no step {step}: an epoch of {self.num_samples:,} samples has {schedule.num_steps:,} from "
@@ -200,8 +196,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, start = self._start
+        schedule, seed, is_measured = self._schedule(epoch, start), self._seed, self._on_step is not None
         self._start = (epoch + 1, 0)
-        schedule, seed, is_measured = self._schedule(start), self._seed, self._on_step is not None
 
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
@@ -225,14 +221,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             self._after_last = (batch.epoch, batch.position)
             yield batch
 
-    def _schedule(self, start: int) -> EpochSchedule:
-        return EpochSchedule(
-            num_samples=self.num_samples,
-            world_size=self._world_size,
-            batch_size=self._config.batch_size,
-            start=start,
-            drop_last=self._config.drop_last,
-        )
+    def _schedule(self, epoch: int, start: int) -> StepSchedule:
+        return self._picker.schedule(self._order, epoch=epoch, start=start, seed=self._seed)
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
@@ -290,7 +280,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             )
         self._seed = state["seed"]
         self._start = self._after_last = (state["epoch"], state["position"])
-        if state["position"] and self._schedule(state["position"]).num_steps == 0:
+        if state["position"] and self.remaining_batches() == 0:
             self._start = (state["epoch"] + 1, 0)
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:

@@ -2,19 +2,23 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.dataloader.balance.packing import clip_tokens, pack
 from evenrank.dataloader.balance.sampler import BalanceConfig, SampledStep, Sampler
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.batch_schema import schema_of
 from evenrank.dataloader.collate.lengths import SampleLengths
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.collate.spans import group_by_store
-from evenrank.datasets.order import EpochSchedule, SampleOrder
+from evenrank.datasets.order import EpochSchedule, SampleOrder, StepSchedule
 from evenrank.datasets.store import SequenceStore
+
+_PLANS_KEPT = 4  # the rest of an epoch and all of it, for the epoch that is iterated over and the next one
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -36,28 +40,50 @@ class Pick(NamedTuple):
     """How its step was balanced; None if nothing is balanced."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShape:
+    """What all steps of a rank have in common."""
+
+    rank: int
+    """Of this process."""
+    world_size: int
+    """Number of data-parallel ranks."""
+    batch_size: int
+    """Rows of a batch, per rank."""
+    drop_last: bool
+    """Leave out a last step that has room for more samples."""
+
+
 class Picker(ABC, Generic[Batch]):
-    """Picks the samples of one rank, and makes batches of them. It keeps nothing between calls, so any thread may call.
+    """Picks the samples of one rank, and makes batches of them. Any thread may call it.
 
     Args:
         stores: whose rows are numbered consecutively.
         collate: makes batches.
-        rank: of this process.
-        batch_size: rows of a full batch.
+        shape: of the steps.
 
     """
 
-    def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], *, rank: int, batch_size: int) -> None:
+    def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape) -> None:
         self._stores = stores
         self._collate = collate
-        self._rank = rank
-        self._batch_size = batch_size
+        self._shape = shape
+
+    def schedule(self, order: SampleOrder, *, epoch: int, start: int, seed: int) -> StepSchedule:
+        """Return the steps of what is left of an epoch after `start` positions."""
+        return EpochSchedule(
+            num_samples=order.num_samples,
+            world_size=self._shape.world_size,
+            batch_size=self._shape.batch_size,
+            start=start,
+            drop_last=self._shape.drop_last,
+        )
 
     @abstractmethod
     def pick(
         self,
         order: SampleOrder,
-        schedule: EpochSchedule,
+        schedule: StepSchedule,
         steps: range,
         *,
         epoch: int,
@@ -68,8 +94,9 @@ class Picker(ABC, Generic[Batch]):
 
     def collate(self, picks: Sequence[Pick]) -> list[Batch]:
         """Make the batch of each pick, in one pass if all but the last are full."""
-        is_full = all(len(pick.sample_ids) == self._batch_size for pick in picks[:-1])
-        in_one_pass = is_full and all(pick.num_rows == self._batch_size for pick in picks)
+        batch_size = self._shape.batch_size
+        is_full = all(len(pick.sample_ids) == batch_size for pick in picks[:-1])
+        in_one_pass = is_full and all(pick.num_rows == batch_size for pick in picks)
         batches: list[Batch] = []
         for run in [picks] if in_one_pass else [[pick] for pick in picks]:
             sample_ids = np.concatenate([pick.sample_ids for pick in run])
@@ -87,7 +114,7 @@ class OwnPicker(Picker[Batch]):
     def pick(
         self,
         order: SampleOrder,
-        schedule: EpochSchedule,
+        schedule: StepSchedule,
         steps: range,
         *,
         epoch: int,
@@ -95,10 +122,10 @@ class OwnPicker(Picker[Batch]):
         is_measured: bool,
     ) -> list[Pick]:
         """Return the picks of these steps."""
-        positions = [schedule.positions(step, self._rank) for step in steps]
+        positions = [schedule.positions(step, self._shape.rank) for step in steps]
         sample_ids = order.rows(np.concatenate(positions), seed=seed, epoch=epoch)
         of_steps = np.split(sample_ids, np.cumsum([len(own) for own in positions])[:-1])
-        return [Pick(own, self._batch_size, {}, None) for own in of_steps]
+        return [Pick(own, self._shape.batch_size, {}, None) for own in of_steps]
 
 
 class BalancedPicker(Picker[Batch]):
@@ -107,10 +134,8 @@ class BalancedPicker(Picker[Batch]):
     Args:
         stores: see `Picker`.
         collate: see `Picker`.
+        shape: see `Picker`.
         balance: how.
-        rank: see `Picker`.
-        world_size: the number of ranks.
-        batch_size: see `Picker`.
 
     Raises:
         ConfigError: an option of `balance` is out of range.
@@ -118,23 +143,17 @@ class BalancedPicker(Picker[Batch]):
     """
 
     def __init__(
-        self,
-        stores: Sequence[SequenceStore],
-        collate: Collate[Batch],
-        balance: BalanceConfig,
-        *,
-        rank: int,
-        world_size: int,
-        batch_size: int,
+        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
     ) -> None:
-        super().__init__(stores, collate, rank=rank, batch_size=batch_size)
-        (empty,) = self.collate([Pick(np.empty(0, dtype=np.int64), batch_size, {}, None)])
-        self._sampler = Sampler(balance, schema_of(empty), rank=rank, world_size=world_size)
+        super().__init__(stores, collate, shape)
+        (empty,) = self.collate([Pick(np.empty(0, dtype=np.int64), shape.batch_size, {}, None)])
+        self._balance = balance
+        self._sampler = Sampler(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
 
     def pick(
         self,
         order: SampleOrder,
-        schedule: EpochSchedule,
+        schedule: StepSchedule,
         steps: range,
         *,
         epoch: int,
@@ -143,11 +162,15 @@ class BalancedPicker(Picker[Batch]):
     ) -> list[Pick]:
         """Return the picks of these steps."""
         picks = []
-        at_once = max(1, _SAMPLES_AT_ONCE // schedule.samples_per_step)
+        at_once = max(1, _SAMPLES_AT_ONCE // (self._shape.world_size * self._shape.batch_size))
         for run in (steps[first : first + at_once] for first in range(0, len(steps), at_once)):
             sample_ids = order.rows(schedule.positions_of_all(run), seed=seed, epoch=epoch)
-            for sampled in self._sampler.plan(self._lengths(sample_ids), run, epoch=epoch, is_measured=is_measured):
-                fields = {"world_loss_tokens": sampled.world_loss_tokens, "dp_size": schedule.world_size}
+            num_loaded = np.stack([schedule.num_loaded(step) for step in run])
+            planned = self._sampler.plan(
+                self._lengths(sample_ids), run, num_loaded, epoch=epoch, is_measured=is_measured
+            )
+            for sampled in planned:
+                fields = {"world_loss_tokens": sampled.world_loss_tokens, "dp_size": self._shape.world_size}
                 picks.append(Pick(sample_ids[sampled.indices], sampled.num_rows, fields, sampled))
         return picks
 
@@ -156,3 +179,73 @@ class BalancedPicker(Picker[Batch]):
         for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
             block = sample_ids[first : first + _SAMPLES_AT_ONCE]
             yield self._collate.lengths(group_by_store(self._stores, block), len(block))
+
+
+class PackedPicker(BalancedPicker[Batch]):
+    """A BalancedPicker whose steps have as many samples as fit `max_tokens_per_rank`.
+
+    Args:
+        stores: see `Picker`.
+        collate: see `Picker`.
+        shape: see `Picker`.
+        balance: how.
+
+    Raises:
+        ConfigError: an option of `balance` is out of range.
+
+    """
+
+    def __init__(
+        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
+    ) -> None:
+        super().__init__(stores, collate, shape, balance)
+        self._plans: dict[tuple[int, int, int], StepSchedule] = {}  # by epoch, start and seed
+
+    def schedule(self, order: SampleOrder, *, epoch: int, start: int, seed: int) -> StepSchedule:
+        """Return the steps of what is left of an epoch after `start` positions. Each such rest is planned once.
+
+        Raises:
+            ConfigError: a sample has more tokens than a rank may have.
+
+        """
+        max_tokens = self._balance.max_tokens_per_rank
+        assert max_tokens is not None  # BalanceConfig has checked it
+
+        def tokens_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            sample_ids = order.rows(positions, seed=seed, epoch=epoch)
+            tokens = np.concatenate([self._sampler.count_tokens(block) for block in self._lengths(sample_ids)])
+            return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: self._name(sample_ids[i]))
+
+        key = (epoch, start, seed)
+        if key not in self._plans:
+            plan = pack(
+                tokens_at,
+                num_samples=order.num_samples,
+                start=start,
+                world_size=self._shape.world_size,
+                batch_size=self._shape.batch_size,
+                max_tokens=max_tokens,
+                drop_last=self._shape.drop_last,
+            )
+            # Replaced rather than changed, because other threads may read it.
+            self._plans = dict([*self._plans.items()][1 - _PLANS_KEPT :]) | {key: plan}
+        return self._plans[key]
+
+    def _name(self, sample_id: np.int64) -> str:
+        """Return the name of a sample for an error message."""
+        ((store, rows, _),) = group_by_store(self._stores, np.array([sample_id]))
+        return f"row {int(rows[0])} of {store.folder or 'the dataset'}"
+
+
+def make_picker(
+    stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig | None
+) -> Picker[Batch]:
+    """Return what picks the samples of a loader; see `Picker` for the arguments.
+
+    Raises:
+        ConfigError: an option of `balance` is out of range.
+
+    """
+    if balance is None:
+        return OwnPicker(stores, collate, shape)
+    return (PackedPicker if balance.pack else BalancedPicker)(stores, collate, shape, balance)

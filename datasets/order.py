@@ -4,6 +4,7 @@ The permutation depends only on the seed, the epoch and the number of samples. E
 independently, so no rank ever holds an array of all samples, and an epoch can be entered at any position.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,9 +185,43 @@ class TimeOrder:
         return ("time", len(self._sorted_samples))
 
 
+class StepSchedule(ABC):
+    """Which positions of an epoch each step takes, and which of these each rank would load without any balancing."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Remaining steps, the same on every rank."""
+
+    @abstractmethod
+    def position_after(self, step: int) -> int:
+        """Return how many positions of the epoch are consumed after this step, whose number counts from the start."""
+
+    @abstractmethod
+    def first_position(self, step: int, rank: int) -> int:
+        """Return the first position of a rank in a step; may be past the step's end, where the rank has none."""
+
+    @abstractmethod
+    def num_loaded(self, step: int) -> NDArray[np.int64]:
+        """Return how many positions each rank has in a step: int64 [world_size]."""
+
+    def positions_of_all(self, steps: range) -> NDArray[np.int64]:
+        """Return the positions of all ranks in these steps: int64 [n], ascending, step by step and rank by rank."""
+        end = self.position_after(steps[-1])
+        return np.arange(min(self.first_position(steps[0], 0), end), end, dtype=np.int64)
+
+    def positions(self, step: int, rank: int) -> NDArray[np.int64]:
+        """Return the positions of a rank in a step: int64 [n], ascending; empty past the step's end."""
+        first, end = self.first_position(step, rank), self.first_position(step, rank + 1)
+        step_end = self.position_after(step)
+        return np.arange(min(first, step_end), min(end, step_end), dtype=np.int64)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochSchedule:
-    """The positions of each step and rank: step s takes the next `world_size * batch_size` positions, rank by rank.
+class EpochSchedule(StepSchedule):
+    """Steps of equally many positions: step s takes the next `world_size * batch_size` positions, rank by rank.
 
     start = 0, world_size = 2, batch_size = 3, num_samples = 10
 
@@ -220,24 +255,19 @@ class EpochSchedule:
 
     @property
     def num_steps(self) -> int:
-        """Remaining steps, the same on every rank."""
+        """Remaining steps."""
         remaining = self.num_samples - self.start
         return remaining // self.samples_per_step if self.drop_last else -(-remaining // self.samples_per_step)
 
     def position_after(self, step: int) -> int:
-        """Return how many positions are consumed after this step (counted from `start`)."""
+        """Return how many positions are consumed after this step."""
         return min(self.num_samples, self.start + (step + 1) * self.samples_per_step)
 
     def first_position(self, step: int, rank: int) -> int:
         """Return the first position of a rank in a step; may be past the end of the epoch."""
         return self.start + step * self.samples_per_step + rank * self.batch_size
 
-    def positions_of_all(self, steps: range) -> NDArray[np.int64]:
-        """Return the positions of all ranks in consecutive steps, step by step and rank by rank: int64, ascending."""
-        first = min(self.first_position(steps[0], 0), self.num_samples)
-        return np.arange(first, self.position_after(steps[-1]), dtype=np.int64)
-
-    def positions(self, step: int, rank: int) -> NDArray[np.int64]:
-        """Return the positions of a rank in a step: int64 [0..batch_size], ascending; empty past the epoch's end."""
-        first = self.first_position(step, rank)
-        return np.arange(min(first, self.num_samples), min(first + self.batch_size, self.num_samples), dtype=np.int64)
+    def num_loaded(self, step: int) -> NDArray[np.int64]:
+        """Return how many positions each rank has in a step: `batch_size`, as long as there are any."""
+        remaining = self.num_samples - self.first_position(step, 0)
+        return np.clip(remaining - self.batch_size * np.arange(self.world_size), 0, self.batch_size)

@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.code import code_hash
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.assigning import assign_step, measure_assignment
 from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.dataloader.balance.control.process_group import Group
 from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.partition.registry import find_strategy
+from evenrank.dataloader.balance.partition.strategies import real_rows
 from evenrank.dataloader.balance.settings import (
     DEFAULTS,
     BalancerSettings,
@@ -42,12 +44,17 @@ class BalanceConfig:
     cost: Cost
     """What a sample costs; see `evenrank.dataloader.balance.cost`."""
     strategy: str = DEFAULTS.partition.strategy
-    """See `Balancer`; so are all options but the last three."""
+    """See `Balancer`, which explains this and the next five options."""
     tolerance: float = DEFAULTS.partition.tolerance
     max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank
     on_overflow: OnOverflow = DEFAULTS.partition.on_overflow
     equal_counts: bool = DEFAULTS.partition.equal_counts
     topology: tuple[int, int] | None = DEFAULTS.topology
+    pack: bool = False
+    """Each step has as many samples as fit `max_tokens_per_rank`, at most `batch_size` per rank, so the number of
+    samples varies and the rest of the rows are padding. See `packing.py`. A sample that is longer than the limit raises
+    or, with `on_overflow="warn"`, is the only one of its rank, but for samples without tokens. `drop_last` leaves out a
+    last step that has room for more samples."""
     group: Group | None = field(default=None, compare=False)
     """The data-parallel ranks, which compare their loaders when these are created. None: the default process group or,
     without one, nothing is compared."""
@@ -56,6 +63,18 @@ class BalanceConfig:
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
     """Called by the consumer's thread with the metrics of each step, before its batch is handed out. What would have
     moved between ranks counts as moved; nothing is gathered or exchanged, so these times are 0."""
+
+    def __post_init__(self) -> None:
+        if not self.pack:
+            return
+        if self.max_tokens_per_rank is None:
+            raise ConfigError("pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it")
+        if not self.equal_counts:
+            raise ConfigError("pack=True pads batches to batch_size rows, so it needs equal_counts=True, got False")
+        if self.topology is not None:
+            raise ConfigError(f"pack=True assigns samples to ranks of any host; leave out topology={self.topology}")
+        if self.strategy == "identity":
+            raise ConfigError("pack=True needs a strategy that assigns samples to ranks, got 'identity'")
 
     @property
     def settings(self) -> BalancerSettings:
@@ -79,7 +98,7 @@ class BalanceConfig:
 
     def identity(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name."""
-        names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "equal_counts", "topology")
+        names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "equal_counts", "topology", "pack")
         options = {name: getattr(self, name) for name in names}
         return options | {"cost": describe_cost(self.cost), "the code of evenrank": code_hash()}
 
@@ -123,20 +142,31 @@ class Sampler:
         self._schema = schema
         self._rank = rank
         self._world_size = world_size
+        self._max_tokens = config.max_tokens_per_rank if config.pack else None  # a longer sample counts as this many
         find_strategy(config.strategy, equal_counts=config.equal_counts)
         if config.topology is not None:
             check_topology(config.topology, world_size)
 
+    def count_tokens(self, samples: SampleLengths) -> NDArray[np.int64]:
+        """Return the tokens of n samples: int64 [n]; see `cost.count_tokens`."""
+        num_samples = len(samples.num_candidates)
+        return count_tokens(self._cost, _by_name(samples), num_samples)
+
     def plan(
-        self, samples: Iterable[SampleLengths], steps: range, *, epoch: int, is_measured: bool
+        self,
+        samples: Iterable[SampleLengths],
+        steps: range,
+        num_loaded: NDArray[np.int64],
+        *,
+        epoch: int,
+        is_measured: bool,
     ) -> list[SampledStep]:
         """Plan consecutive steps.
 
         Args:
-            samples: in blocks of any size, those of all ranks in all these steps, in the order of their positions: in
-                each step, the first B would be loaded by rank 0, and so on. Only the last step may have fewer than
-                W * B.
+            samples: in blocks of any size, those of all ranks in all these steps, in the order of their positions.
             steps: their numbers.
+            num_loaded: int64 [steps, W], how many of these each rank would load without balancing, rank by rank.
             epoch: of the steps.
             is_measured: return metrics, too.
 
@@ -145,22 +175,23 @@ class Sampler:
 
         """
         started = time.perf_counter()
-        num_slots = self._world_size * self._schema.batch_size
         blocks = [self._cost_of(block, with_lengths=is_measured) for block in samples]
         of_all = [_joined(values) for values in zip(*blocks, strict=True)]
         seconds = (time.perf_counter() - started) / len(steps)
-        planned = []
-        for index, step in enumerate(steps):
-            first = index * num_slots
-            of_step = _Samples(*(values[..., first : first + num_slots] for values in of_all))
+        planned, first = [], 0
+        for step, loaded in zip(steps, num_loaded, strict=True):
+            end = first + int(loaded.sum())
+            of_step = _Samples(*(values[..., first:end] for values in of_all))
             planned.append(
-                self._plan_step(of_step, first, seconds=seconds, epoch=epoch, step=step, is_measured=is_measured)
+                self._plan_step(
+                    of_step, loaded, first, seconds=seconds, epoch=epoch, step=step, is_measured=is_measured
+                )
             )
+            first = end
         return planned
 
     def _cost_of(self, samples: SampleLengths, *, with_lengths: bool) -> "_Samples":
-        num_samples, of_keys = len(samples.num_candidates), samples.of_keys
-        by_key = dict(zip(name_keys(tuple(of_keys)), of_keys.values(), strict=True))
+        num_samples, of_keys, by_key = len(samples.num_candidates), samples.of_keys, _by_name(samples)
         num_slots = self._world_size * self._schema.batch_size
         candidates = samples.num_candidates
         return _Samples(
@@ -171,16 +202,26 @@ class Sampler:
         )
 
     def _plan_step(
-        self, samples: "_Samples", first: int, *, seconds: float, epoch: int, step: int, is_measured: bool
+        self,
+        samples: "_Samples",
+        num_loaded: NDArray[np.int64],
+        first: int,
+        *,
+        seconds: float,
+        epoch: int,
+        step: int,
+        is_measured: bool,
     ) -> SampledStep:
-        """Plan a step, given its samples, the index of the first, and how long their costs took."""
+        """Plan a step, given its samples, those of each rank, the index of the first, and how long their costs took."""
         started = time.perf_counter()
-        num_samples, shape = len(samples.costs), (self._world_size, self._schema.batch_size)
-        num_slots = math.prod(shape)
-        num_real = None if num_samples == num_slots else _filled(num_samples, shape)
-        costs, tokens = _padded(samples.costs, shape), _padded(samples.tokens, shape)
-        assignment = assign_step(self._settings, costs=costs, tokens=tokens, num_real=num_real)
-        indices = np.flatnonzero(assignment.rank_of.reshape(-1) == self._rank)
+        shape = self._world_size, self._schema.batch_size
+        is_full = len(samples.costs) == math.prod(shape)
+        num_real = None if is_full else num_loaded
+        is_real = real_rows(shape[1], shape[0], num_real)
+        costs, tokens = (_in_rows(values, is_real, is_full=is_full) for values in (samples.costs, samples.tokens))
+        within = tokens if self._max_tokens is None else np.minimum(tokens, self._max_tokens)
+        assignment = assign_step(self._settings, costs=costs, tokens=within, num_real=num_real)
+        indices = np.flatnonzero(assignment.rank_of[is_real] == self._rank)
         plan_seconds = seconds + time.perf_counter() - started
         metrics = None
         if is_measured:
@@ -190,7 +231,7 @@ class Sampler:
                 self._schema,
                 costs=costs,
                 tokens=tokens,
-                lengths=np.pad(samples.lengths, ((0, 0), (0, num_slots - num_samples))),
+                lengths=_in_rows(samples.lengths, is_real, is_full=is_full).reshape(-1, is_real.size),
                 num_real=num_real,
                 epoch=epoch,
                 step=step,
@@ -224,17 +265,16 @@ def _joined(blocks: tuple[NDArray[np.int64], ...]) -> NDArray[np.int64]:
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=-1)
 
 
-def _filled(num_samples: int, shape: tuple[int, int]) -> NDArray[np.int64]:
-    """Return the numbers of samples of W ranks that are filled one after the other, with at most B: int64 [W]."""
-    world_size, batch_size = shape
-    counts: NDArray[np.int64] = num_samples - batch_size * np.arange(world_size)
-    return np.maximum(np.minimum(counts, batch_size), 0)
-
-
-def _padded(values: NDArray[np.int64], shape: tuple[int, int]) -> NDArray[np.int64]:
-    """Return values [n], n <= W * B, as int64 [W, B], with zeros after the last; without a copy if there are none."""
-    if len(values) == math.prod(shape):
+def _in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_], *, is_full: bool) -> NDArray[np.int64]:
+    """Return values [..., n] of samples as int64 [..., W, B], with zeros at padding; a view if all rows are full."""
+    shape = (*values.shape[:-1], *is_real.shape)
+    if is_full:
         return values.reshape(shape)
-    padded = np.zeros(math.prod(shape), dtype=np.int64)
-    padded[: len(values)] = values
-    return padded.reshape(shape)
+    in_rows = np.zeros(shape, dtype=np.int64)
+    in_rows[..., is_real] = values
+    return in_rows
+
+
+def _by_name(samples: SampleLengths) -> dict[str, NDArray[np.int64]]:
+    """Return the lengths of samples by the names of their keys: int64 [n] each."""
+    return dict(zip(name_keys(tuple(samples.of_keys)), samples.of_keys.values(), strict=True))

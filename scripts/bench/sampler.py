@@ -42,7 +42,7 @@ from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.batch import name_keys
 from evenrank.dataloader.collate.spans import group_by_store
-from evenrank.dataloader.picks import BalancedPicker, OwnPicker, Pick, Picker
+from evenrank.dataloader.picks import Pick, Picker, StepShape, make_picker
 from evenrank.dataloader.random_data import RandomData, draw_samples
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Lognormal, Uniform
@@ -90,10 +90,8 @@ class Epoch:
 
     def picker(self, balance: BalanceConfig | None) -> Picker[SequenceBatch]:
         """Return what picks the rank's samples."""
-        stores, collate, rank = [self.store], CONFIG.make_collate(), self.world_size // 2
-        if balance is None:
-            return OwnPicker(stores, collate, rank=rank, batch_size=BATCH_SIZE)
-        return BalancedPicker(stores, collate, balance, rank=rank, world_size=self.world_size, batch_size=BATCH_SIZE)
+        shape = StepShape(rank=self.world_size // 2, world_size=self.world_size, batch_size=BATCH_SIZE, drop_last=False)
+        return make_picker([self.store], CONFIG.make_collate(), shape, balance)
 
     def pick(self, picker: Picker[SequenceBatch], steps: range, *, is_measured: bool = False) -> list[Pick]:
         """Return what the rank trains in these steps."""

@@ -43,13 +43,38 @@ def lpt(
 
     """
     size = len(costs)
-    batch_size = size // world_size
     open_place = costs[order[size - 1 - size * open_place_percentile // 100]]
+    return lpt_with_room(costs, order, world_size, size // world_size, open_place, keep_below)
+
+
+@compiled
+def lpt_with_room(
+    costs: NDArray[np.int64],
+    order: NDArray[np.int64],
+    world_size: int,
+    batch_size: int,
+    open_place: int,
+    keep_below: int,
+) -> NDArray[np.int32]:
+    """Assign slots as `lpt` does; there may be fewer than there are places.
+
+    Args:
+        costs: int64 [n], n <= W * B.
+        order: int64 [n], the slots by descending cost.
+        world_size: W.
+        batch_size: B, the places of a rank.
+        open_place: cost that an open place counts as.
+        keep_below: see `lpt`.
+
+    Returns:
+        int32 [n], the rank of each slot; none occurs more than B times.
+
+    """
     bits = rank_bits(world_size)
     shift = load_shift(costs.sum() + batch_size * open_place, bits)
     loads = np.full(world_size, batch_size * open_place)  # open places included
     room = np.full(world_size, batch_size)
-    rank_of = np.empty(size, dtype=np.int32)
+    rank_of = np.empty(len(costs), dtype=np.int32)
     tree = empty_tree(bits)
     for rank in range(world_size):
         tree[(1 << bits) + rank] = make_entry(loads[rank], rank, bits, shift)

@@ -1,7 +1,8 @@
 """Balance under a limit to the tokens of each rank: first by tokens until the limit holds, then by cost within it.
 
-Tokens are levelled with `lpt_swap` until no rank is above the limit. Then costs are levelled by swaps, as in
-`local_search`, of which only those are allowed that keep both ranks within the limit.
+Tokens are levelled with `lpt_swap` until no rank is above the limit, or assigned by plain LPT if that ends within it.
+Then costs are levelled by swaps, as in `local_search`, of which only those are allowed that keep both ranks within the
+limit.
 
 Cost: that of `lpt_swap`, and O(16 B^2) for each swap, because all pairs are tried. Trade-off: heuristic; for a limit
 close to the mean of the ranks it can miss an assignment that exists.
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
+from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt_with_room
 from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
 from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
 from evenrank.dataloader.balance.partition.rank_loads import (
@@ -49,14 +51,48 @@ def balance_within_token_limit(
         int32 [W * B], the rank of each slot. If a rank has more than `max_tokens`, no better assignment was found.
 
     """
-    rank_of = lpt_swap(tokens, argsort_descending(tokens), world_size, max_tokens)
-    tokens_of_rank = np.zeros(world_size, dtype=np.int64)
-    for slot in range(len(tokens)):
-        tokens_of_rank[rank_of[slot]] += tokens[slot]
+    by_tokens = argsort_descending(tokens)
+    rank_of = lpt_swap(tokens, by_tokens, world_size, max_tokens)
+    tokens_of_rank = tokens_by_rank(tokens, rank_of, world_size)
+    if tokens_of_rank.max() > max_tokens:
+        # Steps that are packed are within the limit by this assignment, but not always by swaps from other starts.
+        by_lpt = assign_by_tokens(tokens, by_tokens, world_size, len(tokens) // world_size)
+        tokens_by_lpt = tokens_by_rank(tokens, by_lpt, world_size)
+        if tokens_by_lpt.max() <= max_tokens:
+            rank_of, tokens_of_rank = by_lpt, tokens_by_lpt
     if tokens_of_rank.max() <= max_tokens:
         state = make_rank_loads(costs, order, rank_of, world_size)
         _swap_within_limit(state, tokens, tokens_of_rank, max_tokens, target)
     return rank_of
+
+
+@compiled
+def assign_by_tokens(
+    tokens: NDArray[np.int64], order: NDArray[np.int64], world_size: int, batch_size: int
+) -> NDArray[np.int32]:
+    """Assign each slot, longest first, to the rank with the fewest tokens among those with room.
+
+    Args:
+        tokens: int64 [n], n <= W * B.
+        order: int64 [n], the slots by descending tokens.
+        world_size: W.
+        batch_size: B, the places of a rank.
+
+    Returns:
+        int32 [n], the rank of each slot. Its heaviest rank is the same for the slots in any order, and with empty
+        slots up to W * B of them or without.
+
+    """
+    return lpt_with_room(tokens, order, world_size, batch_size, 0, IGNORE_HOME)
+
+
+@compiled
+def tokens_by_rank(tokens: NDArray[np.int64], rank_of: NDArray[np.int32], world_size: int) -> NDArray[np.int64]:
+    """Return the tokens of each rank: int64 [W], given tokens and ranks of n slots."""
+    tokens_of_rank = np.zeros(world_size, dtype=np.int64)
+    for slot in range(len(tokens)):
+        tokens_of_rank[rank_of[slot]] += tokens[slot]
+    return tokens_of_rank
 
 
 @compiled
@@ -112,6 +148,8 @@ def _best_swap_within_limit(
     gap = state.loads[heavy] - state.loads[light]
     best_i, best_j, best_gap = -1, -1, gap
     for i in range(state.slots.shape[1]):
+        if state.costs[heavy, i] == 0:
+            break  # padding, or as cheap, of which giving makes no rank lighter
         given = state.slots[heavy, i]
         for j in range(state.slots.shape[1]):
             taken = state.slots[light, j]
@@ -120,4 +158,6 @@ def _best_swap_within_limit(
             fits = tokens_of_rank[light] + growth <= max_tokens and tokens_of_rank[heavy] - growth <= max_tokens
             if new_gap < best_gap and fits:
                 best_i, best_j, best_gap = i, j, new_gap
+            if state.costs[light, j] == 0 and tokens[taken] == 0:
+                break  # padding; the slots after it cost nothing either, and packed steps have many of them
     return best_i, best_j

@@ -1,0 +1,211 @@
+"""Packing: steps of as many samples as fit a number of tokens per rank.
+
+A step takes the longest prefix of the remaining order that fits, so what is left of an epoch is still a position. Its
+end follows from the tokens of the samples alone, by a rule that is the same on every rank:
+
+1. The step has at most W * B samples, and W * N tokens, for W ranks of at most B samples and N tokens each.
+2. A prefix fits if no rank exceeds N when its samples, longest first, go to the rank with the fewest tokens that has
+   fewer than B samples.
+3. If the longest prefix of 1. does not fit, it is shortened by 1, 2, 4, ... samples until it fits, and a bisection
+   finds one that fits and would not with one sample more.
+
+world_size = 2, batch_size = 3, max_tokens = 10
+
+    tokens       6 5 4 3     2 9 8 1     7 1 1 1 1     9 ...
+    by rank      6 3, 5 4    9 1, 8 2    7 1, 1 1 1
+
+The first step could take the 2 as well, as 6 4 and 5 3 2, but whether any assignment fits is bin packing, which is
+NP-hard.
+
+Cost: one sort of the step's samples, and O(n log W) for each of the few prefixes that are tried.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.core.compiled import compiled
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.dataloader.balance.partition.strategies import TokenLimitWarning
+from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens, tokens_by_rank
+from evenrank.dataloader.balance.settings import OnOverflow
+from evenrank.datasets.order import StepSchedule
+
+# Samples whose tokens are in memory at a time. Those after the last step of a window are read again with the next one.
+_SAMPLES_PER_WINDOW = 1 << 18
+_STEPS_PER_WINDOW = 8  # at least
+_MAX_TOTAL = 1 << 62  # of int64, so that one more sample does not overflow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedSchedule(StepSchedule):
+    """Steps of any numbers of positions, of which each rank would load equally many, but for one."""
+
+    world_size: int
+    """Number of data-parallel ranks."""
+    start: int
+    """Positions that were consumed before the first step."""
+    ends: NDArray[np.int64]
+    """[num_steps]: positions that are consumed after each step, ascending."""
+
+    @property
+    def num_steps(self) -> int:
+        """Remaining steps."""
+        return len(self.ends)
+
+    def position_after(self, step: int) -> int:
+        """Return how many positions are consumed after this step."""
+        return int(self.ends[step])
+
+    def first_position(self, step: int, rank: int) -> int:
+        """Return the first position of a rank in a step."""
+        first, size = self._first_and_size(step)
+        return first + rank * (size // self.world_size) + min(rank, size % self.world_size)
+
+    def num_loaded(self, step: int) -> NDArray[np.int64]:
+        """Return how many positions each rank has in a step."""
+        size = self._first_and_size(step)[1]
+        return size // self.world_size + (np.arange(self.world_size) < size % self.world_size)
+
+    def _first_and_size(self, step: int) -> tuple[int, int]:
+        first = int(self.ends[step - 1]) if step else self.start
+        return first, int(self.ends[step]) - first
+
+
+def clip_tokens(
+    tokens: NDArray[np.int64], max_tokens: int, on_overflow: OnOverflow, name: Callable[[int], str]
+) -> NDArray[np.int64]:
+    """Return the tokens that samples count as when they are packed: at most `max_tokens`, which fill a rank.
+
+    Args:
+        tokens: int64 [n].
+        max_tokens: limit to the tokens of a rank.
+        on_overflow: what to do about longer samples: `raise`, or `warn` and give each a rank of its own.
+        name: returns the name of a sample, by its index.
+
+    Raises:
+        ConfigError: a sample is longer, with `raise`.
+
+    """
+    longest = int(np.argmax(tokens))
+    if tokens[longest] <= max_tokens:
+        return tokens
+    if on_overflow == "raise":
+        raise ConfigError(
+            f"{name(longest)} has {tokens[longest]:,} tokens, more than max_tokens_per_rank = {max_tokens:,}; raise "
+            'the limit, train on shorter histories, or pass on_overflow="warn" to give such samples a rank of their own'
+        )
+    warnings.warn(
+        f"some samples have more tokens than max_tokens_per_rank = {max_tokens:,}; each gets a rank of its own",
+        TokenLimitWarning,
+        stacklevel=2,
+    )
+    return np.minimum(tokens, max_tokens)
+
+
+def pack(
+    tokens_at: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    *,
+    num_samples: int,
+    start: int,
+    world_size: int,
+    batch_size: int,
+    max_tokens: int,
+    drop_last: bool,
+) -> PackedSchedule:
+    """Plan the steps of an epoch.
+
+    Args:
+        tokens_at: returns the tokens of the samples at these positions: int64 [n], each 0..max_tokens. Called for
+            ascending positions, some of them more than once.
+        num_samples: positions of the epoch.
+        start: positions that were consumed already.
+        world_size: number of ranks, W.
+        batch_size: limit to the samples of a rank, B.
+        max_tokens: limit to the tokens of a rank, N.
+        drop_last: leave out a last step that has room: fewer than W * B samples, and fewer than W * N tokens.
+
+    """
+    window_size = max(_SAMPLES_PER_WINDOW, _STEPS_PER_WINDOW * world_size * batch_size)
+    max_tokens = min(max_tokens, _MAX_TOTAL // world_size)
+    ends = [np.empty(0, dtype=np.int64)]
+    first = start
+    while first < num_samples:
+        window_end = min(first + window_size, num_samples)
+        tokens = tokens_at(np.arange(first, window_end, dtype=np.int64))
+        is_last = window_end == num_samples
+        ends_in_window, has_room = _pack_window(tokens, world_size, batch_size, max_tokens, is_last)
+        if is_last and drop_last and has_room:
+            ends_in_window = ends_in_window[:-1]
+        ends.append(first + ends_in_window)
+        first = num_samples if is_last else int(ends[-1][-1])
+    return PackedSchedule(world_size=world_size, start=start, ends=np.concatenate(ends))
+
+
+@compiled
+def _pack_window(
+    tokens: NDArray[np.int64], world_size: int, batch_size: int, max_tokens: int, is_last: bool
+) -> tuple[NDArray[np.int64], bool]:
+    """Plan the steps that end within a window, which has at least W * B samples unless it is the last.
+
+    Returns:
+        The end of each step within the window: int64 [steps], ascending; and whether the last one, if the epoch ends
+        with it, has room.
+
+    """
+    max_samples, max_total = world_size * batch_size, world_size * max_tokens
+    ends = np.empty(len(tokens), dtype=np.int64)
+    num_steps, first, has_room = 0, 0, False
+    while first < len(tokens) and (is_last or first + max_samples <= len(tokens)):
+        size, total = 0, 0
+        while size < max_samples and first + size < len(tokens) and total + tokens[first + size] <= max_total:
+            total += tokens[first + size]
+            size += 1
+        fitting = _longest_that_fits(tokens[first : first + size], world_size, batch_size, max_tokens)
+        has_room = size < max_samples and total < max_total
+        first += fitting
+        ends[num_steps] = first
+        num_steps += 1
+    return ends[:num_steps].copy(), has_room
+
+
+@compiled
+def _longest_that_fits(tokens: NDArray[np.int64], world_size: int, batch_size: int, max_tokens: int) -> int:
+    """Return the number of first samples that fit, at least 1, given at least one, none above `max_tokens`."""
+    order = argsort_descending(tokens)
+    most = len(tokens)
+    if _fits(tokens, order, most, world_size, batch_size, max_tokens):
+        return most
+    # `most` samples do not fit; `least` do.
+    shorter_by = 1
+    while most - shorter_by > 1 and not _fits(tokens, order, most - shorter_by, world_size, batch_size, max_tokens):
+        most -= shorter_by
+        shorter_by *= 2
+    least = max(most - shorter_by, 1)
+    while most - least > 1:
+        middle = (least + most) // 2
+        if _fits(tokens, order, middle, world_size, batch_size, max_tokens):
+            least = middle
+        else:
+            most = middle
+    return least
+
+
+@compiled
+def _fits(
+    tokens: NDArray[np.int64],
+    order: NDArray[np.int64],
+    num_samples: int,
+    world_size: int,
+    batch_size: int,
+    max_tokens: int,
+) -> bool:
+    """Return whether the first samples fit, given all of them by descending tokens."""
+    first_by_tokens = order[order < num_samples]
+    first_tokens = tokens[:num_samples]
+    rank_of = assign_by_tokens(first_tokens, first_by_tokens, world_size, batch_size)
+    return bool(tokens_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)
