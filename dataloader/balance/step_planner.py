@@ -155,7 +155,7 @@ class StepPlanner:
             schema,
             costs=step.costs,
             tokens=step.tokens,
-            lengths=step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), -1),  # [K, W * B]
+            lengths=step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), step.costs.size),  # [K, W * B]
             num_real=step.num_real,
             epoch=epoch,
             step=number,
