@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -147,7 +147,7 @@ class BalancedPicker(Picker[Batch]):
     ) -> None:
         super().__init__(stores, collate, shape)
         (empty,) = self.collate([Pick(np.empty(0, dtype=np.int64), shape.batch_size, {}, None)])
-        self._balance = balance
+        self._balance = replace(balance, group=None, on_step=None)  # which cannot be pickled, or need not be
         self._sampler = Sampler(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
 
     def pick(

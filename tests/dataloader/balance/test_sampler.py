@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -226,3 +228,16 @@ def test_a_transform_is_refused(small_dataset: Path) -> None:
             transform=lambda batch, rng: batch,
             balance=BalanceConfig(cost=COST),
         )
+
+
+def _pickled(rank: int, world_size: int, path: Path) -> list[list[int]]:
+    balance = BalanceConfig(cost=COST, group=dist.group.WORLD)
+    loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance)
+    copy = pickle.loads(pickle.dumps(loader))
+    assert [_bits(batch) for batch in copy] == [_bits(batch) for batch in loader]
+    return [ids_of(batch) for batch in copy]
+
+
+def test_a_loader_that_balances_over_a_group_can_be_pickled(ranks: RankPool, small_dataset: Path) -> None:
+    first, second = ranks.run(2, _pickled, small_dataset)
+    assert sorted(sample for step in [*first, *second] for sample in step) == sorted(_all_ids(small_dataset))
