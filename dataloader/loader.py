@@ -95,7 +95,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Every rank yields the same number of batches. If the samples of the last step do not fill it, its last ranks have
-    fewer samples or none, see `num_real`. A loader can be pickled; unpickling maps the same files.
+    fewer samples or none, see `num_real`; with `balance` any rank may. A loader can be pickled, but for `on_step`;
+    unpickling maps the same files.
 
     Attributes:
         num_samples: samples of an epoch, over all ranks.
@@ -136,7 +137,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._start = (0, 0)  # epoch and position at which the next iteration begins
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.on_step
-        self._balance_identity = {} if balance is None else balance.identity()
+        # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
+        self._balance_identity = {} if balance is None else balance.identity() | {"prefetch": config.prefetch}
         shape = StepShape(rank=rank, world_size=world_size, batch_size=config.batch_size, drop_last=config.drop_last)
         self._picker = make_picker(self._stores, collate, shape, balance)
         if rank == 0:
@@ -229,7 +231,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._workers.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_order"}
+        state = {name: value for name, value in super().__getstate__().items() if name != "_order"}
+        return state | {"_on_step": None}  # often an open file
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -259,6 +262,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
         Raises:
             StateError: the state is damaged, of another version, or of other data or filters.
+            ConfigError: what is left of the epoch cannot be packed.
 
         """
         state = check_state(
@@ -278,10 +282,11 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 f"the loader's state has position {state['position']} of {self.num_samples} samples; load a state that "
                 "state_dict returned"
             )
-        self._seed = state["seed"]
-        self._start = self._after_last = (state["epoch"], state["position"])
-        if state["position"] and self.remaining_batches() == 0:
-            self._start = (state["epoch"] + 1, 0)
+        epoch, position, seed = state["epoch"], state["position"], state["seed"]
+        rest = self._picker.schedule(self._order, epoch=epoch, start=position, seed=seed)
+        is_over = position > 0 and rest.num_steps == 0
+        self._seed, self._after_last = seed, (epoch, position)
+        self._start = (epoch + 1, 0) if is_over else (epoch, position)
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])
@@ -298,6 +303,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             "world_size": self._world_size,
             **shared_settings(self._config, self._collate),
             **self._balance_identity,
+            **self._picker.identity(self._order, seed=self._config.seed),
             "transform": name_of(self._transform),
             "num_samples": self.num_samples,
             "fingerprint": self._fingerprint,

@@ -79,6 +79,10 @@ class Picker(ABC, Generic[Batch]):
             drop_last=self._shape.drop_last,
         )
 
+    def identity(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
+        """Return what must be the same on all ranks besides the settings, by name."""
+        return {}
+
     @abstractmethod
     def pick(
         self,
@@ -150,6 +154,15 @@ class BalancedPicker(Picker[Batch]):
         self._balance = replace(balance, group=None, on_step=None)  # which cannot be pickled, or need not be
         self._sampler = Sampler(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
 
+    def identity(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
+        """Return a hash of how a first step is planned."""
+        first = Picker.schedule(self, order, epoch=0, start=0, seed=seed)
+        if first.num_steps == 0:
+            return {}
+        sample_ids = order.rows(first.positions_of_all(range(1)), seed=seed, epoch=0)
+        lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
+        return {"costs and plan of the first step": self._sampler.fingerprint(lengths, first.num_loaded(0))}
+
     def pick(
         self,
         order: SampleOrder,
@@ -205,7 +218,7 @@ class PackedPicker(BalancedPicker[Batch]):
         """Return the steps of what is left of an epoch after `start` positions. Each such rest is planned once.
 
         Raises:
-            ConfigError: a sample has more tokens than a rank may have.
+            ConfigError: a sample has more tokens than a rank may have, or there is no such position.
 
         """
         max_tokens = self._balance.max_tokens_per_rank
@@ -216,8 +229,10 @@ class PackedPicker(BalancedPicker[Batch]):
             tokens = np.concatenate([self._sampler.count_tokens(block) for block in self._lengths(sample_ids)])
             return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: self._name(sample_ids[i]))
 
+        super().schedule(order, epoch=epoch, start=start, seed=seed)  # checks the start
         key = (epoch, start, seed)
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             plan = pack(
                 tokens_at,
                 num_samples=order.num_samples,
@@ -229,7 +244,7 @@ class PackedPicker(BalancedPicker[Batch]):
             )
             # Replaced rather than changed, because other threads may read it.
             self._plans = dict([*self._plans.items()][1 - _PLANS_KEPT :]) | {key: plan}
-        return self._plans[key]
+        return plan
 
     def _name(self, sample_id: np.int64) -> str:
         """Return the name of a sample for an error message."""

@@ -4,6 +4,7 @@ A step is planned from the lengths of its samples, which the store knows without
 a Balancer's. So each rank comes to the same assignment alone, and reads just the samples that it trains.
 """
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -53,7 +54,7 @@ class BalanceConfig:
     pack: bool = False
     """Each step has as many samples as fit `max_tokens_per_rank`, at most `batch_size` per rank, so the number of
     samples varies and the rest of the rows are padding. See `packing.py`. A sample that is longer than the limit raises
-    or, with `on_overflow="warn"`, is the only one of its rank, but for samples without tokens. `drop_last` leaves out a
+    or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens. `drop_last` leaves out a
     last step that has room for more samples."""
     group: Group | None = field(default=None, compare=False)
     """The data-parallel ranks, which compare their loaders when these are created. None: the default process group or,
@@ -189,6 +190,29 @@ class Sampler:
             )
             first = end
         return planned
+
+    def fingerprint(self, samples: SampleLengths, num_loaded: NDArray[np.int64]) -> str:
+        """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains them.
+
+        Ranks compare it, because costs and strategies that are functions have nothing else but names.
+
+        Args:
+            samples: of all ranks, in the order of their positions.
+            num_loaded: int64 [W], how many of these each rank would load.
+
+        Raises:
+            ConfigError: see `plan`.
+
+        """
+        of_step = self._cost_of(samples, with_lengths=False)
+        digest = hashlib.sha256(of_step.costs.tobytes() + of_step.tokens.tobytes())
+        if self._settings.partition.max_tokens_per_rank is None:
+            is_real = real_rows(self._schema.batch_size, self._world_size, num_loaded)
+            costs, tokens = (_in_rows(values, is_real, is_full=False) for values in (of_step.costs, of_step.tokens))
+            digest.update(
+                assign_step(self._settings, costs=costs, tokens=tokens, num_real=num_loaded).rank_of.tobytes()
+            )
+        return digest.hexdigest()[:16]
 
     def _cost_of(self, samples: SampleLengths, *, with_lengths: bool) -> "_Samples":
         num_samples, of_keys, by_key = len(samples.num_candidates), samples.of_keys, _by_name(samples)

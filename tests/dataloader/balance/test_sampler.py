@@ -231,7 +231,7 @@ def test_a_transform_is_refused(small_dataset: Path) -> None:
 
 
 def _pickled(rank: int, world_size: int, path: Path) -> list[list[int]]:
-    balance = BalanceConfig(cost=COST, group=dist.group.WORLD)
+    balance = BalanceConfig(cost=COST, group=dist.group.WORLD, on_step=lambda metrics: None)
     loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance)
     copy = pickle.loads(pickle.dumps(loader))
     assert [_bits(batch) for batch in copy] == [_bits(batch) for batch in loader]

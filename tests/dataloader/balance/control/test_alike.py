@@ -1,5 +1,6 @@
 """Loaders that balance alone are compared when they are created: what differs is reported on every rank, at once."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
+from tests.dataloader.balance.costs import Ints, Lengths
 from tests.ranks import RankFailure, RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -36,7 +38,8 @@ def _create(rank: int, world_size: int, path: Path, of_second: dict[str, Any]) -
             "RankError",
             "strategy differs between ranks: lpt-swap on rank 0, min-move on rank 1",
         ),
-        ({"balance": {"cost": max}}, "RankError", "cost differs between ranks: HSTUCost("),
+        ({"balance": {"cost": replace(COST, hidden=9)}}, "RankError", "cost differs between ranks: HSTUCost("),
+        ({"config": {"prefetch": 3}}, "RankError", "prefetch differs between ranks: 16 on rank 0, 3 on rank 1"),
         (
             {"balance": {"tolerance": 2}},
             "ConfigError",
@@ -56,6 +59,20 @@ def test_what_differs_is_reported_on_every_rank(
     assert isinstance(second, RankFailure)
     assert (first.type_name, second.type_name) == ("RankError", own)
     assert message in first.message
+
+
+def _create_with_function(rank: int, world_size: int, path: Path) -> None:
+    def cost(lengths: Lengths, num_candidates: Ints) -> Ints:
+        return lengths["item_id"] * (1 + rank * lengths["item_id"])
+
+    balance = BalanceConfig(cost=cost, timeout=timedelta(seconds=30))
+    build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance)
+
+
+def test_costs_of_one_name_are_compared_by_what_they_return(ranks: RankPool, small_dataset: Path) -> None:
+    for failure in ranks.try_run(2, _create_with_function, small_dataset):
+        assert isinstance(failure, RankFailure)
+        assert failure.message.startswith("costs and plan of the first step differs between ranks: ")
 
 
 def _create_without(rank: int, world_size: int, path: Path) -> None:
