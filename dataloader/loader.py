@@ -11,27 +11,25 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError, StateError
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.control.alike import create_alike
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.sampler import BalanceConfig
+from evenrank.dataloader.balanced_picks import make_picker
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
 from evenrank.dataloader.node import EpochNode
-from evenrank.dataloader.picks import Pick, StepShape, make_picker
+from evenrank.dataloader.picks import Iteration, Pick, StepShape
 from evenrank.dataloader.protocols import HasIdentity
+from evenrank.dataloader.rest import Rest, SavedPosition
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
-from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state
 from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import Transform, apply, make_rng
 from evenrank.dataloader.workers import Workers
-from evenrank.datasets.order import StepSchedule
 from evenrank.datasets.store import SequenceStore, open_store
-
-_STATE_VERSION = 1
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -134,7 +132,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._order = make_order(config.order, self._stores, self._samples, mixture)
         self.num_samples = self._order.num_samples
         self._seed = config.seed
-        self._start = (0, 0)  # epoch and position at which the next iteration begins
+        self._next = Rest()  # what the next iteration is over
+        self._resumed = Rest()  # what was left when the state was loaded; all other epochs begin at their start
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.on_step
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
@@ -156,16 +155,16 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
         With `BalanceConfig(pack=True)` epochs differ in this; it is that of the next iteration's epoch.
         """
-        return self._schedule(self.epoch, 0).num_steps
+        return self._begin(Rest(epoch=self.epoch)).schedule.num_steps
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._schedule(*self._start).num_steps
+        return self._begin(self._next).schedule.num_steps
 
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        return self._start[0]
+        return self._next.epoch
 
     def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
         """Make a batch without padding of the samples with these ids, int64 [n]; ids are those of `sample_ids`."""
@@ -173,37 +172,49 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
         return batch
 
-    def pick(self, step: int, *, epoch: int = 0, start: int = 0) -> Pick:
+    def pick(self, step: int, *, epoch: int = 0, start: int | Mapping[str, Any] = 0) -> Pick:
         """Return which samples this rank trains in a step, without reading their events or changing the position.
 
         Args:
             step: counted from `start`, as `batch.step` is.
             epoch: of the step.
-            start: the position at which the iteration began: 0, or the one in the state that it resumed from.
+            start: where the iteration began: 0, or the state that it resumed from. Of that the position is enough
+                without windows.
 
         Raises:
             ConfigError: there is no such step or position; with `balance`, see `Sampler.plan`.
+            StateError: see `load_state_dict`.
 
         """
-        schedule = self._schedule(epoch, start)
-        if not 0 <= step < schedule.num_steps:
+        rest, seed = Rest(epoch=epoch), self._seed
+        if isinstance(start, Mapping):
+            saved = SavedPosition.from_state(start, self.num_samples, self._fingerprint)
+            rest, seed = self._picker.resume(self._order, saved), saved.seed
+            if rest.epoch != epoch:
+                raise ConfigError(
+                    f"start is a state of epoch {rest.epoch}, not {epoch}; pass the state that this epoch resumed "
+                    "from, or 0 if it began at its start"
+                )
+        elif start:
+            rest = Rest(epoch=epoch, start=start, position=start)
+        iteration = self._picker.begin(self._order, rest, seed=seed)
+        num_steps = iteration.schedule.num_steps
+        if not 0 <= step < num_steps:
             raise ConfigError(
-                f"there is no step {step}: an epoch of {self.num_samples:,} samples has {schedule.num_steps:,} from "
-                f"position {start:,} on, numbered from 0; choose another step or position"
+                f"there is no step {step}: an epoch of {self.num_samples:,} samples has {num_steps:,} from position "
+                f"{rest.position:,} on, numbered from 0; choose another step or position"
             )
-        (pick,) = self._picker.pick(
-            self._order, schedule, range(step, step + 1), epoch=epoch, seed=self._seed, is_measured=True
-        )
+        (pick,) = self._picker.pick(iteration, range(step, step + 1), is_measured=True)
         return pick
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, start = self._start
-        schedule, seed, is_measured = self._schedule(epoch, start), self._seed, self._on_step is not None
-        self._start = (epoch + 1, 0)
+        epoch, iteration, is_measured = self.epoch, self._begin(self._next), self._on_step is not None
+        schedule, seed = iteration.schedule, self._seed
+        self._next = Rest(epoch=epoch + 1)
 
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
-            picks = self._picker.pick(self._order, schedule, steps, epoch=epoch, seed=seed, is_measured=is_measured)
+            picks = self._picker.pick(iteration, steps, is_measured=is_measured)
             batches = self._picker.collate(picks)
             for step, batch in zip(steps, batches, strict=True):
                 batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
@@ -223,8 +234,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             self._after_last = (batch.epoch, batch.position)
             yield batch
 
-    def _schedule(self, epoch: int, start: int) -> StepSchedule:
-        return self._picker.schedule(self._order, epoch=epoch, start=start, seed=self._seed)
+    def _begin(self, rest: Rest) -> Iteration:
+        return self._picker.begin(self._order, rest, seed=self._seed)
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
@@ -246,14 +257,10 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         Pass the batch trained last as `after` if something pulls batches ahead of training.
         """
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        return {
-            "version": _STATE_VERSION,
-            "epoch": epoch,
-            "position": position,
-            "seed": self._seed,
-            "num_samples": self.num_samples,
-            "fingerprint": self._fingerprint,
-        }
+        rest = self._resumed if epoch == self._resumed.epoch else Rest(epoch=epoch)
+        unfinished = self._picker.unfinished(self._order, rest, position, seed=self._seed)
+        saved = SavedPosition(epoch=epoch, position=position, seed=self._seed, unfinished=unfinished)
+        return saved.to_state(self.num_samples, self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -265,28 +272,11 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             ConfigError: what is left of the epoch cannot be packed.
 
         """
-        state = check_state(
-            state,
-            "the loader",
-            _STATE_VERSION,
-            {"epoch": EPOCH, "position": COUNT, "seed": SEED, "num_samples": COUNT, "fingerprint": TEXT},
-        )
-        if state["num_samples"] != self.num_samples or state["fingerprint"] != self._fingerprint:
-            raise StateError(
-                f"the loader's state is of other data or filters: it has {state['num_samples']:,} samples and "
-                f"fingerprint {state['fingerprint'][:12]}, this loader {self.num_samples:,} and "
-                f"{self._fingerprint[:12]}; load it with the dataset and the filters that it was saved with"
-            )
-        if state["position"] > self.num_samples:
-            raise StateError(
-                f"the loader's state has position {state['position']} of {self.num_samples} samples; load a state that "
-                "state_dict returned"
-            )
-        epoch, position, seed = state["epoch"], state["position"], state["seed"]
-        rest = self._picker.schedule(self._order, epoch=epoch, start=position, seed=seed)
-        is_over = position > 0 and rest.num_steps == 0
-        self._seed, self._after_last = seed, (epoch, position)
-        self._start = (epoch + 1, 0) if is_over else (epoch, position)
+        saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
+        rest = self._picker.resume(self._order, saved)
+        is_over = rest.position > 0 and self._picker.begin(self._order, rest, seed=saved.seed).schedule.num_steps == 0
+        self._seed, self._after_last, self._resumed = saved.seed, (rest.epoch, rest.position), rest
+        self._next = Rest(epoch=rest.epoch + 1) if is_over else rest
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])

@@ -32,6 +32,7 @@ from evenrank.dataloader.balance.settings import (
     check_topology,
 )
 from evenrank.dataloader.balance.warmup import warm_up
+from evenrank.dataloader.balance.window import deal
 from evenrank.dataloader.batch import name_keys
 from evenrank.dataloader.batch_schema import BatchSchema
 from evenrank.dataloader.collate.lengths import SampleLengths
@@ -56,6 +57,9 @@ class BalanceConfig:
     samples varies and the rest of the rows are padding. See `packing.py`. A sample that is longer than the limit raises
     or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens. `drop_last` leaves out a
     last step that has room for more samples."""
+    window: int = 1
+    """Steps whose samples may change steps among themselves, so that steps are as even as ranks are, and histories that
+    are longer than a rank's mean share come together. 1: samples stay in their steps. See `window.py`."""
     group: Group | None = field(default=None, compare=False)
     """The data-parallel ranks, which compare their loaders when these are created. None: the default process group or,
     without one, nothing is compared."""
@@ -66,8 +70,19 @@ class BalanceConfig:
     moved between ranks counts as moved; nothing is gathered or exchanged, so these times are 0."""
 
     def __post_init__(self) -> None:
-        if not self.pack:
-            return
+        if type(self.window) is not int or self.window < 1:
+            raise ConfigError(f"window must be an integer of at least 1, got {self.window!r}")
+        if self.window > 1 and self.strategy == "identity":
+            raise ConfigError(
+                f"window={self.window} needs a strategy that assigns samples to ranks, got 'identity'; choose another "
+                "one, or leave out window"
+            )
+        if self.pack:
+            self._check_packing()
+
+    def _check_packing(self) -> None:
+        if self.window > 1:
+            raise ConfigError(f"pack=True decides which samples a step has; leave out window={self.window}")
         if self.max_tokens_per_rank is None:
             raise ConfigError("pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it")
         if not self.equal_counts:
@@ -99,8 +114,8 @@ class BalanceConfig:
 
     def identity(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name."""
-        names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "equal_counts", "topology", "pack")
-        options = {name: getattr(self, name) for name in names}
+        names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "equal_counts", "topology")
+        options = {name: getattr(self, name) for name in (*names, "pack", "window")}
         return options | {"cost": describe_cost(self.cost), "the code of evenrank": code_hash()}
 
 
@@ -145,6 +160,8 @@ class Sampler:
         self._world_size = world_size
         self._max_tokens = config.max_tokens_per_rank if config.pack else None  # a longer sample counts as this many
         find_strategy(config.strategy, equal_counts=config.equal_counts)
+        if config.window > 1:
+            find_strategy(config.strategy, equal_counts=True)
         if config.topology is not None:
             check_topology(config.topology, world_size)
 
@@ -191,6 +208,34 @@ class Sampler:
             first = end
         return planned
 
+    def deal(self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Deal the samples of a window to its steps; see `window.deal`.
+
+        Args:
+            samples: in blocks of any size, those of full steps, in the order of their positions.
+            num_samples: how many they are.
+            seed: of what is left to chance.
+            epoch: of the window.
+
+        Returns:
+            The indices of the samples, step by step: int64 [num_samples].
+
+        Raises:
+            ConfigError: see `plan`.
+
+        """
+        blocks = [self._cost_of(block, with_lengths=False, num_summed=num_samples) for block in samples]
+        of_all = _Samples(*(_joined(values) for values in zip(*blocks, strict=True)))
+        return deal(
+            of_all.costs,
+            of_all.tokens,
+            num_steps=num_samples // (self._world_size * self._schema.batch_size),
+            world_size=self._world_size,
+            settings=self._settings.partition,
+            seed=seed,
+            epoch=epoch,
+        )
+
     def fingerprint(self, samples: SampleLengths, num_loaded: NDArray[np.int64]) -> str:
         """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains them.
 
@@ -214,9 +259,10 @@ class Sampler:
             )
         return digest.hexdigest()[:16]
 
-    def _cost_of(self, samples: SampleLengths, *, with_lengths: bool) -> "_Samples":
+    def _cost_of(self, samples: SampleLengths, *, with_lengths: bool, num_summed: int | None = None) -> "_Samples":
+        """Return what is needed of samples, with costs that can be summed over `num_summed` or, if None, a step."""
         num_samples, of_keys, by_key = len(samples.num_candidates), samples.of_keys, _by_name(samples)
-        num_slots = self._world_size * self._schema.batch_size
+        num_slots = num_summed or self._world_size * self._schema.batch_size
         candidates = samples.num_candidates
         return _Samples(
             costs=scaled_costs(self._cost, by_key, candidates, num_real=num_samples, samples_per_step=num_slots),

@@ -40,10 +40,12 @@ from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balanced_picks import make_picker
 from evenrank.dataloader.batch import name_keys
 from evenrank.dataloader.collate.spans import group_by_store
-from evenrank.dataloader.picks import Pick, Picker, StepShape, make_picker
+from evenrank.dataloader.picks import Pick, Picker, StepShape
 from evenrank.dataloader.random_data import RandomData, draw_samples
+from evenrank.dataloader.rest import Rest
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.datasets.order import EpochSchedule, Samples, ShuffledOrder
@@ -95,7 +97,7 @@ class Epoch:
 
     def pick(self, picker: Picker[SequenceBatch], steps: range, *, is_measured: bool = False) -> list[Pick]:
         """Return what the rank trains in these steps."""
-        return picker.pick(self.order, self.schedule, steps, epoch=0, seed=0, is_measured=is_measured)
+        return picker.pick(picker.begin(self.order, Rest(), seed=0), steps, is_measured=is_measured)
 
     def loader(self, balance: BalanceConfig | None, *, num_workers: int, prefetch: int) -> Loader[SequenceBatch]:
         """Return the rank's loader."""

@@ -275,7 +275,7 @@ def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.Monke
         planned.append(options["start"])
         return pack(*arguments, **options)
 
-    monkeypatch.setattr("evenrank.dataloader.picks.pack", pack_and_count)
+    monkeypatch.setattr("evenrank.dataloader.balanced_picks.pack", pack_and_count)
     loader = _make(small_dataset, 0, 2)
     length = len(loader)
     assert len(list(loader)) == length

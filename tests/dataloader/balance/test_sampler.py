@@ -21,8 +21,8 @@ from evenrank.dataloader import (
     Mixture,
     SemanticIdConfig,
     SequenceBatch,
+    balanced_picks,
     build_loader,
-    picks,
     random_codes,
 )
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, sampler
@@ -207,7 +207,7 @@ def test_steps_are_the_same_planned_in_parts_or_several_at_once(
 ) -> None:
     one_by_one = _steps(small_dataset, prefetch=1)
     assert len(one_by_one) > 10
-    monkeypatch.setattr(picks, "_SAMPLES_AT_ONCE", at_once)
+    monkeypatch.setattr(balanced_picks, "_SAMPLES_AT_ONCE", at_once)
     assert _steps(small_dataset, prefetch=5) == one_by_one
 
 

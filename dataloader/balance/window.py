@@ -1,0 +1,139 @@
+"""Windows of several steps, whose samples may change steps, so that steps are as even among themselves as ranks are.
+
+A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains it. So the
+samples of the S steps of a window are dealt to these steps before each is balanced over its W ranks:
+
+1. The partition of the ranks assigns them to S * W bins, as if these were the ranks of one step.
+2. Bins with the heaviest loads go to one step, the next W to another, and so on: what a step waits for is its heaviest
+   bin, so heavy ones are together. Bins whose loads are about equal are mixed, so that steps differ by chance alone.
+3. The steps come in a random order, so that no window begins with its heaviest step.
+
+W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has a rank with a load of 10. Dealt, one
+step has the loads 10 10, the other one 2 2.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.dataloader.balance.partition.strategies import assign
+from evenrank.dataloader.balance.settings import PartitionSettings
+from evenrank.datasets.order import SampleOrder, permute
+
+# Loads count as equal within this fraction of their mean. A step with bins of 0.99 to 1.01 times the mean waits 1 % for
+# the heaviest; sorting also within that would group samples by length: LPT fills bins with one long sample first.
+_EQUAL_WITHIN = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Windows:
+    """Which positions of an epoch are dealt together."""
+
+    start: int
+    """First position of the first window."""
+    end: int
+    """Past the last full step; the positions of a step that is not full stay in it."""
+    samples_per_step: int
+    """Positions of a full step."""
+    steps: int
+    """Steps of a window; the last one may have fewer."""
+
+    def bounds(self, position: int) -> tuple[int, int]:
+        """Return the first position of the window that has a position, and the one past its last; equal past `end`."""
+        if position >= self.end:
+            return position, position
+        size = self.steps * self.samples_per_step
+        first = position - (position - self.start) % size
+        return first, min(first + size, self.end)
+
+
+class WindowedOrder:
+    """An order in which the samples of each window come step by step, as they were dealt.
+
+    Args:
+        order: the order before.
+        windows: of its positions.
+        deal_window: returns the indices of the samples between two positions of an order, in the order of their steps.
+
+    """
+
+    def __init__(self, order: SampleOrder, windows: Windows, deal_window: "DealWindow") -> None:
+        self.windows = windows
+        self._order = order
+        self._deal_window = deal_window
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of an epoch."""
+        return self._order.num_samples
+
+    def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the positions, in the order before, of those at these places: int64 of the same shape."""
+        positions = places.copy()
+        size = self.windows.steps * self.windows.samples_per_step
+        window_of = (places - self.windows.start) // size
+        for window in np.unique(window_of[places < self.windows.end]).tolist():
+            first, end = self.windows.bounds(self.windows.start + window * size)
+            in_window = (first <= places) & (places < end)
+            dealt = self._deal_window(self._order, first, end, seed=seed, epoch=epoch)
+            positions[in_window] = first + dealt[places[in_window] - first]
+        return positions
+
+    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows at these positions."""
+        return self._order.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
+
+    def identity(self) -> tuple[object, ...]:
+        """Return everything besides seed, epoch and costs that the order depends on."""
+        return (*self._order.identity(), "windows", self.windows)
+
+
+class DealWindow(Protocol):
+    """Deals the samples of a window of an order."""
+
+    def __call__(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the indices of the samples at positions first..end-1, step by step: int64 [end - first]."""
+        ...
+
+
+def deal(
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    *,
+    num_steps: int,
+    world_size: int,
+    settings: PartitionSettings,
+    seed: int,
+    epoch: int,
+) -> NDArray[np.int64]:
+    """Deal the samples of a window to its steps.
+
+    Args:
+        costs: int64 [n], of the samples; n = S * W * B for S steps of W ranks with B samples each.
+        tokens: int64 [n].
+        num_steps: S.
+        world_size: W.
+        settings: of the partition.
+        seed: of what is left to chance, another one for each window.
+        epoch: of the window.
+
+    Returns:
+        The indices of the samples, step by step, ascending in each: int64 [n].
+
+    Raises:
+        ConfigError: the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
+
+    """
+    num_bins = num_steps * world_size
+    # Bins have as many samples as ranks, so that steps do, whether a step then has equal counts or not.
+    bins = assign(costs, num_bins, dataclasses.replace(settings, equal_counts=True), tokens=tokens)
+    loads = bins.loads(costs)
+    rounded = np.rint(loads / max(loads.mean(), 1) / _EQUAL_WITHIN)
+    by_chance = permute(np.arange(num_bins), num_bins, seed=seed, epoch=epoch)
+    by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
+    step_of_bin = np.empty(num_bins, dtype=np.int64)
+    step_of_bin[by_load] = np.repeat(permute(np.arange(num_steps), num_steps, seed=seed, epoch=epoch), world_size)
+    return np.argsort(step_of_bin[bins.rank_of.reshape(-1)], kind="stable")

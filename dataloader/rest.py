@@ -1,0 +1,237 @@
+"""`Rest`: what is left of an epoch, where an iteration begins; and the part of a state that tells it.
+
+Usually that is all positions from one on. Within a window of steps that were dealt samples together, it is some of the
+window's positions and all after it:
+
+    positions      0 1 2 3 4 5 6 7 8 9 10 11 ...    window of 8 positions from 0 on, one step of 4 trained
+    trained        x . x . . x x . . . .  .
+    left           1 3 4 7, then all from 8 on
+
+Any loader can go on with what is left. One with the same window, ranks, batch size and plans finishes the window as if
+it had not stopped.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.core.errors import StateError
+from evenrank.dataloader.state import COUNT, EPOCH, INT64_MAX, SEED, TEXT, check_state, check_value, integer, show
+from evenrank.datasets.order import SampleOrder
+
+_STATE_VERSION = 2
+_STATE_FIELDS = {
+    "epoch": EPOCH,
+    "position": COUNT,
+    "seed": SEED,
+    "num_samples": COUNT,
+    "fingerprint": TEXT,
+    "window": TEXT,
+}
+_SIZES = ("start", "world_size", "batch_size", "steps")
+_HAS = "the loader's state has a window with"
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OpenWindow:
+    """The window that a position is within."""
+
+    start: int
+    """Samples trained before the window."""
+    world_size: int
+    """Number of data-parallel ranks that it was dealt to."""
+    batch_size: int
+    """Samples per rank and step."""
+    steps: int
+    """Steps of a window."""
+    left: Positions | None = None
+    """What was left before it, as in `Rest`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rest:
+    """What is left of an epoch."""
+
+    epoch: int = 0
+    """The epoch."""
+    start: int = 0
+    """Samples trained before the window in which the rest begins or, if it begins in none, before the rest."""
+    position: int = 0
+    """Samples trained before the rest."""
+    left: Positions | None = None
+    """[n]: the positions below `start` + n that were not trained before `start`, ascending; all from there on were not
+    either. None: no position from `start` on was trained."""
+
+    @property
+    def end_of_left(self) -> int:
+        """The position from which on nothing was trained before `start`."""
+        return self.start if self.left is None else self.start + len(self.left)
+
+    def order(self, order: SampleOrder) -> SampleOrder:
+        """Return the order of the epoch, in which those positions come first, from `start` on."""
+        return order if self.left is None else _RestOrder(order, self)
+
+    def positions(self, places: Positions) -> Positions:
+        """Return the positions at these places of that order, each at least `start`: int64 of the same shape."""
+        if self.left is None:
+            return places
+        positions = places.copy()
+        is_left = places < self.end_of_left
+        positions[is_left] = self.left[places[is_left] - self.start]
+        return positions
+
+
+class _RestOrder:
+    """An order in which some positions come before others."""
+
+    def __init__(self, order: SampleOrder, rest: Rest) -> None:
+        assert rest.left is not None
+        self._order = order
+        self._rest = rest
+        self._hash = hashlib.sha256(rest.left.tobytes()).hexdigest()
+
+    @property
+    def num_samples(self) -> int:
+        return self._order.num_samples
+
+    def rows(self, positions: Positions, *, seed: int, epoch: int) -> Positions:
+        return self._order.rows(self._rest.positions(positions), seed=seed, epoch=epoch)
+
+    def identity(self) -> tuple[object, ...]:
+        return (*self._order.identity(), "left", self._rest.start, self._hash)
+
+
+class Unfinished(NamedTuple):
+    """What is left after a position, besides all positions from it on."""
+
+    left: Positions | None = None
+    """As in `Rest`, for a `start` at that position."""
+    window: OpenWindow | None = None
+    """In which the position is."""
+
+    def to_text(self) -> str:
+        """Return it as text, which every format of checkpoints can hold; empty if there is nothing to tell."""
+        if self.left is None:
+            return ""
+        window = None
+        if self.window is not None:
+            before = self.window.left
+            window = {name: getattr(self.window, name) for name in _SIZES}
+            window["left"] = None if before is None else _encode(before)
+        return json.dumps({"left": _encode(self.left), "window": window})
+
+    @classmethod
+    def from_text(cls, text: str, *, position: int, num_samples: int) -> "Unfinished":
+        """Return what `to_text` made text of, for a position of an epoch of so many samples.
+
+        Raises:
+            StateError: the text is damaged.
+
+        """
+        if not text:
+            return cls()
+        try:
+            entries = json.loads(text)
+        except (ValueError, RecursionError):
+            entries = None
+        entries = _check_entries(entries, ("left", "window"))
+        left = _decode(entries["left"], position, num_samples)
+        if entries["window"] is None:
+            return cls(left=left)
+        window = _check_entries(entries["window"], (*_SIZES, "left"))
+        for name in _SIZES:
+            low, high = (0, position) if name == "start" else (1, INT64_MAX)
+            check_value(window[name], f"{_HAS} {name}", integer(low, high))
+        before = window.pop("left")
+        left_before = None if before is None else _decode(before, window["start"], num_samples)
+        return cls(left=left, window=OpenWindow(**window, left=left_before))
+
+
+class SavedPosition(NamedTuple):
+    """The state of a loader."""
+
+    epoch: int
+    """The epoch."""
+    position: int
+    """Samples of it that are trained."""
+    seed: int
+    """Of the loader."""
+    unfinished: Unfinished
+    """What is left, besides all positions from that one on."""
+
+    def to_state(self, num_samples: int, fingerprint: str) -> dict[str, Any]:
+        """Return the state, given the number of samples of an epoch, and a hash of all that decides on their order."""
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "num_samples": num_samples,
+            "fingerprint": fingerprint,
+            "window": self.unfinished.to_text(),
+        }
+
+    @classmethod
+    def from_state(cls, state: object, num_samples: int, fingerprint: str) -> "SavedPosition":
+        """Return what `to_state` made a state of.
+
+        Raises:
+            StateError: the state is damaged, of another version, or of another number of samples or fingerprint.
+
+        """
+        entries = check_state(state, "the loader", _STATE_VERSION, _STATE_FIELDS)
+        if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
+            raise StateError(
+                f"the loader's state is of other data or filters: it has {entries['num_samples']:,} samples and "
+                f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and {fingerprint[:12]}; load "
+                "it with the dataset and the filters that it was saved with"
+            )
+        position = entries["position"]
+        if position > num_samples:
+            raise StateError(
+                f"the loader's state has position {position} of {num_samples} samples; load a state that state_dict "
+                "returned"
+            )
+        unfinished = Unfinished.from_text(entries["window"], position=position, num_samples=num_samples)
+        return cls(entries["epoch"], position, entries["seed"], unfinished)
+
+
+def _check_entries(entries: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return entries that must have exactly these names."""
+    if not isinstance(entries, Mapping) or set(entries) != set(names):
+        raise StateError(f"{_HAS} damaged entries; load an intact one")
+    return dict(entries)
+
+
+def _encode(left: Positions) -> list[Any]:
+    """Return positions as the first one, how many there are, and one bit for each position from the first on."""
+    bits = np.zeros(int(left[-1]) + 1 - int(left[0]), dtype=np.bool_)
+    bits[left - left[0]] = True
+    return [int(left[0]), len(left), base64.b64encode(np.packbits(bits).tobytes()).decode("ascii")]
+
+
+def _decode(value: object, start: int, num_samples: int) -> Positions:
+    """Return what `_encode` was given: positions of an epoch that are left after `start` samples."""
+    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], str)):
+        raise StateError(f"{_HAS} {show(value)} instead of positions; load an intact one")
+    first, count, text = value
+    check_value(first, f"{_HAS} first position", integer(0, start))
+    check_value(count, f"{_HAS} number of positions", integer(1, num_samples - start))
+    try:
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8))
+    except (binascii.Error, ValueError):
+        bits = np.empty(0, dtype=np.uint8)
+    left: Positions = first + np.flatnonzero(bits)
+    # As many samples as come before the start are trained, all of them positions before the end of what is left.
+    if len(left) != count or left[0] != first or left[-1] >= start + count:
+        raise StateError(f"{_HAS} damaged positions, {show(text)}; load an intact one")
+    return left
