@@ -47,7 +47,7 @@ from evenrank.dataloader.picks import Pick, Picker, StepShape
 from evenrank.dataloader.random_data import RandomData, draw_samples
 from evenrank.dataloader.rest import Rest
 from evenrank.datasets import SequenceStore
-from evenrank.datasets.distributions import Lognormal, Uniform
+from evenrank.datasets.distributions import Distribution, Lognormal, Uniform
 from evenrank.datasets.order import EpochSchedule, Samples, ShuffledOrder
 
 BATCH_SIZE = 32
@@ -62,10 +62,10 @@ _NUM_WORKERS = 4
 Row = dict[str, int | float | str]
 
 
-def make_store(num_rows: int) -> SequenceStore:
+def make_store(num_rows: int, distribution: Distribution = LENGTHS) -> SequenceStore:
     """Return rows of drawn lengths, whose events are all the same element in memory."""
     store = draw_samples(RandomData(), np.random.default_rng(0), 1, min_length=1, split="train")
-    lengths = LENGTHS.sample(np.random.default_rng(0), num_rows)
+    lengths = distribution.sample(np.random.default_rng(0), num_rows)
     offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
     events = {name: np.broadcast_to(values[:1], offsets[-1:]) for name, values in store.events.items()}
     return replace(store, offsets=offsets, events=events, rows={"user_id": np.arange(num_rows)})
