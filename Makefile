@@ -64,6 +64,8 @@ package: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py
 	@$(BIN)/python scripts/bench/sampler.py
+	@$(BIN)/python scripts/bench/window.py
+	@$(BIN)/python scripts/bench/window_training.py
 	@$(BIN)/python scripts/bench/loader.py
 	@$(BIN)/python scripts/bench/preprocess.py --shape ml-20m
 	@$(BIN)/python scripts/bench/preprocess.py --shape kuairand-1k

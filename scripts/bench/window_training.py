@@ -1,14 +1,14 @@
 """Train a small HSTU model with windows of several steps and without, on one CPU: does the result suffer?
 
-    .venv/bin/python scripts/bench/window_training.py [--data FOLDER --positive-action 7] [--windows 1,8,32] [--seeds 8]
+    .venv/bin/python scripts/bench/window_training.py [--data FOLDER --positive-action 7] [--windows 1,8,32] [--seeds 5]
 
 FOLDER is what `evenrank preprocess` wrote; its train split is trained, its eval split evaluated. Without it, users are
-drawn whose histories are lognormal (mean 40, std 60, 1..400 events) and whose labels depend on items, on the user's
-taste, on what came before, and on the length of the history: long ones have fewer positive labels, so that they cannot
-be left out or gathered without notice.
+drawn whose histories are lognormal (mean 25, std 50, 1..400 events) and whose labels depend on the item, on the user's
+taste, and on the length of the history: long ones have fewer positive labels, so that steps in which they are gathered
+teach something else than others.
 
-One process trains all ranks: it has the loader of each, and adds up the gradients of their batches in each step before
-the optimizer takes it, as DDP would. All windows of a seed have the same initial weights, samples and number of steps.
+One process has the loaders of all ranks, and trains the samples of all their batches of a step as one batch, whose
+gradient is what DDP would average. All windows of a seed have the same initial weights, samples and number of steps.
 Prints one JSON line per run:
 
     auc, eval_loss    on the eval split after the last step: AUC, and mean loss of a label
@@ -26,7 +26,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from hstu.ranking import HSTURanking, at_least
 from hstu.tables import tables
 
 _NUM_ITEMS = 1000
-_SYNTHETIC_LENGTHS = Lognormal(mean=40, std=60, low=1, high=400)
+_SYNTHETIC_LENGTHS = Lognormal(mean=25, std=50, low=1, high=400)
 _WARMUP_STEPS = 20
 METRICS = ("auc", "eval_loss", "loss_std", "heaviest")
 
@@ -148,8 +148,8 @@ def _with_labels(
     """Return the users with actions 0 and 1."""
     items, lengths = store.events["item_id"], store.lengths
     tastes = rng.normal(size=(len(store), 4)).repeat(lengths, axis=0)
-    # Half a unit less for each doubling of the length, so that those of 4 events have 1.6 more than those of 40.
-    habit = (-0.5 * np.log2(lengths / 40)).repeat(lengths)
+    # Half a unit less for each doubling of the length: users with 200 events like few items, those with 3 most.
+    habit = (-0.5 * np.log2(lengths / 25)).repeat(lengths)
     logits = quality[items] + 0.7 * (tastes * traits[items]).sum(axis=1) + habit
     actions = rng.random(len(items)) < 1 / (1 + np.exp(-logits))
     return replace(store, events={**store.events, "action": actions.astype(np.int32)})
@@ -174,19 +174,16 @@ def make_loaders(
     ]
 
 
-def step_loss(model: HSTURanking, batches: Sequence[SequenceBatch]) -> float:
-    """Compute the gradients of a step, and return its mean loss of a label."""
-    total = 0.0
-    for batch in batches:
-        loss_sums, _ = model(batch)
-        loss = scale_loss(loss_sums.sum(), batch, dp_size=1)
-        loss.backward()
-        total += float(loss)
-    return total
+def union(loader: Loader[SequenceBatch], batches: Sequence[SequenceBatch]) -> SequenceBatch:
+    """Return one batch of the samples of all ranks, which has the gradient that DDP would average from theirs."""
+    ids = np.concatenate([batch.sample_ids[: batch.num_real].numpy() for batch in batches])
+    batch = loader.collate(ids)
+    batch.world_loss_tokens, batch.dp_size = batches[0].world_loss_tokens, 1
+    return batch
 
 
 @torch.no_grad()
-def evaluate(model: HSTURanking, batches: Iterator[SequenceBatch] | Loader[SequenceBatch]) -> dict[str, float]:
+def evaluate(model: HSTURanking, batches: Loader[SequenceBatch]) -> dict[str, float]:
     """Return the metrics of the eval split."""
     model.eval()
     auc = BinaryAUC(1)
@@ -195,7 +192,7 @@ def evaluate(model: HSTURanking, batches: Iterator[SequenceBatch] | Loader[Seque
         assert batch.labels is not None
         loss_sums, logits = model(batch)
         auc.update(logits, model.dense.targets(batch.labels.values()))
-        loss_sum, num_labels = loss_sum + float(loss_sums.sum()), num_labels + len(logits)
+        loss_sum, num_labels = loss_sum + loss_sums.sum().item(), num_labels + len(logits)
     model.train()
     return {"auc": auc.compute()[0], "eval_loss": loss_sum / num_labels}
 
@@ -220,8 +217,11 @@ def run(data: Data, settings: Settings, *, window: int, seed: int) -> dict[str, 
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * min(1.0, (len(losses) + 1) / _WARMUP_STEPS)
             optimizer.zero_grad()
-            losses.append(step_loss(model, batches))
+            batch = union(loaders[0], batches)
+            loss = scale_loss(model(batch)[0], batch).sum()
+            loss.backward()
             optimizer.step()
+            losses.append(loss.item())
     config = replace(settings.read(split="eval", order="rows"), batch_size=32)
     evaluated = evaluate(model, Loader([data.evaluated], config.make_collate(), config, rank=0, world_size=1))
     last_epoch = losses[-(len(losses) // settings.epochs) :]
@@ -255,13 +255,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder that `evenrank preprocess` wrote; default: drawn users")
     parser.add_argument("--positive-action", type=int, default=1, help="labels are positive from this action on")
-    parser.add_argument("--users", type=int, default=2048, help="drawn users to train")
+    parser.add_argument("--users", type=int, default=1536, help="drawn users to train")
     parser.add_argument("--windows", default="1,8,32", help="steps of a window, comma-separated")
-    parser.add_argument("--seeds", type=int, default=8, help="runs of each window, at least 2")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each window, at least 2")
     parser.add_argument("--ranks", type=int, default=8, help="that share a step")
     parser.add_argument("--batch-size", type=int, default=2, help="samples per rank")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the train split")
-    parser.add_argument("--max-history-length", type=int, default=200, help="events of a history")
+    parser.add_argument("--max-history-length", type=int, default=100, help="events of a history")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="of AdamW")
     arguments = parser.parse_args()
     # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
