@@ -19,6 +19,7 @@ from evenrank.dataloader import (
     build_stream_loader,
     merge_stream_states,
 )
+from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Lognormal, Zipf
 from tests.dataloader.resuming import (
@@ -30,8 +31,19 @@ from tests.dataloader.resuming import (
     stop_and_resume_everywhere,
 )
 
-KINDS = ("shuffle", "rows", "time", "candidates", "semantic ids", "mixture", "stream", "stream of semantic ids")
+KINDS = (
+    "shuffle",
+    "rows",
+    "time",
+    "candidates",
+    "semantic ids",
+    "mixture",
+    "windows",
+    "stream",
+    "stream of semantic ids",
+)
 STREAM = StreamConfig(num_shards=5, buffer_rows=5, open_shards=2)
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 _open_store_once = functools.cache(open_store)
 
@@ -92,6 +104,9 @@ def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) ->
             return build_stream_loader(path, LoaderConfig(max_num_candidates=2, **options), STREAM, **rank)
         case "stream of semantic ids":
             return build_stream_loader(path, SemanticIdConfig(codes=codes, **options), STREAM, **rank)
+        case "windows":
+            balance = BalanceConfig(cost=COST, window=2 + seed % 4)
+            return build_loader(path, LoaderConfig(**options), **rank, balance=balance)
         case "candidates":
             return build_loader(path, LoaderConfig(max_num_candidates=3, **options), **rank)
         case order:

@@ -30,7 +30,7 @@ from evenrank.dataloader import (
     jagged,
     merge_stream_states,
 )
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.state import decode, encode
 from tests.dataloader.balance.costs import Ints, Lengths
 
@@ -59,6 +59,9 @@ STREAM = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
 KINDS: dict[str, Callable[[Path], Any]] = {
     "loader": lambda path: build_loader(path, CONFIG, **RANK),
     "mixture": lambda path: build_loader(Mixture(weights={path: 1, str(path): 1}), CONFIG, **RANK),
+    "loader with windows": lambda path: build_loader(
+        path, CONFIG, **RANK, balance=BalanceConfig(cost=_tokens, window=3)
+    ),
     "stream": lambda path: build_stream_loader(path, CONFIG, STREAM, **RANK),
     "random batches": lambda path: RandomBatches(LoaderConfig(batch_size=8), num_batches=9, **RANK),
     "balanced loader": lambda path: Balancer(build_loader(path, CONFIG, **RANK), cost=_tokens),

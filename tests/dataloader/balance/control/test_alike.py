@@ -38,6 +38,7 @@ def _create(rank: int, world_size: int, path: Path, of_second: dict[str, Any]) -
             "RankError",
             "strategy differs between ranks: lpt-swap on rank 0, min-move on rank 1",
         ),
+        ({"balance": {"window": 4}}, "RankError", "window differs between ranks: 1 on rank 0, 4 on rank 1"),
         ({"balance": {"cost": replace(COST, hidden=9)}}, "RankError", "cost differs between ranks: HSTUCost("),
         ({"config": {"prefetch": 3}}, "RankError", "prefetch differs between ranks: 16 on rank 0, 3 on rank 1"),
         (
