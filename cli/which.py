@@ -76,6 +76,9 @@ def which_command(
     tolerance: Annotated[
         float, typer.Option(help="Relative tolerance above the lower bound at which balancing stops.")
     ] = 0.001,
+    window: Annotated[
+        int, typer.Option(help="Steps whose samples may change steps: the window of BalanceConfig.", min=1)
+    ] = 1,
     cost: CostFile = None,
     hidden: Hidden = 1024,
     heads: Heads = 4,
@@ -84,7 +87,8 @@ def which_command(
     """Show which samples a rank trained in a step, for example to find the one that made a loss NaN.
 
     Pass the settings of the job. The batch is that of a loader with `balance`, or of a Balancer over a loader, with the
-    same settings; `Loader.pick` does the same for settings that have no option here. Examples:
+    same settings; `Loader.pick` does the same for settings that have no option here, and for jobs that resumed within
+    a window. Examples:
 
     \b
         evenrank which out/ml-20m --step 17 --rank 3 --world-size 8 --batch-size 32
@@ -112,7 +116,7 @@ def which_command(
             seed=seed,
             drop_last=drop_last,
         )
-        balance = BalanceConfig(cost=model, strategy=strategy, tolerance=tolerance)
+        balance = BalanceConfig(cost=model, strategy=strategy, tolerance=tolerance, window=window)
         on_stage(f"opening {split}")
         store = open_store(path, split)
         loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)

@@ -72,6 +72,7 @@ class TrainConfig:
     strategy: str = setting(
         "lpt-swap", "How samples are distributed: `lpt-swap` balances best, `min-move` moves least."
     )
+    window: int = setting(1, "Sampler: steps whose samples may change steps, to make them more even.", at_least=1)
     batch_size: int = setting(32, "Samples per data-parallel rank and step.", at_least=1)
     num_workers: int = setting(1, "Threads per rank that collate batches.", at_least=0)
 

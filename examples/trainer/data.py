@@ -64,7 +64,9 @@ def open_loader(
     """
     balance = None
     if config.balance == SAMPLER:
-        balance = BalanceConfig(cost=cost, strategy=config.strategy, group=world.data, on_step=on_step)
+        balance = BalanceConfig(
+            cost=cost, strategy=config.strategy, window=config.window, group=world.data, on_step=on_step
+        )
     return on_all_ranks(
         lambda: build_loader(data, read, rank=world.data_rank, world_size=world.data_size, balance=balance)
     )
@@ -104,12 +106,17 @@ def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options
 
 
 def check_names(config: TrainConfig) -> None:
-    """Check the names of implementations that a job chooses, before anything is made or opened.
+    """Check the names of implementations that a job chooses, and what these need, before anything is made or opened.
 
     Raises:
-        ConfigError: there is no such strategy or exchange.
+        ConfigError: there is no such strategy or exchange, or it has no windows.
 
     """
     STRATEGIES.check(config.strategy)
     if config.balance not in ("none", SAMPLER, *EXCHANGES):
         raise ConfigError(f"balance must be one of none, {SAMPLER}, {', '.join(EXCHANGES)}, got {config.balance!r}")
+    if config.window > 1 and config.balance != SAMPLER:
+        raise ConfigError(
+            f"window={config.window} needs balance = {SAMPLER!r}, which plans several steps at once, got "
+            f"{config.balance!r}; choose it, or leave out window"
+        )

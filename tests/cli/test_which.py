@@ -42,20 +42,27 @@ def _which(path: Path, **options: Any) -> str:
 
 
 def _batches(
-    path: Path, rank: int, options: dict[str, Any], strategy: str, epoch: int, stop: int
+    path: Path, rank: int, options: dict[str, Any], balancing: dict[str, Any], epoch: int, stop: int
 ) -> tuple[list[SequenceBatch], list[SequenceBatch], int]:
-    """Return the first batches of a rank from an epoch on, some after a resume, and the position of the resume."""
+    """Return the first batches of a rank from an epoch on, some after a resume, and the position of the resume.
+
+    Of a resume within a window, to which the position does not suffice, there are none.
+    """
     world_size = options["world_size"]
     config = LoaderConfig(**{name: value for name, value in options.items() if name != "world_size"})
     cost = hstu_cost(hidden=1024, heads=4, layers=8)
-    balance = None if strategy == "identity" else BalanceConfig(cost=cost, strategy=strategy)
+    balance = None if balancing["strategy"] == "identity" else BalanceConfig(cost=cost, **balancing)
     loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
     loader.load_state_dict({**loader.state_dict(), "epoch": epoch})
     before = list(itertools.islice(loader, stop))
     state = loader.state_dict()
     loader.load_state_dict(state)
     is_same_epoch = loader.epoch == state["epoch"]
-    return before, list(itertools.islice(loader, 3)), state["position"] if is_same_epoch else 0
+    return (
+        before,
+        list(itertools.islice(loader, 0 if state["window"] else 3)),
+        state["position"] if is_same_epoch else 0,
+    )
 
 
 @settings(max_examples=40)
@@ -64,7 +71,10 @@ def _batches(
     batch_size=st.integers(1, 9),
     epoch=st.integers(0, 3),
     stop=st.integers(1, 12),
-    strategy=st.sampled_from(STRATEGIES),
+    balancing=st.one_of(
+        st.fixed_dictionaries({"strategy": st.sampled_from(STRATEGIES)}),
+        st.fixed_dictionaries({"strategy": st.just("lpt-swap"), "window": st.integers(2, 4)}),
+    ),
     order=st.sampled_from(["shuffle", "rows", "time"]),
     drop_last=st.booleans(),
     seed=st.integers(0, 3),
@@ -76,7 +86,7 @@ def test_the_samples_are_those_of_the_loaders_batches_also_after_a_resume(
     batch_size: int,
     epoch: int,
     stop: int,
-    strategy: str,
+    balancing: dict[str, Any],
     order: str,
     drop_last: bool,
     seed: int,
@@ -91,7 +101,7 @@ def test_the_samples_are_those_of_the_loaders_batches_also_after_a_resume(
         "max_num_candidates": candidates,
     }
     for rank in range(world_size):
-        before, after, position = _batches(small_dataset, rank, options, strategy, epoch, stop)
+        before, after, position = _batches(small_dataset, rank, options, balancing, epoch, stop)
         for batch, start in [*((batch, 0) for batch in before[-2:]), *((batch, position) for batch in after)]:
             output = _which(
                 small_dataset,
@@ -99,7 +109,7 @@ def test_the_samples_are_those_of_the_loaders_batches_also_after_a_resume(
                 rank=rank,
                 epoch=batch.epoch,
                 position=start,
-                strategy=strategy,
+                **balancing,
                 **options,
             )
             assert _ids(output) == ids_of(batch)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -125,6 +125,15 @@ SHAPES = st.fixed_dictionaries(
     shapes=st.lists(SHAPES, min_size=1, max_size=4),
     stops=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     order=st.sampled_from(["shuffle", "time"]),
+)
+@example(  # what is left of the first window is more than the second one has
+    shapes=[
+        {"world_size": 5, "batch_size": 4, "balance": {"window": 6}},
+        {"world_size": 1, "batch_size": 1, "balance": {"window": 4}},
+        {"world_size": 2, "batch_size": 3, "balance": {"window": 2}},
+    ],
+    stops=[2, 2, 1, 0],
+    order="shuffle",
 )
 def test_each_sample_comes_once_through_any_chain_of_jobs_that_resume(
     small_dataset: Path, shapes: Sequence[Mapping[str, Any]], stops: Sequence[int], order: str

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import signal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,23 @@ def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_hap
     assert losses[len(losses)] < losses[1]
     whole, resumed = (_log(tmp_path / name, "eval")[-1] for name in ("whole", "parts"))
     assert resumed == pytest.approx(whole, abs=1e-3)
+
+
+def test_a_job_that_dies_within_a_window_finishes_it(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
+    def job(out: str, **more: Any) -> dict[str, Any]:
+        options = {"balance": "sampler", "window": 4, "batch_size": 12, "learning_rate": 0.01}
+        return settings(tmp_path / out, small_dataset, **options, **more)
+
+    samples, losses = together(ranks.run(2, run, job("whole")))
+    ranks.run(2, run, job("parts", checkpoint_every=3), 6)
+    shutil.copytree(tmp_path / "parts", tmp_path / "other ranks")
+    rest, rest_losses = together(ranks.run(2, run, job("parts")))
+    assert list(rest) == list(range(4, len(samples) + 1))
+    assert rest == {step: samples[step] for step in rest}
+    assert rest_losses == pytest.approx({step: losses[step] for step in rest_losses}, rel=1e-5)
+    elsewhere, _ = together(ranks.run(3, run, job("other ranks")))
+    done = [samples[step] for step in (1, 2, 3)]
+    assert sorted(chain(*done, *elsewhere.values())) == sorted(chain(*samples.values()))
 
 
 def test_dropout_is_the_same_after_resuming(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
@@ -152,6 +171,10 @@ def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
     [
         ({"strategy": "best"}, "no strategy is called 'best'; known are identity, "),
         ({"strategy": "best", "balance": "none"}, "no strategy is called 'best'; known are identity, "),
+        (
+            {"window": 4},
+            "window=4 needs balance = 'sampler', which plans several steps at once, got 'all-to-a",
+        ),
         ({"balance": "some"}, "balance must be one of none, sampler, all-to-all, all-gather, got 'some'"),
     ],
 )
