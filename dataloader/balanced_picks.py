@@ -22,7 +22,6 @@ from evenrank.datasets.order import SampleOrder, derive_seed
 from evenrank.datasets.store import SequenceStore
 
 _PLANS_KEPT = 4  # the rest of an epoch and all of it, for the epoch that is iterated over and the next one
-_WINDOWS_KEPT = 4  # those that workers make batches of at the same time, unless windows are short
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -159,7 +158,8 @@ class WindowedPicker(BalancedPicker[Batch]):
         self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
     ) -> None:
         super().__init__(stores, collate, shape, balance)
-        self._deals: Memo[NDArray[np.int64]] = Memo(_WINDOWS_KEPT)
+        # The windows of all steps in flight, of which the first and the last may be within theirs, and one for states.
+        self._deals: Memo[NDArray[np.integer[Any]]] = Memo(-(-shape.in_flight // balance.window) + 2)
 
     def begin(self, order: SampleOrder, rest: Rest, *, seed: int) -> Iteration:
         """Return the iteration over what is left of an epoch, whose windows are planned when they are picked from."""
@@ -203,12 +203,12 @@ class WindowedPicker(BalancedPicker[Batch]):
         again = self.unfinished(order, rest, saved.position, seed=saved.seed).left
         return rest if left is not None and again is not None and np.array_equal(again, left) else otherwise
 
-    def _deal(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-        def deal() -> NDArray[np.int64]:
+    def _deal(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
+        def deal() -> NDArray[np.integer[Any]]:
             sample_ids = order.rows(np.arange(first, end), seed=seed, epoch=epoch)
-            return self._sampler.deal(
-                self._lengths(sample_ids), len(sample_ids), seed=derive_seed(seed, first), epoch=epoch
-            )
+            count = len(sample_ids)
+            dealt = self._sampler.deal(self._lengths(sample_ids), count, seed=derive_seed(seed, first), epoch=epoch)
+            return dealt.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
 
         return self._deals.get((order.identity(), first, end, seed, epoch), deal)
 

@@ -138,7 +138,13 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._on_step = None if balance is None else balance.on_step
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_identity = {} if balance is None else balance.identity() | {"prefetch": config.prefetch}
-        shape = StepShape(rank=rank, world_size=world_size, batch_size=config.batch_size, drop_last=config.drop_last)
+        shape = StepShape(
+            rank=rank,
+            world_size=world_size,
+            batch_size=config.batch_size,
+            drop_last=config.drop_last,
+            in_flight=(config.num_workers + 1) * config.prefetch,
+        )
         self._picker = make_picker(self._stores, collate, shape, balance)
         if rank == 0:
             for reason, rows in self.left_out.items():

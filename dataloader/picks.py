@@ -44,6 +44,8 @@ class StepShape:
     """Rows of a batch, per rank."""
     drop_last: bool
     """Leave out a last step that has room for more samples."""
+    in_flight: int = 1
+    """Steps from the one that is trained to the last one that is picked ahead of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

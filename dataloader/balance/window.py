@@ -14,7 +14,7 @@ step has the loads 10 10, the other one 2 2.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,13 +73,14 @@ class WindowedOrder:
     def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the positions, in the order before, of those at these places: int64 of the same shape."""
         positions = places.copy()
-        size = self.windows.steps * self.windows.samples_per_step
-        window_of = (places - self.windows.start) // size
-        for window in np.unique(window_of[places < self.windows.end]).tolist():
-            first, end = self.windows.bounds(self.windows.start + window * size)
-            in_window = (first <= places) & (places < end)
+        left = np.flatnonzero(places < self.windows.end)
+        while len(left):
+            first, end = self.windows.bounds(int(places[left[0]]))
+            in_window = (first <= places[left]) & (places[left] < end)
+            of_window, left = left[in_window], left[~in_window]
             dealt = self._deal_window(self._order, first, end, seed=seed, epoch=epoch)
-            positions[in_window] = first + dealt[places[in_window] - first]
+            positions[of_window] = dealt[places[of_window] - first]
+            positions[of_window] += first
         return positions
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -94,8 +95,8 @@ class WindowedOrder:
 class DealWindow(Protocol):
     """Deals the samples of a window of an order."""
 
-    def __call__(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the indices of the samples at positions first..end-1, step by step: int64 [end - first]."""
+    def __call__(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
+        """Return the indices of the samples at positions first..end-1, step by step: integers [end - first]."""
         ...
 
 
@@ -128,12 +129,20 @@ def deal(
 
     """
     num_bins = num_steps * world_size
-    # Bins have as many samples as ranks, so that steps do, whether a step then has equal counts or not.
-    bins = assign(costs, num_bins, dataclasses.replace(settings, equal_counts=True), tokens=tokens)
+    # Bins have as many samples as ranks, so that steps do, whether a step then has equal counts or not. Nothing moves
+    # when samples are dealt, so tokens matter for the limit alone.
+    settings = dataclasses.replace(settings, equal_counts=True)
+    bins = assign(costs, num_bins, settings, tokens=None if settings.max_tokens_per_rank is None else tokens)
     loads = bins.loads(costs)
     rounded = np.rint(loads / max(loads.mean(), 1) / _EQUAL_WITHIN)
-    by_chance = permute(np.arange(num_bins), num_bins, seed=seed, epoch=epoch)
+    by_chance = _shuffled(num_bins, seed=seed, epoch=epoch)
     by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
-    step_of_bin = np.empty(num_bins, dtype=np.int64)
-    step_of_bin[by_load] = np.repeat(permute(np.arange(num_steps), num_steps, seed=seed, epoch=epoch), world_size)
+    step_of_bin = np.empty(num_bins, dtype=np.min_scalar_type(num_steps))  # narrow integers are sorted faster
+    step_of_bin[by_load] = np.repeat(_shuffled(num_steps, seed=seed, epoch=epoch), world_size)
     return np.argsort(step_of_bin[bins.rank_of.reshape(-1)], kind="stable")
+
+
+def _shuffled(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return 0..count-1 in a random order."""
+    # Of a few elements alone, `permute` yields some orders more often than others.
+    return np.argsort(permute(np.arange(count), 1 << 62, seed=seed, epoch=epoch))
