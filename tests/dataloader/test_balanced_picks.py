@@ -20,6 +20,7 @@ from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, sampler
 from evenrank.dataloader.balance.window import deal
+from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.batches import ids_of
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -95,6 +96,37 @@ def test_an_epoch_waits_less_for_its_heaviest_ranks(small_dataset: Path) -> None
         in_all[window] = int(sum(step.after.max() for step in metrics))
     assert in_all[1] > in_all[2] > in_all[4] > in_all[8]
     assert in_all[8] < 0.85 * in_all[1]
+
+
+def _ones(lengths: Lengths, num_candidates: Ints) -> Ints:
+    return np.ones_like(num_candidates)
+
+
+def test_chance_is_another_one_in_each_window_and_epoch(small_dataset: Path) -> None:
+    (plain,) = _loaders(small_dataset, 1, None)
+    (dealt,) = _loaders(small_dataset, 1, {"window": 4, "cost": _ones})
+    deals = []
+    for _ in range(2):
+        place_of = {sample: place for place, sample in enumerate(_flat(_iterate([plain])))}
+        places = [place_of[sample] for sample in _flat(_iterate([dealt]))]
+        windows = [places[first : first + 16] for first in range(0, len(places) - 15, 16)]
+        deals += [tuple(place - min(window) for place in window) for window in windows]
+    # Samples of equal cost can only be told apart by their positions, so alike windows would be dealt alike.
+    assert len(set(deals)) == len(deals) > 20
+
+
+class _Large:
+    """Costs that fill 62 bits in a step, and can be shifted so that those of a window do not exceed them."""
+
+    max_cost = 1 << 59
+
+    def __call__(self, lengths: Lengths, num_candidates: Ints) -> Ints:
+        return np.minimum(lengths["item_id"] + 1, 32) << 54
+
+
+def test_costs_of_a_window_do_not_overflow(small_dataset: Path) -> None:
+    loaders = _loaders(small_dataset, 2, {"window": 8, "cost": _Large()})
+    assert sorted(_flat(_iterate(loaders))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
 
 
 def test_mixtures_are_dealt_too(small_dataset: Path, tmp_path: Path) -> None:
