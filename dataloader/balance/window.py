@@ -135,10 +135,10 @@ def deal(
     bins = assign(costs, num_bins, settings, tokens=None if settings.max_tokens_per_rank is None else tokens)
     loads = bins.loads(costs)
     rounded = np.rint(loads / max(loads.mean(), 1) / _EQUAL_WITHIN)
-    by_chance = _shuffled(num_bins, seed=seed, epoch=epoch)
+    by_chance = _shuffled(num_bins, seed=seed, epoch=2 * epoch)
     by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
     step_of_bin = np.empty(num_bins, dtype=np.min_scalar_type(num_steps))  # narrow integers are sorted faster
-    step_of_bin[by_load] = np.repeat(_shuffled(num_steps, seed=seed, epoch=epoch), world_size)
+    step_of_bin[by_load] = np.repeat(_shuffled(num_steps, seed=seed, epoch=2 * epoch + 1), world_size)
     return np.argsort(step_of_bin[bins.rank_of.reshape(-1)], kind="stable")
 
 
