@@ -93,8 +93,8 @@ def test_steps_of_equal_loads_differ_by_chance() -> None:
 
 
 def test_a_window_does_not_begin_with_its_heaviest_step() -> None:
-    costs = np.where(np.arange(4 * 2 * 2) < 2, 100, 1)
-    for world_size in (1, 2):  # of 4 samples and of 2
+    for world_size in (1, 2):
+        costs = np.where(np.arange(4 * world_size * 2) < world_size, 100, 1)
         heaviest = [int(np.argmax(costs[_deal(costs, 4, world_size, seed=seed)].sum(axis=1))) for seed in range(200)]
         assert np.bincount(heaviest, minlength=4).min() > 25
     epochs = {tuple(_deal(costs, 4, 2, epoch=epoch).reshape(-1).tolist()) for epoch in range(5)}
