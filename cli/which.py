@@ -50,7 +50,8 @@ def which_command(
     position: Annotated[
         int,
         typer.Option(
-            help="Position in the epoch at which the iteration began: for a job that resumed, the one in its state."
+            help="Position in the epoch at which the iteration began: for a job that resumed, the one in its state. If "
+            "that state tells of a window, use Loader.pick with the state instead."
         ),
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the loader.")] = 0,
@@ -77,7 +78,10 @@ def which_command(
         float, typer.Option(help="Relative tolerance above the lower bound at which balancing stops.")
     ] = 0.001,
     window: Annotated[
-        int, typer.Option(help="Steps whose samples may change steps: the window of BalanceConfig.", min=1)
+        int,
+        typer.Option(
+            help="Steps whose samples may change steps: the window of BalanceConfig. Needs --strategy.", min=1
+        ),
     ] = 1,
     cost: CostFile = None,
     hidden: Hidden = 1024,
@@ -97,6 +101,8 @@ def which_command(
     if rank >= world_size:
         raise ConfigError(f"--rank must be below --world-size {world_size}, got {rank}; ranks are numbered from 0")
     check_step_size(world_size, batch_size)
+    if window > 1 and strategy == "identity":
+        raise ConfigError(f"--window {window} needs a job that balances; pass its --strategy, such as lpt-swap")
     with console.stages() as on_stage, console.without_warnings(*_HIDDEN):
         on_stage("importing torch")
         from evenrank.dataloader import LoaderConfig, build_loader

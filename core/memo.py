@@ -1,5 +1,6 @@
 """`Memo`: results that threads share, each computed once."""
 
+import os
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -9,9 +10,9 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Value]):
-    """Keeps the values that were computed last. A thread that asks for one that another computes waits for it.
+    """Keeps the values that were used last. A thread that asks for one that another computes waits for it.
 
-    Pickling keeps no values.
+    Pickling keeps no values, and neither does a fork.
 
     Args:
         size: limit to the number of values.
@@ -20,25 +21,31 @@ class Memo(Generic[Value]):
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._clear()
+
+    def _clear(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
-        self._values: dict[Hashable, Future[Value]] = {}
+        self._values: dict[Hashable, Future[Value]] = {}  # the one that was used last comes last
 
     def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
         """Return the value of a key, computing it if it is not kept. What `compute` raises is raised, and not kept."""
-        with self._lock:
-            value = self._values.get(key)
-            is_new = value is None
-            if value is None:
-                value = self._values[key] = Future()
+        if self._process != os.getpid():
+            self._clear()  # a forked child would wait forever for threads that it does not have
+        own: Future[Value] = Future()
+        try:
+            with self._lock:
+                value = self._values[key] = self._values.pop(key, own)
                 if len(self._values) > self._size:
                     del self._values[next(iter(self._values))]
-        if is_new:
-            try:
-                value.set_result(compute())
-            except BaseException as error:
-                value.set_exception(error)
-                with self._lock:
-                    self._values.pop(key, None)
+            if value is own:
+                own.set_result(compute())
+        except BaseException as error:  # an interrupt, too, or others would wait forever
+            with self._lock:
+                if self._values.get(key) is own:
+                    del self._values[key]
+            own.set_exception(error)
+            raise
         return value.result()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -165,9 +165,12 @@ class WindowedPicker(BalancedPicker[Batch]):
         """Return the iteration over what is left of an epoch, whose windows are planned when they are picked from."""
         iteration = super().begin(order, rest, seed=seed)
         samples_per_step = self._shape.world_size * self._shape.batch_size
+        end = order.num_samples - (order.num_samples - rest.position) % samples_per_step
+        steps_to_drain = -(-(rest.end_of_left - rest.start) // samples_per_step)
         windows = Windows(
             start=rest.start,
-            end=order.num_samples - (order.num_samples - rest.position) % samples_per_step,
+            first_end=min(rest.start + steps_to_drain * samples_per_step, end),
+            end=end,
             samples_per_step=samples_per_step,
             steps=self._balance.window,
         )

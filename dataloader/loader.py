@@ -133,7 +133,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self.num_samples = self._order.num_samples
         self._seed = config.seed
         self._next = Rest()  # what the next iteration is over
-        self._resumed = Rest()  # what was left when the state was loaded; all other epochs begin at their start
+        self._resumed: dict[int, Rest] = {}  # by epoch, what was left when a state was loaded; others begin at 0
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.on_step
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
@@ -260,10 +260,13 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         """Return the position after a batch, or after the one yielded last.
 
         The state is the same on all ranks, and can be loaded with any world size, batch size and number of workers.
-        Pass the batch trained last as `after` if something pulls batches ahead of training.
+        Pass the batch trained last as `after` if something pulls batches ahead of training; one that was yielded since
+        a state of its epoch was loaded, if one was.
         """
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        rest = self._resumed if epoch == self._resumed.epoch else Rest(epoch=epoch)
+        rest = self._resumed.get(epoch)
+        if rest is None or position < rest.position:
+            rest = Rest(epoch=epoch)
         unfinished = self._picker.unfinished(self._order, rest, position, seed=self._seed)
         saved = SavedPosition(epoch=epoch, position=position, seed=self._seed, unfinished=unfinished)
         return saved.to_state(self.num_samples, self._fingerprint)
@@ -281,7 +284,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
         rest = self._picker.resume(self._order, saved)
         is_over = rest.position > 0 and self._picker.begin(self._order, rest, seed=saved.seed).schedule.num_steps == 0
-        self._seed, self._after_last, self._resumed = saved.seed, (rest.epoch, rest.position), rest
+        self._seed, self._after_last, self._resumed[rest.epoch] = saved.seed, (rest.epoch, rest.position), rest
         self._next = Rest(epoch=rest.epoch + 1) if is_over else rest
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:

@@ -58,8 +58,8 @@ class BalanceConfig:
     or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens. `drop_last` leaves out a
     last step that has room for more samples."""
     window: int = 1
-    """Steps whose samples may change steps among themselves, so that steps are as even as ranks are, and fewer of them
-    wait for samples that make their ranks uneven. 1: samples stay in their steps. See `window.py`."""
+    """Steps whose samples may change steps among themselves, so that fewer of them wait for samples that make their
+    ranks uneven. 1: samples stay in their steps. See `window.py`."""
     group: Group | None = field(default=None, compare=False)
     """The data-parallel ranks, which compare their loaders when these are created. None: the default process group or,
     without one, nothing is compared."""

@@ -1,4 +1,4 @@
-"""Windows of several steps, whose samples may change steps, so that steps are as even among themselves as ranks are.
+"""Windows of several steps, whose samples may change steps, so that an epoch waits less for its heaviest ranks.
 
 A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains it. So the
 samples of the S steps of a window are dealt to these steps before each is balanced over its W ranks:
@@ -34,6 +34,9 @@ class Windows:
 
     start: int
     """First position of the first window."""
+    first_end: int
+    """Past the first windows, which have what was left of another one when a job resumed, up to the end of a step. The
+    next one begins here."""
     end: int
     """Past the last full step; the positions of a step that is not full stay in it."""
     samples_per_step: int
@@ -46,8 +49,9 @@ class Windows:
         if position >= self.end:
             return position, position
         size = self.steps * self.samples_per_step
-        first = position - (position - self.start) % size
-        return first, min(first + size, self.end)
+        start, end = (self.start, self.first_end) if position < self.first_end else (self.first_end, self.end)
+        first = position - (position - start) % size
+        return first, min(first + size, end)
 
 
 class WindowedOrder:
@@ -134,7 +138,9 @@ def deal(
     settings = dataclasses.replace(settings, equal_counts=True)
     bins = assign(costs, num_bins, settings, tokens=None if settings.max_tokens_per_rank is None else tokens)
     loads = bins.loads(costs)
-    rounded = np.rint(loads / max(loads.mean(), 1) / _EQUAL_WITHIN)
+    # Of integers, whose sum does not depend on the order in which a machine adds.
+    mean = max(int(loads.sum()) // num_bins, 1)
+    rounded = np.rint(loads / mean / _EQUAL_WITHIN)
     by_chance = _shuffled(num_bins, seed=seed, epoch=2 * epoch)
     by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
     step_of_bin = np.empty(num_bins, dtype=np.min_scalar_type(num_steps))  # narrow integers are sorted faster

@@ -1,5 +1,6 @@
 """Values are computed once, whatever number of threads ask for them, and the latest few are kept."""
 
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,37 @@ def test_threads_that_ask_for_one_value_wait_for_the_one_that_computes_it() -> N
         may_end.set()
         assert [result.result() for result in results] == [7] * 4
     assert computed == [1]
+
+
+def test_an_interrupt_leaves_no_one_waiting() -> None:
+    memo: Memo[int] = Memo(4)
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        memo.get("key", interrupted)
+    assert memo.get("key", lambda: 3) == 3
+
+
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
+    memo: Memo[int] = Memo(4)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def compute() -> int:
+        has_begun.set()
+        may_end.wait()
+        return 7
+
+    with ThreadPoolExecutor(1) as threads:
+        result = threads.submit(memo.get, "key", compute)
+        has_begun.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(memo.get("key", lambda: 5))
+        may_end.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        assert result.result() == 7
 
 
 def test_the_latest_values_are_kept() -> None:

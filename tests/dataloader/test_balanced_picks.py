@@ -199,15 +199,17 @@ def _left(path: Path, state: Mapping[str, Any], order: str) -> list[int]:
     return _flat(_iterate([loader])) if loader.epoch == state["epoch"] else []
 
 
-def test_what_is_left_of_a_window_comes_first_on_other_ranks(small_dataset: Path) -> None:
+@pytest.mark.parametrize("balance", [None, {"window": 1}, {"window": 2}, {"window": 8}], ids=str)
+def test_what_is_left_of_a_window_comes_first_on_other_ranks(
+    small_dataset: Path, balance: dict[str, Any] | None
+) -> None:
     loaders = _loaders(small_dataset, 3, {"window": 4})
     in_window = itertools.chain(*_steps(_iterate(_loaders(small_dataset, 3, None), 4)))
     before = _iterate(loaders, 3)
     left = sorted(set(in_window) - set(_flat(before)))
     assert len(left) == 12
-    plain = _load(_loaders(small_dataset, 2, None), _state(loaders))
-    assert sorted(itertools.chain(*_steps(_iterate(plain, 2))))[:] != left  # 16 samples, of which 12 are left over
-    assert set(left) <= set(itertools.chain(*_steps(_iterate(_load(plain, _state(loaders)), 2))))
+    resumed = _load(_loaders(small_dataset, 2, balance), _state(loaders))
+    assert set(left) <= set(_flat(_iterate(resumed, 2)))
 
 
 @pytest.mark.parametrize("changed", [{"strategy": "karmarkar-karp"}, {"cost": lambda lengths, _: lengths["item_id"]}])
@@ -234,6 +236,20 @@ def test_the_state_after_any_batch_is_that_of_a_loader_that_stops_there(small_da
     step_by_step = _loaders(small_dataset, 2, {"window": 4})[0]
     states = [step_by_step.state_dict() for _ in itertools.chain(step_by_step, itertools.islice(step_by_step, 7))]
     assert [ahead.state_dict(after=batch) for batch in batches] == states
+
+
+@pytest.mark.parametrize("window", [1, 4, 7])
+def test_the_state_after_a_batch_from_before_a_later_state_was_loaded_is_still_known(
+    small_dataset: Path, window: int
+) -> None:
+    loader = _loaders(small_dataset, 1, {"window": window})[0]
+    batches = list(itertools.islice(loader, 4))
+    states = [loader.state_dict(after=batch) for batch in batches]
+    other_ranks = _loaders(small_dataset, 3, {"window": 4})
+    _iterate(other_ranks, 3)  # up to position 36, within a window
+    _load([loader], _state(other_ranks))
+    assert [loader.state_dict(after=batch) for batch in batches] == states
+    assert loader.state_dict() == _state(other_ranks) | {"window": loader.state_dict()["window"]}
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 3, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 50}], ids=str)
@@ -274,6 +290,36 @@ def test_a_pickled_loader_goes_on_within_the_window(small_dataset: Path) -> None
     before = _iterate(resumed, 3)
     copies = pickle.loads(pickle.dumps(_load(resumed, _state(resumed))))
     assert [a + b for a, b in zip(before, _iterate(copies), strict=True)] == expected
+
+
+def test_a_loader_that_has_dealt_windows_deals_those_of_a_state_as_a_new_one_does(small_dataset: Path) -> None:
+    other_ranks = _loaders(small_dataset, 2, {"window": 4})
+    _iterate(other_ranks, 2)  # up to position 16, within a window
+    other_seed = _loaders(small_dataset, 1, {"window": 4}, seed=4)
+    _iterate(other_seed, 4)
+    for state, balance in itertools.product(
+        (_state(other_ranks), _state(other_seed)), ({"window": 4}, {"pack": True, "max_tokens_per_rank": 90})
+    ):
+        assert state["position"] == 16
+        used, new = (_loaders(small_dataset, 1, balance) for _ in range(2))
+        _iterate(_load(used, {**state, "seed": 3, "window": ""}))  # has planned what comes from position 16 on
+        assert _iterate(_load(used, state)) == _iterate(_load(new, state))
+        pick = _loaders(small_dataset, 1, balance)[0].pick(0, start=state)
+        assert pick.sample_ids.tolist() == _iterate(_load(new, state), 1)[0][0]
+
+
+def test_the_states_of_epochs_after_a_resumed_one_are_those_of_any_epoch(small_dataset: Path) -> None:
+    other_ranks = _loaders(small_dataset, 2, {"window": 4})
+    _iterate(other_ranks, 2)
+    resumed = _load(_loaders(small_dataset, 1, {"window": 4}), _state(other_ranks))[0]
+    batches = [*resumed, *itertools.islice(resumed, 7)]
+    states = [resumed.state_dict(after=batch) for batch in batches]
+    fresh = _loaders(small_dataset, 1, {"window": 4})[0]
+    _iterate([fresh])
+    assert states[-7:] == [fresh.state_dict() for _ in itertools.islice(fresh, 7)]
+    # Also of the first of them, after a state of the second was loaded.
+    resumed.load_state_dict(states[-1])
+    assert [resumed.state_dict(after=batch) for batch in batches] == states
 
 
 def test_picks_are_the_batches_also_within_a_window(small_dataset: Path) -> None:

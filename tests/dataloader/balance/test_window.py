@@ -138,7 +138,7 @@ def test_steps_are_full_also_where_ranks_may_have_any_number_of_samples() -> Non
 
 
 def test_bounds_are_those_of_the_window_that_has_a_position() -> None:
-    windows = Windows(start=3, end=3 + 5 * 4, samples_per_step=4, steps=2)
+    windows = Windows(start=3, first_end=3, end=3 + 5 * 4, samples_per_step=4, steps=2)
     assert [windows.bounds(position) for position in (3, 10, 11, 18, 19, 22)] == [
         *[(3, 11), (3, 11)],
         *[(11, 19), (11, 19)],
@@ -146,6 +146,12 @@ def test_bounds_are_those_of_the_window_that_has_a_position() -> None:
     ]
     assert windows.bounds(23) == (23, 23)
     assert windows.bounds(24) == (24, 24)
+
+
+def test_what_was_left_of_another_window_has_windows_of_its_own() -> None:
+    windows = Windows(start=3, first_end=3 + 3 * 4, end=3 + 8 * 4, samples_per_step=4, steps=2)
+    found = {windows.bounds(position) for position in range(3, 35)}
+    assert found == {(3, 11), (11, 15), (15, 23), (23, 31), (31, 35)}
 
 
 def test_an_order_within_windows_keeps_the_samples_of_each_window() -> None:
@@ -157,7 +163,8 @@ def test_an_order_within_windows_keeps_the_samples_of_each_window() -> None:
         return np.arange(end - first)[::-1].copy()
 
     rows = RowOrder(samples=Samples(num_rows=26, left_out=np.array([0])))
-    order = WindowedOrder(rows, Windows(start=3, end=3 + 5 * 4, samples_per_step=4, steps=2), reverse)
+    windows = Windows(start=3, first_end=3, end=3 + 5 * 4, samples_per_step=4, steps=2)
+    order = WindowedOrder(rows, windows, reverse)
     assert order.num_samples == 25
     expected = [*range(10, 2, -1), *range(18, 10, -1), *range(22, 18, -1), 23, 24]
     places = np.arange(3, 25)
