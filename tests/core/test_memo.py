@@ -1,5 +1,6 @@
 """Values are computed once, whatever number of threads ask for them, and the latest few are kept."""
 
+import multiprocessing
 import os
 import pickle
 import threading
@@ -50,12 +51,14 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         result = threads.submit(memo.get, "key", compute)
-        has_begun.wait()
-        child = os.fork()
-        if child == 0:
-            os._exit(memo.get("key", lambda: 5))
-        may_end.set()
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        try:
+            has_begun.wait()
+            child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(memo.get("key", lambda: 5)))
+            child.start()
+            child.join(30)
+            assert child.exitcode == 5
+        finally:
+            may_end.set()
         assert result.result() == 7
 
 
