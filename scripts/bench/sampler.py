@@ -30,96 +30,26 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from one_rank import COST, LENGTHS, OneRank, make_store
 
-from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import BalanceConfig, HSTUCost
-from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
+from evenrank.dataloader import LoaderConfig
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balanced_picks import make_picker
-from evenrank.dataloader.batch import name_keys
-from evenrank.dataloader.collate.spans import group_by_store
-from evenrank.dataloader.picks import Pick, Picker, StepShape
 from evenrank.dataloader.random_data import RandomData, draw_samples
 from evenrank.dataloader.rest import Rest
 from evenrank.datasets import SequenceStore
-from evenrank.datasets.distributions import Distribution, Lognormal, Uniform
-from evenrank.datasets.order import EpochSchedule, Samples, ShuffledOrder
+from evenrank.datasets.distributions import Uniform
 
-BATCH_SIZE = 32
-LENGTHS = Lognormal(mean=512, std=512, low=1, high=4096)
-CONFIG = LoaderConfig(batch_size=BATCH_SIZE, max_history_length=4095, max_num_candidates=1)
-COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True)
+_CONFIG = LoaderConfig(batch_size=32, max_history_length=4095, max_num_candidates=1)
 _MIN_STEPS = 8  # of an epoch of the most ranks
 _MIN_SAMPLES = 1 << 17  # of an epoch of few ranks
 _READING_SAMPLES = 1 << 16
 _NUM_WORKERS = 4
 
 Row = dict[str, int | float | str]
-
-
-def make_store(num_rows: int, distribution: Distribution = LENGTHS) -> SequenceStore:
-    """Return rows of drawn lengths, whose events are all the same element in memory."""
-    store = draw_samples(RandomData(), np.random.default_rng(0), 1, min_length=1, split="train")
-    lengths = distribution.sample(np.random.default_rng(0), num_rows)
-    offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
-    events = {name: np.broadcast_to(values[:1], offsets[-1:]) for name, values in store.events.items()}
-    return replace(store, offsets=offsets, events=events, rows={"user_id": np.arange(num_rows)})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Epoch:
-    """An epoch of one rank, in the middle of all."""
-
-    store: SequenceStore
-    """All samples."""
-    world_size: int
-    """Number of ranks."""
-
-    @property
-    def order(self) -> ShuffledOrder:
-        """The order of a loader."""
-        return ShuffledOrder(samples=Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64)))
-
-    @property
-    def schedule(self) -> EpochSchedule:
-        """The schedule of a loader."""
-        return EpochSchedule(num_samples=len(self.store), world_size=self.world_size, batch_size=BATCH_SIZE)
-
-    def picker(self, balance: BalanceConfig | None) -> Picker[SequenceBatch]:
-        """Return what picks the rank's samples."""
-        shape = StepShape(rank=self.world_size // 2, world_size=self.world_size, batch_size=BATCH_SIZE, drop_last=False)
-        return make_picker([self.store], CONFIG.make_collate(), shape, balance)
-
-    def pick(self, picker: Picker[SequenceBatch], steps: range, *, is_measured: bool = False) -> list[Pick]:
-        """Return what the rank trains in these steps."""
-        return picker.pick(picker.begin(self.order, Rest(), seed=0), steps, is_measured=is_measured)
-
-    def loader(self, balance: BalanceConfig | None, *, num_workers: int, prefetch: int) -> Loader[SequenceBatch]:
-        """Return the rank's loader."""
-        config = replace(CONFIG, num_workers=num_workers, prefetch=prefetch, persistent_workers=True)
-        return Loader(
-            [self.store],
-            config.make_collate(),
-            config,
-            rank=self.world_size // 2,
-            world_size=self.world_size,
-            balance=balance,
-        )
-
-    def costs(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the costs and the tokens of a step's samples: int64 [W * B] both."""
-        sample_ids = self.order.rows(self.schedule.positions_of_all(range(step, step + 1)), seed=0, epoch=0)
-        lengths = CONFIG.make_collate().lengths(group_by_store([self.store], sample_ids), len(sample_ids))
-        by_key = dict(zip(name_keys(tuple(lengths.of_keys)), lengths.of_keys.values(), strict=True))
-        num_samples = len(sample_ids)
-        candidates = lengths.num_candidates
-        costs = scaled_costs(COST, by_key, candidates, num_real=num_samples, samples_per_step=num_samples)
-        return costs, count_tokens(COST, by_key, num_samples)
 
 
 class Times(NamedTuple):
@@ -158,28 +88,29 @@ def ratio(numerators: list[Times], denominators: list[Times]) -> float:
 
 def measure_planning(world_size: int, rounds: int) -> Row:
     """Return the row of planning for a number of ranks."""
-    num_samples = max(_MIN_SAMPLES, _MIN_STEPS * world_size * BATCH_SIZE)
-    epoch = Epoch(store=make_store(num_samples), world_size=world_size)
-    num_steps = epoch.schedule.num_steps
-    prefetch = max(1, min(CONFIG.prefetch, num_steps // (2 * _NUM_WORKERS)))  # several groups for each worker
+    num_steps = max(_MIN_SAMPLES // (world_size * _CONFIG.batch_size), _MIN_STEPS)
+    rank = OneRank(store=make_store(num_steps * world_size * _CONFIG.batch_size), world_size=world_size, config=_CONFIG)
+    prefetch = max(1, min(_CONFIG.prefetch, num_steps // (2 * _NUM_WORKERS)))  # several groups for each worker
     steps = range(prefetch)
     balance = BalanceConfig(cost=COST)
 
-    picker = epoch.picker(balance)
-    costs = [epoch.costs(step) for step in steps]
-    loaders = [epoch.loader(way, num_workers=_NUM_WORKERS, prefetch=prefetch) for way in (balance, None)]
+    picker = rank.picker(balance)
+    iteration = picker.begin(rank.order, Rest(), seed=0)
+    positions_of = iteration.schedule.positions_of_all
+    costs = [rank.costs_and_tokens(iteration.rows(positions_of(range(step, step + 1)))) for step in steps]
+    loaders = [rank.loader(way, num_workers=_NUM_WORKERS, prefetch=prefetch) for way in (balance, None)]
     planning, partitioning, measuring, *loading = in_turns(
         [
-            lambda: epoch.pick(picker, steps),
+            lambda: picker.pick(iteration, steps, is_measured=False),
             lambda: [partition(of_step, world_size, tokens=tokens) for of_step, tokens in costs],
-            lambda: epoch.pick(picker, steps, is_measured=True),
+            lambda: picker.pick(iteration, steps, is_measured=True),
             *(lambda loader=loader: list(loader) for loader in loaders),
         ],
         rounds,
     )
     for loader in loaders:
         loader.close()
-    plans = [pick.plan for pick in epoch.pick(picker, range(num_steps), is_measured=True)]
+    plans = [pick.plan for pick in picker.pick(iteration, range(num_steps), is_measured=True)]
     metrics = [plan.metrics for plan in plans if plan is not None and plan.metrics is not None]
     ms, partition_ms, measured_ms = (1e3 * median(times) / len(steps) for times in (planning, partitioning, measuring))
     rates = [num_steps / median(times) for times in loading]
@@ -201,20 +132,20 @@ def measure_planning(world_size: int, rounds: int) -> Row:
 
 def measure_reading(store: SequenceStore, world_size: int, rounds: int) -> Row:
     """Return the row of reading for a number of ranks."""
-    epoch = Epoch(store=store, world_size=world_size)
+    rank = OneRank(store=store, world_size=world_size, config=_CONFIG)
     ways = (BalanceConfig(cost=COST), None)
-    loaders = [epoch.loader(way, num_workers=0, prefetch=CONFIG.prefetch) for way in ways]
-    num_steps, prefetch = epoch.schedule.num_steps, CONFIG.prefetch
+    loaders = [rank.loader(way, num_workers=0, prefetch=_CONFIG.prefetch) for way in ways]
+    num_steps = len(loaders[0])
 
     def read(way: BalanceConfig | None) -> Callable[[], object]:
-        picker = epoch.picker(way)
-        groups = [range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch)]
-        picks = [epoch.pick(picker, steps) for steps in groups]
+        picker = rank.picker(way)
+        iteration = picker.begin(rank.order, Rest(), seed=0)
+        picks = [picker.pick(iteration, steps, is_measured=False) for steps in rank.groups(num_steps)]
         return lambda: [len(picker.collate(of_group)) for of_group in picks]
 
     functions = [*(lambda loader=loader: sum(1 for _ in loader) for loader in loaders), *map(read, ways)]
     balanced, unbalanced, reading, reading_unbalanced = in_turns(functions, rounds)
-    num_samples = num_steps * BATCH_SIZE
+    num_samples = num_steps * _CONFIG.batch_size
     return {
         "reading_ranks": world_size,
         "us": round(1e6 * median(balanced) / num_samples, 2),

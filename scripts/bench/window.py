@@ -38,25 +38,19 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sampler import COST, LENGTHS, Row, in_turns, make_store, median, ratio
+from one_rank import COST, LENGTHS, Ints, OneRank, make_store
+from sampler import Row, in_turns, median, ratio
 
-from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
+from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import BalanceConfig
-from evenrank.dataloader.balance.cost import scaled_costs
-from evenrank.dataloader.balanced_picks import make_picker
-from evenrank.dataloader.batch import name_keys
-from evenrank.dataloader.collate.spans import group_by_store
-from evenrank.dataloader.picks import Iteration, Picker, StepShape
+from evenrank.dataloader.picks import Iteration
 from evenrank.dataloader.rest import Rest
-from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import ClippedZipf, Distribution
-from evenrank.datasets.order import Samples, ShuffledOrder
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     "lognormal": LENGTHS,
@@ -67,62 +61,13 @@ _PLANNING_STEPS = 128  # of an epoch
 _MAX_PLANNING_SAMPLES = 1 << 23  # of an epoch
 _NUM_WORKERS = 4
 
-Ints = NDArray[np.int64]
+
+def _config(batch_size: int) -> LoaderConfig:
+    return LoaderConfig(batch_size=batch_size, max_history_length=4096)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
-    """The ranks that train a store, seen by one in their middle."""
-
-    store: SequenceStore
-    """All samples: those of full steps."""
-    world_size: int
-    """W."""
-    batch_size: int
-    """B."""
-
-    @property
-    def order(self) -> ShuffledOrder:
-        """The order of a loader."""
-        return ShuffledOrder(samples=Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64)))
-
-    @property
-    def config(self) -> LoaderConfig:
-        """The settings of a loader."""
-        return LoaderConfig(batch_size=self.batch_size, max_history_length=4096)
-
-    def picker(self, window: int) -> Picker[SequenceBatch]:
-        """Return what picks the rank's samples."""
-        shape = StepShape(
-            rank=self.world_size // 2, world_size=self.world_size, batch_size=self.batch_size, drop_last=False
-        )
-        balance = BalanceConfig(cost=COST, window=window)
-        return make_picker([self.store], self.config.make_collate(), shape, balance)
-
-    def loader(self, window: int, *, num_workers: int, prefetch: int) -> Loader[SequenceBatch]:
-        """Return the rank's loader."""
-        config = replace(self.config, num_workers=num_workers, prefetch=prefetch, persistent_workers=True)
-        return Loader(
-            [self.store],
-            config.make_collate(),
-            config,
-            rank=self.world_size // 2,
-            world_size=self.world_size,
-            balance=BalanceConfig(cost=COST, window=window),
-        )
-
-    def costs(self) -> Ints:
-        """Return the cost of each row, scaled as the loads of steps: int64 [rows]."""
-        rows = np.arange(len(self.store))
-        lengths = self.config.make_collate().lengths(group_by_store([self.store], rows), len(rows))
-        by_key = dict(zip(name_keys(tuple(lengths.of_keys)), lengths.of_keys.values(), strict=True))
-        samples_per_step = self.world_size * self.batch_size
-        return scaled_costs(COST, by_key, lengths.num_candidates, num_real=len(rows), samples_per_step=samples_per_step)
-
-    def groups(self, num_steps: int) -> list[range]:
-        """Return the steps that a loader picks together."""
-        prefetch = self.config.prefetch
-        return [range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch)]
+def _balance(window: int) -> BalanceConfig:
+    return BalanceConfig(cost=COST, window=window)
 
 
 class Steps(NamedTuple):
@@ -144,14 +89,14 @@ class Steps(NamedTuple):
     """[S, W * B]: of the samples in the shuffle, which window 1 trains in this order."""
 
 
-def plan_epoch(ranks: Ranks, window: int) -> Steps:
+def plan_epoch(rank: OneRank, window: int) -> Steps:
     """Return all steps of the first epoch."""
-    picker = ranks.picker(window)
-    iteration = picker.begin(ranks.order, Rest(), seed=0)
+    picker = rank.picker(_balance(window))
+    iteration = picker.begin(rank.order, Rest(), seed=0)
     num_steps = iteration.schedule.num_steps
     columns: list[tuple[int, ...]] = []
     rows = []
-    for group in ranks.groups(num_steps):
+    for group in rank.groups(num_steps):
         for pick in picker.pick(iteration, group, is_measured=True):
             assert pick.plan is not None
             assert pick.plan.metrics is not None
@@ -159,8 +104,8 @@ def plan_epoch(ranks: Ranks, window: int) -> Steps:
             loss_tokens = pick.plan.world_loss_tokens
             columns.append((int(loads.max()), int(loads.sum()), metrics.lower_bound, metrics.tokens, loss_tokens))
         rows.append(iteration.rows(iteration.schedule.positions_of_all(group)))
-    of_row = np.empty(len(ranks.store), dtype=np.int64)
-    of_row[ranks.order.rows(np.arange(len(of_row)), seed=0, epoch=0)] = np.arange(len(of_row))
+    of_row = np.empty(len(rank.store), dtype=np.int64)
+    of_row[rank.order.rows(np.arange(len(of_row)), seed=0, epoch=0)] = np.arange(len(of_row))
     of_steps = np.concatenate(rows).reshape(num_steps, -1)
     heaviest, load, lower_bound, tokens, loss_tokens = np.array(columns, dtype=np.int64).T
     return Steps(heaviest, load, lower_bound, tokens, loss_tokens, of_steps, of_row[of_steps])
@@ -183,16 +128,16 @@ def rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def measure_steps(ranks: Ranks, windows: Sequence[int]) -> list[Row]:
+def measure_steps(rank: OneRank, windows: Sequence[int]) -> list[Row]:
     """Return the columns of each window that follow from the steps of an epoch."""
-    costs, lengths = ranks.costs(), ranks.store.lengths
+    costs, lengths = rank.costs_and_tokens(np.arange(len(rank.store)))[0], rank.store.lengths
     is_long = lengths >= np.quantile(lengths, 0.99)
     loss_tokens = np.where(is_long, np.maximum(lengths - 1, 0), 0)
     rows = []
     for window in windows:
-        steps = plan_epoch(ranks, window)
+        steps = plan_epoch(rank, window)
         num_steps, samples_per_step = steps.rows.shape
-        mean_load = float(steps.load.mean()) / ranks.world_size
+        mean_load = float(steps.load.mean()) / rank.world_size
         place = np.arange(num_steps) % window
         num_long = is_long[steps.rows].sum(axis=1)
         fraction = float(is_long.mean())
@@ -227,23 +172,23 @@ def measure_planning(world_size: int, windows: Sequence[int], rounds: int) -> li
     num_steps = min(_PLANNING_STEPS, _MAX_PLANNING_SAMPLES // samples_per_step)
     num_steps -= num_steps % max(windows)
     store = make_store(num_steps * samples_per_step)
-    ranks = Ranks(store=store, world_size=world_size, batch_size=PLANNING_BATCH_SIZE)
-    prefetch = max(1, min(ranks.config.prefetch, num_steps // (2 * _NUM_WORKERS)))  # several groups for each worker
-    loaders = [ranks.loader(window, num_workers=_NUM_WORKERS, prefetch=prefetch) for window in windows]
+    rank = OneRank(store=store, world_size=world_size, config=_config(PLANNING_BATCH_SIZE))
+    prefetch = max(1, min(rank.config.prefetch, num_steps // (2 * _NUM_WORKERS)))  # several groups for each worker
+    loaders = [rank.loader(_balance(window), num_workers=_NUM_WORKERS, prefetch=prefetch) for window in windows]
 
     def planning(window: int, groups: Sequence[range]) -> Callable[[], object]:
-        picker = ranks.picker(window)
+        picker = rank.picker(_balance(window))
         # Windows are planned once, so every call begins an epoch of its own.
         epochs = count()
 
         def plan() -> None:
-            iteration: Iteration = picker.begin(ranks.order, Rest(epoch=next(epochs)), seed=0)
+            iteration: Iteration = picker.begin(rank.order, Rest(epoch=next(epochs)), seed=0)
             for group in groups:
                 picker.pick(iteration, group, is_measured=False)
 
         return plan
 
-    of_all = [planning(window, ranks.groups(max(windows))) for window in windows]
+    of_all = [planning(window, rank.groups(max(windows))) for window in windows]
     of_first = [planning(window, [range(1)]) for window in windows]
     times = in_turns([*of_all, *of_first, *(lambda loader=loader: list(loader) for loader in loaders)], rounds)
     for loader in loaders:
@@ -257,15 +202,15 @@ def measure_planning(world_size: int, windows: Sequence[int], rounds: int) -> li
             "x_window_1": round(ratio(planned[i], planned[0]), 2),
             "first_ms": round(1e3 * median(first[i]), 2),
             "steps_per_second": round(num_steps / median(loaded[i]), 1),
-            "state_bytes": state_bytes(ranks, window),
+            "state_bytes": state_bytes(rank, window),
         }
         for i, window in enumerate(windows)
     ]
 
 
-def state_bytes(ranks: Ranks, window: int) -> int:
+def state_bytes(rank: OneRank, window: int) -> int:
     """Return the size of a state's window after the first half of a window."""
-    loader = ranks.loader(window, num_workers=0, prefetch=1)
+    loader = rank.loader(_balance(window), num_workers=0, prefetch=1)
     for _ in islice(loader, window // 2):
         pass
     return len(loader.state_dict()["window"]) if window > 1 else 0
@@ -300,8 +245,8 @@ def main() -> None:
                 num_steps -= num_steps % max(windows)  # whole windows
                 store = make_store(num_steps * world_size * batch_size, distribution)
                 setting: Row = {"lengths": name, "ranks": world_size, "batch_size": batch_size}
-                ranks = Ranks(store=store, world_size=world_size, batch_size=batch_size)
-                for row in measure_steps(ranks, windows):
+                rank = OneRank(store=store, world_size=world_size, config=_config(batch_size))
+                for row in measure_steps(rank, windows):
                     print(json.dumps(setting | row), flush=True)
     for world_size in whole_numbers(arguments.planning_ranks):
         for row in measure_planning(world_size, whole_numbers(arguments.planning_windows), arguments.rounds):
