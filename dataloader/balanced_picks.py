@@ -1,4 +1,4 @@
-"""Picks of balanced steps: planned alone by each rank, packed to a number of tokens, or dealt within windows."""
+"""Picks of balanced steps: planned alone by each rank, packed to a number of tokens, or assigned in windows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -141,7 +141,7 @@ class PackedPicker(BalancedPicker[Batch]):
 
 
 class WindowedPicker(BalancedPicker[Batch]):
-    """A BalancedPicker whose steps are dealt their samples within windows of several steps.
+    """A BalancedPicker whose samples are assigned to steps in windows of several steps.
 
     Args:
         stores: see `Picker`.
@@ -159,7 +159,7 @@ class WindowedPicker(BalancedPicker[Batch]):
     ) -> None:
         super().__init__(stores, collate, shape, balance)
         # The windows of all steps in flight, of which the first and the last may be within theirs, and one for states.
-        self._deals: Memo[NDArray[np.integer[Any]]] = Memo(-(-shape.in_flight // balance.window) + 2)
+        self._assigned: Memo[NDArray[np.integer[Any]]] = Memo(-(-shape.in_flight // balance.window) + 2)
 
     def begin(self, order: SampleOrder, rest: Rest, *, seed: int) -> Iteration:
         """Return the iteration over what is left of an epoch, whose windows are planned when they are picked from."""
@@ -174,13 +174,13 @@ class WindowedPicker(BalancedPicker[Batch]):
             samples_per_step=samples_per_step,
             steps=self._balance.window,
         )
-        return replace(iteration, order=WindowedOrder(iteration.order, windows, self._deal))
+        return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign))
 
     def unfinished(self, order: SampleOrder, rest: Rest, position: int, *, seed: int) -> Unfinished:
         """Return what is left besides all positions from `position` on, if an iteration over `rest` stops there."""
-        dealt = self.begin(order, rest, seed=seed).order
-        assert isinstance(dealt, WindowedOrder)
-        first, end = dealt.windows.bounds(position)
+        windowed = self.begin(order, rest, seed=seed).order
+        assert isinstance(windowed, WindowedOrder)
+        first, end = windowed.windows.bounds(position)
         if position == first:
             return super().unfinished(order, rest, position, seed=seed)
         window = OpenWindow(
@@ -190,12 +190,12 @@ class WindowedPicker(BalancedPicker[Batch]):
             steps=self._balance.window,
             left=super().unfinished(order, rest, first, seed=seed).left,
         )
-        in_window = dealt.positions(np.arange(position, end), seed=seed, epoch=rest.epoch)
+        in_window = windowed.positions(np.arange(position, end), seed=seed, epoch=rest.epoch)
         after_it = np.arange(end, max(end, rest.end_of_left))
         return Unfinished(left=np.sort(rest.positions(np.concatenate([in_window, after_it]))), window=window)
 
     def resume(self, order: SampleOrder, saved: SavedPosition) -> Rest:
-        """Return what is left after a position that was saved: of its window, if this picker deals it as before."""
+        """Return what is left after a saved position: of its window, if this picker would assign it as before."""
         otherwise, (left, window) = super().resume(order, saved), saved.unfinished
         shape = self._shape.world_size, self._shape.batch_size, self._balance.window
         if window is None or shape != (window.world_size, window.batch_size, window.steps):
@@ -206,14 +206,16 @@ class WindowedPicker(BalancedPicker[Batch]):
         again = self.unfinished(order, rest, saved.position, seed=saved.seed).left
         return rest if left is not None and again is not None and np.array_equal(again, left) else otherwise
 
-    def _deal(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
-        def deal() -> NDArray[np.integer[Any]]:
+    def _assign(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
+        def assign() -> NDArray[np.integer[Any]]:
             sample_ids = order.rows(np.arange(first, end), seed=seed, epoch=epoch)
             count = len(sample_ids)
-            dealt = self._sampler.deal(self._lengths(sample_ids), count, seed=derive_seed(seed, first), epoch=epoch)
-            return dealt.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
+            indices = self._sampler.assign_to_steps(
+                self._lengths(sample_ids), count, seed=derive_seed(seed, first), epoch=epoch
+            )
+            return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
 
-        return self._deals.get((order.identity(), first, end, seed, epoch), deal)
+        return self._assigned.get((order.identity(), first, end, seed, epoch), assign)
 
 
 def make_picker(

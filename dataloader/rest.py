@@ -1,7 +1,7 @@
 """`Rest`: what is left of an epoch, where an iteration begins; and the part of a state that tells it.
 
-Usually that is all positions from one on. Within a window of steps that were dealt samples together, it is some of the
-window's positions and all after it:
+Usually that is all positions from one on. Within a window of steps whose samples were assigned together, it is some
+of the window's positions and all after it:
 
     positions      0 1 2 3 4 5 6 7 8 9 10 11 ...    window of 8 positions from 0 on, one step of 4 trained
     trained        x . x . . x x . . . .  .
@@ -48,7 +48,7 @@ class OpenWindow:
     start: int
     """Samples trained before the window."""
     world_size: int
-    """Number of data-parallel ranks that it was dealt to."""
+    """Number of data-parallel ranks of its steps."""
     batch_size: int
     """Samples per rank and step."""
     steps: int

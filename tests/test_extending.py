@@ -62,10 +62,10 @@ def test_the_strategy_and_the_exchange_of_the_page_balance_every_sample(ranks: R
         ]
         shares = [steps[number] for steps in by_rank]
         assert sorted(sample for share in shares for sample in share) == sorted(expected)
-        # Dealt back and forth by descending cost.
+        # Assigned back and forth by descending cost.
         lengths = sorted((len(items) for _, items in expected), reverse=True)
-        dealt = [[lengths[i] for i in range(12) if (i % 4 in (1, 2)) == rank] for rank in range(2)]
-        assert [sorted((len(items) for _, items in share), reverse=True) for share in shares] == dealt
+        assigned = [[lengths[i] for i in range(12) if (i % 4 in (1, 2)) == rank] for rank in range(2)]
+        assert [sorted((len(items) for _, items in share), reverse=True) for share in shares] == assigned
 
 
 def _all_to_the_first(problem: PartitionProblem) -> np.ndarray[Any, Any]:

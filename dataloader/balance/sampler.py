@@ -32,7 +32,7 @@ from evenrank.dataloader.balance.settings import (
     check_topology,
 )
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.dataloader.balance.window import deal
+from evenrank.dataloader.balance.window import assign_to_steps
 from evenrank.dataloader.batch import name_keys
 from evenrank.dataloader.batch_schema import BatchSchema
 from evenrank.dataloader.collate.lengths import SampleLengths
@@ -208,8 +208,10 @@ class Sampler:
             first = end
         return planned
 
-    def deal(self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Deal the samples of a window to its steps; see `window.deal`.
+    def assign_to_steps(
+        self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
+    ) -> NDArray[np.int64]:
+        """Assign the samples of a window to its steps; see `window.assign_to_steps`.
 
         Args:
             samples: in blocks of any size, those of full steps, in the order of their positions.
@@ -226,7 +228,7 @@ class Sampler:
         """
         blocks = [self._cost_of(block, with_lengths=False, num_summed=num_samples) for block in samples]
         of_all = _Samples(*(_joined(values) for values in zip(*blocks, strict=True)))
-        return deal(
+        return assign_to_steps(
             of_all.costs,
             of_all.tokens,
             num_steps=num_samples // (self._world_size * self._schema.batch_size),

@@ -1,15 +1,15 @@
 """Windows of several steps, whose samples may change steps, so that an epoch waits less for its heaviest ranks.
 
 A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains it. So the
-samples of the S steps of a window are dealt to these steps before each is balanced over its W ranks:
+samples of the S steps of a window are assigned to these steps before each is balanced over its W ranks:
 
 1. The partition of the ranks assigns them to S * W bins, as if these were the ranks of one step.
 2. Bins with the heaviest loads go to one step, the next W to another, and so on: what a step waits for is its heaviest
    bin, so heavy ones are together. Bins whose loads are about equal are mixed, so that steps differ by chance alone.
 3. The steps come in a random order, so that no window begins with its heaviest step.
 
-W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has a rank with a load of 10. Dealt, one
-step has the loads 10 10, the other one 2 2.
+W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has a rank with a load of 10. As a window,
+one step has the loads 10 10, the other one 2 2.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _EQUAL_WITHIN = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """Which positions of an epoch are dealt together."""
+    """Which positions of an epoch belong to the same window."""
 
     start: int
     """First position of the first window."""
@@ -55,19 +55,19 @@ class Windows:
 
 
 class WindowedOrder:
-    """An order in which the samples of each window come step by step, as they were dealt.
+    """An order in which the samples of each window come step by step, as they were assigned.
 
     Args:
         order: the order before.
         windows: of its positions.
-        deal_window: returns the indices of the samples between two positions of an order, in the order of their steps.
+        assign_window: returns the indices of the samples between two positions of an order, step by step.
 
     """
 
-    def __init__(self, order: SampleOrder, windows: Windows, deal_window: "DealWindow") -> None:
+    def __init__(self, order: SampleOrder, windows: Windows, assign_window: "AssignWindow") -> None:
         self.windows = windows
         self._order = order
-        self._deal_window = deal_window
+        self._assign_window = assign_window
 
     @property
     def num_samples(self) -> int:
@@ -82,8 +82,8 @@ class WindowedOrder:
             first, end = self.windows.bounds(int(places[left[0]]))
             in_window = (first <= places[left]) & (places[left] < end)
             of_window, left = left[in_window], left[~in_window]
-            dealt = self._deal_window(self._order, first, end, seed=seed, epoch=epoch)
-            positions[of_window] = dealt[places[of_window] - first]
+            indices = self._assign_window(self._order, first, end, seed=seed, epoch=epoch)
+            positions[of_window] = indices[places[of_window] - first]
             positions[of_window] += first
         return positions
 
@@ -96,15 +96,15 @@ class WindowedOrder:
         return (*self._order.identity(), "windows", self.windows)
 
 
-class DealWindow(Protocol):
-    """Deals the samples of a window of an order."""
+class AssignWindow(Protocol):
+    """Assigns the samples of a window of an order to its steps."""
 
     def __call__(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
         """Return the indices of the samples at positions first..end-1, step by step: integers [end - first]."""
         ...
 
 
-def deal(
+def assign_to_steps(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
     *,
@@ -114,7 +114,7 @@ def deal(
     seed: int,
     epoch: int,
 ) -> NDArray[np.int64]:
-    """Deal the samples of a window to its steps.
+    """Assign the samples of a window to its steps.
 
     Args:
         costs: int64 [n], of the samples; n = S * W * B for S steps of W ranks with B samples each.
@@ -134,7 +134,7 @@ def deal(
     """
     num_bins = num_steps * world_size
     # Bins have as many samples as ranks, so that steps do, whether a step then has equal counts or not. Nothing moves
-    # when samples are dealt, so tokens matter for the limit alone.
+    # between ranks here, so tokens matter for the limit alone.
     settings = dataclasses.replace(settings, equal_counts=True)
     bins = assign(costs, num_bins, settings, tokens=None if settings.max_tokens_per_rank is None else tokens)
     loads = bins.loads(costs)

@@ -1,4 +1,4 @@
-"""Loaders whose steps are dealt their samples within windows: each sample once per epoch, wherever they stop.
+"""Loaders whose steps are assigned their samples in windows: each sample once per epoch, wherever they stop.
 
 The other balanced picks are tested by what loaders yield, in `balance/test_sampler.py` and `balance/test_packing.py`.
 """
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, sampler
-from evenrank.dataloader.balance.window import deal
+from evenrank.dataloader.balance.window import assign_to_steps
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.batches import ids_of
 
@@ -104,15 +104,15 @@ def _ones(lengths: Lengths, num_candidates: Ints) -> Ints:
 
 def test_chance_is_another_one_in_each_window_and_epoch(small_dataset: Path) -> None:
     (plain,) = _loaders(small_dataset, 1, None)
-    (dealt,) = _loaders(small_dataset, 1, {"window": 8, "cost": _ones})
-    deals = []
+    (loader,) = _loaders(small_dataset, 1, {"window": 8, "cost": _ones})
+    assigned = []
     for _ in range(2):
         place_of = {sample: place for place, sample in enumerate(_flat(_iterate([plain])))}
-        places = [place_of[sample] for sample in _flat(_iterate([dealt]))]
+        places = [place_of[sample] for sample in _flat(_iterate([loader]))]
         windows = [places[first : first + 32] for first in range(0, len(places) - 31, 32)]
-        deals += [tuple(place - min(window) for place in window) for window in windows]
-    # Samples of equal cost can only be told apart by their positions, so alike windows would be dealt alike.
-    assert len(set(deals)) == len(deals) > 10
+        assigned += [tuple(place - min(window) for place in window) for window in windows]
+    # Samples of equal cost can only be told apart by their positions, so alike windows would be assigned alike.
+    assert len(set(assigned)) == len(assigned) > 10
 
 
 class _Large:
@@ -129,12 +129,12 @@ def test_costs_of_a_window_do_not_overflow(small_dataset: Path) -> None:
     assert sorted(_flat(_iterate(loaders))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
 
 
-def test_mixtures_are_dealt_too(small_dataset: Path, tmp_path: Path) -> None:
+def test_mixtures_are_windowed_too(small_dataset: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.symlink_to(small_dataset)
     mixture = Mixture(weights={small_dataset: 2.0, other: 1.0})
-    unbalanced, dealt = (_flat(_iterate(_loaders(mixture, 3, way))) for way in (None, {"window": 4}))
-    assert sorted(dealt) == sorted(unbalanced)
+    unbalanced, windowed = (_flat(_iterate(_loaders(mixture, 3, way))) for way in (None, {"window": 4}))
+    assert sorted(windowed) == sorted(unbalanced)
 
 
 SHAPES = st.fixed_dictionaries(
@@ -213,7 +213,7 @@ def test_what_is_left_of_a_window_comes_first_on_other_ranks(
 
 
 @pytest.mark.parametrize("changed", [{"strategy": "karmarkar-karp"}, {"cost": lambda lengths, _: lengths["item_id"]}])
-def test_a_window_that_would_be_dealt_otherwise_is_finished_like_that_of_other_ranks(
+def test_a_window_that_would_be_assigned_otherwise_is_finished_like_that_of_other_ranks(
     small_dataset: Path, changed: dict[str, Any]
 ) -> None:
     loaders = _loaders(small_dataset, 3, {"window": 4})
@@ -257,17 +257,17 @@ def test_each_window_is_planned_once_whatever_number_of_threads_need_it(
     small_dataset: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
 ) -> None:
     expected = _iterate(_loaders(small_dataset, 2, {"window": 7}))
-    dealt = []
+    assigned = []
 
-    def deal_and_count(*arguments: Any, **named: Any) -> Any:
-        dealt.append(named["num_steps"])
-        return deal(*arguments, **named)
+    def assign_and_count(*arguments: Any, **named: Any) -> Any:
+        assigned.append(named["num_steps"])
+        return assign_to_steps(*arguments, **named)
 
-    monkeypatch.setattr(sampler, "deal", deal_and_count)
+    monkeypatch.setattr(sampler, "assign_to_steps", assign_and_count)
     loader = _loaders(small_dataset, 2, {"window": 7}, **options)[1]
     assert _iterate([loader]) == expected[1:]
     num_full = loader.num_samples // 8
-    assert dealt == [7] * (num_full // 7) + [num_full % 7]
+    assert assigned == [7] * (num_full // 7) + [num_full % 7]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -292,7 +292,7 @@ def test_a_pickled_loader_goes_on_within_the_window(small_dataset: Path) -> None
     assert [a + b for a, b in zip(before, _iterate(copies), strict=True)] == expected
 
 
-def test_a_loader_that_has_dealt_windows_deals_those_of_a_state_as_a_new_one_does(small_dataset: Path) -> None:
+def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_does(small_dataset: Path) -> None:
     other_ranks = _loaders(small_dataset, 2, {"window": 4})
     _iterate(other_ranks, 2)  # up to position 16, within a window
     other_seed = _loaders(small_dataset, 1, {"window": 4}, seed=4)
@@ -378,6 +378,6 @@ def test_each_step_is_balanced_like_any_other(small_dataset: Path, options: dict
     ],
     ids=str,
 )
-def test_windows_that_cannot_be_dealt_are_refused(options: dict[str, Any], message: str) -> None:
+def test_windows_that_cannot_be_planned_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BalanceConfig(cost=COST, **options)

@@ -1,4 +1,4 @@
-"""The samples of a window are dealt to its steps once each, so that what steps wait for is little in all."""
+"""The samples of a window are assigned to its steps once each, so that what steps wait for is little in all."""
 
 import numpy as np
 import pytest
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.settings import PartitionSettings
-from evenrank.dataloader.balance.window import WindowedOrder, Windows, deal
+from evenrank.dataloader.balance.window import WindowedOrder, Windows, assign_to_steps
 from evenrank.datasets.distributions import Lognormal
 from evenrank.datasets.order import RowOrder, SampleOrder, Samples
 
 Ints = NDArray[np.int64]
 
 
-def _deal(costs: Ints, num_steps: int, world_size: int, *, seed: int = 0, epoch: int = 0, **options: object) -> Ints:
+def _assign(costs: Ints, num_steps: int, world_size: int, *, seed: int = 0, epoch: int = 0, **options: object) -> Ints:
     settings = PartitionSettings(**options)  # type: ignore[arg-type]
     tokens = options.pop("tokens", costs)
-    return deal(
+    return assign_to_steps(
         costs,
         tokens,  # type: ignore[arg-type]
         num_steps=num_steps,
@@ -49,15 +49,15 @@ def test_each_sample_goes_to_one_step_and_all_steps_are_full(
 ) -> None:
     rng = np.random.default_rng(seed)
     costs = rng.integers(0, high, num_steps * world_size * batch_size, endpoint=True)
-    steps = _deal(costs, num_steps, world_size, seed=seed, strategy=strategy)
+    steps = _assign(costs, num_steps, world_size, seed=seed, strategy=strategy)
     assert sorted(steps.reshape(-1).tolist()) == list(range(len(costs)))
     assert (np.diff(steps, axis=1) > 0).all()  # in the order of the epoch
-    assert steps.tolist() == _deal(costs, num_steps, world_size, seed=seed, strategy=strategy).tolist()
+    assert steps.tolist() == _assign(costs, num_steps, world_size, seed=seed, strategy=strategy).tolist()
 
 
 def test_samples_above_the_mean_come_together() -> None:
     costs = np.array([9, 1, 1, 1, 9, 1, 1, 1])
-    steps = _deal(costs, 2, 2)
+    steps = _assign(costs, 2, 2)
     assert sorted(costs[steps].sum(axis=1).tolist()) == [4, 20]
 
 
@@ -68,17 +68,17 @@ def test_steps_wait_less_in_all(strategy: str) -> None:
     costs = lengths * (2560 + lengths)
     mean = costs.sum() / (num_steps * world_size)
     own = costs.reshape(num_steps, world_size * batch_size)
-    dealt = costs[_deal(costs, num_steps, world_size, strategy=strategy)]
-    in_all, dealt_in_all = (sum(_heaviest(step, world_size) for step in steps) for steps in (own, dealt))
+    assigned = costs[_assign(costs, num_steps, world_size, strategy=strategy)]
+    in_all, assigned_in_all = (sum(_heaviest(step, world_size) for step in steps) for steps in (own, assigned))
     assert in_all > 1.15 * num_steps * mean  # far from even, because single samples are above the mean of a rank
-    assert dealt_in_all < 1.1 * num_steps * mean
+    assert assigned_in_all < 1.1 * num_steps * mean
 
 
 def test_steps_are_even_among_themselves_where_no_sample_is_above_the_mean() -> None:
     costs = np.random.default_rng(0).integers(1, 1000, 8 * 4 * 32)
-    loads, dealt_loads = (steps.sum(axis=1) for steps in (costs.reshape(8, -1), costs[_deal(costs, 8, 4)]))
+    loads, assigned_loads = (steps.sum(axis=1) for steps in (costs.reshape(8, -1), costs[_assign(costs, 8, 4)]))
     assert loads.max() > 1.05 * loads.min()
-    assert dealt_loads.max() < 1.005 * dealt_loads.min()
+    assert assigned_loads.max() < 1.005 * assigned_loads.min()
 
 
 def test_steps_of_equal_loads_differ_by_chance() -> None:
@@ -86,7 +86,7 @@ def test_steps_of_equal_loads_differ_by_chance() -> None:
     lengths = Lognormal(mean=512, std=512, low=1, high=4096).sample(np.random.default_rng(0), 8 * 64 * 32)
     costs = lengths * (2560 + lengths)
     is_long = costs > np.quantile(costs, 0.99)
-    counts = [is_long[_deal(costs, 8, 64, seed=seed)].sum(axis=1) for seed in range(10)]
+    counts = [is_long[_assign(costs, 8, 64, seed=seed)].sum(axis=1) for seed in range(10)]
     dispersion = np.mean([count.var() / count.mean() for count in counts])
     assert 0.3 < dispersion < 1.2  # 1 by chance alone
     assert len({tuple(count.tolist()) for count in counts}) == 10
@@ -95,9 +95,9 @@ def test_steps_of_equal_loads_differ_by_chance() -> None:
 def test_a_window_does_not_begin_with_its_heaviest_step() -> None:
     for world_size in (1, 2):
         costs = np.where(np.arange(4 * world_size * 2) < world_size, 100, 1)
-        heaviest = [int(np.argmax(costs[_deal(costs, 4, world_size, seed=seed)].sum(axis=1))) for seed in range(200)]
+        heaviest = [int(np.argmax(costs[_assign(costs, 4, world_size, seed=seed)].sum(axis=1))) for seed in range(200)]
         assert np.bincount(heaviest, minlength=4).min() > 25
-    epochs = {tuple(_deal(costs, 4, 2, epoch=epoch).reshape(-1).tolist()) for epoch in range(5)}
+    epochs = {tuple(_assign(costs, 4, 2, epoch=epoch).reshape(-1).tolist()) for epoch in range(5)}
     assert len(epochs) == 5
 
 
@@ -106,7 +106,7 @@ def test_the_token_limit_holds_for_bins() -> None:
     tokens = rng.integers(1, 100, 4 * 4 * 8)
     costs = rng.integers(1, 1000, len(tokens))  # unrelated, so that levelling costs alone would exceed the limit
     limit = int(tokens.sum() / 16 * 1.02)
-    steps = deal(
+    steps = assign_to_steps(
         costs,
         tokens,
         num_steps=4,
@@ -120,7 +120,7 @@ def test_the_token_limit_holds_for_bins() -> None:
         within = partition(costs[step], 4, tokens=tokens[step], max_tokens_per_rank=limit)
         assert within.loads(tokens[step]).max() <= limit
     with pytest.raises(ConfigError, match="max_tokens_per_rank = 5 cannot be kept"):
-        deal(
+        assign_to_steps(
             costs,
             tokens,
             num_steps=4,
@@ -133,8 +133,8 @@ def test_the_token_limit_holds_for_bins() -> None:
 
 def test_steps_are_full_also_where_ranks_may_have_any_number_of_samples() -> None:
     costs = np.random.default_rng(0).integers(1, 1000, 4 * 3 * 5)
-    steps = _deal(costs, 4, 3, strategy="karmarkar-karp")
-    assert _deal(costs, 4, 3, strategy="karmarkar-karp", equal_counts=False).tolist() == steps.tolist()
+    steps = _assign(costs, 4, 3, strategy="karmarkar-karp")
+    assert _assign(costs, 4, 3, strategy="karmarkar-karp", equal_counts=False).tolist() == steps.tolist()
 
 
 def test_bounds_are_those_of_the_window_that_has_a_position() -> None:

@@ -22,8 +22,8 @@ def test_windows_are_compared_seed_by_seed(capsys: pytest.CaptureFixture[str], m
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["window"], row.get("seed")) for row in rows] == [(1, 0), (2, 0), (1, 1), (2, 1), (1, None), (2, None)]
     assert {row["steps"] for row in rows[:4]} == {4}
-    first, dealt = rows[4:]
-    assert dealt["eval_loss_difference"] == pytest.approx(dealt["eval_loss"] - first["eval_loss"], abs=1e-4)
+    first, windowed = rows[4:]
+    assert windowed["eval_loss_difference"] == pytest.approx(windowed["eval_loss"] - first["eval_loss"], abs=1e-4)
     assert "eval_loss_difference" not in first
 
 
