@@ -109,8 +109,8 @@ class Picker(ABC, Generic[Batch]):
         """
         if position >= rest.end_of_left:
             return Unfinished()
-        left = rest.positions(np.arange(position, rest.end_of_left))
-        return Unfinished(left=None if left[0] == position else left)
+        # Also if these are all positions from this one on: the windows of what was left end with it.
+        return Unfinished(left=rest.positions(np.arange(position, rest.end_of_left)))
 
     def resume(self, order: SampleOrder, saved: SavedPosition) -> Rest:
         """Return what is left after a position that was saved, maybe by another kind of loader."""

@@ -167,6 +167,14 @@ SHAPES = st.fixed_dictionaries(
     stops=[2, 2, 1, 0],
     order="shuffle",
 )
+@example(  # what is left of the first window ends within one of the second job, and has no gap after three of its steps
+    shapes=[
+        {"world_size": 1, "batch_size": 8, "balance": {"window": 2}},
+        {"world_size": 1, "batch_size": 1, "balance": {"window": 3}},
+    ],
+    stops=[7, 3, 0, 0],
+    order="shuffle",
+)
 def test_each_sample_comes_once_through_any_chain_of_jobs_that_resume(
     small_dataset: Path, shapes: Sequence[Mapping[str, Any]], stops: Sequence[int], order: str
 ) -> None:
