@@ -5,6 +5,10 @@ from numpy.typing import NDArray
 
 from evenrank.core.compiled import compiled
 
+# Of the finalizer of SplitMix64, in their order.
+MIX_SHIFTS = 30, 27, 31
+MIX_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hash 64-bit words such that flipping any input bit flips about half of the output bits.
@@ -21,17 +25,16 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
     """
     mixed = values.astype(np.uint64)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
+    for shift, multiplier in zip(MIX_SHIFTS, MIX_MULTIPLIERS, strict=False):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(multiplier)
+    mixed ^= mixed >> np.uint64(MIX_SHIFTS[-1])
     return mixed
 
 
 @compiled
 def mix_word(word: np.uint64) -> np.uint64:
     """Hash one word inside a compiled loop; the same function as `mix64`."""
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
+    word = (word ^ (word >> np.uint64(MIX_SHIFTS[0]))) * np.uint64(MIX_MULTIPLIERS[0])
+    word = (word ^ (word >> np.uint64(MIX_SHIFTS[1]))) * np.uint64(MIX_MULTIPLIERS[1])
+    return word ^ (word >> np.uint64(MIX_SHIFTS[2]))

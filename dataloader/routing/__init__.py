@@ -4,6 +4,7 @@
 TorchRec: it renumbers the rows of a table, so that TorchRec's ranges of rows spread over the ranks what a mode spreads.
 """
 
+from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.owner import MODES, Mode, hash_keys, owner_rank
 
-__all__ = ["MODES", "Mode", "hash_keys", "owner_rank"]
+__all__ = ["MODES", "KeyMap", "Mode", "hash_keys", "owner_rank"]
