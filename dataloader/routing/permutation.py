@@ -7,9 +7,9 @@ takes A = 2^a, about the square root of N, and B = ceil(N / A). Keys and rows ar
     r += hash(j) mod A, j += hash(r) mod B, r += hash(j) mod A, j += hash(r) mod B
     row = r B + j
 
-The rank that has a row depends on r, which is random after three rounds: with two, keys that collide in j would keep the
-distance of their r. Rows past the table's end, fewer than A of A B, are permuted again until they are within it (cycle
-walking).
+The rank that has a row depends on r, which is random after three rounds: with two, keys that collide in j would keep
+the distance of their r. Rows past the table's end, fewer than A of A B, are permuted again until they are within it
+(cycle walking).
 
 It depends on N alone: not on the number of ranks, so a table can be sharded over another number without moving rows.
 """
