@@ -1,7 +1,8 @@
 """The settings of loaders, with their defaults and checks."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
@@ -9,7 +10,9 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
+from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state import SEED, show
+from evenrank.datasets.schema import ITEM_ID
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -49,6 +52,10 @@ class ReadConfig(ABC, Generic[Batch]):
     """Keep the threads between epochs."""
     pin_memory: bool = False
     """Return batches in pinned memory, for asynchronous copies to a GPU."""
+    key_maps: Mapping[str, KeyMap] = field(default_factory=dict)
+    """Features whose keys batches replace by the rows of their tables; others are as in the dataset, like labels. The
+    first loader of a machine maps a column and caches it.
+    """
 
     _MINIMUMS: ClassVar[dict[str, int]] = {"batch_size": 1, "max_history_length": 0, "num_workers": 0, "prefetch": 1}
 
@@ -61,6 +68,9 @@ class ReadConfig(ABC, Generic[Batch]):
             raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
         if self.order not in get_args(Order):
             raise ConfigError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
+        for name, key_map in self.key_maps.items():
+            if not isinstance(key_map, KeyMap):
+                raise ConfigError(f"key_maps must have a KeyMap for {name!r}, got {show(key_map)}")
 
     @abstractmethod
     def make_collate(self) -> Collate[Batch]:
@@ -122,6 +132,14 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     """
     candidate_feature: bool = False
     """Add a feature `candidate_id`, the tokens of the target, for teacher forcing."""
+
+    def __post_init__(self) -> None:
+        ReadConfig.__post_init__(self)
+        if ITEM_ID in self.key_maps:
+            raise ConfigError(
+                f"key_maps cannot have {ITEM_ID!r} here: batches have the codes of items; leave it out, their tables "
+                "are small"
+            )
 
     def make_collate(self) -> SemanticIdCollate:
         """Read the codes and return the callable that makes batches of samples."""

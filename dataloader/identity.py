@@ -41,6 +41,8 @@ def shared_settings(*records: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _plain(value[name])) for name in sorted(value))
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 

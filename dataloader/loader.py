@@ -21,10 +21,12 @@ from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
+from evenrank.dataloader.mapped_stores import map_stores
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.picks import Iteration, Pick, StepShape
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.rest import Rest, SavedPosition
+from evenrank.dataloader.routing.dist_type import check_dist_type, dist_type
 from evenrank.dataloader.samples import Mixture, find_samples, make_order
 from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import Transform, apply, make_rng
@@ -129,6 +131,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._transform = transform
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
         self._samples, self.left_out = find_samples(self._stores, collate)
+        self._stores = map_stores(self._stores, collate, config.key_maps)
         self._order = make_order(config.order, self._stores, self._samples, mixture)
         self.num_samples = self._order.num_samples
         self._seed = config.seed
@@ -268,7 +271,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         if rest is None or position < rest.position:
             rest = Rest(epoch=epoch)
         unfinished = self._picker.unfinished(self._order, rest, position, seed=self._seed)
-        saved = SavedPosition(epoch=epoch, position=position, seed=self._seed, unfinished=unfinished)
+        saved = SavedPosition(epoch, position, self._seed, unfinished, dist_type(self._config.key_maps))
         return saved.to_state(self.num_samples, self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -277,11 +280,12 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         If no samples are left in that epoch, the next iteration is the next epoch.
 
         Raises:
-            StateError: the state is damaged, of another version, or of other data or filters.
+            StateError: the state is damaged, of another version, of other data or filters, or of other `key_maps`.
             ConfigError: what is left of the epoch cannot be packed.
 
         """
         saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
+        check_dist_type(saved.dist_type, self._config.key_maps, owner="the loader's state")
         rest = self._picker.resume(self._order, saved)
         is_over = rest.position > 0 and self._picker.begin(self._order, rest, seed=saved.seed).schedule.num_steps == 0
         self._seed, self._after_last, self._resumed[rest.epoch] = saved.seed, (rest.epoch, rest.position), rest

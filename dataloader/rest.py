@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
+from evenrank.dataloader.routing.dist_type import DIST_TYPE
 from evenrank.dataloader.state import COUNT, EPOCH, INT64_MAX, SEED, TEXT, check_state, check_value, integer, show
 from evenrank.datasets.order import SampleOrder
 
@@ -35,6 +36,7 @@ _STATE_FIELDS = {
     "fingerprint": TEXT,
     "window": TEXT,
 }
+_OPTIONAL_FIELDS = {DIST_TYPE: TEXT}
 _SIZES = ("start", "world_size", "batch_size", "steps")
 _HAS = "the loader's state has a window with"
 
@@ -167,6 +169,8 @@ class SavedPosition(NamedTuple):
     """Of the loader."""
     unfinished: Unfinished
     """What is left, besides all positions from that one on."""
+    dist_type: str | None = None
+    """How the keys of batches are mapped; see `routing.dist_type`. None: the state does not say."""
 
     def to_state(self, num_samples: int, fingerprint: str) -> dict[str, Any]:
         """Return the state, given the number of samples of an epoch, and a hash of all that decides on their order."""
@@ -178,6 +182,7 @@ class SavedPosition(NamedTuple):
             "num_samples": num_samples,
             "fingerprint": fingerprint,
             "window": self.unfinished.to_text(),
+            DIST_TYPE: self.dist_type,
         }
 
     @classmethod
@@ -188,7 +193,7 @@ class SavedPosition(NamedTuple):
             StateError: the state is damaged, of another version, or of another number of samples or fingerprint.
 
         """
-        entries = check_state(state, "the loader", _STATE_VERSION, _STATE_FIELDS)
+        entries = check_state(state, "the loader", _STATE_VERSION, _STATE_FIELDS, _OPTIONAL_FIELDS)
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
                 f"the loader's state is of other data or filters: it has {entries['num_samples']:,} samples and "
@@ -202,7 +207,7 @@ class SavedPosition(NamedTuple):
                 "returned"
             )
         unfinished = Unfinished.from_text(entries["window"], position=position, num_samples=num_samples)
-        return cls(entries["epoch"], position, entries["seed"], unfinished)
+        return cls(entries["epoch"], position, entries["seed"], unfinished, entries[DIST_TYPE])
 
 
 def _check_entries(entries: object, names: Sequence[str]) -> dict[str, Any]:

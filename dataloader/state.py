@@ -62,7 +62,9 @@ MAPPING = instance(Mapping, "a mapping")
 ANYTHING = instance(object, "anything")
 
 
-def check_state(state: object, owner: str, version: int, fields: Mapping[str, Check]) -> dict[str, Any]:
+def check_state(
+    state: object, owner: str, version: int, fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
+) -> dict[str, Any]:
     """Check that a state has exactly these entries, besides its version, and that their values are valid.
 
     Args:
@@ -70,9 +72,10 @@ def check_state(state: object, owner: str, version: int, fields: Mapping[str, Ch
         owner: whose state it is, for messages, such as "the loader".
         version: that the state must have.
         fields: what each entry must be, by name.
+        optional: the same of entries that earlier releases did not save.
 
     Returns:
-        The state.
+        The state; optional entries that it lacks are None.
 
     Raises:
         StateError: it is invalid; the message names the entry, its value and what it must be.
@@ -88,15 +91,16 @@ def check_state(state: object, owner: str, version: int, fields: Mapping[str, Ch
             f"the state of {owner} has version {show(found)}, expected {version}; load it with the version of evenrank "
             "that saved it"
         )
-    for name, check in fields.items():
-        if name not in state:
-            raise StateError(f"the state of {owner} has no {name}; load a state that state_dict returned")
-        check_value(state[name], f"the state of {owner} has {name}", check)
-    if unknown := [name for name in state if name not in fields and name != "version"]:
+    if missing := [name for name in fields if name not in state]:
+        raise StateError(f"the state of {owner} has no {missing[0]}; load a state that state_dict returned")
+    known = {**fields, **(optional or {})}
+    for name in known.keys() & state.keys():
+        check_value(state[name], f"the state of {owner} has {name}", known[name])
+    if unknown := [name for name in state if name not in known and name != "version"]:
         raise StateError(
             f"the state of {owner} has the unknown entry {show(unknown[0])}; load a state that state_dict returned"
         )
-    return dict(state)
+    return dict.fromkeys(known) | dict(state)
 
 
 def check_value(value: object, has: str, check: Check) -> None:

@@ -19,8 +19,10 @@ from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import name_of, shared_settings
+from evenrank.dataloader.mapped_stores import map_stores
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
+from evenrank.dataloader.routing.dist_type import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.stream_state import (
     POSITIONS_KEY,
     STATE_VERSION,
@@ -114,7 +116,9 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._world_size = world_size
         self._transform = transform
         self._collate = config.make_collate()
-        self._collate.check(source.read(0, 0))
+        without_rows = source.read(0, 0)
+        self._collate.check(without_rows)
+        map_stores([without_rows], self._collate, config.key_maps)
         self._shards = cut_shards(source.num_rows, stream)
         self.left_out: Counter[str] = Counter()
         self._seed = config.seed
@@ -180,7 +184,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
         """Read a window and leave out the rows that are not samples."""
         first, order = shard.window(window_position, seed=seed, epoch=epoch)
-        store = self._source.read(first, first + len(order))
+        store = self._source.read(first, first + len(order)).mapped(self._config.key_maps)
         is_sample = np.ones(len(store), dtype=bool)
         for reason, rows in self._collate.unusable(store).items():
             self.left_out[reason] += len(rows)
@@ -220,6 +224,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             "num_shards": len(self._shards),
             "fingerprint": self._fingerprint,
             POSITIONS_KEY: encode_positions(snapshot.shard_positions),
+            DIST_TYPE: dist_type(self._config.key_maps),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +233,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         On the same number of ranks, each of them may also load the state that it saved itself.
 
         Raises:
-            StateError: the state lacks shards, is of another version, or of other data, filters or shards.
+            StateError: the state lacks shards, is of another version, or of other data, filters, shards or `key_maps`.
 
         """
         state = read_state(state)
@@ -238,6 +243,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 f"{state['fingerprint'][:12]}, this stream {self._fingerprint[:12]}; load it with the dataset and the "
                 "settings that it was saved with"
             )
+        check_dist_type(state[DIST_TYPE], self._config.key_maps, owner="the stream's state")
         shard_positions = decode_positions(state, len(self._shards))
         for index, shard_position in shard_positions.items():
             check_position(shard_position, self._shards[index], seed=state["seed"], epoch=state["epoch"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenrank.core.errors import StateError
+from evenrank.dataloader.routing.dist_type import DIST_TYPE
 from evenrank.dataloader.state import (
     COUNT,
     EPOCH,
@@ -30,6 +31,7 @@ _STATE_FIELDS = {
     "fingerprint": TEXT,
     POSITIONS_KEY: MAPPING,
 }
+_OPTIONAL_FIELDS = {DIST_TYPE: TEXT}
 
 
 def read_state(state: object) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def read_state(state: object) -> dict[str, Any]:
         StateError: it is invalid.
 
     """
-    return check_state(state, "the stream", STATE_VERSION, _STATE_FIELDS)
+    return check_state(state, "the stream", STATE_VERSION, _STATE_FIELDS, _OPTIONAL_FIELDS)
 
 
 def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = states[0]
     shard_positions: dict[int, ShardPosition] = {}
     for index, state in enumerate(states):
-        for name in ("epoch", "position", "seed", "num_shards", "fingerprint"):
+        for name in ("epoch", "position", "seed", "num_shards", "fingerprint", DIST_TYPE):
             if state[name] != merged[name]:
                 raise StateError(
                     f"states 0 and {index} cannot be merged: {name} is {merged[name]!r} and {state[name]!r}; save "

@@ -6,15 +6,16 @@ offsets   [ 0       3        3     5 ]  row r has the events offsets[r]..offsets
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.column_file import map_column
+from evenrank.datasets.mapped_column import ColumnMap, map_values
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
 from evenrank.datasets.unpack import EVENTS, OFFSETS, ROWS, TIME_ORDER, unpack
 
@@ -55,6 +56,8 @@ class SequenceStore:
     """[rows]: all rows, sorted by the time of their last event; None for a store that was not opened from a folder."""
     folder: Path | None = None
     """Of the dataset; None if the arrays exist only in memory."""
+    column_maps: Mapping[str, ColumnMap] = field(default_factory=dict)
+    """The columns of `events` and `rows` whose values are replaced; see `mapped`."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -64,22 +67,54 @@ class SequenceStore:
         """Events per row: int64 [rows]."""
         return np.diff(self.offsets)
 
+    def mapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
+        """Return this store with other values in some columns, which are cached next to those of the dataset.
+
+        Args:
+            column_maps: for columns of `events` and `rows` that are not replaced yet, by name.
+
+        Raises:
+            ConfigError: there is no such column, or it has values that cannot be mapped.
+            DataError: the cache cannot be written.
+
+        """
+        columns = {name: self._mapped(name, column_map) for name, column_map in column_maps.items()}
+        return replace(
+            self,
+            events={name: columns.get(name, values) for name, values in self.events.items()},
+            rows={name: columns.get(name, values) for name, values in self.rows.items()},
+            column_maps={**self.column_maps, **column_maps},
+        )
+
+    def _mapped(self, name: str, column_map: ColumnMap) -> NDArray[np.int64]:
+        columns = {**self.rows, **self.events}
+        if name not in columns:
+            raise ConfigError(f"the dataset has no column {name!r} to map; known: {', '.join(columns)}")
+        size = self.manifest.vocabulary_sizes.get(name, 0)
+        if size > column_map.num_embeddings:
+            raise ConfigError(
+                f"{name} is up to {size - 1:,} in the dataset, too large for a table of num_embeddings="
+                f"{column_map.num_embeddings}; pass manifest.vocabulary_sizes[{name!r}] or more"
+            )
+        cache = f"{self.manifest.content_hash}-{self.split}"
+        return map_values(columns[name], column_map, name=name, folder=self.folder, cache=cache)
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self.folder is None:
             fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
             return _from_fields, (fields,)
-        return _reopen, (self.folder, self.split, self.manifest.content_hash)
+        return _reopen, (self.folder, self.split, self.manifest.content_hash, self.column_maps)
 
 
 def _from_fields(fields: dict[str, Any]) -> SequenceStore:
     return SequenceStore(**fields)
 
 
-def _reopen(folder: Path, split: str, content_hash: str) -> SequenceStore:
+def _reopen(folder: Path, split: str, content_hash: str, column_maps: Mapping[str, ColumnMap]) -> SequenceStore:
     store = open_store(folder, split)
     if store.manifest.content_hash != content_hash:
         raise DataError(f"{folder} was replaced by other data after it was opened; open it again")
-    return store
+    return store.mapped(column_maps)
 
 
 def open_store(path: Path | str, split: str = "train") -> SequenceStore:

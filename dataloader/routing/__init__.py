@@ -1,10 +1,10 @@
 """Routing: which rank owns the row of a key, where an embedding table is sharded by rows.
 
-`owner.py` decides on the rank, `bucketize.py` groups a batch's keys by it. `key_map.py` has the same effect on stock
-TorchRec: it renumbers the rows of a table, so that TorchRec's ranges of rows spread over the ranks what a mode spreads.
+`owner.py` decides on the rank, for tables that are looked up by key. Stock TorchRec shards tables by ranges of rows, so
+`key_map.py` instead decides which row has which key: a loader, or `map_features`, replaces keys by rows.
 """
 
-from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.routing.owner import MODES, Mode, hash_keys, owner_rank
+import lazy_loader
 
-__all__ = ["MODES", "KeyMap", "Mode", "hash_keys", "owner_rank"]
+# Imported at their first use: some names need torch, and what computes loads of ranks runs without it.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,21 @@
+from .dist_type import DIST_TYPE as DIST_TYPE
+from .dist_type import check_dist_type as check_dist_type
+from .dist_type import dist_type as dist_type
+from .features import map_features as map_features
+from .key_map import KeyMap as KeyMap
+from .owner import MODES as MODES
+from .owner import Mode as Mode
+from .owner import hash_keys as hash_keys
+from .owner import owner_rank as owner_rank
+
+__all__ = [
+    "DIST_TYPE",
+    "MODES",
+    "KeyMap",
+    "Mode",
+    "check_dist_type",
+    "dist_type",
+    "hash_keys",
+    "map_features",
+    "owner_rank",
+]
