@@ -14,6 +14,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.dataloader.config import ReadConfig, check_rank
 from evenrank.dataloader.identity import shared_settings
+from evenrank.dataloader.mapped_stores import map_stores
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.random_data import RandomData, draw_samples
@@ -73,7 +74,9 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._world_size = world_size
         self._start = (0, 0)  # epoch and step at which the next iteration begins
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
-        self._collate.check(self._draw(np.random.default_rng(0), 0))
+        store = self._draw(np.random.default_rng(0), 0)
+        self._collate.check(store)
+        map_stores([store], self._collate, config.key_maps)
         self._cycle = [self._make(step) for step in range(min(num_distinct or 0, num_batches))]
 
     def __len__(self) -> int:
@@ -188,7 +191,7 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
             num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, batch_size))
         rows = np.arange(num_samples)
         sample_ids = (step * self._world_size + self._rank) * batch_size + rows
-        store = self._draw(rng, num_samples)
+        store = self._draw(rng, num_samples).mapped(self._config.key_maps)
         (batch,) = self._collate([StoreRows(store, rows, rows)], sample_ids, batch_size=batch_size)
         return batch.pin_memory() if self._config.pin_memory else batch
 

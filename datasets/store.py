@@ -90,6 +90,8 @@ class SequenceStore:
         columns = {**self.rows, **self.events}
         if name not in columns:
             raise ConfigError(f"the dataset has no column {name!r} to map; known: {', '.join(columns)}")
+        if name in self.column_maps:
+            raise ConfigError(f"the column {name!r} is mapped already; map it once")
         size = self.manifest.vocabulary_sizes.get(name, 0)
         if size > column_map.num_embeddings:
             raise ConfigError(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.routing.owner import Mode, check_routing
+from evenrank.dataloader.routing.owner import Mode, check_num_embeddings, check_routing
 from evenrank.dataloader.routing.permutation import CONSTANTS, Permutation
 from evenrank.dataloader.routing.round_robin import RoundRobin
 
@@ -50,11 +50,12 @@ class KeyMap:
 
     def __post_init__(self) -> None:
         check_routing(self.world_size, self.mode, self.num_embeddings)
+        check_num_embeddings(self.num_embeddings)
         if self.num_embeddings > _MAX_ROWS:
             raise ConfigError(f"num_embeddings must be at most 2^62, got {self.num_embeddings:,}")
 
     def __call__(self, keys: Integers) -> Integers:
-        """Return the rows of these keys.
+        """Return the row of each key.
 
         Args:
             keys: integers of any shape, a NumPy array or a tensor on any device.
@@ -108,14 +109,17 @@ class KeyMap:
         if self.mode == "continuous":
             return values
         if isinstance(values, np.ndarray):
-            return function(values.astype(np.int64, copy=False)).astype(values.dtype, copy=False)
+            words = function(values.reshape(-1).astype(np.int64, copy=False))
+            return words.astype(values.dtype, copy=False).reshape(values.shape)
         if values.device.type == "cpu":
             return values.new_tensor(function(values.long().numpy()))
         return function(values.long()).to(values.dtype)
 
     def _check(self, values: Any, kind: str) -> None:
         is_array = isinstance(values, np.ndarray)
-        limit = np.iinfo(values.dtype).max if is_array else _largest_of(values)
+        limit = _largest_value(values)
+        if limit is None:
+            raise ConfigError(f"{kind}s must be integers, got {values.dtype}; convert them to int64")
         if self.num_embeddings - 1 > limit:
             raise ConfigError(
                 f"the {kind}s of a table with num_embeddings={self.num_embeddings} can be larger than {values.dtype} "
@@ -131,7 +135,13 @@ class KeyMap:
             )
 
 
-def _largest_of(tensor: "Tensor") -> int:
+def _largest_value(values: Any) -> int | None:
+    """Return the largest value that the dtype of an array or a tensor holds; None if it is none of integers."""
+    if isinstance(values, np.ndarray):
+        return np.iinfo(values.dtype).max if values.dtype.kind in "iu" else None
     import torch  # which those who only plan lack
 
-    return torch.iinfo(tensor.dtype).max
+    try:
+        return torch.iinfo(values.dtype).max
+    except TypeError:
+        return None

@@ -80,10 +80,15 @@ def check_routing(world_size: int, mode: Mode, num_embeddings: int | None) -> No
         raise ConfigError(f"the routing mode must be one of {', '.join(MODES)}, got {mode!r}")
     if type(world_size) is not int or world_size < 1:
         raise ConfigError(f"world_size must be an integer of at least 1, got {world_size!r}")
-    if num_embeddings is None:
-        if mode == "continuous":
-            raise ConfigError("mode 'continuous' assigns ranges of rows, so it needs num_embeddings, the table's rows")
-    elif type(num_embeddings) is not int or num_embeddings < 1:
+    if num_embeddings is not None:
+        check_num_embeddings(num_embeddings)
+    elif mode == "continuous":
+        raise ConfigError("mode 'continuous' assigns ranges of rows, so it needs num_embeddings, the table's rows")
+
+
+def check_num_embeddings(num_embeddings: object) -> None:
+    """Raise a ConfigError unless this is a number of rows."""
+    if type(num_embeddings) is not int or num_embeddings < 1:
         raise ConfigError(f"num_embeddings must be an integer of at least 1, got {num_embeddings!r}")
 
 

@@ -26,6 +26,7 @@ from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.balance.control.consistency import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.identity import PER_RANK
+from evenrank.dataloader.routing import KeyMap
 from tests.ranks import RankFailure, RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -49,8 +50,10 @@ CHANGES: dict[type, dict[str, Any]] = {
         "num_tasks": 3,
         "candidate_actions": True,
         "extra_events": ("timestamp_ms",),
+        "key_maps": {"item_id": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},
     },
     SemanticIdConfig: {
+        "key_maps": {"segment": KeyMap(num_embeddings=501, world_size=2, mode="roundrobin")},
         "codes": OTHER_CODES,
         "label_offsets": True,
         "history_labels": True,

@@ -1,0 +1,58 @@
+"""The keys of anyone's KeyedJaggedTensors are replaced by rows, and nothing else of them changes."""
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.routing import KeyMap, map_features
+
+ITEMS = KeyMap(num_embeddings=100, world_size=4, mode="hash_roundrobin")
+
+
+def _features(values: torch.Tensor, *, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
+    lengths = torch.tensor([2, 0, 1, 1, 3, 0])
+    return KeyedJaggedTensor(keys=["user_id", "item_id", "action"], values=values, lengths=lengths, weights=weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_only_the_keys_of_the_mapped_feature_change(dtype: torch.dtype) -> None:
+    values, weights = torch.tensor([1, 2, 90, 7, 5, 6, 7], dtype=dtype), torch.rand(7)
+    mapped = map_features(_features(values, weights=weights), {"item_id": ITEMS})
+    assert mapped.keys() == ["user_id", "item_id", "action"]
+    assert mapped.values().dtype == dtype
+    assert mapped["item_id"].values().tolist() == ITEMS(values[2:4]).tolist() != [90, 7]
+    assert mapped["user_id"].values().tolist() == [1, 2]
+    assert mapped["action"].values().tolist() == [5, 6, 7]
+    assert mapped.lengths().tolist() == [2, 0, 1, 1, 3, 0]
+    assert mapped.weights().tolist() == weights.tolist()
+    assert mapped.stride() == 2
+    assert values.tolist() == [1, 2, 90, 7, 5, 6, 7]
+
+
+def test_features_whose_rows_differ_in_number_keep_them() -> None:
+    features = KeyedJaggedTensor(
+        keys=["item_id", "user_id"],
+        values=torch.tensor([3, 4, 5, 6]),
+        lengths=torch.tensor([1, 2, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    mapped = map_features(features, {"item_id": ITEMS})
+    assert mapped.values().tolist() == [*ITEMS(torch.tensor([3, 4, 5])).tolist(), 6]
+    assert mapped.stride_per_key() == [2, 1]
+
+
+def test_features_without_values_stay_empty() -> None:
+    empty = KeyedJaggedTensor(
+        keys=["item_id"], values=torch.empty(0, dtype=torch.int64), lengths=torch.zeros(3, dtype=torch.int64)
+    )
+    assert map_features(empty, {"item_id": ITEMS}).lengths().tolist() == [0, 0, 0]
+
+
+def test_unknown_features_and_keys_are_refused() -> None:
+    features = _features(torch.tensor([1, 2, 100, 7, 5, 6, 7]))
+    with pytest.raises(ConfigError) as raised:
+        map_features(features, {"video_id": ITEMS})
+    assert str(raised.value) == "key_maps has 'video_id', which is no feature; there are user_id, item_id, action"
+    with pytest.raises(DataError, match="are 0 to 99, got 100; "):
+        map_features(features, {"item_id": ITEMS})

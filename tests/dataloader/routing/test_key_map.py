@@ -1,0 +1,202 @@
+"""Each key of a table has a row of its own; patterns of keys spread over ranges of rows as the mode says."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.routing import MODES, KeyMap, Mode, owner_rank
+from evenrank.dataloader.routing.permutation import Permutation
+from evenrank.dataloader.routing.round_robin import RoundRobin
+
+SIZES = st.integers(1, 3000)
+WORLDS = st.integers(1, 70)
+LARGE = st.integers(1, 1 << 62)
+
+
+def _ranks(key_map: KeyMap, keys: Any) -> Any:
+    """Return the ranks to which TorchRec's ranges assign the rows of keys."""
+    return owner_rank(key_map(keys), key_map.world_size, "continuous", key_map.num_embeddings)
+
+
+@given(size=SIZES, world_size=WORLDS, mode=st.sampled_from(MODES))
+@example(size=1, world_size=1, mode="hash_roundrobin")
+@example(size=5, world_size=4, mode="roundrobin")  # the last rank has no row
+@example(size=3, world_size=8, mode="roundrobin")
+def test_each_key_has_a_row_of_its_own_and_the_inverse_finds_it(size: int, world_size: int, mode: Mode) -> None:
+    key_map = KeyMap(num_embeddings=size, world_size=world_size, mode=mode)
+    keys = np.arange(size)
+    rows = key_map(keys)
+    assert sorted(rows.tolist()) == keys.tolist()
+    assert key_map.inverse(rows).tolist() == keys.tolist()
+
+
+@given(size=LARGE, world_size=WORLDS, mode=st.sampled_from(MODES), data=st.data())
+@example(size=1 << 62, world_size=64, mode="hash_roundrobin", data=None)
+def test_tables_of_any_size_have_exact_inverses(size: int, world_size: int, mode: Mode, data: Any) -> None:
+    drawn = [] if data is None else data.draw(st.lists(st.integers(0, size - 1), max_size=9))
+    keys = np.array([0, size - 1, size // 2, *drawn])
+    key_map = KeyMap(num_embeddings=size, world_size=world_size, mode=mode)
+    rows = key_map(keys)
+    assert rows.min() >= 0
+    assert rows.max() < size
+    assert len(set(rows.tolist())) == len(set(keys.tolist()))
+    assert key_map.inverse(rows).tolist() == keys.tolist()
+
+
+def test_round_robin_gives_each_rank_its_keys_in_turn() -> None:
+    key_map = KeyMap(num_embeddings=10, world_size=4, mode="roundrobin")
+    assert key_map.inverse(np.arange(10)).tolist() == [0, 4, 7, 1, 5, 8, 2, 6, 9, 3]
+    assert _ranks(key_map, np.arange(10)).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
+
+
+@given(rows=st.integers(1, 200), world_size=WORLDS)
+def test_round_robin_is_modulo_where_all_ranks_have_as_many_rows(rows: int, world_size: int) -> None:
+    keys = np.arange(rows * world_size)
+    key_map = KeyMap(num_embeddings=len(keys), world_size=world_size, mode="roundrobin")
+    assert (_ranks(key_map, keys) == owner_rank(keys, world_size, "roundrobin")).all()
+
+
+def test_the_permutation_never_changes() -> None:
+    """Checkpoints depend on it."""
+    key_map = KeyMap(num_embeddings=1000, world_size=8, mode="hash_roundrobin")
+    assert key_map(np.arange(8)).tolist() == [716, 354, 962, 442, 637, 640, 114, 853]
+    large = KeyMap(num_embeddings=1 << 40, world_size=8, mode="hash_roundrobin")
+    assert large(np.array([0, 1, (1 << 40) - 1])).tolist() == [680828958891, 86927369084, 734932377290]
+
+
+def _reference(key: int, num_rows: int) -> int:
+    """Return the row of a key, in Python's own integers."""
+    mask64 = (1 << 64) - 1
+
+    def mix(word: int) -> int:
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & mask64
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB & mask64
+        return word ^ (word >> 31)
+
+    keys = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89
+    bits = max(2, (num_rows - 1).bit_length()) // 2
+    size = -(-num_rows // (1 << bits))
+    while True:
+        j, r = divmod(key, 1 << bits)
+        for number in (0, 2):
+            r = (r + (mix(j ^ keys[number]) >> (64 - bits))) % (1 << bits)
+            j = (j + ((mix(r ^ keys[number + 1]) >> 32) * size >> 32)) % size
+        key = r * size + j
+        if key < num_rows:
+            return key
+
+
+@given(size=LARGE, data=st.data())
+def test_arrays_and_tensors_are_permuted_as_in_exact_arithmetic(size: int, data: Any) -> None:
+    keys = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
+    expected = [_reference(key, size) for key in keys.tolist()]
+    permutation = Permutation.of(size)
+    assert permutation.rows(keys).tolist() == expected
+    # What runs on a GPU.
+    on_device = permutation.rows(torch.from_numpy(keys))
+    assert on_device.tolist() == expected
+    assert permutation.keys(on_device).tolist() == keys.tolist()
+
+
+@given(size=SIZES, world_size=WORLDS)
+def test_tensors_go_round_the_ranks_as_arrays_do(size: int, world_size: int) -> None:
+    round_robin, keys = RoundRobin.of(size, world_size), np.arange(size)
+    rows = round_robin.rows(torch.from_numpy(keys))
+    assert rows.tolist() == round_robin.rows(keys).tolist()
+    assert round_robin.keys(rows).tolist() == keys.tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_results_have_the_shape_and_the_dtype_of_the_keys(mode: Mode) -> None:
+    key_map = KeyMap(num_embeddings=12, world_size=4, mode=mode)
+    rows = key_map(np.arange(12))
+    for dtype in (np.int32, np.int64, np.uint64, np.int8):
+        keys = np.arange(12, dtype=dtype).reshape(3, 4)[:, ::2]  # not contiguous
+        mapped = key_map(keys)
+        assert mapped.dtype == dtype
+        assert mapped.tolist() == rows.reshape(3, 4)[:, ::2].tolist()
+    for kind in (torch.int32, torch.int64):
+        tensor = key_map(torch.arange(12, dtype=kind).reshape(3, 4).T)
+        assert tensor.dtype == kind
+        assert tensor.tolist() == rows.reshape(3, 4).T.tolist()
+    assert key_map(np.empty((0, 3), dtype=np.int64)).shape == (0, 3)
+    assert key_map(torch.empty(0, dtype=torch.int64)).tolist() == []
+    assert key_map(np.array(3)).shape == ()
+
+
+def test_keys_are_left_as_they_are() -> None:
+    keys = np.arange(50)
+    tensor = torch.arange(50)
+    key_map = KeyMap(num_embeddings=50, world_size=4, mode="hash_roundrobin")
+    key_map(keys), key_map(tensor), key_map.inverse(keys)
+    assert keys.tolist() == tensor.tolist() == list(range(50))
+
+
+def test_only_round_robin_depends_on_the_number_of_ranks() -> None:
+    keys = np.arange(100)
+    rows = {
+        mode: [KeyMap(num_embeddings=100, world_size=ranks, mode=mode)(keys).tolist() for ranks in (2, 7)]
+        for mode in MODES
+    }
+    assert rows["continuous"] == [keys.tolist()] * 2
+    assert rows["hash_roundrobin"][0] == rows["hash_roundrobin"][1] != keys.tolist()
+    assert rows["roundrobin"][0] != rows["roundrobin"][1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrong", [-1, 10, 1 << 40])
+def test_keys_outside_the_table_are_refused(mode: Mode, wrong: int) -> None:
+    key_map = KeyMap(num_embeddings=10, world_size=2, mode=mode)
+    of_both_kinds: list[Any] = [np.array([3, wrong]), torch.tensor([3, wrong])]
+    for keys in of_both_kinds:
+        with pytest.raises(
+            DataError, match=rf"^the keys of a table with num_embeddings=10 are 0 to 9, got {wrong}; set num_embeddings"
+        ):
+            key_map(keys)
+        with pytest.raises(DataError, match=f"^the rows of .* are 0 to 9, got {wrong};"):
+            key_map.inverse(keys)
+
+
+def test_dtypes_that_cannot_hold_the_rows_are_refused() -> None:
+    key_map = KeyMap(num_embeddings=1 << 33, world_size=2, mode="hash_roundrobin")
+    too_narrow: list[Any] = [np.array([3], dtype=np.int32), torch.tensor([3], dtype=torch.int32)]
+    for keys in too_narrow:
+        with pytest.raises(ConfigError, match=r"can be larger than (torch\.)?int32 holds; convert them to int64$"):
+            key_map(keys)
+    no_integers: list[Any] = [np.array([3.0]), torch.tensor([3.0])]
+    for floats in no_integers:
+        with pytest.raises(ConfigError, match=r"^keys must be integers, got (torch\.)?float"):
+            key_map(floats)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "modulo"}, "the routing mode must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
+        ({"num_embeddings": 0}, "num_embeddings must be an integer of at least 1, got 0"),
+        ({"num_embeddings": (1 << 62) + 1}, "num_embeddings must be at most 2^62, got 4,611,686,018,427,387,905"),
+        ({"num_embeddings": None}, "num_embeddings must be an integer of at least 1, got None"),
+        ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
+    ],
+)
+def test_impossible_maps_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        KeyMap(**{"num_embeddings": 10, "world_size": 2, "mode": "roundrobin", **change})
+    assert str(raised.value) == message
+
+
+def test_maps_of_arrays_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import numpy as np\n"
+        "from evenrank.dataloader.routing import KeyMap, owner_rank\n"
+        "print(KeyMap(num_embeddings=9, world_size=3, mode='hash_roundrobin')(np.arange(9)).sum())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd="/")
+    assert result.stdout == "36\n"
