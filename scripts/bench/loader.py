@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.batch import keyed_jagged_tensor
+from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.distributions import Lognormal, Zipf
 from evenrank.datasets.order import permute
@@ -160,19 +161,25 @@ def make_loaders(path: Path, users: int) -> dict[str, Callable[[], int]]:
         )
         return lambda: count_samples(loader)
 
-    def ours(num_workers: int) -> Callable[[], int]:
+    items = KeyMap(
+        num_embeddings=store.manifest.vocabulary_sizes["item_id"], world_size=_NUM_PROCESSES, mode="hash_roundrobin"
+    )
+
+    def ours(num_workers: int, key_maps: Mapping[str, KeyMap] | None = None) -> Callable[[], int]:
         config = LoaderConfig(
             batch_size=BATCH_SIZE,
             max_history_length=MAX_HISTORY_LENGTH,
             max_num_candidates=NUM_CANDIDATES,
             num_workers=num_workers,
             persistent_workers=True,
+            key_maps=key_maps or {},
         )
         loader = build_loader(path, config, rank=0, world_size=1)
         return lambda: count_samples(loader)
 
     return {
         "ours": ours(0),
+        "ours, mapped items": ours(0, {"item_id": items}),
         "ours, 1 worker": ours(1),
         "ours, 2 workers": ours(2),
         "numpy gather": lambda: gather(store),
