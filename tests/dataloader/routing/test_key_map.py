@@ -131,6 +131,18 @@ def test_results_have_the_shape_and_the_dtype_of_the_keys(mode: Mode) -> None:
     assert key_map(np.array(3)).shape == ()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 10, 131_263, (1 << 40) + 7])
+def test_tensors_on_a_gpu_are_mapped_as_on_the_cpu(mode: Mode, size: int) -> None:
+    key_map = KeyMap(num_embeddings=size, world_size=4, mode=mode)
+    keys = torch.randint(size, (1000,), generator=torch.Generator().manual_seed(0))
+    rows = key_map(keys.cuda())
+    assert rows.device.type == "cuda"
+    assert rows.tolist() == key_map(keys).tolist()
+    assert key_map.inverse(rows).tolist() == keys.tolist()
+
+
 def test_keys_are_left_as_they_are() -> None:
     keys = np.arange(50)
     tensor = torch.arange(50)
