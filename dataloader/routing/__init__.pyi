@@ -1,10 +1,12 @@
+from .bucketing import bucketize as bucketize
 from .dist_type import DIST_TYPE as DIST_TYPE
 from .dist_type import check_dist_type as check_dist_type
 from .dist_type import dist_type as dist_type
 from .features import map_features as map_features
 from .key_map import KeyMap as KeyMap
-from .owner import MODES as MODES
-from .owner import Mode as Mode
+from .modes import MODES as MODES
+from .modes import Mode as Mode
+from .modes import Routing as Routing
 from .owner import hash_keys as hash_keys
 from .owner import owner_rank as owner_rank
 
@@ -13,6 +15,8 @@ __all__ = [
     "MODES",
     "KeyMap",
     "Mode",
+    "Routing",
+    "bucketize",
     "check_dist_type",
     "dist_type",
     "hash_keys",

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.routing.owner import Mode, check_num_embeddings, check_routing
+from evenrank.dataloader.routing.modes import Mode, check_num_embeddings, check_routing
 from evenrank.dataloader.routing.permutation import CONSTANTS, Permutation
 from evenrank.dataloader.routing.round_robin import RoundRobin
 

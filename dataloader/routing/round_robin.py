@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.routing.owner import rows_per_rank
+from evenrank.dataloader.routing.modes import rows_per_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
