@@ -1,16 +1,15 @@
 """Routing on a GPU: Triton kernels for the owners of keys, and for grouping the keys of a batch by owner.
 
-A batch is grouped by two kernels, with a prefix sum between them. The first counts the keys of each (rank, row), and
-gives every key its place among those; the second moves keys to where these groups start. Both have a program per tile
-of adjacent rows of one feature, which goes through its rows in chunks: one row in long chunks, or many short rows at
-once. In a chunk the place of a key is the number of keys before it with the same owner: all pairs are compared, which
-needs no memory per rank, so that hundreds of ranks cost no more than two.
+A batch is grouped by two kernels, with a prefix sum between them. The first counts the keys of each group, (rank, row),
+and gives every key its place in the group; the second moves keys to where groups start, all of them in parallel. The
+first has a program per tile of adjacent rows of one feature, and goes through these in chunks: through one row in long
+chunks, or through several short ones at once. In a chunk, the place of a key is the number of keys before it with the
+same owner. For that all pairs of keys are compared, which needs no memory per rank: 64 ranks cost as much as two.
 
 Nothing here waits for the GPU, except the first call with routings that have not been uploaded yet.
 """
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +23,10 @@ except ImportError:  # CPU builds of PyTorch come without Triton
     triton = None
 
 HAS_TRITON = triton is not None
-_TILE_KEYS = 128  # of a chunk of all rows of a tile
-_MIN_CHUNK = 8  # of a row
-_OWNERS_BLOCK = 512  # keys of a program of `owners_with_kernel`
-_NUM_WARPS = 4
+_TILE_KEYS = 64  # which a program counts at once: rows of a tile times keys of a chunk
+_MIN_CHUNK = 4  # of which most are missing, if rows are shorter; but tiles get no more rows, of which one may be long
+_COUNT_WARPS = 2
+_BLOCK = 512  # keys of a program of the other kernels
 
 
 @functools.lru_cache(maxsize=64)
@@ -55,8 +54,8 @@ def owners_with_kernel(keys: Tensor, world_size: int, routing: Routing) -> Tenso
     if count := keys.numel():
         table = _upload_routings((routing,), world_size, keys.device)
         with torch.cuda.device_of(keys):
-            grid = (triton.cdiv(count, _OWNERS_BLOCK),)
-            _write_owners[grid](keys.contiguous(), table, owners, count, world_size, _OWNERS_BLOCK)
+            grid = (triton.cdiv(count, _BLOCK),)
+            _write_owners[grid](keys.contiguous(), table, owners, count, world_size, _BLOCK)
     return owners
 
 
@@ -86,39 +85,52 @@ def bucketize_with_kernels(
         original row, of the keys' dtype, or None; and where each key went: int64 [n].
 
     """
-    num_rows = lengths.numel()
+    num_rows, num_keys = lengths.numel(), keys.numel()
     new_lengths = torch.zeros(world_size * num_rows, dtype=lengths.dtype, device=keys.device)
-    places = torch.empty(keys.shape, dtype=torch.int64, device=keys.device)
-    rows = torch.empty_like(keys)
+    permutation = torch.empty(keys.shape, dtype=torch.int64, device=keys.device)
+    new_rows = torch.empty_like(keys)
     extra = torch.empty_like(keys) if positions else None if weights is None else torch.empty_like(weights)
-    if not keys.numel():
-        return new_lengths, rows, extra, places
+    if not num_keys:
+        return new_lengths, new_rows, extra, permutation
     table = _upload_routings(routings, world_size, keys.device)
+    groups, rows = torch.empty_like(permutation), torch.empty_like(keys)
     batch_size = num_rows // len(routings)
-    chunk = min(max(triton.next_power_of_2(keys.numel() // num_rows), _MIN_CHUNK), _TILE_KEYS)
-    tile_rows = _TILE_KEYS // chunk
-    grid = (triton.cdiv(batch_size, tile_rows), len(routings))
-    shape = num_rows, batch_size, world_size
-    # Without pipelining: a chunk reads the counts that the one before it has written.
-    options: dict[str, Any] = {"tile_rows": tile_rows, "chunk": chunk, "num_warps": _NUM_WARPS, "num_stages": 1}
+    chunk = min(max(triton.next_power_of_2(num_keys // num_rows), _MIN_CHUNK), _TILE_KEYS)
+    grid = (triton.cdiv(batch_size, _TILE_KEYS // chunk), len(routings))
     with torch.cuda.device_of(keys):
-        _count[grid](keys, offsets, table, new_lengths, places, *shape, **options)
-        starts = torch.ops.fbgemm.asynchronous_complete_cumsum(new_lengths)
-        _move[grid](
+        _count[grid](
             keys,
             offsets,
             table,
-            starts,
-            places,
+            new_lengths,
+            groups,
             rows,
-            keys if weights is None else weights,  # a pointer that is not used, if there is neither
-            keys if extra is None else extra,
-            *shape,
+            permutation,
+            num_rows,
+            batch_size,
+            world_size,
+            tile_keys=_TILE_KEYS,
+            chunk=chunk,
+            num_warps=_COUNT_WARPS,
+            num_stages=1,  # without pipelining: a chunk reads the counts that the one before it has written
+        )
+        # `extra` is not written if there are neither weights nor positions, but a pointer has to be given.
+        _move[(triton.cdiv(num_keys, _BLOCK),)](
+            torch.cumsum(new_lengths, 0),
+            groups,
+            rows,
+            new_rows,
+            permutation,
+            offsets,
+            rows if weights is None else weights,
+            new_rows if extra is None else extra,
+            num_keys,
+            num_rows,
             has_weights=weights is not None,
             has_positions=positions,
-            **options,
+            block=_BLOCK,
         )
-    return new_lengths, rows, extra, places
+    return new_lengths, new_rows, extra, permutation
 
 
 if triton is not None:
@@ -129,8 +141,9 @@ if triton is not None:
     _SHIFT = tl.constexpr(HASH_SHIFT)
 
     @triton.jit
-    def _owners_and_rows(keys, mode, range_rows, world_size):
-        """The same as `torch_owner.owners_and_rows`; owners as int64, rows as uint64."""
+    def _owners_and_rows(keys, routing, world_size):
+        """The same as `torch_owner.owners_and_rows`, with owners as int64; `routing` points to its numbers."""
+        mode = tl.load(routing)
         words = keys.to(tl.int64).to(tl.uint64)
         size = world_size.to(tl.uint64)
         if mode == _HASH:
@@ -147,31 +160,21 @@ if triton is not None:
         else:
             if keys.dtype == tl.int32:
                 words = words & 0xFFFFFFFF
-            range_size = range_rows.to(tl.uint64)
+            range_size = tl.load(routing + 1).to(tl.uint64)
             ranges = words // range_size
             quotients = words // size
             is_in_range = ranges < size
             owners = tl.where(is_in_range, ranges, words - quotients * size)
             rows = tl.where(is_in_range, words - ranges * range_size, quotients)
-        return owners.to(tl.int64), rows
+        return owners.to(tl.int64), rows.to(keys.dtype)
 
     @triton.jit(do_not_specialize=["count", "world_size"])
-    def _write_owners(keys, table, owners, count, world_size, block: tl.constexpr):
+    def _write_owners(keys, routing, owners, count, world_size, block: tl.constexpr):
         index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         is_key = index < count
         loaded = tl.load(keys + index, mask=is_key, other=0)
-        found, _ = _owners_and_rows(loaded, tl.load(table), tl.load(table + 1), world_size)
+        found, _ = _owners_and_rows(loaded, routing, world_size)
         tl.store(owners + index, found, mask=is_key)
-
-    @triton.jit
-    def _tile(offsets, batch_size, tile_rows: tl.constexpr):
-        """The rows of this program, where they start and end, and the length of the longest."""
-        in_batch = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
-        is_row = in_batch < batch_size
-        rows = tl.program_id(1).to(tl.int64) * batch_size + in_batch
-        starts = tl.load(offsets + rows, mask=is_row, other=0).to(tl.int64)
-        ends = tl.load(offsets + rows + 1, mask=is_row, other=0).to(tl.int64)
-        return rows[:, None], starts[:, None], ends[:, None], tl.max(ends - starts, axis=0).to(tl.int32)
 
     @triton.jit(do_not_specialize=["num_rows", "batch_size", "world_size"])
     def _count(
@@ -179,69 +182,111 @@ if triton is not None:
         offsets,
         table,
         lengths,
+        groups,
+        rows,
         places,
         num_rows,
         batch_size,
         world_size,
+        tile_keys: tl.constexpr,
+        chunk: tl.constexpr,
+    ):
+        """Count the keys of each group in `lengths`, which are 0 before, and find each key's group, row and place."""
+        tile_rows: tl.constexpr = tile_keys // chunk
+        routing = table + 2 * tl.program_id(1)
+        end = (tl.program_id(1).to(tl.int64) + 1) * batch_size  # of the rows of this feature
+        first = end - batch_size + tl.program_id(0) * tile_rows
+        row = first + tl.arange(0, tile_rows)
+        row_ends = tl.load(offsets + row + 1, mask=row < end, other=0)
+        longest = tl.max(row_ends - tl.load(offsets + row, mask=row < end, other=0), axis=0)
+        if longest <= tile_keys:
+            _count_rows(
+                keys,
+                offsets,
+                routing,
+                lengths,
+                groups,
+                rows,
+                places,
+                first,
+                end,
+                num_rows,
+                world_size,
+                tile_rows,
+                chunk,
+            )
+        else:  # this one would make all others wait
+            for one in range(first, tl.minimum(first + tile_rows, end)):
+                _count_rows(
+                    keys, offsets, routing, lengths, groups, rows, places, one, end, num_rows, world_size, 1, tile_keys
+                )
+
+    @triton.jit
+    def _count_rows(
+        keys,
+        offsets,
+        routing,
+        lengths,
+        groups,
+        rows,
+        places,
+        first,
+        end,
+        num_rows,
+        world_size,
         tile_rows: tl.constexpr,
         chunk: tl.constexpr,
     ):
-        """Count the keys of each (rank, row) in `lengths`, which starts as 0, and write each key's place among them."""
-        rows, starts, ends, longest = _tile(offsets, batch_size, tile_rows)
-        mode = tl.load(table + 2 * tl.program_id(1))
-        range_rows = tl.load(table + 2 * tl.program_id(1) + 1)
+        row = (first + tl.arange(0, tile_rows))[:, None]
+        starts = tl.load(offsets + row, mask=row < end, other=0).to(tl.int64)
+        ends = tl.load(offsets + row + 1, mask=row < end, other=0).to(tl.int64)
+        longest = tl.max(tl.max(ends - starts, axis=1), axis=0)
         order = tl.arange(0, chunk)
         is_before = (order[None, :] < order[:, None])[None, :, :]
-        for begin in range(0, longest, chunk):
+        for begin in range(0, longest.to(tl.int32), chunk):
             index = starts + begin + order[None, :]
             is_key = index < ends
-            loaded = tl.load(keys + index, mask=is_key, other=0)
-            owners, _ = _owners_and_rows(loaded, mode, range_rows, world_size)
+            owners, rows_there = _owners_and_rows(tl.load(keys + index, mask=is_key, other=0), routing, world_size)
             owners = tl.where(is_key, owners, -1)
+            group = owners * num_rows + row
             is_same = owners[:, :, None] == owners[:, None, :]
             num_same = tl.sum(is_same.to(tl.int32), axis=2)
             num_before = tl.sum((is_same & is_before).to(tl.int32), axis=2)
-            counters = lengths + owners * num_rows + rows
-            counted = tl.load(counters, mask=is_key, other=0)
+            counted = tl.load(lengths + group, mask=is_key, other=0)
+            # Other threads read the same counts: all before one writes them, and in the next chunk after it.
+            tl.debug_barrier()
+            tl.store(lengths + group, counted + num_same, mask=is_key & (num_before == 0))
+            tl.debug_barrier()
+            tl.store(groups + index, group, mask=is_key)
+            tl.store(rows + index, rows_there, mask=is_key)
             tl.store(places + index, (counted + num_before).to(tl.int64), mask=is_key)
-            # Other threads read the same counters: all before one writes, and in the next chunk after it.
-            tl.debug_barrier()
-            tl.store(counters, counted + num_same, mask=is_key & (num_before == 0))
-            tl.debug_barrier()
 
-    @triton.jit(do_not_specialize=["num_rows", "batch_size", "world_size"])
+    @triton.jit(do_not_specialize=["num_keys", "num_rows"])
     def _move(
-        keys,
-        offsets,
-        table,
-        group_starts,
-        places,
+        group_ends,
+        groups,
+        rows,
         new_rows,
+        places,
+        offsets,
         weights,
         extra,
+        num_keys,
         num_rows,
-        batch_size,
-        world_size,
         has_weights: tl.constexpr,
         has_positions: tl.constexpr,
-        tile_rows: tl.constexpr,
-        chunk: tl.constexpr,
+        block: tl.constexpr,
     ):
-        """Add the start of each key's group to its place, and write what belongs there."""
-        rows, starts, ends, longest = _tile(offsets, batch_size, tile_rows)
-        mode = tl.load(table + 2 * tl.program_id(1))
-        range_rows = tl.load(table + 2 * tl.program_id(1) + 1)
-        for begin in range(0, longest, chunk):
-            in_row = begin + tl.arange(0, chunk)[None, :]
-            index = starts + in_row
-            is_key = index < ends
-            loaded = tl.load(keys + index, mask=is_key, other=0)
-            owners, rows_of_keys = _owners_and_rows(loaded, mode, range_rows, world_size)
-            group = tl.load(group_starts + owners * num_rows + rows, mask=is_key, other=0)
-            place = tl.load(places + index, mask=is_key, other=0) + group
-            tl.store(places + index, place, mask=is_key)
-            tl.store(new_rows + place, rows_of_keys.to(loaded.dtype), mask=is_key)
-            if has_weights:
-                tl.store(extra + place, tl.load(weights + index, mask=is_key), mask=is_key)
-            if has_positions:
-                tl.store(extra + place, (index - starts).to(loaded.dtype), mask=is_key)
+        """Add the start of each key's group to its place, and write there what belongs there."""
+        index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        is_key = index < num_keys
+        group = tl.load(groups + index, mask=is_key, other=0)
+        start = tl.load(group_ends + group - 1, mask=is_key & (group > 0), other=0)
+        place = start + tl.load(places + index, mask=is_key, other=0)
+        tl.store(places + index, place, mask=is_key)
+        tl.store(new_rows + place, tl.load(rows + index, mask=is_key, other=0), mask=is_key)
+        if has_weights:
+            tl.store(extra + place, tl.load(weights + index, mask=is_key, other=0), mask=is_key)
+        if has_positions:
+            row_start = tl.load(offsets + group % num_rows, mask=is_key, other=0)
+            tl.store(extra + place, (index - row_start).to(extra.dtype.element_ty), mask=is_key)

@@ -13,7 +13,8 @@ checked; the other modes have no counterpart in fbgemm and are compared with its
     call_ratio        call_ms / fbgemm_call_ms
 
 Keys are int64 of a table of 10 million rows, drawn uniformly; fbgemm returns its permutation (`sequence=True`), as ours
-does. --lengths: lognormal (mean 512, std 512, at most 4096), long (4096 each), short (1 each, of 26 features).
+does. --lengths: lognormal (mean 512, std 512, at most 4096) and long (4096 each) of 4 features; short (1 each) and
+skewed (Zipf with exponent 2, at most 4096) of 26 features.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.routing import MODES, Routing, bucketize
-from evenrank.datasets.distributions import Lognormal
+from evenrank.datasets.distributions import Lognormal, Zipf
 
 NUM_EMBEDDINGS = 10_000_000
 WARM_UP = 5  # calls of each variant
@@ -54,6 +55,9 @@ SHAPES = {
     ),
     "long": Shape(batch_sizes=(32,), features=4, lengths=lambda _, size: np.full(size, 4096)),
     "short": Shape(batch_sizes=(512, 4096), features=26, lengths=lambda _, size: np.full(size, 1)),
+    "skewed": Shape(
+        batch_sizes=(512, 4096), features=26, lengths=lambda rng, size: Zipf(exponent=2, high=4096).sample(rng, size)
+    ),
 }
 Batch = tuple[list[str], Tensor, Tensor]  # features, values, lengths
 Variant = Callable[[KeyedJaggedTensor], object]
