@@ -24,8 +24,8 @@ except ImportError:  # CPU builds of PyTorch come without Triton
 
 HAS_TRITON = triton is not None
 _TILE_KEYS = 64  # which a program counts at once: rows of a tile times keys of a chunk
-_MIN_CHUNK = 4  # of which most are missing, if rows are shorter; but tiles get no more rows, of which one may be long
-_COUNT_WARPS = 2
+_MIN_CHUNK = 2  # with more, tiles of short rows would be mostly empty; with fewer, rows of some 10 keys take longer
+_COUNT_WARPS = 1
 _BLOCK = 512  # keys of a program of the other kernels
 
 
