@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +99,8 @@ def variants_of(names: list[str], world_size: int, device: torch.device) -> dict
 
 def check_equal(variants: dict[str, Variant], batch: Batch) -> None:
     """Check that `continuous` is what TorchRec computes."""
-    (ours, permutation), (theirs, expected) = (variants[name](fresh(batch)) for name in ("continuous", "torchrec"))  # type: ignore[misc, attr-defined]
+    results: list[Any] = [variants[name](fresh(batch)) for name in ("continuous", "torchrec")]
+    (ours, permutation), (theirs, expected) = results
     assert torch.equal(ours.values(), theirs.values())
     assert torch.equal(ours.lengths(), theirs.lengths())
     assert torch.equal(permutation, expected)

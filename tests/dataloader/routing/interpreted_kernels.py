@@ -7,10 +7,10 @@ import torch
 
 from evenrank.dataloader.routing import MODES, Routing
 from evenrank.dataloader.routing.triton_bucketize import bucketize_with_kernels, owners_with_kernel
-from tests.dataloader.routing.reference import EDGES, Batch, Bits, bucketized, owner_and_row
+from tests.dataloader.routing.reference import EDGES, Batch, bucketized, owner_and_row
 
 
-def draw(rng: random.Random, world_size: int, bits: Bits, lengths: list[int], stride: int) -> Batch:
+def draw(rng: random.Random, world_size: int, bits: int, lengths: list[int], stride: int) -> Batch:
     limit = 1 << (bits - 1)
     edges = [edge for edge in EDGES if -limit <= edge < limit]
 
@@ -49,8 +49,10 @@ def main() -> None:
     kinds = [([0, 1, 2, 3], 9), ([0, 100, 150], 3), ([0] * 8 + [1] * 8 + [70], 20)]
     cases = itertools.product((1, 5, 64), (32, 64), kinds)
     for number, (world_size, bits, (lengths, stride)) in enumerate(cases):
-        batch = draw(rng, world_size, 32 if bits == 32 else 64, lengths, stride)
-        check(batch, ("none", "weights", "positions")[number % 3], (torch.int32, torch.int64)[number // 3 % 2])
+        batch = draw(rng, world_size, bits, lengths, stride)
+        check(
+            batch, ("none", "weights", "positions")[(number + number // 3) % 3], (torch.int32, torch.int64)[number % 2]
+        )
     check(Batch(rows=[[[]], [[]]], routings=(Routing(mode="roundrobin"),) * 2, world_size=3), "none", torch.int64)
 
 

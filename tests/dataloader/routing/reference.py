@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from hypothesis import strategies as st
 
 from evenrank.dataloader.routing import MODES, Mode, Routing
 
 WORD = (1 << 64) - 1
-Bits = Literal[32, 64]
 
 # Around everything that can go wrong with signs and widths.
 EDGES = (0, 1, 2, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**63 - 1, -1, -2, -(2**31), -(2**32), -(2**63))
 
 
-def keys_of(bits: Bits) -> st.SearchStrategy[int]:
+def keys_of(bits: int) -> st.SearchStrategy[int]:
     limit = 1 << (bits - 1)
     edges = st.sampled_from([edge for edge in EDGES if -limit <= edge < limit])
     return st.one_of(st.integers(0, 99), st.integers(-limit, limit - 1), edges)
@@ -30,7 +28,7 @@ def hash_word(word: int) -> int:
     return word ^ word >> 33
 
 
-def owner_and_row(key: int, world_size: int, routing: Routing, bits: Bits = 64) -> tuple[int, int]:
+def owner_and_row(key: int, world_size: int, routing: Routing, bits: int = 64) -> tuple[int, int]:
     """Return the rank that owns a key and its row there, as an unsigned word of 64 bits."""
     word = key & WORD
     if routing.mode == "hash_roundrobin":
@@ -44,7 +42,7 @@ def owner_and_row(key: int, world_size: int, routing: Routing, bits: Bits = 64) 
     return word % world_size, word // world_size
 
 
-def signed(word: int, bits: Bits) -> int:
+def signed(word: int, bits: int) -> int:
     """Return the lowest bits of a word as a signed integer."""
     word &= (1 << bits) - 1
     return word - (1 << bits) if word >> (bits - 1) else word
@@ -57,7 +55,7 @@ class Batch:
     rows: list[list[list[int]]]
     routings: tuple[Routing, ...]
     world_size: int
-    bits: Bits = 64
+    bits: int = 64
 
     @property
     def keys(self) -> list[int]:
@@ -111,10 +109,10 @@ def bucketized(batch: Batch) -> Expected:
 @st.composite
 def batches(draw: st.DrawFn, modes: Sequence[Mode] = MODES, max_length: int = 5) -> Batch:
     """Draw a batch of up to 4 features and 5 rows; `max_length` is of most rows, others have 150 keys."""
-    bits: Bits = draw(st.sampled_from((32, 64)))
+    bits: int = draw(st.sampled_from((32, 64)))
     num_features, stride = draw(st.integers(1, 4)), draw(st.integers(0, 5))
     long = st.integers(0, 2**30).map(lambda first: list(range(first, first + 150 * 7, 7)))
-    row = st.one_of(st.lists(keys_of(bits), max_size=max_length), st.just([]), long)
+    row: st.SearchStrategy[list[int]] = st.one_of(st.lists(keys_of(bits), max_size=max_length), st.just([]), long)
     rows = st.lists(row, min_size=stride, max_size=stride)
     routing = st.builds(
         Routing,

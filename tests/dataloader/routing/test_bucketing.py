@@ -145,7 +145,7 @@ def test_a_batch_on_one_rank_keeps_its_order(mode: Mode) -> None:
 
 def test_a_rank_is_sent_what_it_owns() -> None:
     keys = list(range(-50, 200, 3))
-    routings = {mode: Routing(mode=mode, num_embeddings=100) for mode in MODES}
+    routings: dict[str, Routing] = {mode: Routing(mode=mode, num_embeddings=100) for mode in MODES}
     kjt = KeyedJaggedTensor(keys=list(MODES), values=torch.tensor(keys * 3), lengths=torch.tensor([len(keys)] * 3))
     result, permutation = bucketize(kjt, 8, routings)
     sent_to = torch.repeat_interleave(torch.arange(8), result.lengths().view(8, 3).sum(dim=1))[permutation]

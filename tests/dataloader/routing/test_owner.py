@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import MODES, Mode, Routing, hash_keys, owner_rank
 from evenrank.dataloader.routing.torch_owner import owners_and_rows
-from tests.dataloader.routing.reference import Bits, hash_word, keys_of, owner_and_row, signed
+from tests.dataloader.routing.reference import hash_word, keys_of, owner_and_row, signed
 
 # Of `fmix64`, from the tests of other implementations.
 PUBLISHED = {
@@ -27,7 +27,7 @@ PUBLISHED = {
     2**63: 0x8F780810AF31A493,
     2**64 - 1: 0x64B5720B4B825F21,
 }
-DTYPES: dict[Bits, torch.dtype] = {32: torch.int32, 64: torch.int64}
+DTYPES: dict[int, torch.dtype] = {32: torch.int32, 64: torch.int64}
 
 modes = st.sampled_from(MODES)
 world_sizes = st.one_of(st.integers(1, 64), st.sampled_from([65, 1000, 2**31, 2**62 + 1, 2**63 - 1]))
@@ -64,7 +64,7 @@ def test_ranges_are_torchrecs_and_keys_past_them_go_round_robin() -> None:
 @settings(max_examples=200)
 @given(keys_and_bits, world_sizes, modes, tables)
 def test_arrays_and_tensors_have_the_owners_of_pythons_integers(
-    keys_and_bits: tuple[list[int], Bits], world_size: int, mode: Mode, num_embeddings: int
+    keys_and_bits: tuple[list[int], int], world_size: int, mode: Mode, num_embeddings: int
 ) -> None:
     keys, bits = keys_and_bits
     routing = Routing(mode=mode, num_embeddings=num_embeddings)
@@ -116,7 +116,7 @@ def test_owners_have_the_shape_of_the_keys_which_stay_as_they_are(mode: Mode) ->
 
 
 @given(keys_and_bits, st.integers(1, 64), st.integers(1, 300))
-def test_ranges_are_those_of_fbgemm(keys_and_bits: tuple[list[int], Bits], world_size: int, rows: int) -> None:
+def test_ranges_are_those_of_fbgemm(keys_and_bits: tuple[list[int], int], world_size: int, rows: int) -> None:
     keys, bits = keys_and_bits
     tensor = torch.tensor(keys, dtype=DTYPES[bits])
     lengths, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(

@@ -17,6 +17,7 @@ from evenrank.dataloader.routing.torch_owner import owners_and_rows
 from tests.dataloader.routing.reference import EDGES
 
 FOLDER = Path(__file__).parent
+ROUTINGS: dict[str, Routing] = {mode: Routing(mode=mode, num_embeddings=5000) for mode in MODES}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -70,11 +71,10 @@ def test_large_batches_are_grouped_as_on_the_cpu_every_time(kind: str, world_siz
     if kind.startswith("one"):
         lengths[::77] = 4096
     kjt = _large(rng, lengths)
-    routings = {mode: Routing(mode=mode, num_embeddings=5000) for mode in MODES}
-    expected, permutation = bucketize(kjt, world_size, routings)
+    expected, permutation = bucketize(kjt, world_size, ROUTINGS)
     on_gpu = kjt.to(torch.device("cuda"))
     for _ in range(5):  # threads that read counts too early or too late would not always do so
-        found, found_permutation = bucketize(on_gpu, world_size, routings)
+        found, found_permutation = bucketize(on_gpu, world_size, ROUTINGS)
         assert torch.equal(found.values().cpu(), expected.values())
         assert torch.equal(found.lengths().cpu(), expected.lengths())
         assert torch.equal(found_permutation.cpu(), permutation)
@@ -83,13 +83,12 @@ def test_large_batches_are_grouped_as_on_the_cpu_every_time(kind: str, world_siz
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu_with_routings_that_were_used_before() -> None:
     kjt = _large(np.random.default_rng(0), np.full(3 * 50, 20))
-    routings = {mode: Routing(mode=mode, num_embeddings=5000) for mode in MODES}
-    bucketize(kjt.to(torch.device("cuda")), 8, routings)
+    bucketize(kjt.to(torch.device("cuda")), 8, ROUTINGS)
     owner_rank(torch.ones(1, dtype=torch.int64, device="cuda"), 8, "hash_roundrobin")
     fresh = kjt.to(torch.device("cuda"))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        result, _ = bucketize(fresh, 8, routings)
+        result, _ = bucketize(fresh, 8, ROUTINGS)
         owner_rank(fresh.values(), 8, "hash_roundrobin")
     finally:
         torch.cuda.set_sync_debug_mode("default")
