@@ -54,7 +54,7 @@ def bucketize(
             keys, lengths, offsets, features, world_size, weights=weights, positions=bucketize_pos
         )
     else:
-        owners, rows = _find_owners(keys, offsets, features, world_size)
+        owners, rows = _find_owners(keys, kjt.length_per_key(), features, world_size)
         group = group_with_operators if keys.is_cuda else group_on_cpu
         new_lengths, permutation = group(owners, lengths, world_size)
         rows = torch.empty_like(rows).index_copy_(0, permutation, rows)
@@ -87,18 +87,16 @@ def _check(
 
 
 def _find_owners(
-    keys: Tensor, offsets: Tensor, features: tuple[Routing, ...], world_size: int
+    keys: Tensor, sizes: list[int], features: tuple[Routing, ...], world_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the owner of each key, int64 [n], and its row there, of the keys' dtype [n], with operators."""
-    if not features:
-        return keys.to(torch.int64), keys
-    stride = (len(offsets) - 1) // len(features)
-    sizes = offsets[:: max(stride, 1)].diff().tolist() if stride else [0] * len(features)
-    parts = [
-        owners_and_rows(part, world_size, routing) for part, routing in zip(keys.split(sizes), features, strict=True)
-    ]
-    owners, rows = zip(*parts, strict=True)
-    return torch.cat(owners), torch.cat(rows)
+    """Return the owner of each key, int64 [n], and its row there, of the keys' dtype [n]; `sizes` are of features."""
+    owners, rows = torch.empty_like(keys, dtype=torch.int64), torch.empty_like(keys)
+    start = 0
+    for size, routing in zip(sizes, features, strict=True):
+        part = slice(start, start + size)
+        owners[part], rows[part] = owners_and_rows(keys[part], world_size, routing)
+        start += size
+    return owners, rows
 
 
 def _positions(lengths: Tensor, offsets: Tensor, keys: Tensor) -> Tensor:

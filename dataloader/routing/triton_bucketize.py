@@ -4,7 +4,7 @@ A batch is grouped by two kernels, with a prefix sum between them. The first cou
 and gives every key its place in the group; the second moves keys to where groups start, all of them in parallel. The
 first has a program per tile of adjacent rows of one feature, and goes through these in chunks: through one row in long
 chunks, or through several short ones at once. In a chunk, the place of a key is the number of keys before it with the
-same owner. For that all pairs of keys are compared, which needs no memory per rank: 64 ranks cost as much as two.
+same owner. For that all pairs of keys are compared, which takes as long for 64 ranks as for two.
 
 Nothing here waits for the GPU, except the first call with routings that have not been uploaded yet.
 """
@@ -215,8 +215,8 @@ if triton is not None:
                 tile_rows,
                 chunk,
             )
-        else:  # this one would make all others wait
-            for one in range(first, tl.minimum(first + tile_rows, end)):
+        else:  # in chunks with the others, one long row would take as many of them as it has keys
+            for one in range(first, first + tile_rows):
                 _count_rows(
                     keys, offsets, routing, lengths, groups, rows, places, one, end, num_rows, world_size, 1, tile_keys
                 )
