@@ -9,7 +9,7 @@ import pytest
 
 from evenrank.dataloader import LoaderConfig, StreamConfig
 
-PACKAGES = ("evenrank.datasets", "evenrank.dataloader", "evenrank.training")
+PACKAGES = ("evenrank.datasets", "evenrank.dataloader", "evenrank.dataloader.routing", "evenrank.training")
 
 IMPORT_AND_LIST = """
 import sys

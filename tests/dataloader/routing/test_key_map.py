@@ -192,10 +192,10 @@ def test_dtypes_that_cannot_hold_the_rows_are_refused() -> None:
     ("change", "message"),
     [
         ({"mode": "modulo"}, "the routing mode must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
-        ({"num_embeddings": 0}, "num_embeddings must be an integer of at least 1, got 0"),
+        ({"num_embeddings": 0}, "num_embeddings must be an integer of at least 1 and below 2^63, got 0"),
         ({"num_embeddings": (1 << 62) + 1}, "num_embeddings must be at most 2^62, got 4,611,686,018,427,387,905"),
-        ({"num_embeddings": None}, "num_embeddings must be an integer of at least 1, got None"),
-        ({"world_size": 0}, "world_size must be an integer of at least 1, got 0"),
+        ({"num_embeddings": None}, "num_embeddings must be an integer of at least 1 and below 2^63, got None"),
+        ({"world_size": 0}, "world_size must be an integer of at least 1 and below 2^63, got 0"),
     ],
 )
 def test_impossible_maps_are_refused(change: dict[str, Any], message: str) -> None:

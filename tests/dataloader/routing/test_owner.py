@@ -165,12 +165,3 @@ assert routing.Routing(mode="hash_roundrobin").mode == "hash_roundrobin"
 
 def test_owners_of_arrays_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, cwd="/")
-
-
-def test_names_are_exported_lazily() -> None:
-    from evenrank.dataloader import routing
-    from evenrank.dataloader.routing import bucketing
-
-    assert routing.bucketize is bucketing.bucketize
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = routing.nothing
