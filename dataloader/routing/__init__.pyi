@@ -2,6 +2,7 @@ from .bucketing import bucketize as bucketize
 from .dist_type import DIST_TYPE as DIST_TYPE
 from .dist_type import check_dist_type as check_dist_type
 from .dist_type import dist_type as dist_type
+from .dist_type import read_dist_type as read_dist_type
 from .features import map_features as map_features
 from .key_map import KeyMap as KeyMap
 from .modes import MODES as MODES
@@ -9,6 +10,8 @@ from .modes import Mode as Mode
 from .modes import Routing as Routing
 from .owner import hash_keys as hash_keys
 from .owner import owner_rank as owner_rank
+from .remap import remap as remap
+from .remap_checkpoint import remap_checkpoint as remap_checkpoint
 
 __all__ = [
     "DIST_TYPE",
@@ -22,4 +25,7 @@ __all__ = [
     "hash_keys",
     "map_features",
     "owner_rank",
+    "read_dist_type",
+    "remap",
+    "remap_checkpoint",
 ]

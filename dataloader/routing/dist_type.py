@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from evenrank.core.errors import StateError
+from evenrank.core.errors import ConfigError, StateError, one_line
 from evenrank.dataloader.routing.key_map import KeyMap
 
 DIST_TYPE = "dist_type"
@@ -49,6 +49,35 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, owner:
                 f"{owner} has the rows of {name} by {_show(before)}, this job by {_show(now)}; use the same key_maps, "
                 "or change its tables with evenrank.dataloader.routing.remap"
             )
+
+
+def read_dist_type(saved: str | None, *, owner: str) -> dict[str, KeyMap]:
+    """Return the key maps that `dist_type` made the entry of a checkpoint from, to remap its tables.
+
+    Args:
+        saved: the entry; None if the checkpoint has none: then no key has a map.
+        owner: what has the entry, for messages, such as "the checkpoint".
+
+    Raises:
+        StateError: the entry is damaged, or a key is mapped with constants that this release does not have.
+
+    """
+    key_maps = {}
+    for name, entry in ({} if saved is None else _parse(saved, owner)).items():
+        try:
+            # Only where the world size matters does the entry have it.
+            key_map = KeyMap(
+                num_embeddings=entry["num_embeddings"], world_size=entry.get("world_size", 1), mode=entry["mode"]
+            )
+        except (KeyError, ConfigError) as error:
+            raise StateError(f"{owner} has a damaged {DIST_TYPE} ({one_line(error)}); load an intact one") from error
+        if key_map.describe() != entry:
+            raise StateError(
+                f"{owner} has the rows of {name} by {_show(entry)}, which this release computes otherwise; use the "
+                "release of evenrank that saved it"
+            )
+        key_maps[name] = key_map
+    return key_maps
 
 
 def _decisive(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:

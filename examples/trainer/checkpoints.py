@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from evenrank.core.errors import DataError, StateError, one_line
+from evenrank.dataloader.routing import DIST_TYPE, KeyMap, check_dist_type, dist_type
 from trainer.world import on_all_ranks, on_first_rank
 
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial"
 _SETTINGS = "settings.json"
+_LOADER = "loader"  # the entry of a state that is a loader's
 
 
 class Checkpoints:
@@ -37,13 +39,17 @@ class Checkpoints:
         folder: created if missing.
         keep: number of checkpoints to keep, at least 1.
         settings: what a job must keep to continue from a checkpoint, saved with each; values that JSON can hold.
+        key_maps: which row of its table has which key, by feature; saved and kept too.
 
     """
 
-    def __init__(self, folder: Path, *, keep: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int, settings: Mapping[str, Any], key_maps: Mapping[str, KeyMap] | None = None
+    ) -> None:
         self._folder = folder
         self._keep = keep
         self._settings = dict(settings)
+        self._key_maps = dict(key_maps or {})
         self._group = dist.new_group(backend="gloo")  # in the background, nothing else may use it
         self._pending: tuple[Path, Future[None]] | None = None
         self._last_step: int | None = None  # of the checkpoint that was loaded or started last
@@ -62,7 +68,9 @@ class Checkpoints:
             StateError: the checkpoint is of another job, or damaged.
 
         """
-        on_all_ranks(lambda: self._check_settings(path))
+        has_dist_type = DIST_TYPE in on_all_ranks(lambda: self._check_settings(path))
+        if not has_dist_type:  # nor has its loader's state
+            state[_LOADER].pop(DIST_TYPE, None)
         try:
             with warnings.catch_warnings(action="ignore"):  # of torch.distributed.checkpoint about its own internals
                 # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
@@ -72,6 +80,8 @@ class Checkpoints:
             raise StateError(
                 f"{path} cannot be loaded ({_reason(error)}); delete it to resume from the one before"
             ) from error
+        if not has_dist_type:
+            state[_LOADER][DIST_TYPE] = dist_type({})  # which has been checked
         self._last_step = step_of(path)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -122,7 +132,7 @@ class Checkpoints:
             saved.result()
             if dist.get_rank() == 0:
                 partial = path.with_suffix(_PARTIAL)
-                (partial / _SETTINGS).write_text(json.dumps(self._settings, indent=2))
+                write_settings(partial, self._settings, self._key_maps)
                 partial.rename(path)
                 for old in complete_checkpoints(self._folder)[: -self._keep]:
                     # Renamed first, so that no half of a checkpoint has its name if the job is killed here.
@@ -131,17 +141,22 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:
             written.set_exception(error)
 
-    def _check_settings(self, path: Path) -> None:
-        try:
-            saved = json.loads((path / _SETTINGS).read_text())
-        except (OSError, ValueError) as error:
-            raise StateError(f"{path} has no readable {_SETTINGS}; delete it to resume from the one before") from error
+    def _check_settings(self, path: Path) -> dict[str, Any]:
+        """Return the settings of a checkpoint if this job has the same."""
+        saved = read_settings(path)
         for name, value in self._settings.items():
             if saved.get(name) != value:
                 raise StateError(
                     f"{path} was saved with {name} = {saved.get(name)!r}, this job has {value!r}; "
                     "choose another --out, or the settings of that job"
                 )
+        # A missing entry counts as continuous everywhere, but one rank is enough to say so.
+        known = saved.get(DIST_TYPE, None if dist.get_rank() == 0 else dist_type({}))
+        try:
+            check_dist_type(known, self._key_maps, owner=str(path))
+        except StateError as error:
+            raise StateError(f"{error}; for a whole job: python scripts/remap.py") from error
+        return saved
 
 
 def _reason(error: BaseException) -> str:
@@ -150,6 +165,26 @@ def _reason(error: BaseException) -> str:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         return f"rank {rank}: {one_line(cause)}"
     return one_line(error)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return what `write_settings` wrote.
+
+    Raises:
+        StateError: there is no such file, or it is damaged.
+
+    """
+    try:
+        settings: dict[str, Any] = json.loads((path / _SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path} has no readable {_SETTINGS}; delete it to resume from the one before") from error
+    return settings
+
+
+def write_settings(path: Path, settings: Mapping[str, Any], key_maps: Mapping[str, KeyMap]) -> None:
+    """Write the settings of a job, and how its keys are mapped, to the folder of a checkpoint."""
+    text = json.dumps({**settings, DIST_TYPE: dist_type(key_maps)}, indent=2)
+    (path / _SETTINGS).write_text(text)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.routing.owner import MODES
 
 MODELS = ("hstu", "semantic-ids")
 TASKS = ("ranking", "retrieval")
@@ -88,6 +89,12 @@ class TrainConfig:
         "replicated", "HSTU: all tables on each rank, or large ones sharded.", choices=EMBEDDINGS, kept=True
     )
     min_sharded_rows: int = setting(1000, "Tables with at least so many rows are sharded.", at_least=1, kept=True)
+    routing: str = setting(
+        "continuous",
+        "Sharded tables: which ranks have which keys. `continuous`: ranges of them; `roundrobin`: key modulo ranks; "
+        "`hash_roundrobin`: at random, so that no pattern of keys is on few ranks.",
+        choices=MODES,
+    )
     tensor_parallel: int = setting(
         1, "HSTU, ranking: ranks among which the heads of each layer are divided, on equal batches.", at_least=1
     )
@@ -121,6 +128,11 @@ class TrainConfig:
             raise ConfigError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}; change one")
         if self.dropout >= 1:
             raise ConfigError(f"dropout must be below 1, got {self.dropout}")
+        if self.routing != "continuous" and self.embeddings != "sharded":
+            raise ConfigError(
+                f"routing = {self.routing!r} needs embeddings = 'sharded', got {self.embeddings!r}, where all ranks "
+                "have all keys; choose that, or leave out routing"
+            )
         if self.tensor_parallel > 1:
             self._check_tensor_parallel()
 

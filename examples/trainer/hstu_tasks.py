@@ -9,6 +9,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig
 from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest
+from evenrank.dataloader.routing import KeyMap
 from evenrank.training import BinaryAUC, RankingMetrics, batch_work, hstu_flops, label_bits
 from hstu.config import HSTUConfig
 from hstu.embeddings import Embeddings
@@ -19,6 +20,7 @@ from hstu.tables import tables
 from hstu.work import attention_flops
 from trainer.config import TrainConfig
 from trainer.evaluate import AUCEvaluation, RankingEvaluation
+from trainer.routing import make_key_maps
 from trainer.tasks import Task
 from trainer.world import World
 
@@ -29,11 +31,13 @@ def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     # A batch has whole actions for one task, and their low bits for several.
     is_single = config.num_tasks == 1
     targets = at_least(config.positive_action) if is_single else partial(label_bits, num_tasks=config.num_tasks)
-    embeddings = _embeddings(config, tables(manifest.vocabulary_sizes, shape))
-    model = HSTURanking(embeddings, shape, num_tasks=config.num_tasks, targets=targets)
+    configs = tables(manifest.vocabulary_sizes, shape)
+    key_maps = _key_maps(config, configs, world)
+    model = HSTURanking(_embeddings(config, configs), shape, num_tasks=config.num_tasks, targets=targets)
     auc = BinaryAUC(config.num_tasks, group=world.data, device=world.device)
     return Task(
-        read=partial(LoaderConfig, user_id=config.user_id, num_tasks=config.num_tasks),
+        read=partial(LoaderConfig, user_id=config.user_id, num_tasks=config.num_tasks, key_maps=key_maps),
+        key_maps=key_maps,
         model=model,
         dense=model.dense,
         num_tasks=config.num_tasks,
@@ -49,11 +53,19 @@ def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
             f"the evaluation of retrieval looks items up outside the pipeline {config.pipeline!r}; use --pipeline none"
         )
     shape = _shape(config, manifest)
-    embeddings = _embeddings(config, tables(manifest.vocabulary_sizes, shape, retrieval=True))
-    num_items = manifest.vocabulary_sizes[ITEM_ID]
-    model = HSTURetrieval(embeddings, shape, num_items=num_items, num_negatives=config.num_negatives, seed=config.seed)
+    configs = tables(manifest.vocabulary_sizes, shape, retrieval=True)
+    key_maps = _key_maps(config, configs, world)
+    # Negatives, and all items of an evaluation, are rows of the table: whatever the routing, each item has one.
+    model = HSTURetrieval(
+        _embeddings(config, configs),
+        shape,
+        num_items=manifest.vocabulary_sizes[ITEM_ID],
+        num_negatives=config.num_negatives,
+        seed=config.seed,
+    )
     return Task(
-        read=partial(LoaderConfig, user_id=config.user_id),
+        read=partial(LoaderConfig, user_id=config.user_id, key_maps=key_maps),
+        key_maps=key_maps,
         model=model,
         dense=model.dense,
         num_tasks=1,
@@ -64,6 +76,12 @@ def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
         ),
         **_work(config, shape, head=(config.hidden, config.embedding_dim)),
     )
+
+
+def _key_maps(config: TrainConfig, configs: list[EmbeddingConfig], world: World) -> dict[str, KeyMap]:
+    """Return which row has which key, of the tables that `_embeddings` shards."""
+    rows = {table.name: table.num_embeddings for table in configs if table.num_embeddings >= config.min_sharded_rows}
+    return make_key_maps(rows if config.embeddings == "sharded" else {}, config.routing, world.data_size)
 
 
 def _embeddings(config: TrainConfig, configs: list[EmbeddingConfig]) -> nn.Module:

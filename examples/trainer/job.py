@@ -79,7 +79,9 @@ def train(config: TrainConfig, world: World) -> signal.Signals | None:
             loader=loader,
             batches=batches,
             evaluation=task.evaluation(model=parallel.model, pipeline=pipeline, batches=eval_batches),
-            checkpoints=Checkpoints(out / "checkpoints", keep=config.keep, settings=config.kept()),
+            checkpoints=Checkpoints(
+                out / "checkpoints", keep=config.keep, settings=config.kept(), key_maps=task.key_maps
+            ),
             eval_every=_eval_every(config, batches),
             monitors=monitors,
             log=log,

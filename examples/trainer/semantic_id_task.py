@@ -38,6 +38,7 @@ def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
         read=partial(
             SemanticIdConfig, codes=table, user_id=config.user_id, history_labels=True, candidate_feature=True
         ),
+        key_maps={},
         model=model,
         dense=model,
         attention=DecoderLayer,

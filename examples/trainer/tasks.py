@@ -1,6 +1,6 @@
 """What a job learns: a model, the batches that it reads, and how it is measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from torch import nn
 
 from evenrank.dataloader.balance import Cost
 from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.schema import read_manifest
 from evenrank.training.flops import ModelFlops, Work
 from evenrank.training.layer_hooks import LayerFlops
@@ -22,7 +23,9 @@ class Task:
     """A model, the batches that it reads, and how it is measured."""
 
     read: Callable[..., ReadConfig[Any]]
-    """The class of its loader's settings, with those that the task needs."""
+    """The class of its loader's settings, with those that the task needs, such as `key_maps`."""
+    key_maps: Mapping[str, KeyMap]
+    """Which row of its table has which key, by feature; a feature without a map has key k in row k."""
     model: nn.Module
     """Returns loss sums [num_tasks] and logits of a batch."""
     dense: nn.Module

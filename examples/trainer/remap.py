@@ -1,0 +1,74 @@
+"""`remap_job`: the newest checkpoint of a job, for one with another `--routing`, or `roundrobin` on other ranks."""
+
+import re
+import shutil
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.routing import DIST_TYPE, MODES, dist_type, read_dist_type, remap_checkpoint
+from evenrank.dataloader.routing.remap_checkpoint import read_metadata
+from trainer.checkpoints import complete_checkpoints, read_settings, write_settings
+from trainer.routing import make_key_maps
+
+_OF_SHARDED_TABLE = re.compile(r"\.sharded\.embeddings\.(?P<table>\w+)\.weight")
+"""Weights of tables end so; what the optimizer keeps of them has more behind it."""
+
+
+def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None) -> Path:
+    """Write the newest checkpoint of a job to the folder of a new one, with its rows as another routing has them.
+
+    The new job continues where the checkpoint was saved: in the model, the optimizer, and the data.
+
+    Args:
+        out: `--out` of the job, which stays as it is.
+        target: `--out` of the new job, without checkpoints.
+        routing: of the new job.
+        ranks: data-parallel ones of the new job, which only `roundrobin` depends on.
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        ConfigError: an argument is wrong or missing, the new job has checkpoints, or the tables are not sharded.
+        DataError: there is no checkpoint, or it is damaged, or the new one cannot be written.
+        StateError: the checkpoint's settings are missing or damaged.
+
+    """
+    if routing not in MODES:
+        raise ConfigError(f"routing must be one of {', '.join(MODES)}, got {routing!r}")
+    if routing == "roundrobin" and ranks is None:
+        raise ConfigError("routing = 'roundrobin' depends on the number of ranks; pass the new job's as --ranks")
+    source = _newest(out)
+    if complete_checkpoints(target / "checkpoints"):
+        raise ConfigError(f"{target} has checkpoints already; choose another folder")
+    settings = read_settings(source)
+    if settings.get("embeddings") != "sharded":
+        raise ConfigError(f"{source} has no sharded tables, so it loads with any number of ranks as it is")
+    before = read_dist_type(settings.get(DIST_TYPE), owner=str(source))
+    tensors = {
+        name: (match["table"], entry.size[0])
+        for name, entry in read_metadata(source).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and (match := _OF_SHARDED_TABLE.search(name))
+    }
+    after = make_key_maps(dict(tensors.values()), routing, ranks or 1)
+    new = target / "checkpoints" / source.name
+    partial = new.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    new.parent.mkdir(parents=True, exist_ok=True)
+    remap_checkpoint(
+        source,
+        partial,
+        {name: (before.get(table), after.get(table)) for name, (table, _) in tensors.items()},
+        values={f"loader.{DIST_TYPE}": dist_type(after)},
+    )
+    write_settings(partial, settings, after)
+    return partial.rename(new)
+
+
+def _newest(out: Path) -> Path:
+    found = complete_checkpoints(out / "checkpoints")
+    if not found:
+        raise DataError(f"{out} has no complete checkpoint; pass the --out of a job that has saved one")
+    return found[-1]

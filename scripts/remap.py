@@ -1,0 +1,42 @@
+"""Change the routing of a job of scripts/train.py; see examples/trainer.
+
+.venv/bin/python scripts/remap.py out/train out/train-hashed --routing hash_roundrobin
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from evenrank.cli.main import run_command
+from evenrank.dataloader.routing.owner import MODES
+
+
+def remap(
+    out: Annotated[Path, typer.Argument(help="Folder of the job (its --out), which stays as it is.")],
+    target: Annotated[Path, typer.Argument(help="Folder of the new job, without checkpoints.")],
+    routing: Annotated[str, typer.Option(help=f"--routing of the new job: {', '.join(MODES)}.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks of the new job, on which roundrobin depends.", min=1)
+    ] = None,
+) -> None:
+    """Copy the newest checkpoint of a job, with the rows of its sharded tables where another --routing looks for them.
+
+    The new job continues from there. One process reads the whole checkpoint into memory. Examples:
+
+    \b
+        python scripts/remap.py out/train out/hashed --routing hash_roundrobin
+        torchrun --nproc_per_node 4 scripts/train.py --out out/hashed --embeddings sharded --routing hash_roundrobin
+        python scripts/remap.py out/train out/on-8 --routing roundrobin --ranks 8
+    """
+    # Imported here, because `--help` does not need torch.
+    from trainer.remap import remap_job
+
+    print(f"wrote {remap_job(out, target, routing=routing, ranks=ranks)}; continue with --out {target}")
+
+
+if __name__ == "__main__":
+    run_command(remap)
