@@ -6,6 +6,7 @@ Such a checkpoint has whole tensors in any number of parts, so the new one loads
 import dataclasses
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def _read(source: Path, metadata: Metadata) -> dict[str, Any]:
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        load(entries, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            load(entries, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise DataError(f"{source} cannot be read ({_reason(error)}); pass an intact checkpoint") from error
     return entries
@@ -107,7 +109,8 @@ def _write(target: Path, entries: dict[str, Any], paths: Mapping[str, Any]) -> N
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:
-        save(entries, storage_writer=FileSystemWriter(partial), planner=_InParts(paths), no_dist=True)
+        with warnings.catch_warnings(action="ignore"):
+            save(entries, storage_writer=FileSystemWriter(partial), planner=_InParts(paths), no_dist=True)
         partial.rename(target)
     except (Exception, CheckpointException) as error:
         raise DataError(

@@ -8,8 +8,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig
-from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest
 from evenrank.dataloader.routing import KeyMap
+from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest
 from evenrank.training import BinaryAUC, RankingMetrics, batch_work, hstu_flops, label_bits
 from hstu.config import HSTUConfig
 from hstu.embeddings import Embeddings

@@ -1,0 +1,205 @@
+"""Routing decides which rank has a row, and nothing else; a job can only go on with the one that it has."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer.checkpoints
+from evenrank.core.errors import ConfigError, DataError, StateError
+from evenrank.datasets.schema import ACTION
+from tests.examples.trainer.encodings import encode_items, run_encoded
+from tests.examples.trainer.jobs import run, settings, together
+from tests.ranks import RankPool
+from trainer.loop import Training
+from trainer.remap import remap_job
+from trainer.routing import make_key_maps
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "remap.py"
+SHARDED = {"embeddings": "sharded", "min_sharded_rows": 200, "user_id": True, "learning_rate": 0.01, "epochs": 9}
+# The rank of a row adds up the gradients of the same samples in the same order, so that all bits were equal where this
+# was tried. Kernels may vectorize other sums for tables of other sizes: some units in the last place of a float32.
+SAME_RANKS = 1e-5
+OTHER_RANKS = 1e-4  # gradients are added in another order
+
+
+def _job(out: Path, data: Path, ranks: int, **options: Any) -> dict[str, Any]:
+    """Return the options of a job whose steps have 12 samples on any number of ranks."""
+    return settings(out, data, batch_size=12 // ranks, eval_every=50, **{**SHARDED, **options})
+
+
+def _auc(out: Path) -> float:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return float(next(line["auc"] for line in lines if line["kind"] == "eval"))
+
+
+def test_losses_depend_neither_on_the_routing_nor_on_the_raw_ids(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    curves = {}
+    for encoding, routing, steps in (
+        ("dense", "continuous", 50),
+        ("dense", "roundrobin", 50),
+        ("dense", "hash_roundrobin", 50),
+        ("multiples of 8", "continuous", 10),
+        ("blocks", "hash_roundrobin", 10),
+    ):
+        data = tmp_path / encoding
+        if not data.exists():
+            encode_items(small_dataset, data, encoding)
+        out = tmp_path / f"{encoding} {routing}"
+        options = _job(out, data, 2, routing=routing, max_steps=steps)
+        _, losses = together(ranks.run(2, run_encoded, options, small_dataset, encoding))
+        assert list(losses) == list(range(1, steps + 1))
+        curves[encoding, routing] = losses, _auc(out)
+    expected, auc = curves["dense", "continuous"]
+    assert expected[50] < expected[1]
+    for (encoding, _), (losses, other_auc) in curves.items():
+        assert losses == pytest.approx({step: expected[step] for step in losses}, rel=SAME_RANKS)
+        if encoding == "dense":
+            assert other_auc == pytest.approx(auc, abs=1e-3)
+
+
+def test_a_remapped_job_goes_on_with_equal_losses_and_another_one_not_at_all(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    _, expected = together(ranks.run(2, run, _job(whole, small_dataset, 2, max_steps=11)))
+
+    def check(out: str, num_ranks: int, routing: str, first: int, last: int) -> None:
+        options = _job(tmp_path / out, small_dataset, num_ranks, routing=routing, max_steps=last)
+        _, losses = together(ranks.run(num_ranks, run_encoded, options, small_dataset, "dense"))
+        assert list(losses) == list(range(first, last + 1))
+        assert losses == pytest.approx({step: expected[step] for step in losses}, rel=OTHER_RANKS)
+
+    check("hashed", 2, "hash_roundrobin", 1, 3)
+    check("hashed", 1, "hash_roundrobin", 4, 5)  # does not depend on the number of ranks
+    new = remap_job(tmp_path / "hashed", tmp_path / "on 3", routing="roundrobin", ranks=3)
+    assert new == tmp_path / "on 3" / "checkpoints" / "step-00000005"
+    check("on 3", 3, "roundrobin", 6, 7)
+    for num_ranks, routing in ((2, "roundrobin"), (3, "hash_roundrobin"), (2, "continuous")):
+        options = _job(tmp_path / "on 3", small_dataset, num_ranks, routing=routing, max_steps=9)
+        for failure in ranks.try_run(num_ranks, run, options):
+            assert failure.type_name == StateError.__name__
+            assert "has the rows of item_id by roundrobin (num_embeddings " in failure.message
+            assert f", world_size 3), this job by {routing}" in failure.message
+            assert failure.message.endswith("for a whole job: python scripts/remap.py")
+            assert "\n" not in failure.message
+    remap_job(tmp_path / "on 3", tmp_path / "on 2", routing="roundrobin", ranks=2)
+    check("on 2", 2, "roundrobin", 8, 9)
+    remap_job(tmp_path / "on 2", tmp_path / "stock", routing="continuous")
+    check("stock", 2, "continuous", 10, 11)
+    assert _auc(tmp_path / "stock") == pytest.approx(_auc(whole), abs=1e-3)
+
+
+def _run_without_entry(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Run a job whose checkpoints do not say how keys are mapped, as those of earlier releases."""
+    state_of, write = Training._state, trainer.checkpoints.write_settings
+
+    def state(training: Training) -> dict[str, Any]:
+        whole = state_of(training)
+        del whole["loader"]["dist_type"]
+        return whole
+
+    def write_settings(path: Path, *arguments: Any) -> None:
+        write(path, *arguments)
+        saved = json.loads((path / "settings.json").read_text())
+        del saved["dist_type"]
+        (path / "settings.json").write_text(json.dumps(saved))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "_state", state)
+        patch.setattr(trainer.checkpoints, "write_settings", write_settings)
+        run(rank, world_size, options)
+
+
+def _run_and_listen(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """Return the steps of a job, and what it has logged."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("evenrank")
+    logger.addHandler(handler)
+    try:
+        return list(run(rank, world_size, options).samples), messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_checkpoint_without_the_entry_counts_as_continuous_and_says_so_once(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    ranks.run(2, _run_without_entry, _job(tmp_path / "old", small_dataset, 2, max_steps=2))
+    for failure in ranks.try_run(2, run, _job(tmp_path / "old", small_dataset, 2, routing="hash_roundrobin")):
+        assert "has the rows of item_id by continuous, this job by hash_roundrobin" in failure.message
+    remap_job(tmp_path / "old", tmp_path / "new", routing="hash_roundrobin")
+    results = ranks.run(2, _run_and_listen, _job(tmp_path / "old", small_dataset, 2, max_steps=3))
+    assert [steps for steps, _ in results] == [[3], [3]]
+    (notice,) = [message for _, messages in results for message in messages if "dist_type" in message]
+    assert notice.startswith(
+        f"{tmp_path / 'old' / 'checkpoints' / 'step-00000002'} has no dist_type, so its tables cou"
+    )
+    new = _job(tmp_path / "new", small_dataset, 2, max_steps=3, routing="hash_roundrobin")
+    assert ranks.run(2, _run_and_listen, new) == [([3], [])] * 2
+
+
+def test_tables_of_all_features_but_actions_have_key_maps() -> None:
+    rows = {"item_id": 50, "user_id": 7, ACTION: 9}
+    for routing in ("roundrobin", "hash_roundrobin"):
+        key_maps = make_key_maps(rows, routing, 4)
+        found = {name: (one.num_embeddings, one.world_size, one.mode) for name, one in key_maps.items()}
+        assert found == {"item_id": (50, 4, routing), "user_id": (7, 4, routing)}
+    assert make_key_maps(rows, "continuous", 4) == {}
+
+
+@pytest.fixture(scope="module")
+def replicated(ranks: RankPool, small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a job whose tables are not sharded."""
+    out = tmp_path_factory.mktemp("replicated")
+    ranks.run(1, run, settings(out, small_dataset, max_steps=1))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("out", "target", "options", "kind", "message"),
+    [
+        (
+            "",
+            "new",
+            {"routing": "best"},
+            ConfigError,
+            "routing must be one of continuous, roundrobin, hash_roundrobin, ",
+        ),
+        (
+            "",
+            "new",
+            {"routing": "roundrobin"},
+            ConfigError,
+            "depends on the number of ranks; pass the new job's as --r",
+        ),
+        ("missing", "new", {"routing": "continuous"}, DataError, "missing has no complete checkpoint; pass the --out"),
+        ("", "", {"routing": "continuous"}, ConfigError, "has checkpoints already; choose another folder"),
+        ("", "new", {"routing": "continuous"}, ConfigError, "has no sharded tables, so it loads with any number of r"),
+    ],
+)
+def test_a_job_that_cannot_be_remapped_is_one_line(
+    replicated: Path, out: str, target: str, options: dict[str, str], kind: type, message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)) as caught:
+        remap_job(replicated / out, replicated / target, **options)
+    assert "\n" not in str(caught.value)
+    assert not (replicated / "new").exists()
+
+
+def test_the_command_passes_its_arguments_on(tmp_path: Path) -> None:
+    arguments = [str(tmp_path / "old"), str(tmp_path / "new"), "--routing", "roundrobin", "--ranks", "3"]
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {tmp_path / 'old'} has no complete checkpoint; pass the --out of a job that has saved one\n"
+    )
