@@ -21,6 +21,7 @@ from end_to_end.plan import Plan, check_names, make_plan
 from end_to_end.tasks import WorkerTask, tasks_of
 from evenrank.cli.main import run_command
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.routing.owner import MODES
 
 _HSTU = Path(__file__).resolve().parent / "experiments" / "hstu.toml"
 _GPUS_WITHOUT = 4  # shown by a dry run on a host without GPUs
@@ -51,6 +52,10 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Timed steps, instead of the file's.", min=1)] = None,
     warmup_steps: Annotated[
         int | None, typer.Option(help="Steps before the timed ones, instead of the file's.", min=0)
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(help=f"--routing of all runs with sharded tables, instead of the file's: {', '.join(MODES)}."),
     ] = None,
     time_limit: Annotated[
         float, typer.Option(help="Minutes of a run; one that takes longer is ended, and has failed.", min=0.01)
@@ -83,6 +88,8 @@ def train(
         python scripts/bench/train.py --runner slurm --nodes 2 --gpus-per-node 8 --time-limit 90
     """
     table = _with_steps(read_experiments(experiments), steps=steps, warmup_steps=warmup_steps)
+    if routing is not None:
+        table = _with_routing(table, routing)
     folder = (out or Path("out/bench") / experiments.stem).absolute()
     if report_only:
         if dry_run:
@@ -114,6 +121,17 @@ def _with_steps(table: Experiments, *, steps: int | None, warmup_steps: int | No
     given = {"steps": steps, "warmup_steps": warmup_steps}
     changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(table, workload=dataclasses.replace(table.workload, **changed))
+
+
+def _with_routing(table: Experiments, routing: str) -> Experiments:
+    is_sharded = [run.settings.embeddings == "sharded" for run in table.runs]
+    if not any(is_sharded):
+        raise ConfigError("--routing is for sharded tables, which no run has; leave it out, or choose another file")
+    runs = tuple(
+        dataclasses.replace(run, settings=dataclasses.replace(run.settings, routing=routing)) if sharded else run
+        for run, sharded in zip(table.runs, is_sharded, strict=True)
+    )
+    return dataclasses.replace(table, runs=runs)
 
 
 def _cluster(

@@ -10,6 +10,7 @@ from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
+from evenrank.dataloader.routing import KeyMap, remap
 from hstu.retrieval import HSTURetrieval
 from hstu.tables import tables
 from tests.dataloader.batches import rows_of
@@ -66,6 +67,18 @@ def test_without_interleaving_an_item_is_predicted_from_the_item_before_it() -> 
     assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [False, False, False]
     after = model(make_batch([replace(SAMPLE, item_id=[4, 5, 9, 7])]))[1].squeeze(1)
     assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [True, False, False]
+
+
+def test_places_are_the_same_when_keys_are_mapped_to_rows() -> None:
+    model = make_retrieval().eval()
+    samples = random_samples(10, predict="next")
+    expected = model.places_of_targets(make_batch(samples))
+    key_map = KeyMap(num_embeddings=SIZES["item_id"], world_size=3, mode="hash_roundrobin")
+    with torch.no_grad():
+        model.get_parameter("embeddings.tables.item_id.weight").copy_(remap(_items(model), None, key_map))
+    mapped = [replace(one, item_id=key_map(torch.tensor(one.item_id, dtype=torch.int64)).tolist()) for one in samples]
+    assert any(one.item_id != other.item_id for one, other in zip(mapped, samples, strict=True))
+    assert model.places_of_targets(make_batch(mapped)).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])

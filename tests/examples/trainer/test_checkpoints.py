@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import DataError, StateError
+from evenrank.dataloader.routing import KeyMap
 from tests.ranks import RankPool
 from trainer.checkpoints import Checkpoints, complete_checkpoints
 
@@ -102,3 +103,43 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks_and_the_on
         assert "step-00000002 could not be written" in failure.message
         assert "\n" not in failure.message
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
+
+
+def _map_of(num_embeddings: int, world_size: int, mode: Any) -> dict[str, KeyMap]:
+    return {"item_id": KeyMap(num_embeddings=num_embeddings, world_size=world_size, mode=mode)}
+
+
+def _save_routed(rank: int, world_size: int, folder: Path, key_maps: dict[str, KeyMap]) -> None:
+    checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS, key_maps=key_maps)
+    checkpoints.save(1, _state(1))
+    checkpoints.finish()
+    dist.barrier()
+
+
+def _load_routed(rank: int, world_size: int, folder: Path, key_maps: dict[str, KeyMap]) -> int:
+    checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS, key_maps=key_maps)
+    newest = checkpoints.newest()
+    assert newest is not None
+    state = _state(0)
+    checkpoints.load(newest, state)
+    return int(state["step"])
+
+
+def test_a_checkpoint_loads_where_keys_are_mapped_as_they_were_and_nowhere_else(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    hashed, in_turn = _map_of(50, 2, "hash_roundrobin"), _map_of(50, 2, "roundrobin")
+    ranks.run(2, _save_routed, tmp_path / "hashed", hashed)
+    ranks.run(2, _save_routed, tmp_path / "in turn", in_turn)
+    assert ranks.run(2, _load_routed, tmp_path / "hashed", _map_of(50, 7, "hash_roundrobin")) == [1, 1]
+    assert ranks.run(2, _load_routed, tmp_path / "in turn", in_turn) == [1, 1]
+    for folder, key_maps, shown in (
+        ("hashed", in_turn, "this job by roundrobin (num_embeddings 50, world_size 2)"),
+        ("hashed", {}, "this job by continuous;"),
+        ("hashed", _map_of(51, 2, "hash_roundrobin"), "this job by hash_roundrobin (num_embeddings 51"),
+        ("in turn", _map_of(50, 3, "roundrobin"), "(num_embeddings 50, world_size 2), this job by roundrobin (num_e"),
+    ):
+        for failure in ranks.try_run(2, _load_routed, tmp_path / folder, key_maps):
+            assert failure.type_name == StateError.__name__
+            assert shown in failure.message
+            assert "scripts/remap.py" in failure.message

@@ -38,6 +38,11 @@ def test_options_override_the_file_and_the_file_the_defaults(toml: Path) -> None
         ("batch_size = 0", "batch_size must be at least 1, got 0"),
         ('model = "sasrec"', "model must be one of hstu, semantic-ids, got 'sasrec'"),
         ("heads = 3", "hidden must be a multiple of heads, got 64 and 3"),
+        (
+            'routing = "roundrobin"',
+            "routing = 'roundrobin' needs embeddings = 'sharded', got 'replicated', where all ranks have all keys; ",
+        ),
+        ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
         ("tensor_parallel = 0", "tensor_parallel must be at least 1, got 0"),
         ("tensor_parallel = 4", "tensor_parallel = 4 cannot divide heads = 2; choose a divisor"),

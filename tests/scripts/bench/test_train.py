@@ -79,7 +79,7 @@ def table(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "commands"), [("smoke", 3), ("scaling", 12), ("hstu", 30)])
+@pytest.mark.parametrize(("name", "commands"), [("smoke", 3), ("scaling", 12), ("hstu", 32)])
 def test_a_dry_run_prints_the_commands_of_a_table_and_writes_nothing(tmp_path: Path, name: str, commands: int) -> None:
     shown = train(BENCH / f"experiments/{name}.toml", "--dry-run", "--gpus", "4", cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -91,7 +91,7 @@ def test_a_dry_run_prints_the_commands_of_a_table_and_writes_nothing(tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("name", "jobs"), [("smoke", 3), ("scaling", 12), ("hstu", 30)])
+@pytest.mark.parametrize(("name", "jobs"), [("smoke", 3), ("scaling", 12), ("hstu", 32)])
 def test_a_dry_run_prints_the_scripts_of_a_cluster(command: Command, tmp_path: Path, name: str, jobs: int) -> None:
     cluster = ("--runner", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--account", "us")
     shown = command.run(BENCH / f"experiments/{name}.toml", "--dry-run", *cluster)
@@ -133,6 +133,18 @@ def test_a_table_runs_and_continues(command: Command, tmp_path: Path, table: Pat
     assert third.stdout.splitlines()[0] == "# again: short: baseline, because workload.steps was 20 and is 10"
 
 
+def test_a_routing_is_that_of_the_runs_with_sharded_tables(command: Command, tmp_path: Path) -> None:
+    options = (BENCH / "experiments/smoke.toml", "--out", "there", "--routing", "hash_roundrobin")
+    assert command.run(*options).exit_code == 0
+    settings = [WorkerTask.load(path).run.settings for path in (tmp_path / "there").rglob("*.task.json")]
+    assert sorted((one.embeddings, one.routing) for one in settings) == [
+        *[("replicated", "continuous")] * 2,
+        ("sharded", "hash_roundrobin"),
+    ]
+    wrong = command.run(*options[:-1], "best")
+    assert "routing must be one of continuous, roundrobin, hash_roundrobin, got 'best'" in str(wrong.exception)
+
+
 @pytest.mark.parametrize(("failure", "code"), [("out of memory", 0), ("ValueError: bad luck", 1)])
 def test_the_exit_code_says_whether_a_run_failed_other_than_by_memory(
     command: Command, table: Path, failure: str, code: int
@@ -157,6 +169,7 @@ def test_a_report_can_be_made_alone(command: Command, tmp_path: Path, table: Pat
         ("--gpus 2 --only x", "--only 'x' is not in the file; known are baseline, halved-heads"),
         ("--report-only --dry-run", "--report-only and --dry-run are two different things to do; choose one"),
         ("--gpus 3", "run 'halved heads' divides heads among 2 GPUs"),
+        ("--gpus 2 --routing roundrobin", "--routing is for sharded tables, which no run has; leave it out"),
         ("--gpus 2 --steps 1", "steps must be at least rounds, got 1 and 2"),
         ("--gpus 2 --only measured-cost", "needs the times of 'baseline'"),
         ("--gpus 2 --partition x", "are for --runner slurm; add it"),

@@ -132,7 +132,9 @@ def test_kinds_of_batches_take_turns_and_go_through_all_batches(balanced: list[R
         np.testing.assert_array_equal(np.diff(segment.batch) % WORKLOAD.num_batches, 1)
 
 
-@pytest.mark.parametrize("settings", [{"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist"}])
+@pytest.mark.parametrize(
+    "settings", [{"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}]
+)
 def test_settings_are_those_of_the_training_job(ranks: RankPool, settings: dict[str, Any]) -> None:
     result = ranks.run(2, run, settings)[0]
     assert len(result.segments) == 6
