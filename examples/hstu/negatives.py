@@ -18,6 +18,8 @@ class UniformNegatives(nn.Module):
     They depend on the seed and on where in the data the step is, which all ranks have in common. So a sample is trained
     against the same items on whichever rank, and a resumed job draws as if it had never stopped.
 
+    They are rows of the table of the items: where a KeyMap has renumbered these, other items, just as uniform.
+
     It has no parameters: with `pipeline_postproc=True` TorchRec's pipelines run it ahead, with the lookup.
 
     Args:

@@ -155,7 +155,7 @@ class Checkpoints:
         try:
             check_dist_type(known, self._key_maps, owner=str(path))
         except StateError as error:
-            raise StateError(f"{error}; for a whole job: python scripts/remap.py") from error
+            raise StateError(f"{error}; for a job of this trainer: scripts/remap.py") from error
         return saved
 
 

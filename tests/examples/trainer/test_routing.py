@@ -88,7 +88,7 @@ def test_a_remapped_job_goes_on_with_equal_losses_and_another_one_not_at_all(
             assert failure.type_name == StateError.__name__
             assert "has the rows of item_id by roundrobin (num_embeddings " in failure.message
             assert f", world_size 3), this job by {routing}" in failure.message
-            assert failure.message.endswith("for a whole job: python scripts/remap.py")
+            assert failure.message.endswith("for a job of this trainer: scripts/remap.py")
             assert "\n" not in failure.message
     remap_job(tmp_path / "on 3", tmp_path / "on 2", routing="roundrobin", ranks=2)
     check("on 2", 2, "roundrobin", 8, 9)
