@@ -197,8 +197,7 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
     def _draw(self, rng: np.random.Generator, num_samples: int) -> SequenceStore:
         min_length = getattr(self._config, "max_num_candidates", 1)
-        store = draw_samples(self._data, rng, num_samples, min_length=min_length, split=self._config.split)
-        return store.mapped(self._config.key_maps)
+        return draw_samples(self._data, rng, num_samples, min_length=min_length, split=self._config.split)
 
 
 def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:

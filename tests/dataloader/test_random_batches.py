@@ -20,7 +20,6 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.batch_schema import check_contents
-from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batches import ids_of, rows_of
 from tests.ranks import RankPool
@@ -55,18 +54,6 @@ def test_all_values_follow_their_distributions() -> None:
     assert set(_values(batches, "item_id").tolist()) == set(range(100, 200))
     assert set(_values(batches, "action").tolist()) == {3, 4, 5}
     assert set(_values(batches, "age").tolist()) == set(range(1, 8))
-
-
-def test_keys_are_replaced_by_the_rows_of_their_tables() -> None:
-    maps = {
-        "item_id": KeyMap(num_embeddings=200, world_size=4, mode="hash_roundrobin"),
-        "age": KeyMap(num_embeddings=9, world_size=2, mode="roundrobin"),
-    }
-    plain, mapped = _batches(), _batches(key_maps=maps)
-    for name, key_map in maps.items():
-        np.testing.assert_array_equal(_values(mapped, name), key_map(_values(plain, name)))
-        assert (_values(mapped, name) != _values(plain, name)).any()
-    np.testing.assert_array_equal(_values(mapped, "action"), _values(plain, "action"))
 
 
 def test_contextual_features_can_have_any_number_of_values() -> None:

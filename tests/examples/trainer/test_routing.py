@@ -188,7 +188,7 @@ def replicated(ranks: RankPool, small_dataset: Path, tmp_path_factory: pytest.Te
     ],
 )
 def test_a_job_that_cannot_be_remapped_is_one_line(
-    replicated: Path, out: str, target: str, options: dict[str, str], kind: type, message: str
+    replicated: Path, out: str, target: str, options: dict[str, Any], kind: type, message: str
 ) -> None:
     with pytest.raises(kind, match=re.escape(message)) as caught:
         remap_job(replicated / out, replicated / target, **options)
