@@ -92,7 +92,8 @@ class TrainConfig:
     routing: str = setting(
         "continuous",
         "Sharded tables: which ranks have which keys. `continuous`: ranges of them; `roundrobin`: key modulo ranks; "
-        "`hash_roundrobin`: at random, so that no pattern of keys is on few ranks.",
+        "`hash_roundrobin`: at random, so that no pattern of keys is on few ranks. A job that resumes must keep it, or "
+        "be copied by scripts/remap.py.",
         choices=MODES,
     )
     tensor_parallel: int = setting(

@@ -56,15 +56,17 @@ def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None
     new = target / "checkpoints" / source.name
     partial = new.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    new.parent.mkdir(parents=True, exist_ok=True)
     remap_checkpoint(
         source,
         partial,
         {name: (before.get(table), after.get(table)) for name, (table, _) in tensors.items()},
         values={f"loader.{DIST_TYPE}": dist_type(after)},
     )
-    write_settings(partial, settings, after)
-    return partial.rename(new)
+    try:
+        write_settings(partial, settings, after)
+        return partial.rename(new)
+    except OSError as error:
+        raise DataError(f"{new} could not be written: {error.strerror}; check the space and permissions") from error
 
 
 def _newest(out: Path) -> Path:

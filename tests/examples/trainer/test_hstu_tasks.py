@@ -36,6 +36,43 @@ def test_the_model_has_the_shape_and_the_computation_of_the_settings(
         assert isinstance(layer.attention, task.attention)
 
 
+@pytest.mark.parametrize("make", [ranking, retrieval])
+def test_the_keys_of_sharded_tables_are_mapped_for_the_ranks_that_have_their_rows(
+    small_dataset: Path, make: Callable[..., Task]
+) -> None:
+    manifest = read_manifest(small_dataset)
+    sizes = manifest.vocabulary_sizes
+    assert sizes["action"] < sizes["user_id"] < sizes["item_id"]
+
+    def found(min_sharded_rows: int, world_size: int = 3) -> dict[str, tuple[int, int]]:
+        config = TrainConfig(
+            user_id=True, embeddings="sharded", min_sharded_rows=min_sharded_rows, routing="roundrobin"
+        )
+        task = make(config, manifest, replace(WORLD, size=world_size))
+        read = task.read(batch_size=4)
+        assert dict(read.key_maps) == task.key_maps
+        return {name: (one.num_embeddings, one.world_size) for name, one in task.key_maps.items()}
+
+    assert found(sizes["item_id"]) == {"item_id": (sizes["item_id"], 3)}
+    assert found(sizes["item_id"] + 1) == {}
+    everything = {name: (size, 2) for name, size in sizes.items() if name != "action"}
+    assert found(1, world_size=2) == everything
+
+
+def test_keys_are_mapped_for_the_data_parallel_ranks_alone(small_dataset: Path) -> None:
+    config = TrainConfig(embeddings="sharded", min_sharded_rows=300, routing="roundrobin", tensor_parallel=2)
+    divided = _DividedWorld(rank=0, size=6, device=torch.device("cpu"))
+    assert ranking(config, read_manifest(small_dataset), divided).key_maps["item_id"].world_size == 3
+
+
+class _DividedWorld(World):
+    """Pairs of ranks, without the process groups of a device mesh."""
+
+    @property
+    def data_size(self) -> int:
+        return self.size // 2
+
+
 def test_flops_are_those_of_a_ranks_heads(small_dataset: Path) -> None:
     def flops(config: TrainConfig) -> ModelFlops:
         return ranking(config, read_manifest(small_dataset), WORLD).flops

@@ -105,9 +105,13 @@ def test_balanced_and_unbalanced_jobs_train_the_same_samples_with_equal_losses(
     [
         ({"num_tasks": 2, "user_id": True}, {"auc_0", "auc_1"}),
         ({"task": "retrieval", "k": 5, "precision": "bf16"}, {"recall@5", "ndcg@5"}),
+        (
+            {"task": "retrieval", "embeddings": "sharded", "min_sharded_rows": 300, "routing": "roundrobin"},
+            {"recall@10", "ndcg@10"},
+        ),
         ({"model": "semantic-ids", "code_levels": 2, "codebook_size": 8}, {"recall@10", "ndcg@10"}),
     ],
-    ids=["several tasks", "retrieval", "semantic ids"],
+    ids=["several tasks", "retrieval", "retrieval, routed", "semantic ids"],
 )
 def test_every_task_trains_and_is_measured(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any], metrics: set[str]
