@@ -17,7 +17,7 @@ def _code() -> list[str]:
 
 
 def test_the_code_of_the_page_trains_and_exports_the_rows_of_the_same_keys(small_dataset: Path) -> None:
-    load, own, export = _code()[:3]
+    load, own, export, *_, by_key = _code()
     names: dict[str, Any] = {"data": small_dataset, "rank": 1, "world_size": 4}
     exec(load, names)
     plain = build_loader(small_dataset, LoaderConfig(batch_size=32), rank=1, world_size=4)
@@ -34,6 +34,13 @@ def test_the_code_of_the_page_trains_and_exports_the_rows_of_the_same_keys(small
         names["batch"] = SimpleNamespace(features=batch.features)
         exec(own, names)
         assert torch.equal(names["batch"].features.values(), mapped.features.values())
+
+    plain_features = pairs[0][0].features
+    names["batch"] = SimpleNamespace(features=plain_features)
+    exec(by_key, names)
+    assert names["bucketized"].values()[names["permutation"]].tolist() == plain_features.values().tolist()
+    of_rank = torch.bincount(names["owners"], minlength=4)
+    assert of_rank.tolist() == names["bucketized"].lengths().view(4, -1).sum(dim=1).tolist()
 
     names |= {"table": table, "nearest_rows": [5, 0, 17]}
     exec(export, names)
