@@ -12,7 +12,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from evenrank.cli.main import run_command
-from evenrank.dataloader.routing.owner import MODES
+from evenrank.dataloader.routing.modes import MODES
 
 
 def remap(

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing.owner import MODES
+from evenrank.dataloader.routing.modes import MODES
 
 MODELS = ("hstu", "semantic-ids")
 TASKS = ("ranking", "retrieval")

@@ -21,7 +21,7 @@ from end_to_end.plan import Plan, check_names, make_plan
 from end_to_end.tasks import WorkerTask, tasks_of
 from evenrank.cli.main import run_command
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing.owner import MODES
+from evenrank.dataloader.routing.modes import MODES
 
 _HSTU = Path(__file__).resolve().parent / "experiments" / "hstu.toml"
 _GPUS_WITHOUT = 4  # shown by a dry run on a host without GPUs
