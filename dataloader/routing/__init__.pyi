@@ -8,7 +8,7 @@ from .key_map import KeyMap as KeyMap
 from .modes import MODES as MODES
 from .modes import Mode as Mode
 from .modes import Routing as Routing
-from .owner import hash_keys as hash_keys
+from .numpy_owner import hash_keys as hash_keys
 from .owner import owner_rank as owner_rank
 from .remap import remap as remap
 from .remap_checkpoint import remap_checkpoint as remap_checkpoint

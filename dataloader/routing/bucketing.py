@@ -12,7 +12,7 @@ from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import triton_bucketize
 from evenrank.dataloader.routing.modes import Routing, check_routing
-from evenrank.dataloader.routing.torch_owner import check_keys, owners_and_rows
+from evenrank.dataloader.routing.torch_owner import check_keys, owners_and_rows_on_cpu, owners_and_rows_with_operators
 
 
 def bucketize(
@@ -91,10 +91,11 @@ def _find_owners(
 ) -> tuple[Tensor, Tensor]:
     """Return the owner of each key, int64 [n], and its row there, of the keys' dtype [n]; `sizes` are of features."""
     owners, rows = torch.empty_like(keys, dtype=torch.int64), torch.empty_like(keys)
+    find = owners_and_rows_with_operators if keys.is_cuda else owners_and_rows_on_cpu
     start = 0
     for size, routing in zip(sizes, features, strict=True):
         part = slice(start, start + size)
-        owners[part], rows[part] = owners_and_rows(keys[part], world_size, routing)
+        owners[part], rows[part] = find(keys[part], world_size, routing)
         start += size
     return owners, rows
 

@@ -1,26 +1,15 @@
-"""Which rank owns a key, by mode (see `modes.py`): for NumPy arrays here, for tensors in `torch_owner.py`."""
+"""Which rank owns a key, by mode (see `modes.py`): of NumPy arrays, and of tensors."""
 
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing.modes import HASH_MULTIPLIERS, HASH_SHIFT, Mode, check_routing, rows_per_rank
+from evenrank.dataloader.routing.modes import Mode, Routing, check_routing
+from evenrank.dataloader.routing.numpy_owner import owners_and_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def hash_keys(keys: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
-    """Return the hash of each key: uint64 of the same shape. A bijection on 64-bit words."""
-    hashed = _words(keys).copy()
-    shift = np.uint64(HASH_SHIFT)
-    hashed ^= hashed >> shift
-    for multiplier in HASH_MULTIPLIERS:
-        hashed *= np.uint64(multiplier)
-        hashed ^= hashed >> shift
-    return hashed
 
 
 @overload
@@ -52,26 +41,10 @@ def owner_rank(
 
     """
     check_routing(world_size, mode, num_embeddings)
-    if not isinstance(keys, np.ndarray):
-        # Imported here, because torch takes seconds to import and those who have NumPy arrays may not have it.
-        from evenrank.dataloader.routing.torch_owner import owner_of_tensor
+    routing = Routing(mode=mode, num_embeddings=num_embeddings)
+    if isinstance(keys, np.ndarray):
+        return owners_and_rows(keys, world_size, routing)[0]
+    # Imported here, because torch takes seconds to import and those who have NumPy arrays may not have it.
+    from evenrank.dataloader.routing.torch_owner import owner_of_tensor
 
-        return owner_of_tensor(keys, world_size, mode, num_embeddings)
-    size = np.uint64(world_size)
-    if mode == "hash_roundrobin":
-        return (hash_keys(keys) % size).astype(np.int64)
-    words = _words(keys)
-    if mode == "continuous" and keys.dtype == np.int32:
-        words &= np.uint64(0xFFFFFFFF)
-    owners = words % size
-    if num_embeddings is not None and mode == "continuous":
-        ranges = words // np.uint64(rows_per_rank(num_embeddings, world_size))
-        owners = np.where(ranges < size, ranges, owners)
-    return owners.astype(np.int64)
-
-
-def _words(keys: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
-    """Return keys as words of 64 bits, of which negative ones are the largest."""
-    if keys.dtype.kind not in "iu":
-        raise ConfigError(f"keys must be integers, got {keys.dtype}")
-    return keys.astype(np.int64).view(np.uint64) if keys.dtype.kind == "i" else keys.astype(np.uint64)
+    return owner_of_tensor(keys, world_size, routing)

@@ -1,7 +1,7 @@
-"""Owners of keys in tensors, and the rows of keys in the shards of their owners.
+"""Owners of keys in tensors: by NumPy on the CPU, by a kernel of `triton_bucketize.py` on a GPU.
 
-On a GPU a kernel of `triton_bucketize.py` computes owners. PyTorch operators do it on the CPU, and where Triton is
-missing. They lack unsigned division, so it is made of signed operations.
+On a GPU without Triton, PyTorch operators find owners and rows. They lack unsigned division, so it is made of signed
+operations.
 """
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import triton_bucketize
-from evenrank.dataloader.routing.modes import HASH_MULTIPLIERS, HASH_SHIFT, Mode, Routing, rows_per_rank
+from evenrank.dataloader.routing.modes import HASH_MULTIPLIERS, HASH_SHIFT, Routing, rows_per_rank
+from evenrank.dataloader.routing.numpy_owner import owners_and_rows
 
 _WORD = 1 << 64
 
@@ -27,16 +28,23 @@ def check_keys(keys: Tensor) -> None:
         raise ConfigError(f"keys must be int32 or int64, got {keys.dtype}")
 
 
-def owner_of_tensor(keys: Tensor, world_size: int, mode: Mode, num_embeddings: int | None) -> Tensor:
+def owner_of_tensor(keys: Tensor, world_size: int, routing: Routing) -> Tensor:
     """Return the rank that owns each key; see `owner_rank`."""
     check_keys(keys)
-    routing = Routing(mode=mode, num_embeddings=num_embeddings)
-    if keys.is_cuda and triton_bucketize.HAS_TRITON:
+    if not keys.is_cuda:
+        return owners_and_rows_on_cpu(keys, world_size, routing)[0]
+    if triton_bucketize.HAS_TRITON:
         return triton_bucketize.owners_with_kernel(keys, world_size, routing)
-    return owners_and_rows(keys, world_size, routing)[0]
+    return owners_and_rows_with_operators(keys, world_size, routing)[0]
 
 
-def owners_and_rows(keys: Tensor, world_size: int, routing: Routing) -> tuple[Tensor, Tensor]:
+def owners_and_rows_on_cpu(keys: Tensor, world_size: int, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the rank that owns each key, and its row there; see `owners_and_rows_with_operators`."""
+    owners, rows = owners_and_rows(keys.numpy(), world_size, routing)
+    return torch.from_numpy(owners), torch.from_numpy(rows)
+
+
+def owners_and_rows_with_operators(keys: Tensor, world_size: int, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return the rank that owns each key, and its row there, with operators.
 
     Args:

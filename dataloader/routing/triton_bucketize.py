@@ -142,7 +142,7 @@ if triton is not None:
 
     @triton.jit
     def _owners_and_rows(keys, routing, world_size):
-        """The same as `torch_owner.owners_and_rows`, with owners as int64; `routing` points to its numbers."""
+        """The same as `numpy_owner.owners_and_rows`; `routing` points to the numbers of one."""
         mode = tl.load(routing)
         words = keys.to(tl.int64).to(tl.uint64)
         size = world_size.to(tl.uint64)
@@ -240,10 +240,9 @@ if triton is not None:
         row = (first + tl.arange(0, tile_rows))[:, None]
         starts = tl.load(offsets + row, mask=row < end, other=0).to(tl.int64)
         ends = tl.load(offsets + row + 1, mask=row < end, other=0).to(tl.int64)
-        longest = tl.max(tl.max(ends - starts, axis=1), axis=0)
         order = tl.arange(0, chunk)
         is_before = (order[None, :] < order[:, None])[None, :, :]
-        for begin in range(0, longest.to(tl.int32), chunk):
+        for begin in range(0, tl.max(ends - starts), chunk):
             index = starts + begin + order[None, :]
             is_key = index < ends
             owners, rows_there = _owners_and_rows(tl.load(keys + index, mask=is_key, other=0), routing, world_size)

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.routing import MODES, Mode, Routing, bucketize, owner_rank, triton_bucketize
 from evenrank.dataloader.routing.bucketing import group_on_cpu, group_with_operators
-from evenrank.dataloader.routing.torch_owner import owners_and_rows
+from evenrank.dataloader.routing.torch_owner import owners_and_rows_with_operators
 from tests.dataloader.routing.reference import EDGES
 
 FOLDER = Path(__file__).parent
@@ -41,7 +41,9 @@ def test_owners_on_a_gpu_are_those_of_arrays(mode: Mode, dtype: torch.dtype) -> 
     for world_size in (*range(1, 65), 1000, 2**31, 2**62 + 1):
         expected = torch.from_numpy(owner_rank(keys.numpy(), world_size, mode, 700))
         assert torch.equal(owner_rank(keys.cuda(), world_size, mode, 700).cpu(), expected)
-        by_operators, _ = owners_and_rows(keys.cuda(), world_size, Routing(mode=mode, num_embeddings=700))
+        by_operators, _ = owners_and_rows_with_operators(
+            keys.cuda(), world_size, Routing(mode=mode, num_embeddings=700)
+        )
         assert torch.equal(by_operators.cpu(), expected)
     strided = keys[:4000].view(40, 100).cuda().T
     assert torch.equal(owner_rank(strided, 7, mode, 700), owner_rank(strided.contiguous(), 7, mode, 700))
