@@ -26,6 +26,11 @@ class ColumnMap(Protocol):
         """Values before and after are below this."""
         ...
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether all values stay as they are."""
+        ...
+
     def __call__(self, keys: NDArray[Any], /) -> NDArray[Any]:
         """Return what replaces these values: integers of the same shape and dtype."""
         ...

@@ -98,6 +98,8 @@ class SequenceStore:
                 f"{name} is up to {size - 1:,} in the dataset, too large for a table of num_embeddings="
                 f"{column_map.num_embeddings}; pass manifest.vocabulary_sizes[{name!r}] or more"
             )
+        if column_map.is_identity:
+            return columns[name].astype(np.int64, copy=False)
         cache = f"{self.manifest.content_hash}-{self.split}"
         return map_values(columns[name], column_map, name=name, folder=self.folder, cache=cache)
 

@@ -90,6 +90,11 @@ class KeyMap:
         keys: Integers = self._on_words(self._bijection().keys, rows)
         return keys
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether each key is its own row."""
+        return self.mode == "continuous"
+
     def describe(self) -> dict[str, Any]:
         """Return what checkpoints of the table say about it: plain values that JSON can hold."""
         known: dict[str, Any] = {"mode": self.mode, "num_embeddings": self.num_embeddings}
@@ -106,7 +111,7 @@ class KeyMap:
 
     def _on_words(self, function: Callable[[Any], Any], values: Any) -> Any:
         """Apply a function of int64 arrays or tensors; it is compiled for arrays, so tensors on the CPU become ones."""
-        if self.mode == "continuous":
+        if self.is_identity:
             return values
         if isinstance(values, np.ndarray):
             words = function(values.reshape(-1).astype(np.int64, copy=False))

@@ -38,13 +38,15 @@ class RoundRobin(NamedTuple):
         late = keys - self._num_early
         early_rows = keys % (self.full_ranks + 1) * self.range_rows + keys // (self.full_ranks + 1)
         late_rows = late % self.full_ranks * self.range_rows + late // self.full_ranks + self.last_rows
-        return _where(late < 0, early_rows, late_rows)
+        rows: Words = _where(late < 0, early_rows, late_rows)
+        return rows
 
     def keys(self, rows: Words) -> Words:
         """Return the key of each row."""
         rank, turn = rows // self.range_rows, rows % self.range_rows
         late_keys = self._num_early + (turn - self.last_rows) * self.full_ranks + rank
-        return _where(turn < self.last_rows, turn * (self.full_ranks + 1) + rank, late_keys)
+        keys: Words = _where(turn < self.last_rows, turn * (self.full_ranks + 1) + rank, late_keys)
+        return keys
 
     @property
     def _num_early(self) -> int:
@@ -52,7 +54,5 @@ class RoundRobin(NamedTuple):
         return self.last_rows * (self.full_ranks + 1)
 
 
-def _where(condition: Any, values: Words, others: Words) -> Words:
-    if isinstance(values, np.ndarray) and isinstance(others, np.ndarray):
-        return np.where(condition, values, others)
-    return values.where(condition, others)  # of a tensor
+def _where(condition: Any, values: Any, others: Any) -> Any:
+    return np.where(condition, values, others) if isinstance(values, np.ndarray) else values.where(condition, others)

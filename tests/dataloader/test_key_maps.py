@@ -10,11 +10,11 @@ import torch
 
 from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader import (
-    JaggedBatch,
     LoaderConfig,
     Mixture,
     RandomBatches,
     SemanticIdConfig,
+    SequenceBatch,
     StreamConfig,
     build_loader,
     build_stream_loader,
@@ -40,28 +40,28 @@ def _config(key_maps: Mapping[str, KeyMap], **options: Any) -> LoaderConfig:
     return LoaderConfig(**settings | options)
 
 
-def _plain(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[JaggedBatch]:
+def _plain(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[SequenceBatch]:
     return build_loader(path, _config(key_maps), **RANKS)
 
 
-def _with_workers(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[JaggedBatch]:
+def _with_workers(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[SequenceBatch]:
     return build_loader(path, _config(key_maps, num_workers=2, order="time"), **RANKS)
 
 
-def _pickled(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[JaggedBatch]:
+def _pickled(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[SequenceBatch]:
     return pickle.loads(pickle.dumps(build_loader(path, _config(key_maps), **RANKS)))  # type: ignore[no-any-return]
 
 
-def _balanced(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[JaggedBatch]:
+def _balanced(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[SequenceBatch]:
     return build_loader(path, _config(key_maps), balance=BalanceConfig(cost=COST, window=3), **RANKS)
 
 
-def _mixed(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[JaggedBatch]:
+def _mixed(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[SequenceBatch]:
     other = copy_dataset(path, path.with_name("other")) if not path.with_name("other").exists() else None
     return build_loader(Mixture(weights={path: 2.0, other or path.with_name("other"): 1.0}), _config(key_maps), **RANKS)
 
 
-def _streamed(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[JaggedBatch]:
+def _streamed(path: Path, key_maps: Mapping[str, KeyMap]) -> Iterable[SequenceBatch]:
     return build_stream_loader(path, _config(key_maps), StreamConfig(num_shards=4, buffer_rows=50), **RANKS)
 
 
@@ -71,7 +71,7 @@ KINDS = (_plain, _with_workers, _pickled, _balanced, _mixed, _streamed)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", KINDS)
 def test_batches_have_rows_instead_of_keys_and_are_the_same_otherwise(
-    small_dataset: Path, make: Callable[..., Iterable[JaggedBatch]], mode: Mode
+    small_dataset: Path, make: Callable[..., Iterable[SequenceBatch]], mode: Mode
 ) -> None:
     key_maps = _maps(mode)
     num_batches = 0

@@ -21,6 +21,7 @@ class _Reversed:
     """Counts keys from the end of the table."""
 
     num_embeddings: int = 600
+    is_identity: bool = False
 
     def __call__(self, keys: NDArray[Any], /) -> NDArray[Any]:
         return self.num_embeddings - 1 - keys
@@ -110,6 +111,14 @@ def test_columns_in_memory_are_mapped_there(small_dataset: Path) -> None:
     items = store.mapped({"item_id": _Reversed()}).events["item_id"]
     assert items.tolist() == (599 - store.events["item_id"]).tolist()
     assert not isinstance(items.base, np.memmap)
+
+
+def test_a_map_that_changes_nothing_needs_no_file(small_dataset: Path, tmp_path: Path) -> None:
+    dataset = _copy(small_dataset, tmp_path)
+    store = open_store(dataset)
+    mapped = store.mapped({"item_id": _Unused(is_identity=True)})
+    assert mapped.events["item_id"] is store.events["item_id"]
+    assert _entries(dataset) == []
 
 
 def test_a_damaged_file_is_reported(small_dataset: Path, tmp_path: Path) -> None:
