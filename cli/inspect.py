@@ -10,9 +10,14 @@ from evenrank.cli import console
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from evenrank.cli.reports.dataset_routing import RoutingLoads
     from evenrank.datasets.schema import Manifest
 
 _MAX_LABELS = 8  # shown of a contextual feature
+_ROUTING = """Routing of item ids: load of the busiest rank over the mean, all splits, for a
+table of {rows:,} rows that stock TorchRec shards by rows, with a KeyMap of
+each mode. All lookups of an id are on one rank, so no mode is below what the
+most frequent id has alone."""
 
 
 def inspect_command(
@@ -26,7 +31,7 @@ def inspect_command(
         ),
     ] = None,
 ) -> None:
-    """Show the content of a dataset: rows, events, history lengths, vocabulary sizes.
+    """Show the content of a dataset: rows, events, history lengths, vocabulary sizes, and routing of the item ids.
 
     Also writes one self-contained HTML page with plots and the expected gain from balancing. The last line of output is
     the path of the page. Example:
@@ -44,7 +49,12 @@ def inspect_command(
     for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     with console.stages() as on_stage:
-        write_page(page, build_page(path, manifest, on_stage=on_stage))
+        report = build_page(path, manifest, on_stage=on_stage)
+        write_page(page, report.html)
+    if report.routing is not None:
+        console.print_result(_ROUTING.format(rows=report.routing.num_embeddings))
+        for table in routing_tables(report.routing):
+            console.print_result(table)
     console.print_result(f"report: {page}")
 
 
@@ -82,3 +92,19 @@ def vocabulary_table(manifest: "Manifest") -> "Table":
         shown = ", ".join(labels[:_MAX_LABELS]) + (", ..." if len(labels) > _MAX_LABELS else "")
         table.add_row(name, f"{size:,}", shown)
     return table
+
+
+def routing_tables(loads: "RoutingLoads") -> list["Table"]:
+    """Return tables of the busiest rank's distinct ids and lookups over the mean, per mode and number of ranks."""
+    lookups = {**loads.lookups, "most frequent": loads.most_frequent}
+    tables = []
+    for name, ratios in (("distinct ids", dict(loads.ids)), ("lookups", lookups)):
+        table = console.new_table(name, *(f"{ranks:,}" for ranks in loads.ranks), left=[name], narrow=True)
+        for label, values in ratios.items():
+            table.add_row(label, *map(_format_ratio, values))
+        tables.append(table)
+    return tables
+
+
+def _format_ratio(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"

@@ -49,6 +49,17 @@ class LengthHistogram:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ItemCounts:
+    """The items that occur in any split."""
+
+    ids: NDArray[np.int64]
+    """[items], ascending."""
+
+    counts: NDArray[np.int64]
+    """[items]: events of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Popularity:
     """The number of events of each item."""
 
@@ -132,10 +143,15 @@ def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
     return LengthHistogram(edges=edges, density=density, empty=empty)
 
 
-def item_popularity(stores: Mapping[str, SequenceStore]) -> Popularity:
+def count_items(stores: Mapping[str, SequenceStore]) -> ItemCounts:
     """Count the events of each item over all splits."""
-    _, counts = count_values([store.events[ITEM_ID] for store in stores.values()])
-    return Popularity(counts=np.sort(counts)[::-1])
+    ids, counts = count_values([store.events[ITEM_ID] for store in stores.values()])
+    return ItemCounts(ids=ids, counts=counts)
+
+
+def item_popularity(items: ItemCounts) -> Popularity:
+    """Sort items by their number of events."""
+    return Popularity(counts=np.sort(items.counts)[::-1])
 
 
 def timeline(stores: Mapping[str, SequenceStore]) -> Timeline | None:

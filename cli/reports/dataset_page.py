@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -10,14 +10,17 @@ from evenrank.cli.reports import dataset_plots
 from evenrank.cli.reports.dataset_data import (
     DAY_MS,
     ContextValues,
+    ItemCounts,
     balancing_gains,
     context_values,
+    count_items,
     item_popularity,
     length_histogram,
     timeline,
 )
+from evenrank.cli.reports.dataset_routing import RoutingLoads, routing_loads
 from evenrank.cli.reports.html import render_template, to_text
-from evenrank.datasets.schema import Manifest
+from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore, open_store
 
 _TRAIN = "train"
@@ -26,8 +29,18 @@ _TOP_SHARES = (0.01, 0.1)
 _Stage = Callable[[str], None]
 
 
-def build_page(folder: Path, manifest: Manifest, *, on_stage: _Stage = lambda stage: None) -> str:
-    """Open every split of the dataset and return its report as HTML.
+class Report(NamedTuple):
+    """A dataset's report."""
+
+    html: str
+    """The page."""
+
+    routing: RoutingLoads | None
+    """What it says about routing, which is also shown in the terminal; None if there are no events, or no table."""
+
+
+def build_page(folder: Path, manifest: Manifest, *, on_stage: _Stage = lambda stage: None) -> Report:
+    """Open every split of the dataset and return its report.
 
     Raises:
         DataError: a split is not what the manifest describes.
@@ -42,8 +55,8 @@ def build_page(folder: Path, manifest: Manifest, *, on_stage: _Stage = lambda st
 
 def render_page(
     manifest: Manifest, stores: Mapping[str, SequenceStore], *, name: str, on_stage: _Stage = lambda stage: None
-) -> str:
-    """Return the report as HTML.
+) -> Report:
+    """Return the report.
 
     Args:
         manifest: of the dataset.
@@ -53,7 +66,15 @@ def render_page(
 
     """
     audit = manifest.options.get(_AUDIT)
-    return render_template(
+    on_stage("counting items")
+    items = count_items(stores)
+    routing = routing_loads(
+        items.ids,
+        items.counts,
+        manifest.vocabulary_sizes[ITEM_ID],
+        on_ranks=lambda ranks: on_stage(f"spreading items over {ranks:,} ranks"),
+    )
+    html = render_template(
         "dataset.html.j2",
         manifest=manifest,
         name=name,
@@ -61,11 +82,13 @@ def render_page(
         options={key: to_text(value) for key, value in manifest.options.items() if key != _AUDIT},
         audit=audit if isinstance(audit, dict) else {},
         **_lengths(stores, on_stage),
-        **_items(stores, on_stage),
+        **_items(items),
         **_time(stores, on_stage),
         context=_context(manifest, stores, on_stage),
         **_balance(stores, on_stage),
+        **_routing(routing),
     )
+    return Report(html, routing)
 
 
 def _lengths(stores: Mapping[str, SequenceStore], on_stage: _Stage) -> dict[str, Any]:
@@ -78,9 +101,8 @@ def _lengths(stores: Mapping[str, SequenceStore], on_stage: _Stage) -> dict[str,
     }
 
 
-def _items(stores: Mapping[str, SequenceStore], on_stage: _Stage) -> dict[str, Any]:
-    on_stage("counting items")
-    popularity = item_popularity(stores)
+def _items(items: ItemCounts) -> dict[str, Any]:
+    popularity = item_popularity(items)
     counts = popularity.counts
     return {
         "items": len(counts),
@@ -120,6 +142,16 @@ def _balance(stores: Mapping[str, SequenceStore], on_stage: _Stage) -> dict[str,
     on_stage("planning steps")
     gains = balancing_gains(stores[_TRAIN].lengths) if _TRAIN in stores else ()
     return {"gains": gains, "gains_svg": _trusted(dataset_plots.gains_svg(gains)) if gains else None}
+
+
+def _routing(loads: RoutingLoads | None) -> dict[str, Any]:
+    if loads is None:
+        return {"routing": None}
+    return {
+        "routing": loads,
+        "routing_ids_svg": _trusted(dataset_plots.routing_svg(loads, "distinct ids")),
+        "routing_lookups_svg": _trusted(dataset_plots.routing_svg(loads, "lookups")),
+    }
 
 
 def _trusted(svg: str) -> Markup:

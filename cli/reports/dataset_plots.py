@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import cycle
+from typing import Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -11,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from evenrank.cli.reports import svg
 from evenrank.cli.reports.dataset_data import Gain, LengthHistogram, Popularity, Timeline
+from evenrank.cli.reports.dataset_routing import RoutingLoads
 
 _COLOURS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.RED)
 # The years 2 to 9998: the calendars of Python and matplotlib end one year further out.
@@ -94,6 +96,29 @@ def gains_svg(gains: Sequence[Gain]) -> str:
     axes.set_xlabel("ranks")
     axes.set_ylabel("heaviest rank / lower bound")
     svg.legend_above(axes)
+    return svg.to_svg(figure)
+
+
+@mpl.rc_context(svg.STYLE)
+def routing_svg(loads: RoutingLoads, load: Literal["distinct ids", "lookups"]) -> str:
+    """Draw the busiest rank's load over the mean, per number of ranks and mode; both axes are logarithmic."""
+    figure, axes = svg.new_figure(height=3.3)
+    # Modes can be equal: each is drawn with smaller markers than the one below it.
+    styles = zip((svg.GREY, svg.ORANGE, svg.BLUE), "os^", (7, 5.5, 4), strict=True)
+    ratios = loads.ids if load == "distinct ids" else loads.lookups
+    for (mode, values), (colour, marker, size) in zip(ratios.items(), styles, strict=True):
+        axes.plot(loads.ranks, values, color=colour, marker=marker, markersize=size, linewidth=1.6, label=mode)
+    if load == "lookups":
+        axes.plot(loads.ranks, loads.most_frequent, color=svg.RED, linestyle=":", label="most frequent id")
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(0.9, 1.2 * max(2, *(value for values in ratios.values() for value in values)))
+    axes.set_xticks(loads.ranks, [f"{ranks:,}" for ranks in loads.ranks])
+    svg.log_ticks(axes, "y")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(f"{load}, busiest rank / mean")
+    svg.legend_above(axes, columns=2)
     return svg.to_svg(figure)
 
 

@@ -72,6 +72,6 @@ def compact(value: float, _position: int | None = None) -> str:
     return f"{value:g}"
 
 
-def legend_above(axes: Axes) -> None:
+def legend_above(axes: Axes, *, columns: int = 3) -> None:
     """Put the legend above the plot, where it hides no data."""
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, borderaxespad=0.2, columnspacing=1.2)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=columns, borderaxespad=0.2, columnspacing=1.2)

@@ -10,13 +10,15 @@ import pytest
 
 from evenrank.cli.reports import dataset_data, dataset_plots
 from evenrank.cli.reports.dataset_page import render_page
+from evenrank.dataloader.routing import MODES
 from evenrank.datasets.schema import DataFile, Manifest, SourceFile, Split, read_manifest
 from evenrank.datasets.store import SequenceStore
 from tests.cli.programs import Finished
-from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of
+from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of, text_of
 
 SCRIPT = "<script>alert('x')</script>"
-SECTIONS = ["counts", "vocabulary", "lengths", "items", "time", "context", "audit", "balance", "sources"]
+RANKS = ["8", "16", "32", "64", "128", "256", "512", "1,024"]
+SECTIONS = ["counts", "vocabulary", "lengths", "items", "time", "context", "audit", "balance", "routing", "sources"]
 
 
 def _split(name: str, lengths: list[int]) -> Split:
@@ -83,7 +85,9 @@ def test_every_length_has_a_bin(longest: int) -> None:
 
 @pytest.mark.usefixtures("_small_chunks")
 def test_items_are_counted_over_all_splits() -> None:
-    popularity = dataset_data.item_popularity(STORES)
+    items = dataset_data.count_items(STORES)
+    assert (items.ids.tolist(), items.counts.tolist()) == ([7, 9, 30], [2, 1, 5])
+    popularity = dataset_data.item_popularity(items)
     assert popularity.counts.tolist() == [5, 2, 1]
     assert popularity.top(0.01) == (1, 5 / 8)
     assert popularity.top(0.5) == (2, 7 / 8)
@@ -165,10 +169,10 @@ def test_a_small_split_is_drawn_from_repeatedly() -> None:
 
 
 def test_the_page_is_self_contained_and_escapes_text() -> None:
-    html = render_page(MANIFEST, STORES, name=SCRIPT)
-    assert html == render_page(MANIFEST, STORES, name=SCRIPT)
+    html = render_page(MANIFEST, STORES, name=SCRIPT).html
+    assert html == render_page(MANIFEST, STORES, name=SCRIPT).html
     assert sections_of(html) == SECTIONS
-    assert html.count("<svg") == 4
+    assert html.count("<svg") == 6
     assert external_parts(html) == []
     assert html.count("&lt;script&gt;alert(") == 6  # title and heading; twice the dataset; an option, a label
     assert re.search(r"<h2>Split audit</h2>.*\n.*\n.*\n.*newest train event</th><td class=.n.>1,234</td>", html)
@@ -177,10 +181,25 @@ def test_the_page_is_self_contained_and_escapes_text() -> None:
 
 def test_what_a_dataset_lacks_is_left_out() -> None:
     no_rows = {"train": _split("train", []), "eval": _split("eval", [])}
-    html = render_page(dataclasses.replace(MANIFEST, splits=no_rows, options={}, sources=()), EMPTY, name="empty")
+    report = render_page(dataclasses.replace(MANIFEST, splits=no_rows, options={}, sources=()), EMPTY, name="empty")
+    html = report.html
+    assert report.routing is None
     assert sections_of(html) == [name for name in SECTIONS if name not in ("context", "audit")]
     assert "<svg" not in html
     assert "The train split has no rows, so there is nothing to balance." in html
+    assert "There are no events, or more ids than a table can have rows." in html
+
+
+def test_the_page_shows_the_routing_of_the_items() -> None:
+    html, routing = render_page(MANIFEST, STORES, name="tiny")
+    assert routing is not None
+    assert (routing.num_embeddings, routing.most_frequent[0]) == (31, 8 * 5 / 8)
+    section = text_of(html[html.index('<section id="routing"') : html.index('<section id="sources"')])
+    assert "for a table of 31 rows" in section
+    # Of 8 ranks with 4 rows each, ids 7, 9 and 30 are on ranks 1, 2 and 7, and with one key after the other on 7, 1, 6.
+    assert "distinct ids, continuous 2.667 5.333" in section
+    assert "lookups, roundrobin 5 " in section
+    assert "lookups, most frequent id alone 5 10 20 40 80 160 320 640" in section
 
 
 def test_inspect_prints_the_tables_and_then_the_path_of_the_page(
@@ -193,7 +212,15 @@ def test_inspect_prints_the_tables_and_then_the_path_of_the_page(
     rows = sum(split.rows for split in read_manifest(small_dataset).splits.values())
     assert str(rows) in next(line for line in lines if line.strip().startswith("all")).split()
     assert lines[-1] == f"report: {page}"
-    assert page.read_text().count("<svg") == 4
+    start = next(number for number, line in enumerate(lines) if line.startswith("Routing of item ids"))
+    assert max(map(len, lines[start:-1])) <= 80
+    tables = [line.split() for line in lines[start + 4 : -1] if line.strip()]
+    assert tables[0] == ["distinct", "ids", *RANKS]
+    assert tables[5] == ["lookups", *RANKS]
+    assert [row[0] for row in tables[2:5]] == [row[0] for row in tables[7:10]] == list(MODES)
+    assert tables[10][:2] == ["most", "frequent"]
+    assert {len(row) for row in tables[2:5] + tables[7:10]} == {1 + len(RANKS)}
+    assert page.read_text().count("<svg") == 6
 
 
 @needs_chromium
@@ -205,5 +232,5 @@ def test_a_browser_shows_the_whole_page_on_a_phone_and_on_a_desktop(tmp_path: Pa
         sources=(SourceFile(path=long, bytes=10**12, sha256="0" * 64),),
         options={"audit": {long: 1, "b": 2.5}, "long": long},
     )
-    html = render_page(manifest, STORES, name=long)
+    html = render_page(manifest, STORES, name=long).html
     check_browser_shows(tmp_path, html, width=width, columns=columns, sections=SECTIONS)
