@@ -98,7 +98,7 @@ def routing_tables(loads: "RoutingLoads") -> list["Table"]:
     """Return tables of the busiest rank's distinct ids and lookups over the mean, per mode and number of ranks."""
     lookups = {**loads.lookups, "most frequent": loads.most_frequent}
     tables = []
-    for name, ratios in (("distinct ids", dict(loads.ids)), ("lookups", lookups)):
+    for name, ratios in (("distinct ids", loads.ids), ("lookups", lookups)):
         table = console.new_table(name, *(f"{ranks:,}" for ranks in loads.ranks), left=[name], narrow=True)
         for label, values in ratios.items():
             table.add_row(label, *map(_format_ratio, values))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.routing import MODES, KeyMap, Mode
+from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.dataloader.routing.owner import rows_per_rank
 
 _RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -28,10 +28,10 @@ class RoutingLoads:
     ranks: Sequence[int]
     """The numbers of ranks."""
 
-    ids: Mapping[Mode, Sequence[float]]
+    ids: Mapping[str, Sequence[float]]
     """Per mode, one value for each number of ranks: load is the number of distinct ids that occur."""
 
-    lookups: Mapping[Mode, Sequence[float]]
+    lookups: Mapping[str, Sequence[float]]
     """The same where load is the number of events."""
 
     most_frequent: Sequence[float]
@@ -60,8 +60,8 @@ def routing_loads(
     """
     if not len(ids) or num_embeddings > _MAX_ROWS:
         return None
-    id_ratios: dict[Mode, list[float]] = {mode: [] for mode in MODES}
-    lookup_ratios: dict[Mode, list[float]] = {mode: [] for mode in MODES}
+    id_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
+    lookup_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
     for world_size in ranks:
         on_ranks(world_size)
         for mode in MODES:

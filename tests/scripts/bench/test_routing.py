@@ -1,0 +1,34 @@
+"""The script runs, and its rows say what they should where that is known beforehand."""
+
+import json
+
+import pytest
+import routing
+
+
+def test_each_pattern_is_spread_in_each_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["routing.py", "--ranks", "2,8", "--keys", "8000", "--draws", "20000"])
+    routing.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    row_of = {(row["pattern"], row["ranks"], row["way"]): row for row in rows}
+    ways = ("continuous", "roundrobin", "hash_roundrobin", "key_map")
+    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
+    assert len(patterns) == len(routing.STRIDES) + len(routing.BLOCKS) + 2 * len(routing.DRAWN)
+    assert list(row_of) == [(pattern, ranks, way) for pattern in patterns for ranks in (2, 8) for way in ways]
+
+    assert [row_of["stride 2", ranks, "roundrobin"]["keys"] for ranks in (2, 8)] == [2, 2]
+    assert row_of["stride 1,009", 8, "roundrobin"]["keys"] == row_of["stride 64", 8, "continuous"]["keys"] == 1
+    # The first of four blocks and the last, which ends with the table, are on ranks 0 and 7.
+    assert row_of["2,000 ids of 4 blocks of 1,048,576", 8, "continuous"]["keys"] == 2
+    assert row_of["2,000 ids of 4 blocks of 1,048,576", 8, "roundrobin"]["keys"] == 1
+    assert row_of["stride 64", 8, "hash_roundrobin"]["bound"] == 1.097
+    for row in rows:
+        if row["way"] in ("hash_roundrobin", "key_map"):
+            assert 1 <= row["keys"] < 1 + 1.5 * (row["bound"] - 1)
+        assert row["lookups"] == row["keys"] or row["pattern"].startswith(("users", "videos"))
+        assert row["lookups"] >= row["hottest"]
+    assert {row["hottest"] for row in rows if row["pattern"] == "stride 10"} == {0.0, 0.001}  # of 8,000
+    assert row_of["users times 8", 8, "roundrobin"]["lookups"] == 8
+    assert 3.0 < row_of["users times 8", 8, "hash_roundrobin"]["hottest"] < 3.3
