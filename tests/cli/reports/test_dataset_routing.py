@@ -1,5 +1,7 @@
 """How the report counts the load of each rank, against counting id by id."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -82,3 +84,6 @@ def test_both_plots_show_all_modes() -> None:
         assert f">{mode}<" in lookups
     assert "most frequent id" in lookups
     assert "most frequent id" not in ids
+    same_loads = dataclasses.replace(loads, lookups=loads.ids)
+    assert dataset_plots.routing_svg(same_loads, "distinct ids") == ids
+    assert dataset_plots.routing_svg(same_loads, "lookups") != lookups
