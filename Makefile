@@ -69,4 +69,5 @@ bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/loader.py
 	@$(BIN)/python scripts/bench/preprocess.py --shape ml-20m
 	@$(BIN)/python scripts/bench/preprocess.py --shape kuairand-1k
+	@$(BIN)/python scripts/bench/routing.py
 	@$(BIN)/python scripts/bench/tracker.py
