@@ -12,7 +12,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollat
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state import SEED, show
-from evenrank.datasets.schema import ITEM_ID
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -52,7 +52,7 @@ class ReadConfig(ABC, Generic[Batch]):
     """Keep the threads between epochs."""
     pin_memory: bool = False
     """Return batches in pinned memory, for asynchronous copies to a GPU."""
-    key_maps: Mapping[str, KeyMap] = field(default_factory=dict)
+    key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
     """Features whose keys batches replace by the rows of their tables; others are as in the dataset, like labels. The
     first loader of a machine maps a column and caches it.
     """
@@ -68,9 +68,17 @@ class ReadConfig(ABC, Generic[Batch]):
             raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
         if self.order not in get_args(Order):
             raise ConfigError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
+        self._check_key_maps()
+
+    def _check_key_maps(self) -> None:
+        if not isinstance(self.key_maps, Mapping):
+            raise ConfigError(f"key_maps must be a dict of KeyMaps by feature, got {show(self.key_maps)}")
+        object.__setattr__(self, "key_maps", dict(self.key_maps))  # which no caller changes later
         for name, key_map in self.key_maps.items():
             if not isinstance(key_map, KeyMap):
                 raise ConfigError(f"key_maps must have a KeyMap for {name!r}, got {show(key_map)}")
+            if name in (ACTION, TIMESTAMP_MS):
+                raise ConfigError(f"key_maps cannot have {name!r}: actions are labels too, and times are no keys")
 
     @abstractmethod
     def make_collate(self) -> Collate[Batch]:

@@ -285,7 +285,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
         """
         saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
-        check_dist_type(saved.dist_type, self._config.key_maps, owner="the loader's state")
+        check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state", notify=self._rank == 0)
         rest = self._picker.resume(self._order, saved)
         is_over = rest.position > 0 and self._picker.begin(self._order, rest, seed=saved.seed).schedule.num_steps == 0
         self._seed, self._after_last, self._resumed[rest.epoch] = saved.seed, (rest.epoch, rest.position), rest

@@ -72,7 +72,7 @@ def check_state(
         owner: whose state it is, for messages, such as "the loader".
         version: that the state must have.
         fields: what each entry must be, by name.
-        optional: the same of entries that earlier releases did not save.
+        optional: the same for entries that may be missing or None, because earlier releases did not save them.
 
     Returns:
         The state; optional entries that it lacks are None.
@@ -94,8 +94,9 @@ def check_state(
     if missing := [name for name in fields if name not in state]:
         raise StateError(f"the state of {owner} has no {missing[0]}; load a state that state_dict returned")
     known = {**fields, **(optional or {})}
-    for name in known.keys() & state.keys():
-        check_value(state[name], f"the state of {owner} has {name}", known[name])
+    for name, check in known.items():
+        if name in fields or state.get(name) is not None:
+            check_value(state[name], f"the state of {owner} has {name}", check)
     if unknown := [name for name in state if name not in known and name != "version"]:
         raise StateError(
             f"the state of {owner} has the unknown entry {show(unknown[0])}; load a state that state_dict returned"

@@ -243,7 +243,7 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 f"{state['fingerprint'][:12]}, this stream {self._fingerprint[:12]}; load it with the dataset and the "
                 "settings that it was saved with"
             )
-        check_dist_type(state[DIST_TYPE], self._config.key_maps, owner="the stream's state")
+        check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the stream's state", notify=self._rank == 0)
         shard_positions = decode_positions(state, len(self._shards))
         for index, shard_position in shard_positions.items():
             check_position(shard_position, self._shards[index], seed=state["seed"], epoch=state["epoch"])

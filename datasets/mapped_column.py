@@ -59,7 +59,7 @@ def map_values(
     if folder is None:
         return column_map(values.astype(np.int64))
     identity = json.dumps([name, column_map.describe()], sort_keys=True)
-    entry = f"{cache}-mapped-{_LAYOUT}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+    entry = f"{cache}-mapped-{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{_LAYOUT}"
 
     def build(path: Path) -> None:
         with ColumnWriter(path / _FILE, "int64", len(values)) as writer:

@@ -29,7 +29,7 @@ def remap(
 
     \b
         python scripts/remap.py out/train out/hashed --routing hash_roundrobin
-        torchrun --nproc_per_node 4 scripts/train.py --out out/hashed --embeddings sharded --routing hash_roundrobin
+        torchrun scripts/train.py --out out/hashed --embeddings sharded --routing hash_roundrobin --epochs 2
         python scripts/remap.py out/train out/on-8 --routing roundrobin --ranks 8
     """
     # Imported here, because `--help` does not need torch.

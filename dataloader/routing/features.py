@@ -40,4 +40,5 @@ def map_features(features: KeyedJaggedTensor, key_maps: Mapping[str, KeyMap]) ->
         stride=None if features.variable_stride_per_key() else features.stride(),
         length_per_key=features.length_per_key(),
         offset_per_key=ends,
+        inverse_indices=features.inverse_indices_or_none(),
     )

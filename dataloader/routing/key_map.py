@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.routing.modes import Mode, check_num_embeddings, check_routing
+from evenrank.dataloader.routing.modes import Mode, check_routing
 from evenrank.dataloader.routing.permutation import CONSTANTS, Permutation
 from evenrank.dataloader.routing.round_robin import RoundRobin
 
@@ -50,9 +50,10 @@ class KeyMap:
 
     def __post_init__(self) -> None:
         check_routing(self.world_size, self.mode, self.num_embeddings)
-        check_num_embeddings(self.num_embeddings)
-        if self.num_embeddings > _MAX_ROWS:
-            raise ConfigError(f"num_embeddings must be at most 2^62, got {self.num_embeddings:,}")
+        if self.num_embeddings is None or self.num_embeddings > _MAX_ROWS:
+            raise ConfigError(
+                f"num_embeddings of a KeyMap must be an integer from 1 to 2^62, got {self.num_embeddings}"
+            )
 
     def __call__(self, keys: Integers) -> Integers:
         """Return the row of each key.
@@ -117,14 +118,17 @@ class KeyMap:
             words = function(values.reshape(-1).astype(np.int64, copy=False))
             return words.astype(values.dtype, copy=False).reshape(values.shape)
         if values.device.type == "cpu":
-            return values.new_tensor(function(values.long().numpy()))
+            return values.new_tensor(function(values.long().numpy().reshape(-1))).reshape(values.shape)
         return function(values.long()).to(values.dtype)
 
     def _check(self, values: Any, kind: str) -> None:
         is_array = isinstance(values, np.ndarray)
         limit = _largest_value(values)
         if limit is None:
-            raise ConfigError(f"{kind}s must be integers, got {values.dtype}; convert them to int64")
+            raise ConfigError(
+                f"{kind}s must be an array of integers or a tensor of signed integers, got "
+                f"{getattr(values, 'dtype', type(values).__name__)}; convert them to an array or a tensor of int64"
+            )
         if self.num_embeddings - 1 > limit:
             raise ConfigError(
                 f"the {kind}s of a table with num_embeddings={self.num_embeddings} can be larger than {values.dtype} "
@@ -141,12 +145,12 @@ class KeyMap:
 
 
 def _largest_value(values: Any) -> int | None:
-    """Return the largest value that the dtype of an array or a tensor holds; None if it is none of integers."""
+    """Return the largest value of the dtype; None for anything but arrays of integers and tensors of signed ones."""
     if isinstance(values, np.ndarray):
         return np.iinfo(values.dtype).max if values.dtype.kind in "iu" else None
-    import torch  # which those who only plan lack
+    import torch  # not installed where arrays alone are mapped
 
-    try:
-        return torch.iinfo(values.dtype).max
-    except TypeError:
+    if not isinstance(values, torch.Tensor):
         return None
+    is_signed_integer = values.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+    return torch.iinfo(values.dtype).max if is_signed_integer else None

@@ -46,7 +46,7 @@ class Permutation(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int) -> "Permutation":
-        """Return that of a table with so many rows."""
+        """Return the permutation of a table with `num_rows` rows."""
         bits = max(2, (num_rows - 1).bit_length()) // 2
         return cls(num_rows, bits, -(-num_rows >> bits))
 

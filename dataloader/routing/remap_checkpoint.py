@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenrank.core.errors import ConfigError, DataError, one_line
+from evenrank.dataloader.routing.dist_type import DIST_TYPE, read_dist_type
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import remap
 
@@ -29,8 +30,8 @@ _PART_BYTES = 256 << 20
 
 
 def remap_checkpoint(
-    source: Path,
-    target: Path,
+    source: Path | str,
+    target: Path | str,
     tables: Mapping[str, tuple[KeyMap | None, KeyMap | None]],
     *,
     values: Mapping[str, Any] | None = None,
@@ -46,13 +47,17 @@ def remap_checkpoint(
         tables: for tensors [num_embeddings, ...], by name in the checkpoint, where rows are now and where they are to
             be, as for `remap`. Optimizers have tensors by row too, such as `...item_id.momentum1` of row-wise Adagrad.
         values: replaces or adds entries by name, such as `{"loader.dist_type": dist_type(key_maps)}` for the loader's
-            state, which keeps its position.
+            state, which keeps its position. Where this replaces a `dist_type`, the tables have to be those that it
+            changes.
 
     Raises:
-        ConfigError: the target exists, the checkpoint has no such tensor, or a KeyMap is for a table of another size.
+        ConfigError: the target exists, the checkpoint has no such tensor, a KeyMap is for a table of another size, or
+            `tables` are not what a replaced `dist_type` changes.
+        StateError: an entry `dist_type` is damaged.
         DataError: the checkpoint is damaged or missing, or the new one cannot be written.
 
     """
+    source, target = Path(source), Path(target)
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another target, or delete it")
     metadata = read_metadata(source)
@@ -60,6 +65,9 @@ def remap_checkpoint(
     if unknown := [name for name in tables if name not in tensors]:
         raise ConfigError(f"{source} has no tensor {unknown[0]!r}; it has {', '.join(sorted(tensors))}")
     entries = _read(source, metadata)
+    for name, value in (values or {}).items():
+        if name.split(".")[-1] == DIST_TYPE and isinstance(entries.get(name), str):
+            _check_changes(tables, entries[name], value, source=f"{name} of {source}")
     for name, (before, after) in tables.items():
         try:
             entries[name] = remap(entries[name], before, after)
@@ -70,6 +78,34 @@ def remap_checkpoint(
         entries[name] = value
         paths.setdefault(name, tuple(name.split(".")))
     _write(target, entries, paths)
+
+
+def _check_changes(
+    tables: Mapping[str, tuple[KeyMap | None, KeyMap | None]], saved: str, new: str, *, source: str
+) -> None:
+    """Check that the tables change as an entry `dist_type` does that is replaced."""
+    before, after = read_dist_type(saved, source=source), read_dist_type(new, source="its replacement")
+    of_entry = _changes((before.get(name), after.get(name)) for name in {*before, *after})
+    of_tables = _changes(tables.values())
+    for old, new_map in sorted(of_tables ^ of_entry):
+        is_table = (old, new_map) in of_tables
+        raise ConfigError(
+            f"{'a table' if is_table else source} changes from {old} to {new_map}, but "
+            f"{source + ' does not' if is_table else 'no table does'}; pass every table that changes, with the key map "
+            "that the checkpoint has for it"
+        )
+
+
+def _changes(pairs: Iterable[tuple[KeyMap | None, KeyMap | None]]) -> set[tuple[str, str]]:
+    described = {(_describe(before), _describe(after)) for before, after in pairs}
+    return {(before, after) for before, after in described if before != after}
+
+
+def _describe(key_map: KeyMap | None) -> str:
+    if key_map is None or key_map.is_identity:
+        return "continuous"
+    ranks = f" on {key_map.world_size} ranks" if key_map.mode == "roundrobin" else ""
+    return f"{key_map.mode} of {key_map.num_embeddings} rows{ranks}"
 
 
 def read_metadata(source: Path) -> Metadata:

@@ -1,4 +1,4 @@
-"""The rows of a table whose keys go round the ranks; the ranks that have fewer rows drop out early.
+"""The rows of a table whose keys are assigned to the ranks round-robin, as long as each has rows left.
 
 With b rows per range, N = f b + l: f ranks have b rows, the next one l < b, and others none. In the first l rounds
 f + 1 ranks take a key each, in the others f.
@@ -29,7 +29,7 @@ class RoundRobin(NamedTuple):
 
     @classmethod
     def of(cls, num_embeddings: int, world_size: int) -> "RoundRobin":
-        """Return that of a table which is sharded over so many ranks."""
+        """Return the bijection of a table that is sharded over `world_size` ranks."""
         range_rows = rows_per_rank(num_embeddings, world_size)
         return cls(range_rows, *divmod(num_embeddings, range_rows))
 

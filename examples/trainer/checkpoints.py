@@ -153,7 +153,7 @@ class Checkpoints:
         # A missing entry counts as continuous everywhere, but one rank is enough to say so.
         known = saved.get(DIST_TYPE, None if dist.get_rank() == 0 else dist_type({}))
         try:
-            check_dist_type(known, self._key_maps, owner=str(path))
+            check_dist_type(known, self._key_maps, source=str(path))
         except StateError as error:
             raise StateError(f"{error}; for a job of this trainer: scripts/remap.py") from error
         return saved

@@ -12,7 +12,7 @@ from evenrank.dataloader.routing.remap_checkpoint import read_metadata
 from trainer.checkpoints import complete_checkpoints, read_settings, write_settings
 from trainer.routing import make_key_maps
 
-_OF_SHARDED_TABLE = re.compile(r"\.sharded\.embeddings\.(?P<table>\w+)\.weight")
+_OF_SHARDED_TABLE = re.compile(r"\.sharded\.embeddings\.(?P<table>[^.]+)\.weight")
 """Weights of tables end so; what the optimizer keeps of them has more behind it."""
 
 
@@ -46,12 +46,14 @@ def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None
     settings = read_settings(source)
     if settings.get("embeddings") != "sharded":
         raise ConfigError(f"{source} has no sharded tables, so it loads with any number of ranks as it is")
-    before = read_dist_type(settings.get(DIST_TYPE), owner=str(source))
+    before = read_dist_type(settings.get(DIST_TYPE), source=str(source))
     tensors = {
         name: (match["table"], entry.size[0])
         for name, entry in read_metadata(source).state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and (match := _OF_SHARDED_TABLE.search(name))
     }
+    if missing := set(before) - {table for table, _ in tensors.values()}:
+        raise DataError(f"{source} has no table {min(missing)!r}, whose keys are mapped; pass an intact checkpoint")
     after = make_key_maps(dict(tensors.values()), routing, ranks or 1)
     new = target / "checkpoints" / source.name
     partial = new.with_suffix(".partial")

@@ -113,12 +113,11 @@ def test_states_say_how_keys_are_mapped(small_dataset: Path) -> None:
         for other in (_maps("hash_roundrobin"), _maps("roundrobin", 4), {}):
             refusing: Any = make(small_dataset, other)
             before = refusing.state_dict()
-            with pytest.raises(StateError, match=r"state has the rows of item_id by roundrobin \(.* this job by "):
+            with pytest.raises(
+                StateError, match=r"state stores item_id with routing roundrobin \(.* but this job uses "
+            ):
                 refusing.load_state_dict(state)
             assert refusing.state_dict() == before
-        plain: Any = make(small_dataset, {})
-        plain.load_state_dict({name: value for name, value in state.items() if name != "dist_type"})
-        assert "has no dist_type" not in str(plain.state_dict())
 
 
 def test_a_state_without_the_entry_counts_as_continuous(small_dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +132,9 @@ def test_a_state_without_the_entry_counts_as_continuous(small_dataset: Path, cap
         assert "state has no dist_type, so its tables count as continuous" in caplog.text
         caplog.clear()
         assert [batch.sample_ids.tolist() for batch in resumed] == expected
-        with pytest.raises(StateError, match=r"of item_id by continuous, this job by hash_roundrobin"):
+        with pytest.raises(
+            StateError, match=r"stores item_id with routing continuous, but this job uses hash_roundrobin"
+        ):
             _resumed(make(small_dataset, _maps("hash_roundrobin")), state)
         caplog.clear()
 
@@ -141,6 +142,37 @@ def test_a_state_without_the_entry_counts_as_continuous(small_dataset: Path, cap
 def _resumed(loader: Any, state: Mapping[str, Any]) -> Any:
     loader.load_state_dict(state)
     return loader
+
+
+def test_states_of_streams_that_were_saved_without_the_entry_are_merged(small_dataset: Path) -> None:
+    loaders = [
+        build_stream_loader(small_dataset, _config({}), StreamConfig(num_shards=4), rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+    states = []
+    for loader in loaders:
+        next(iter(loader))
+        states.append({name: value for name, value in loader.state_dict().items() if name != "dist_type"})
+    merged = merge_stream_states(states)
+    alone = build_stream_loader(small_dataset, _config({}), StreamConfig(num_shards=4), rank=0, world_size=1)
+    alone.load_state_dict(merged)
+    num_left = sum(batch.num_real for batch in alone)
+    assert num_left == sum(batch.num_real for loader in loaders for batch in _whole(loader)) - 2 * 8
+
+
+def _whole(loader: Any) -> list[Any]:
+    """Return the batches of a whole epoch."""
+    list(loader)
+    return list(loader)
+
+
+def test_a_loader_keeps_the_maps_that_it_was_given(small_dataset: Path) -> None:
+    maps = _maps("roundrobin")
+    loader = build_loader(small_dataset, _config(maps), **RANKS)
+    before = loader.state_dict()
+    maps.clear()
+    assert loader.state_dict() == before
+    assert hash(_config(_maps("roundrobin"))) == hash(_config({}))
 
 
 def test_states_of_streams_with_other_maps_are_not_merged(small_dataset: Path) -> None:
@@ -173,6 +205,21 @@ def test_ranks_must_map_keys_alike(small_dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"key_maps": KeyMap(num_embeddings=9, world_size=2, mode="roundrobin")},
+            "key_maps must be a dict of KeyMaps by feature, got a KeyMap",
+        ),
+        (
+            {"key_maps": {"action": KeyMap(num_embeddings=9, world_size=2, mode="roundrobin")}},
+            "key_maps cannot have 'action': actions are labels too, and times are no keys",
+        ),
+        (
+            {
+                "key_maps": {"timestamp_ms": KeyMap(num_embeddings=9, world_size=2, mode="roundrobin")},
+                "extra_events": ("timestamp_ms",),
+            },
+            "key_maps cannot have 'timestamp_ms': actions are labels too, and times are no keys",
+        ),
         ({"key_maps": {"item_id": "roundrobin"}}, "key_maps must have a KeyMap for 'item_id', got 'roundrobin'"),
         (
             {"key_maps": {"video_id": KeyMap(num_embeddings=9, world_size=2, mode="roundrobin")}},

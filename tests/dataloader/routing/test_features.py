@@ -36,10 +36,12 @@ def test_features_whose_rows_differ_in_number_keep_them() -> None:
         values=torch.tensor([3, 4, 5, 6]),
         lengths=torch.tensor([1, 2, 1]),
         stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=(["item_id", "user_id"], torch.tensor([[0, 1], [0, 0]])),
     )
     mapped = map_features(features, {"item_id": ITEMS})
     assert mapped.values().tolist() == [*ITEMS(torch.tensor([3, 4, 5])).tolist(), 6]
     assert mapped.stride_per_key() == [2, 1]
+    assert mapped.inverse_indices()[1].tolist() == [[0, 1], [0, 0]]
 
 
 def test_features_without_values_stay_empty() -> None:

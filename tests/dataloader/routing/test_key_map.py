@@ -129,6 +129,8 @@ def test_results_have_the_shape_and_the_dtype_of_the_keys(mode: Mode) -> None:
     assert key_map(np.empty((0, 3), dtype=np.int64)).shape == (0, 3)
     assert key_map(torch.empty(0, dtype=torch.int64)).tolist() == []
     assert key_map(np.array(3)).shape == ()
+    assert key_map(torch.tensor(3)).tolist() == key_map(np.array(3)).tolist() == rows[3]
+    assert key_map.inverse(key_map(torch.tensor(3))).item() == 3
 
 
 @pytest.mark.gpu
@@ -182,9 +184,17 @@ def test_dtypes_that_cannot_hold_the_rows_are_refused() -> None:
     for keys in too_narrow:
         with pytest.raises(ConfigError, match=r"can be larger than (torch\.)?int32 holds; convert them to int64$"):
             key_map(keys)
-    no_integers: list[Any] = [np.array([3.0]), torch.tensor([3.0])]
+    no_integers: list[Any] = [
+        np.array([3.0]),
+        torch.tensor([3.0]),
+        torch.tensor([True]),
+        torch.tensor([3], dtype=torch.uint64),
+        np.int64(3),
+        3,
+        [3],
+    ]
     for floats in no_integers:
-        with pytest.raises(ConfigError, match=r"^keys must be integers, got (torch\.)?float"):
+        with pytest.raises(ConfigError, match=r"^keys must be an array of integers or a tensor of signed integers"):
             key_map(floats)
 
 
@@ -193,8 +203,11 @@ def test_dtypes_that_cannot_hold_the_rows_are_refused() -> None:
     [
         ({"mode": "modulo"}, "the routing mode must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ({"num_embeddings": 0}, "num_embeddings must be an integer of at least 1 and below 2^63, got 0"),
-        ({"num_embeddings": (1 << 62) + 1}, "num_embeddings must be at most 2^62, got 4,611,686,018,427,387,905"),
-        ({"num_embeddings": None}, "num_embeddings must be an integer of at least 1 and below 2^63, got None"),
+        (
+            {"num_embeddings": (1 << 62) + 1},
+            "num_embeddings of a KeyMap must be an integer from 1 to 2^62, got 4611686018427387905",
+        ),
+        ({"num_embeddings": None}, "num_embeddings of a KeyMap must be an integer from 1 to 2^62, got None"),
         ({"world_size": 0}, "world_size must be an integer of at least 1 and below 2^63, got 0"),
     ],
 )

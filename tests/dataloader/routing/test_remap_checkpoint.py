@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.routing import KeyMap, remap, remap_checkpoint
+from evenrank.dataloader.routing import KeyMap, dist_type, remap, remap_checkpoint
 from evenrank.dataloader.routing import remap_checkpoint as function
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -30,7 +30,7 @@ def _state(value: float = 1.0) -> dict[str, Any]:
     return {
         "model": {"item_id.weight": value * weights, "dense.weight": torch.full((4, 2), value, dtype=torch.float64)},
         "optimizer": {"state": {"item_id.weight": {"item_id.momentum1": value * weights[:, 0] + value}}},
-        "loader": {"position": int(value) * 48, "dist_type": "of before"},
+        "loader": {"position": int(value) * 48, "dist_type": dist_type({"item_id": HASHED})},
         "step": int(value) * 7,
     }
 
@@ -57,9 +57,9 @@ def _equal(one: Any, other: Any) -> bool:
 def test_rows_move_and_everything_else_stays(source: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     monkeypatch.setitem(function.__globals__, "_PART_BYTES", part_bytes)
     target = source.with_name("target")
-    remap_checkpoint(source, target, TABLES, values={"loader.dist_type": "of after"})
+    remap_checkpoint(source, target, TABLES, values={"loader.dist_type": dist_type({"item_id": ON_4})})
     expected = _state()
-    expected["loader"]["dist_type"] = "of after"
+    expected["loader"]["dist_type"] = dist_type({"item_id": ON_4})
     expected["model"]["item_id.weight"] = remap(expected["model"]["item_id.weight"], HASHED, ON_4)
     momentum = expected["optimizer"]["state"]["item_id.weight"]
     momentum["item_id.momentum1"] = remap(momentum["item_id.momentum1"], HASHED, ON_4)
@@ -74,6 +74,40 @@ def test_rows_move_and_everything_else_stays(source: Path, monkeypatch: pytest.M
     assert isinstance(weight, TensorStorageMetadata)
     assert [chunk.sizes[0] for chunk in weight.chunks] == ([ROWS] if part_bytes > 20 else [1] * ROWS)
     assert sorted(path.name for path in source.parent.iterdir()) == ["source", "target"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "new", "message"),
+    [
+        (
+            {"model.item_id.weight": (None, ON_4)},
+            {"item_id": ON_4},
+            "a table changes from continuous to roundrobin of 23",
+        ),
+        (
+            {},
+            {"item_id": ON_4},
+            "source changes from hash_roundrobin of 23 rows to roundrobin of 23 rows on 4 ranks, but",
+        ),
+        (
+            TABLES,
+            {"item_id": HASHED},
+            "a table changes from hash_roundrobin of 23 rows to roundrobin of 23 rows on 4 r",
+        ),
+        (
+            TABLES,
+            {},
+            "a table changes from hash_roundrobin of 23 rows to roundrobin of 23 rows on 4 ranks, but loader.",
+        ),
+    ],
+)
+def test_tables_that_are_not_those_of_the_entry_are_refused(
+    source: Path, tables: dict[str, Any], new: dict[str, KeyMap], message: str
+) -> None:
+    target = source.with_name("target")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        remap_checkpoint(source, target, tables, values={"loader.dist_type": dist_type(new)})
+    assert not target.exists()
 
 
 def test_an_entry_that_the_checkpoint_lacks_can_be_added(source: Path) -> None:

@@ -134,10 +134,10 @@ def test_a_checkpoint_loads_where_keys_are_mapped_as_they_were_and_nowhere_else(
     assert ranks.run(2, _load_routed, tmp_path / "hashed", _map_of(50, 7, "hash_roundrobin")) == [1, 1]
     assert ranks.run(2, _load_routed, tmp_path / "in turn", in_turn) == [1, 1]
     for folder, key_maps, shown in (
-        ("hashed", in_turn, "this job by roundrobin (num_embeddings 50, world_size 2)"),
-        ("hashed", {}, "this job by continuous;"),
-        ("hashed", _map_of(51, 2, "hash_roundrobin"), "this job by hash_roundrobin (num_embeddings 51"),
-        ("in turn", _map_of(50, 3, "roundrobin"), "(num_embeddings 50, world_size 2), this job by roundrobin (num_e"),
+        ("hashed", in_turn, "this job uses roundrobin (num_embeddings 50, world_size 2)"),
+        ("hashed", {}, "this job uses continuous;"),
+        ("hashed", _map_of(51, 2, "hash_roundrobin"), "this job uses hash_roundrobin (num_embeddings 51"),
+        ("in turn", _map_of(50, 3, "roundrobin"), "(num_embeddings 50, world_size 2), but this job uses roundrobin ("),
     ):
         for failure in ranks.try_run(2, _load_routed, tmp_path / folder, key_maps):
             assert failure.type_name == StateError.__name__

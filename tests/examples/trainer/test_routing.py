@@ -86,8 +86,8 @@ def test_a_remapped_job_goes_on_with_equal_losses_and_another_one_not_at_all(
         options = _job(tmp_path / "on 3", small_dataset, num_ranks, routing=routing, max_steps=9)
         for failure in ranks.try_run(num_ranks, run, options):
             assert failure.type_name == StateError.__name__
-            assert "has the rows of item_id by roundrobin (num_embeddings " in failure.message
-            assert f", world_size 3), this job by {routing}" in failure.message
+            assert "stores item_id with routing roundrobin (num_embeddings " in failure.message
+            assert f", world_size 3), but this job uses {routing}" in failure.message
             assert failure.message.endswith("for a job of this trainer: scripts/remap.py")
             assert "\n" not in failure.message
     remap_job(tmp_path / "on 3", tmp_path / "on 2", routing="roundrobin", ranks=2)
@@ -136,7 +136,7 @@ def test_a_checkpoint_without_the_entry_counts_as_continuous_and_says_so_once(
 ) -> None:
     ranks.run(2, _run_without_entry, _job(tmp_path / "old", small_dataset, 2, max_steps=2))
     for failure in ranks.try_run(2, run, _job(tmp_path / "old", small_dataset, 2, routing="hash_roundrobin")):
-        assert "has the rows of item_id by continuous, this job by hash_roundrobin" in failure.message
+        assert "stores item_id with routing continuous, but this job uses hash_roundrobin" in failure.message
     remap_job(tmp_path / "old", tmp_path / "new", routing="hash_roundrobin")
     results = ranks.run(2, _run_and_listen, _job(tmp_path / "old", small_dataset, 2, max_steps=3))
     assert [steps for steps, _ in results] == [[3], [3]]
