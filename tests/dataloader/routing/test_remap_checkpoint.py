@@ -97,7 +97,7 @@ def test_rows_move_and_everything_else_stays(source: Path, monkeypatch: pytest.M
         (
             TABLES,
             {},
-            "a table changes from hash_roundrobin of 23 rows to roundrobin of 23 rows on 4 ranks, but loader.",
+            "source changes from hash_roundrobin of 23 rows to continuous, but no table does; pass every table",
         ),
     ],
 )

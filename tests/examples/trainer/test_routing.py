@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import trainer.checkpoints
+import trainer.remap
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.datasets.schema import ACTION
 from tests.examples.trainer.encodings import encode_items, run_encoded
@@ -36,6 +37,15 @@ def _job(out: Path, data: Path, ranks: int, **options: Any) -> dict[str, Any]:
 def _auc(out: Path) -> float:
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return float(next(line["auc"] for line in lines if line["kind"] == "eval"))
+
+
+@pytest.mark.parametrize("table", ["item_id", "city-code", "größe 2"])
+def test_tables_of_any_name_are_found_in_a_checkpoint(table: str) -> None:
+    weight = f"model.embeddings.sharded.embeddings.{table}.weight"
+    for name in (weight, f"optimizer.state.{weight}.{table}.momentum1"):
+        found = trainer.remap._OF_SHARDED_TABLE.search(name)
+        assert found is not None
+        assert found["table"] == table
 
 
 def test_losses_depend_neither_on_the_routing_nor_on_the_raw_ids(
