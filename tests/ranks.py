@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _PRELOADED = ["evenrank.dataloader.loader", "evenrank.dataloader.balance.balancer", "tests.dataloader.rich_batch"]
-_TIMEOUT = 240.0  # seconds for one task, on a busy machine; a rank that takes longer prints its traceback and fails
+_TIMEOUT = 480.0  # seconds for one task, on a busy machine; a rank that takes longer prints its traceback and fails
 
 
 class RankPool:
