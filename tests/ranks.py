@@ -3,6 +3,7 @@
 import atexit
 import faulthandler
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _PRELOADED = ["evenrank.dataloader.loader", "evenrank.dataloader.balance.balancer", "tests.dataloader.rich_batch"]
-_TIMEOUT = 480.0  # seconds for one task, on a busy machine; a rank that takes longer prints its traceback and fails
+_TIMEOUT = 240.0  # seconds for one task, on a busy machine; a rank that takes longer prints its traceback and fails
 
 
 class RankPool:
@@ -129,6 +130,9 @@ def _serve(pipe: Connection, task_timeout: float) -> None:
         except Exception as error:
             result: Any = _NotConnected(error)
         else:
+            # TorchRec skips a collective where an earlier task has called it, maybe on some of these ranks alone.
+            if (collective_utils := sys.modules.get("torchrec.distributed.collective_utils")) is not None:
+                collective_utils._INITIALIZED = False  # type: ignore[attr-defined]
             try:
                 result = function(rank, world_size, *arguments)
             except Exception as error:
