@@ -1,7 +1,8 @@
 # make demo       install, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a plot
 # make test       install what is missing, run the tests
 # make test-fast  the tests that start no processes, in under a minute
-# make check      formatting, lint, types, and that editors find every import
+# make check      formatting, lint and types
+# make check-imports   that editors find every import: half a minute more, so CI runs it and `make check` does not
 # make fix        format, and fix what lint can fix
 # make package    build the sdist and the wheel, and try the wheel in an empty environment
 # make test-long  slow proofs: long random rounds, soak
@@ -15,7 +16,7 @@ INSTALLED := .venv/installed
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-gpu check check-types check-imports fix package bench
+.PHONY: help install demo test test-fast test-long test-gpu check check-imports fix package bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
 
@@ -45,13 +46,10 @@ test-gpu:
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(MAKE) --no-print-directory --jobs 2 check-types check-imports # half a minute each
-
-check-types:
 	@$(BIN)/mypy
 	@$(BIN)/mypy tests scripts examples
 
-check-imports:
+check-imports: $(INSTALLED)
 	@$(BIN)/pyright
 
 fix: $(INSTALLED)
