@@ -6,6 +6,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from evenrank.cli import console
 from evenrank.cli.balance_walk import Walk, walk_epoch
@@ -19,8 +22,18 @@ _WAYS = [*((strategy, True) for strategy in STRATEGIES), ("lpt-swap", False)]
 _RANK_MODULES = ["evenrank.dataloader.loader", "evenrank.dataloader.pad", "evenrank.dataloader.balance.balancer"]
 
 
-def demo(out: Path) -> None:
-    """Run the whole pipeline below the folder `out` and print the results."""
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder for the data and the plot; data of an earlier run is replaced.")] = (
+        Path("out/demo")
+    ),
+) -> None:
+    """Run the whole pipeline offline: synthetic data, balanced batches on 4 processes, a table and a plot.
+
+    It needs no GPU and takes about a minute. Example:
+
+    \b
+        evenrank demo
+    """
     # Started here, so that it imports torch while this process preprocesses.
     forkserver.set_forkserver_preload(_RANK_MODULES)
     forkserver.ensure_running()

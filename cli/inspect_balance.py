@@ -1,7 +1,6 @@
-"""`scripts/inspect_balance.py`: iterate over one epoch of a dataset through the Balancer, under torchrun."""
+"""`evenrank inspect-balance`: iterate over one epoch of a dataset through the Balancer, under torchrun."""
 
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -33,12 +32,12 @@ def inspect_balance_command(
     and unaltered. Example:
 
     \b
-        torchrun --nproc_per_node 4 scripts/inspect_balance.py out/ml-20m
+        torchrun --nproc_per_node 4 -m evenrank inspect-balance out/ml-20m
     """
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "WORLD_SIZE is not set, because the script was not started by torchrun; run "
-            f"torchrun --nproc_per_node 4 {sys.argv[0]} {path}"
+            "WORLD_SIZE is not set, because torchrun has not started this process; run "
+            f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {path}"
         )
 
     import torch.distributed as dist

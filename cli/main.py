@@ -13,7 +13,9 @@ import typer
 
 import evenrank
 from evenrank.cli import console
-from evenrank.cli.inspect import inspect_command
+from evenrank.cli.demo import demo_command
+from evenrank.cli.inspect_balance import inspect_balance_command
+from evenrank.cli.inspect_dataset import inspect_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
@@ -41,6 +43,8 @@ def main() -> None:
     app.command("simulate")(simulate_command)
     app.command("metrics")(metrics_command)
     app.command("which")(which_command)
+    app.command("inspect-balance")(inspect_balance_command)
+    app.command("demo")(demo_command)
     _run(app)
 
 

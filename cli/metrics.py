@@ -43,7 +43,7 @@ def metrics_command(
     """
     from evenrank.cli.reports.balance_log import read_json_lines
     from evenrank.cli.reports.balance_page import describe_log, render_page
-    from evenrank.cli.reports.html import page_path, write_page
+    from evenrank.cli.reports.html_page import page_path, write_page
 
     page = page_path(log, html)
     records = read_json_lines(log)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-from evenrank.core.code import PACKAGE_FOLDER, compiled_code_hash
+from evenrank.core.source_hash import PACKAGE_FOLDER, compiled_code_hash
 from evenrank.core.user_folders import is_private, user_folders
 
 _CONFIG: Any = numba.config  # whose options are set when it is imported, so that type checkers do not know them

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from evenrank.core.code import compiled_code_hash
 from evenrank.core.errors import ConfigError
+from evenrank.core.source_hash import compiled_code_hash
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.protocols import HasIdentity
 

@@ -1,5 +1,5 @@
 from .build.filters import Filters as Filters
-from .build.requests import RequestRule as RequestRule
+from .build.inference_requests import RequestRule as RequestRule
 from .pipeline import PreprocessConfig as PreprocessConfig
 from .pipeline import preprocess as preprocess
 from .sources.catalog import DATASETS as DATASETS

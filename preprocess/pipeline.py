@@ -15,8 +15,8 @@ from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, NUM_TARGETS,
 from evenrank.preprocess.build.audit import Audit
 from evenrank.preprocess.build.buckets import Buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
+from evenrank.preprocess.build.inference_requests import RequestRule, RequestWriter
 from evenrank.preprocess.build.reading import OnError, fill_buckets
-from evenrank.preprocess.build.requests import RequestRule, RequestWriter
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, parse_split
 from evenrank.preprocess.output.atomic_folder import replacing_folder, writing

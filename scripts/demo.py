@@ -1,8 +1,7 @@
 """Run the whole pipeline offline on synthetic data; the same as `make demo`."""
 
-from pathlib import Path
-
-from evenrank.cli.demo import demo
+from evenrank.cli.demo import demo_command
+from evenrank.cli.main import run_command
 
 if __name__ == "__main__":
-    demo(Path("out/demo"))
+    run_command(demo_command)

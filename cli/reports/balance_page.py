@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from evenrank.cli.reports import balance_plots
 from evenrank.cli.reports.balance_log import cumulative_steps, typical_record
-from evenrank.cli.reports.html import render_template
+from evenrank.cli.reports.html_page import render_template
 from evenrank.dataloader.balance.metrics import LogRecord, MetricsSummary, combine
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")

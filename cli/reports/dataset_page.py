@@ -19,7 +19,7 @@ from evenrank.cli.reports.dataset_data import (
     timeline,
 )
 from evenrank.cli.reports.dataset_routing import RoutingLoads, routing_loads
-from evenrank.cli.reports.html import render_template, to_text
+from evenrank.cli.reports.html_page import render_template, to_text
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore, open_store
 

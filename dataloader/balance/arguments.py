@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from evenrank.core.code import code_hash
 from evenrank.core.errors import RankError, one_line
+from evenrank.core.source_hash import code_hash
 from evenrank.dataloader.adapt import Source
 from evenrank.dataloader.balance.control.consistency import RankReport, Settled, describe_cost, judge_ranks
 from evenrank.dataloader.balance.control.process_group import Members

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.code import code_hash
 from evenrank.core.errors import ConfigError
+from evenrank.core.source_hash import code_hash
 from evenrank.dataloader.balance.assigning import assign_step, measure_assignment
 from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.dataloader.balance.control.process_group import Group

@@ -2,11 +2,11 @@ import sys
 from pathlib import Path
 
 from evenrank.dataloader.balance import STRATEGIES
-from tests.cli.programs import ROOT, run_program
+from tests.cli.programs import run_program
 
 
 def test_the_demo_ends_with_a_table_of_all_strategies_and_a_plot(tmp_path: Path) -> None:
-    run = run_program(sys.executable, ROOT / "scripts" / "demo.py", cwd=tmp_path)
+    run = run_program(sys.executable, "-m", "evenrank", "demo", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     rows = {cells[0]: cells[1:] for line in run.stdout.splitlines() if (cells := line.split())}
     for strategy in STRATEGIES:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from evenrank.cli.inspect import inspect_command
 from evenrank.cli.inspect_balance import inspect_balance_command
+from evenrank.cli.inspect_dataset import inspect_command
 from evenrank.cli.main import run_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command

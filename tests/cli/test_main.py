@@ -183,7 +183,7 @@ def test_the_version_is_that_of_the_package(evenrank: Callable[..., Finished]) -
 
 def test_an_epoch_under_torchrun_sees_each_sample_once(small_dataset: Path) -> None:
     torchrun = (BIN / "torchrun", "--nproc_per_node", "2")
-    run = run_program(*torchrun, ROOT / "scripts" / "inspect_balance.py", small_dataset, "--batch-size", "8")
+    run = run_program(*torchrun, "-m", "evenrank", "inspect-balance", small_dataset, "--batch-size", "8")
     assert run.returncode == 0, run.stderr
     assert "on 2 ranks: each seen exactly once and unaltered" in run.stdout
     row = next(line.split() for line in run.stdout.splitlines() if line.strip().startswith("lpt-swap"))
@@ -191,9 +191,14 @@ def test_an_epoch_under_torchrun_sees_each_sample_once(small_dataset: Path) -> N
 
 
 def test_inspecting_balance_without_torchrun_shows_the_command_to_run(small_dataset: Path) -> None:
-    script = ROOT / "scripts" / "inspect_balance.py"
-    run = run_program(sys.executable, script, small_dataset)
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: WORLD_SIZE is not set")
-    assert run.stderr.endswith(f"run torchrun --nproc_per_node 4 {script} {small_dataset}\n")
-    assert run.stderr.count("\n") == 1
+    for command in ((BIN / "evenrank", "inspect-balance"), (sys.executable, ROOT / "scripts" / "inspect_balance.py")):
+        run = run_program(*command, small_dataset)
+        assert run.returncode == 2
+        assert run.stderr.startswith("error: WORLD_SIZE is not set")
+        assert run.stderr.endswith(f"run torchrun --nproc_per_node 4 -m evenrank inspect-balance {small_dataset}\n")
+        assert run.stderr.count("\n") == 1
+
+
+def test_the_package_runs_as_the_command(tmp_path: Path) -> None:
+    run = run_program(sys.executable, "-m", "evenrank", "--version", cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"evenrank {package.__version__}\n", "")

@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from evenrank.core import compiled as compiled_module
-from evenrank.core.code import PACKAGE_FOLDER
 from evenrank.core.compiled import compiled
+from evenrank.core.source_hash import PACKAGE_FOLDER
 
 
 @compiled

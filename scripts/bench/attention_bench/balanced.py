@@ -20,7 +20,7 @@ from evenrank.core import atomic_file
 from evenrank.core.errors import DataError
 from evenrank.dataloader.balance.partition.strategies import lower_bound, partition
 from evenrank.datasets.distributions import Distribution
-from rendering import markdown
+from rendering import markdown_tables
 
 STRATEGIES = ("identity", "karmarkar-karp", "lpt-swap", "min-move")
 TOLERANCES = {"min-move": 0.01}  # others: 0.001
@@ -218,7 +218,7 @@ def markdown_table(summaries: Iterable[Summary]) -> str:
         )
         for row in summaries
     ]
-    return markdown.table(columns, rows, left=3)
+    return markdown_tables.table(columns, rows, left=3)
 
 
 def save(draws: Iterable[Draw], path: Path) -> None:

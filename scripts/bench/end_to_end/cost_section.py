@@ -13,7 +13,7 @@ from end_to_end.results import EVEN, LIVE, RunResult
 from end_to_end.step_times import compute_ms, job_ms, ratio, segments_of
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import HSTUCost, MeasuredCost
-from rendering import figures, markdown
+from rendering import figures, markdown_tables
 
 
 def compare(fit: Fit, run: RunResult) -> Comparison:
@@ -77,12 +77,12 @@ def write_section(out: Path, results: Sequence[RunResult]) -> str:
         return ""
     parts = ["## Costs fitted to the machine", _EXPLANATION]
     if costs:
-        parts += [markdown.table(_COST_COLUMNS, costs, left=2)]
-        parts += [_ERROR_EXPLANATION, markdown.table(_ERROR_COLUMNS, errors, left=2)]
+        parts += [markdown_tables.table(_COST_COLUMNS, costs, left=2)]
+        parts += [_ERROR_EXPLANATION, markdown_tables.table(_ERROR_COLUMNS, errors, left=2)]
     parts += notes
     if pairs := _step_rows(results):
         parts += ["The same settings, balanced by either cost (median step with live balancing):"]
-        parts += [markdown.table(_STEP_COLUMNS, pairs, left=2)]
+        parts += [markdown_tables.table(_STEP_COLUMNS, pairs, left=2)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rendering import markdown
+from rendering import markdown_tables
 
 if TYPE_CHECKING:
     from end_to_end.scaling import Point, Scaling
@@ -37,10 +37,10 @@ def render(scaling: "Scaling") -> list[str]:
         f"### {scaling.lengths}",
         _calibration(scaling.points[-1]),
         " ".join([_error_statement(measured), *scaling.refused]),
-        markdown.table(_MEASURED_COLUMNS, [_measured_row(scaling, point) for point in measured], left=4),
+        markdown_tables.table(_MEASURED_COLUMNS, [_measured_row(scaling, point) for point in measured], left=4),
         "Predicted, by ranks and strategy: step time in ms, speed-up over unbalanced steps, ratio to even steps, and "
         f"scaling efficiency, which is tokens per second of each GPU relative to those of one GPU ({_base(scaling)}).",
-        markdown.table(("ranks", *strategies), rows),
+        markdown_tables.table(("ranks", *strategies), rows),
     ]
 
 

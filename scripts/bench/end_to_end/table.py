@@ -13,7 +13,7 @@ from rich.table import Table
 from end_to_end.columns import Evenness, Row, Speed
 from end_to_end.step_times import Spread
 from evenrank.cli import console
-from rendering import markdown
+from rendering import markdown_tables
 
 NOTHING = "-"
 _WIDTH, _NAME_WIDTH = 120, 26  # of the tables in the terminal, and at most of a name there
@@ -205,7 +205,7 @@ def terminal_table(columns: Sequence[Column], rows: Iterable[Row]) -> Table:
 def markdown_table(columns: Sequence[Column], rows: Iterable[Row]) -> str:
     """Return a table in Markdown."""
     headers = [" ".join(column.header) for column in columns]
-    return markdown.table(headers, [[column.cell(row) for column in columns] for row in rows])
+    return markdown_tables.table(headers, [[column.cell(row) for column in columns] for row in rows])
 
 
 def notes(columns: Sequence[Column]) -> str:

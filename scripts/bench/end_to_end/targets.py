@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from end_to_end.columns import Row, comparison
 from end_to_end.table import NOTHING, with_noise
-from rendering import markdown
+from rendering import markdown_tables
 
 EVEN_RATIOS = {"lpt-swap": 1.01, "min-move": 1.02}
 """Largest step time of a strategy, over that of perfectly even batches."""
@@ -59,7 +59,7 @@ def check(rows: Sequence[Row]) -> tuple[Verdict, ...]:
 def markdown_table(verdicts: Sequence[Verdict]) -> str:
     """Return the verdicts as a table in Markdown."""
     rows = [(one.target, one.measured or NOTHING, one.outcome) for one in verdicts]
-    return markdown.table(("target", "measured", "outcome"), rows)
+    return markdown_tables.table(("target", "measured", "outcome"), rows)
 
 
 def _even(strategy: str, limit: float, found: Mapping[str, Row]) -> Verdict:

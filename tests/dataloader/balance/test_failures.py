@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenrank.core.code import code_hash
 from evenrank.core.errors import ConfigError, EvenrankError, RankError, one_line
+from evenrank.core.source_hash import code_hash
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics, arguments
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES

@@ -14,7 +14,7 @@ import trainer.checkpoints
 import trainer.remap
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.datasets.schema import ACTION
-from tests.examples.trainer.encodings import encode_items, run_encoded
+from tests.examples.trainer.item_encodings import encode_items, run_encoded
 from tests.examples.trainer.jobs import run, settings, together
 from tests.ranks import RankPool
 from trainer.loop import Training

@@ -40,7 +40,7 @@ def inspect_command(
         evenrank inspect out/ml-20m --html ml-20m.html
     """
     from evenrank.cli.reports.dataset_page import build_page
-    from evenrank.cli.reports.html import page_path, write_page
+    from evenrank.cli.reports.html_page import page_path, write_page
     from evenrank.datasets.schema import read_manifest
 
     manifest = read_manifest(path)

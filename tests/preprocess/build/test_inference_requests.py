@@ -1,6 +1,6 @@
 import numpy as np
 
-from evenrank.preprocess.build.requests import find_requests
+from evenrank.preprocess.build.inference_requests import find_requests
 
 
 def _requests(times: list[int], gap: int, day: int) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-from rendering.markdown import table
+from rendering.markdown_tables import table
 
 
 def test_columns_are_aligned_and_bars_in_cells_escaped() -> None:
