@@ -5,7 +5,8 @@
     TEMPORARY-FOLDER/evenrank-UID/compiled-HASH  if there is no home folder that can be written
 
 Numba notices changes of the file that a function is in. But its machine code contains that of the functions it calls,
-from other files, so the hash is of all files with compiled functions.
+from other files, so the hash is of all files with compiled functions. Each function is compiled once per machine; see
+`shared_compilation`.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 
+from evenrank.core.shared_compilation import share_compilation
 from evenrank.core.source_hash import PACKAGE_FOLDER, compiled_code_hash
 from evenrank.core.user_folders import is_private, user_folders
 
@@ -33,9 +35,12 @@ def compiled(function: Function) -> Function:
     """Compile a function with Numba at its first call, cached on disk; it runs without the GIL and keeps its type."""
     folder = cache_folder()
     with _LOCK:
-        before, _CONFIG.CACHE_DIR = _CONFIG.CACHE_DIR, str(folder or "")  # read by `njit`
+        before, _CONFIG.CACHE_DIR = _CONFIG.CACHE_DIR, str(folder or "")  # read by Numba's cache
         try:
-            return cast(Function, numba.njit(nogil=True, cache=folder is not None)(function))
+            dispatcher = numba.njit(nogil=True)(function)
+            if folder is not None:
+                share_compilation(dispatcher, folder)
+            return cast(Function, dispatcher)
         finally:
             _CONFIG.CACHE_DIR = before
 

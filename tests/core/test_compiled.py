@@ -1,10 +1,6 @@
 """Compiled functions, and the cache of their machine code; with copies of the package in processes of their own."""
 
 import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 import threading
 from pathlib import Path
 
@@ -14,7 +10,7 @@ from numpy.typing import NDArray
 
 from evenrank.core import compiled as compiled_module
 from evenrank.core.compiled import compiled
-from evenrank.core.source_hash import PACKAGE_FOLDER
+from tests.core.package_copies import copy_package, finish, start
 
 
 @compiled
@@ -46,15 +42,6 @@ def test_a_compiled_function_keeps_its_name_and_documentation() -> None:
     assert (_spin.__doc__ or "").startswith("Count turns")
 
 
-def _copy_package(folder: Path) -> Path:
-    """Copy the sources of the package, without what is compiled, and return the copy's folder."""
-    package = folder / "evenrank"
-    for name in ("core", "datasets"):
-        shutil.copytree(PACKAGE_FOLDER / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(PACKAGE_FOLDER / "__init__.py", package)
-    return package
-
-
 _MIX = """
 import numpy as np
 from evenrank.core.compiled import cache_folder
@@ -73,28 +60,11 @@ def twice(word: np.uint64) -> np.uint64:
 
 
 def _run(package: Path, home: Path, program: str = _MIX) -> list[str]:
-    temporary = package.parent / "temporary"
-    temporary.mkdir(exist_ok=True)
-    environment = {"PYTHONPATH": str(package.parent), "HOME": str(home), "TMPDIR": str(temporary), "PATH": os.defpath}
-    ran = subprocess.run(
-        # Without .pyc files, which Python takes for current if a source was changed twice within a second.
-        [sys.executable, "-B", "-S", "-c", _SITE + program],
-        env=environment,
-        cwd=package.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.split()
-
-
-# Without the `site` module, so that the copy is imported and not what the environment has installed.
-_SITE = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
+    return finish(start(package, home, program))
 
 
 def test_machine_code_is_compiled_again_after_a_change_in_another_file(tmp_path: Path) -> None:
-    package = _copy_package(tmp_path)
+    package = copy_package(tmp_path)
     (package / "core" / "nested.py").write_text(_NESTED)
     program = "import numpy as np\nfrom evenrank.core.nested import twice\nprint(twice(np.uint64(7)))"
     before = _run(package, tmp_path, program)
@@ -109,7 +79,7 @@ def test_machine_code_is_compiled_again_after_a_change_in_another_file(tmp_path:
 
 
 def test_without_a_writable_package_machine_code_is_cached_in_a_private_folder_of_the_user(tmp_path: Path) -> None:
-    package = _copy_package(tmp_path)
+    package = copy_package(tmp_path)
     (package / "__pycache__").write_text("no folder can be created here, even by root")
     home = tmp_path / "home"
     _, folder = _run(package, home)
@@ -119,7 +89,7 @@ def test_without_a_writable_package_machine_code_is_cached_in_a_private_folder_o
 
 
 def test_machine_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
-    package = _copy_package(tmp_path)
+    package = copy_package(tmp_path)
     (package / "__pycache__").write_text("no folder can be created here, even by root")
     folder = tmp_path / "home" / ".cache" / "evenrank"
     folder.mkdir(parents=True)
