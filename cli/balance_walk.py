@@ -4,7 +4,6 @@ Modules that need torch are imported inside functions: the process that starts t
 """
 
 import contextlib
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -62,24 +61,24 @@ def walk_epoch(
     """
     import torch.distributed as dist
 
-    from evenrank.dataloader import build_loader
-    from evenrank.dataloader.balance import BalanceConfig, Balancer
-
-    # Since 2.13 PyTorch warns about a function that torchrec calls whenever it builds a KeyedJaggedTensor.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    loader = build_loader(path, config, rank=rank, world_size=world_size)
     metrics: list[StepMetrics] = []
     seen_ids: list[int] = []
     altered_steps: list[int] = []
-    walk = Walk(strategy=strategy, metrics=metrics, num_samples=loader.num_samples, has_exchange=has_exchange)
     with contextlib.ExitStack() as stack:
-        batches: Iterable[SequenceBatch]
-        if has_exchange:
-            batches = stack.enter_context(Balancer(loader, cost=cost, strategy=strategy, on_step=metrics.append))
-        else:
-            balance = BalanceConfig(cost=cost, strategy=strategy, on_step=metrics.append)
-            batches = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+        with console.stages(shown=show_progress) as on_stage:
+            on_stage(f"opening {config.split}")
+            from evenrank.dataloader import build_loader
+            from evenrank.dataloader.balance import BalanceConfig, Balancer
+
+            loader = build_loader(path, config, rank=rank, world_size=world_size)
+            batches: Iterable[SequenceBatch]
+            if has_exchange:
+                batches = stack.enter_context(Balancer(loader, cost=cost, strategy=strategy, on_step=metrics.append))
+            else:
+                balance = BalanceConfig(cost=cost, strategy=strategy, on_step=metrics.append)
+                batches = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
+        walk = Walk(strategy=strategy, metrics=metrics, num_samples=loader.num_samples, has_exchange=has_exchange)
         on_step = stack.enter_context(console.steps(f"{walk.label:>16}", len(loader), shown=show_progress))
         for batch in batches:
             seen_ids += batch.sample_ids[: batch.num_real].tolist()

@@ -65,11 +65,17 @@ def shows_progress() -> bool:
 
 
 @contextlib.contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """Show a spinner while the context is open; yields a function that sets the description of the current stage."""
+def stages(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show a spinner while the context is open; yields a function that sets the description of the current stage.
+
+    Args:
+        shown: False on all ranks but one, so that spinners do not overwrite each other.
+
+    """
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with _progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()) as progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with _progress(*columns, shown=shown) as progress:
         task = progress.add_task("starting")
         yield lambda stage: progress.update(task, description=escape_controls(stage))
 

@@ -6,13 +6,16 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evenrank.cli import console
 from evenrank.cli.balance_walk import Walk, walk_epoch
 from evenrank.cli.options import STRATEGIES
+
+if TYPE_CHECKING:
+    from evenrank.datasets.schema import Manifest
 
 _NUM_RANKS = 4
 _BATCH_SIZE = 32  # per rank
@@ -34,38 +37,64 @@ def demo_command(
     \b
         evenrank demo
     """
+    data = out / "data"
+    console.print_result(f"synthetic logs -> {data}")
     # Started here, so that it imports torch while this process preprocesses.
     forkserver.set_forkserver_preload(_RANK_MODULES)
-    forkserver.ensure_running()
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(_NUM_RANKS, mp_context=context) as pool:
+        compiled = pool.submit(_compile)
+        manifest = _preprocess(data)
+        _print_manifest(data, manifest)
+        console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), batches of {_BATCH_SIZE}:")
+        with console.stages() as on_stage:
+            on_stage(f"starting {_NUM_RANKS} processes")
+            compiled.result()
+        walks = _walk_on_ranks(pool, data)
+    _print_walks(walks, out / "balance.png")
 
-    from evenrank.cli.reports.epoch_report import EXPLANATION, draw_loads, load_table
-    from evenrank.preprocess import PreprocessConfig, preprocess
 
-    data = out / "data"
+def _compile() -> None:
+    """Compile what balancing needs, for all ranks, while the data are made."""
+    from evenrank.dataloader.balance.warmup import warm_up
+
+    warm_up()
+
+
+def _preprocess(data: Path) -> "Manifest":
     with console.stages() as on_stage:
-        manifest = preprocess(PreprocessConfig(dataset="synthetic", out=data), on_stage=on_stage)
+        on_stage("importing Polars")
+        from evenrank.preprocess import PreprocessConfig, preprocess
+
+        return preprocess(PreprocessConfig(dataset="synthetic", out=data), on_stage=on_stage)
+
+
+def _print_manifest(data: Path, manifest: "Manifest") -> None:
     train = manifest.splits["train"]
     console.print_result(
         f"{data}: {train.rows:,} users, {train.interactions:,} interactions; median history length "
         f"{train.lengths['p50']:,}, longest {train.lengths['max']:,}"
     )
-    console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), batches of {_BATCH_SIZE}:")
-    walks = _walk_on_ranks(data)
+
+
+def _print_walks(walks: list[Walk], plot: Path) -> None:
+    with console.stages() as on_stage:
+        on_stage("drawing")
+        from evenrank.cli.reports.epoch_report import EXPLANATION, draw_loads, load_table
+
+        title = f"{_NUM_RANKS} ranks, {_BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
+        draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
     console.print_result(load_table(walks))
     console.print_result(
         EXPLANATION + "*         no exchange: every rank plans all steps from lengths, and reads what it trains\n"
     )
     console.print_result(f"every strategy: {walks[0].num_samples:,} samples, each seen exactly once and unaltered")
-    plot = out / "balance.png"
-    title = f"{_NUM_RANKS} ranks, {_BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
-    draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
     console.print_result(f"plot: {plot}")
 
 
-def _walk_on_ranks(data: Path) -> list[Walk]:
+def _walk_on_ranks(pool: ProcessPoolExecutor, data: Path) -> list[Walk]:
     """Return the walk of each way."""
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_NUM_RANKS, mp_context=context) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         ranks = [pool.submit(_rank_main, rank, data, f"file://{folder}/store") for rank in range(_NUM_RANKS)]
         for rank in as_completed(ranks):
             rank.result()  # raises the first error, not one that follows from it on another rank

@@ -40,20 +40,23 @@ def inspect_balance_command(
             f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {path}"
         )
 
-    import torch.distributed as dist
-
-    from evenrank.cli.balance_walk import walk_epoch
-    from evenrank.cli.reports.epoch_report import EXPLANATION, load_table
-    from evenrank.dataloader import LoaderConfig
-
     cost = hstu_cost(hidden=hidden, heads=heads, layers=8)
+    with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
+        on_stage("importing torch")
+        import torch.distributed as dist
+
+        from evenrank.cli.balance_walk import walk_epoch
+        from evenrank.cli.reports.epoch_report import EXPLANATION, load_table
+        from evenrank.dataloader import LoaderConfig
+
+        on_stage("waiting for the other ranks")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     config = LoaderConfig(
         batch_size=batch_size,
         split=split,
         max_history_length=max_history_length,
         max_num_candidates=max_num_candidates,
     )
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         is_first = dist.get_rank() == 0
         walk = walk_epoch(path, config, cost=cost, strategy=strategy, show_progress=is_first)

@@ -41,17 +41,21 @@ def metrics_command(
     \b
         evenrank metrics out/balance.jsonl --html balance.html
     """
-    from evenrank.cli.reports.balance_log import read_json_lines
-    from evenrank.cli.reports.balance_page import describe_log, render_page
-    from evenrank.cli.reports.html_page import page_path, write_page
+    with console.stages() as on_stage:
+        on_stage(f"reading {log}")
+        from evenrank.cli.reports.balance_log import read_json_lines
+        from evenrank.cli.reports.balance_page import describe_log, render_page
+        from evenrank.cli.reports.html_page import page_path, write_page
 
-    page = page_path(log, html)
-    records = read_json_lines(log)
+        page = page_path(log, html)
+        records = read_json_lines(log)
     if not records:
         raise DataError(f"{log} has no record yet; the job writes one after every `every` steps")
     console.print_result(f"{log}: {describe_log(records)}\n")
     console.print_result(metrics_table(records))
-    write_page(page, render_page(records, name=log.name))
+    with console.stages() as on_stage:
+        on_stage("drawing")
+        write_page(page, render_page(records, name=log.name))
     console.print_result(f"report: {page}")
 
 

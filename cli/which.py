@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from evenrank.dataloader.balance.sampler import SampledStep
     from evenrank.dataloader.config import Order
 
-# Of the loader, which tells a job which rows are left out, and of PyTorch since 2.13, about a function that TorchRec
-# calls whenever it builds a KeyedJaggedTensor.
-_HIDDEN = ("evenrank", "torch.fx._symbolic_trace")
+# Of the loader, which tells a job which rows are left out.
+_HIDDEN = "evenrank"
 
 
 def which_command(
@@ -103,7 +102,7 @@ def which_command(
     check_step_size(world_size, batch_size)
     if window > 1 and strategy == "identity":
         raise ConfigError(f"--window {window} needs a job that balances; pass its --strategy, such as lpt-swap")
-    with console.stages() as on_stage, console.without_warnings(*_HIDDEN):
+    with console.stages() as on_stage, console.without_warnings(_HIDDEN):
         on_stage("importing torch")
         from evenrank.dataloader import LoaderConfig, build_loader
         from evenrank.dataloader.balance import BalanceConfig

@@ -167,7 +167,7 @@ class _SpentTime:
         if not locks.try_acquire(_NOTICE_BYTE):  # and never release it: one notice of all ranks is enough
             return
         if sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write(f"evenrank: {_NOTICE}\n")
+            sys.stderr.write(f"\revenrank: {_NOTICE}\n")  # over the spinner of another rank, if there is one
         else:
             _log.info(_NOTICE)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from evenrank.dataloader.fx_warning import use_up_fx_warning
 from evenrank.dataloader.loss_key import LossKey, loss_tokens
 from evenrank.dataloader.rows import select_rows
 
@@ -293,6 +294,7 @@ def keyed_jagged_tensor(
         length_per_key: the sums of `lengths` over rows, if they are known already.
 
     """
+    use_up_fx_warning()
     if length_per_key is None:
         length_per_key = lengths.sum(axis=1).tolist()
     return KeyedJaggedTensor(

@@ -11,6 +11,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+from evenrank.cli import console
 from evenrank.cli.main import run_command
 from evenrank.dataloader.routing.modes import MODES
 
@@ -32,10 +33,13 @@ def remap(
         torchrun scripts/train.py --out out/hashed --embeddings sharded --routing hash_roundrobin --epochs 2
         python scripts/remap.py out/train out/on-8 --routing roundrobin --ranks 8
     """
-    # Imported here, because `--help` does not need torch.
-    from trainer.remap import remap_job
+    with console.stages() as on_stage:
+        on_stage("importing torch")  # here, because `--help` does not need it
+        from trainer.remap import remap_job
 
-    print(f"wrote {remap_job(out, target, routing=routing, ranks=ranks)}; continue with --out {target}")
+        on_stage("copying the newest checkpoint")
+        written = remap_job(out, target, routing=routing, ranks=ranks)
+    print(f"wrote {written}; continue with --out {target}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ model = Model()
 optimizer = torch.optim.SGD(model.parameters())
 """
 EPILOGUE = """
+import warnings
+if dist.get_rank() == 0:
+    warnings.warn("warning of the job")
+    torch.fx._symbolic_trace.log.warning("warning of PyTorch")
 seen = torch.tensor(model.seen)
 dist.all_reduce(seen)
 with open(f"rank-{dist.get_rank()}", "w") as file:
@@ -44,6 +48,11 @@ def test_the_training_loop_of_the_readme_trains_every_sample(tmp_path: Path) -> 
         [torchrun, "--nproc_per_node", "2", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert run.returncode == 0, run.stderr
+    # What the job warns of at its end is shown, and nothing else.
+    shown = run.stderr.splitlines()
+    assert [line.rpartition(": ")[2] for line in shown[:1]] == ["warning of the job"]
+    assert shown[1:2] == ['  warnings.warn("warning of the job")']
+    assert [line.rpartition("] ")[2] for line in shown[2:]] == ["warning of PyTorch"]
     said = {path.name: path.read_text().split(" of ") for path in tmp_path.glob("rank-*")}
     assert sorted(said) == ["rank-0", "rank-1"]
     for seen, total in said.values():

@@ -36,6 +36,7 @@ from evenrank.dataloader.balance.settings import DEFAULTS, BalancerSettings, OnO
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.fx_warning import use_up_fx_warning
 from evenrank.dataloader.node import EpochNode
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
@@ -114,6 +115,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     ) -> None:
         super().__init__()
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
+        use_up_fx_warning()  # before the batches of any other loader
         warm_up()
         members = members_of(group)
         self._settings, self._device, self._source, settled = settle_arguments(

@@ -1,5 +1,7 @@
 """Compile what planning and exchanging call, before a step needs it."""
 
+import functools
+import os
 import threading
 
 import numpy as np
@@ -23,13 +25,16 @@ def warm_up() -> None:
     Afterwards planning in a background thread never holds the GIL for long. It takes seconds on the first run after an
     installation, and milliseconds once the compiled functions are cached on disk.
     """
+    costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
+    plans = [functools.partial(partition, costs, 2, strategy=strategy, tokens=tokens) for strategy in _STRATEGIES]
+    plans.append(functools.partial(plans[0], equal_counts=False))
+    # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
+    plans.append(functools.partial(plans[0], max_tokens_per_rank=160))
     with _LOCK:
-        costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
-        for strategy in _STRATEGIES:
-            partition(costs, 2, strategy=strategy, tokens=tokens)
-        partition(costs, 2, strategy="karmarkar-karp", tokens=tokens, equal_counts=False)
-        # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
-        partition(costs, 2, strategy="karmarkar-karp", tokens=tokens, max_tokens_per_rank=160)
+        # Ranks start with different ones: at the first run after an installation they share the work on the loops.
+        first = os.getpid() % len(plans)
+        for plan in plans[first:] + plans[:first]:
+            plan()
         # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With
         # low ones, the arrays of a plan cause page faults in every step: a third of its time for 1,024 ranks.
         large_block = np.empty(_LARGE_BLOCK, dtype=np.uint8)

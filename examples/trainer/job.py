@@ -45,7 +45,6 @@ def run_job(config: TrainConfig) -> None:
 
 def quiet() -> None:
     """Silence what PyTorch and TorchRec say about each other, on every rank."""
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     if not torch.cuda.is_available():  # it warns of what could happen between streams, which the CPU has none of
         logging.getLogger("torchrec.distributed.train_pipeline.postproc").setLevel(logging.ERROR)

@@ -13,7 +13,6 @@ at most 512 events and 10 candidates. Rates are medians over runs; each run time
 import argparse
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -272,8 +271,6 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=Path("out/bench"))
     arguments = parser.parse_args()
-    # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     path = make_data(arguments.dir.absolute(), arguments.users)
     measure_opening(path)
     measure_memory(path)

@@ -26,7 +26,6 @@ of 16,384 ranks fits; the lengths are drawn, and planning reads nothing else. Fo
 
 import argparse
 import json
-import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -162,8 +161,6 @@ def main() -> None:
     parser.add_argument("--reading-ranks", default="8,64", help="world sizes to read for, comma-separated")
     parser.add_argument("--rounds", type=int, default=5, help="of which the medians are taken")
     arguments = parser.parse_args()
-    # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     for world_size in map(int, arguments.ranks.split(",")):
         print(json.dumps(measure_planning(world_size, arguments.rounds)), flush=True)
     data = RandomData(lengths=LENGTHS, items=Uniform(low=0, high=999_999))

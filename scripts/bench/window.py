@@ -36,7 +36,6 @@ the events in memory, are those of sampler.py.
 
 import argparse
 import json
-import logging
 from collections.abc import Callable, Sequence
 from itertools import count, islice
 from typing import NamedTuple
@@ -235,8 +234,6 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="of which the medians are taken")
     arguments = parser.parse_args()
-    # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     windows = whole_numbers(arguments.windows)
     for name, distribution in DISTRIBUTIONS.items():
         for world_size in whole_numbers(arguments.ranks):

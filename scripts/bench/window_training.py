@@ -22,7 +22,6 @@ and its standard error. Beyond noise is what exceeds 2 or 3 of these.
 
 import argparse
 import json
-import logging
 import statistics
 import sys
 import time
@@ -264,8 +263,6 @@ def main() -> None:
     parser.add_argument("--max-history-length", type=int, default=100, help="events of a history")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="of AdamW")
     arguments = parser.parse_args()
-    # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     settings = Settings(
         ranks=arguments.ranks,
