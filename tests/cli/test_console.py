@@ -54,6 +54,15 @@ def test_progress_is_escaped_and_without_markup(
     assert f"reading [/x] {ESCAPED}" in capsys.readouterr().err
 
 
+def test_progress_is_shown_on_one_rank_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with console.stages(shown=False) as on_stage:
+        on_stage("importing torch")
+    assert capsys.readouterr().err == ""
+
+
 def test_arguments_in_usage_errors_are_escaped(evenrank: Callable[..., Finished]) -> None:
     for arguments in ((f"--{EVIL}",), ("inspect", "a", EVIL), ("preprocess", f"--{EVIL}"), (EVIL,)):
         run = evenrank(*arguments)

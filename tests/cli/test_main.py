@@ -12,7 +12,7 @@ import pytest
 
 import evenrank as package
 from evenrank.datasets import open_store
-from tests.cli.programs import BIN, EVENRANK, ROOT, Finished, run_program
+from tests.cli.programs import BIN, EVENRANK, ROOT, Finished, run_on_terminal, run_program
 from tests.preprocess.sources.test_kuairand import LAYOUTS, LOG_HEADER, USERS, USERS_HEADER, log_line, write
 
 ML_20M = "userId,movieId,rating,timestamp\n1,10,3.5,100\n1,11,4.0,90\n2,10,0.5,50\n"
@@ -181,10 +181,13 @@ def test_the_version_is_that_of_the_package(evenrank: Callable[..., Finished]) -
     assert (run.returncode, run.stdout, run.stderr) == (0, f"evenrank {package.__version__}\n", "")
 
 
-def test_an_epoch_under_torchrun_sees_each_sample_once(small_dataset: Path) -> None:
+def test_an_epoch_under_torchrun_sees_each_sample_once_and_shows_progress_on_one_rank(small_dataset: Path) -> None:
     torchrun = (BIN / "torchrun", "--nproc_per_node", "2")
-    run = run_program(*torchrun, "-m", "evenrank", "inspect-balance", small_dataset, "--batch-size", "8")
+    run = run_on_terminal(*torchrun, "-m", "evenrank", "inspect-balance", small_dataset, "--batch-size", "8")
     assert run.returncode == 0, run.stderr
+    steps = re.findall(r"lpt-swap .*? (\d+)/(\d+) ", run.stderr)
+    assert steps[-1][0] == steps[-1][1]
+    assert run.stderr.count("\x1b[?25l") == 4  # rank 0 hides the cursor during two spinners and a bar
     assert "on 2 ranks: each seen exactly once and unaltered" in run.stdout
     row = next(line.split() for line in run.stdout.splitlines() if line.strip().startswith("lpt-swap"))
     assert float(row[1]) > 1.05 > float(row[2])

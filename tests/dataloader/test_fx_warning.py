@@ -59,9 +59,10 @@ def test_other_warnings_of_the_same_logger_are_shown(messages: list[str], monkey
         LOG.warning("of another function")
 
     monkeypatch.setattr(_symbolic_trace, "is_fx_tracing_warning", is_fx_tracing_warning)
-    _build()
+    use_up_fx_warning()
     LOG.warning("afterwards")
-    assert [message.split(" will ")[0] for message in messages] == [
+    first_words = [message.split(" will ")[0] for message in messages]
+    assert first_words == [
         "is_fx_tracing",
         "of another function",
         "afterwards",
