@@ -21,6 +21,7 @@ from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
 from evenrank.cli.which import which_command
 from evenrank.core.errors import EvenrankError
+from evenrank.core.extras import naming_extras
 from evenrank.core.text import escape_controls
 
 Command = Callable[..., None]
@@ -83,7 +84,9 @@ def _run(app: typer.Typer) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        with naming_extras():
+            code = app(standalone_mode=False)
+        sys.exit(code or 0)
     except _UsageError as error:
         usage = io.StringIO()
         error.show(usage)

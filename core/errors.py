@@ -17,6 +17,10 @@ class StateError(EvenrankError, ValueError):
     """A saved state does not match this dataset, these settings or this version."""
 
 
+class MissingPackageError(EvenrankError, ImportError):
+    """A package is not installed that an extra of evenrank has, such as Polars, of `evenrank[preprocess]`."""
+
+
 class RankError(EvenrankError, RuntimeError):
     """A rank failed or ranks disagree; raised on every rank with the message of the rank that failed."""
 

@@ -1,19 +1,49 @@
 """Install evenrank, its dependencies and its development tools into the environment of the running Python.
 
-There are two steps, because only an installed PyTorch can tell whether it was built for CUDA, and TorchRec needs the
-build of fbgemm-gpu that matches. Run it with the interpreter of the environment (`make install` does):
+PyTorch comes first, because only an installed PyTorch can tell whether it was built for CUDA, and fbgemm-gpu and TorchRec
+have to match its build and its release. A PyTorch that is there already is kept if evenrank works with its release. Run
+it with the interpreter of the environment (`make install` does):
 
     .venv/bin/python scripts/install.py [WHEEL]
 
-Without WHEEL it installs the checkout in editable mode with the development tools; with it, that wheel alone.
+Without WHEEL it installs the checkout in editable mode with the development tools, in the versions of
+requirements-dev.lock; with it, that wheel alone.
 """
 
+import runpy
 import subprocess
 import sys
-import tomllib
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evenrank.core.torch_releases import TorchReleases
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements-dev.lock"
+
+
+def choose_releases(installed_torch: str | None) -> tuple["TorchReleases", bool]:
+    """Return the releases to install, and whether the installed PyTorch is kept.
+
+    Args:
+        installed_torch: its version, such as "2.14.1+cpu"; None if it is not installed.
+
+    """
+    table = runpy.run_path(str(ROOT / "core" / "torch_releases.py"))
+    for releases in table["TESTED"]:
+        if installed_torch is not None and installed_torch.split(".")[:2] == releases.torch.split(".")[:2]:
+            return releases, True
+    return table["DEFAULT"], False
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def pip_install(*arguments: str) -> None:
@@ -31,21 +61,24 @@ def torch_has_cuda() -> bool:
 
 
 def main() -> None:
-    """Install PyTorch first, then the packages that match its build."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    pins = {requirement.split("==")[0]: requirement for requirement in extras["cuda"]}
-
-    print("install: PyTorch", flush=True)
-    pip_install(pins["torch"])
-    build = "cuda" if torch_has_cuda() else "cpu"
+    """Install PyTorch first, then the packages that match it."""
+    releases, keeps_torch = choose_releases(installed_version("torch"))
+    if not keeps_torch:
+        print(f"install: PyTorch {releases.torch}", flush=True)
+        pip_install(f"torch=={releases.torch}")
+    has_cuda = torch_has_cuda()
+    extra, fbgemm = ("cuda", "fbgemm-gpu") if has_cuda else ("cpu", "fbgemm-gpu-cpu")
+    # Without the exact releases pip would take the newest ones in the ranges of pyproject.toml.
+    torchrec = f"torchrec=={releases.torchrec}"
+    matching = [f"{fbgemm}=={releases.fbgemm}", *([torchrec] if has_cuda else [])]
     if len(sys.argv) > 1:
-        print(f"install: {sys.argv[1]} ({build} build of PyTorch)", flush=True)
-        pip_install(f"{sys.argv[1]}[{build}]")
+        print(f"install: {sys.argv[1]} ({extra} build of PyTorch)", flush=True)
+        pip_install(f"{sys.argv[1]}[{extra}]", *matching)
     else:
-        print(f"install: evenrank, its dependencies and its tools ({build} build of PyTorch)", flush=True)
-        pip_install("--editable", f"{ROOT}[{build},dev]")
-    if build == "cpu":
-        pip_install("--no-deps", pins["torchrec"])
+        print(f"install: evenrank, its dependencies and its tools ({extra} build of PyTorch)", flush=True)
+        pip_install("--constraint", str(LOCK), "--editable", f"{ROOT}[{extra},dev]", *matching)
+    if not has_cuda:  # its metadata asks for the CUDA build of fbgemm-gpu
+        pip_install("--no-deps", torchrec)
     print("install: done", flush=True)
 
 

@@ -4,8 +4,10 @@ Start at `balancer.py`. A step's lengths become costs (`cost.py`), ranks all-gat
 computes the same assignment (`partition/`), and one collective moves the samples (`exchange/`).
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from evenrank.core.extras import naming_extras
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
@@ -46,22 +48,18 @@ __all__ = [
 ]
 
 
+# By the module that defines them. Imported when they are used: they need torch, which takes seconds to import, and
+# planning and costs do without.
+_MODULES = {
+    "BalanceConfig": "sampler",
+    "Balancer": "balancer",
+    "Handle": "handle",
+    "register_exchange": "exchange.collectives",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # Imported when they are used: they need torch, which takes seconds to import, and planning and costs do without.
-    if name == "Balancer":
-        from evenrank.dataloader.balance import balancer
-
-        return balancer.Balancer
-    if name == "Handle":
-        from evenrank.dataloader.balance import handle
-
-        return handle.Handle
-    if name == "BalanceConfig":
-        from evenrank.dataloader.balance import sampler
-
-        return sampler.BalanceConfig
-    if name == "register_exchange":
-        from evenrank.dataloader.balance.exchange import collectives
-
-        return collectives.register_exchange
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with naming_extras():
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

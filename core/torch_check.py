@@ -1,0 +1,114 @@
+"""Whether the installed PyTorch, fbgemm-gpu and TorchRec belong together, from their metadata, without importing them.
+
+Combined wrongly they fail late, and with undefined symbols or missing operators instead of a reason.
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+
+from packaging.version import InvalidVersion, Version
+
+from evenrank.core.errors import ConfigError
+from evenrank.core.torch_releases import TESTED, TorchReleases
+
+FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
+
+
+class TorchReleaseWarning(UserWarning):
+    """PyTorch, fbgemm-gpu or TorchRec are builds of a vendor or nightly builds, in releases not tested together."""
+
+
+@functools.cache
+def check_torch() -> None:
+    """Check the installed PyTorch, fbgemm-gpu and TorchRec, once per process.
+
+    Does nothing where one of them is missing, or was installed without metadata: planning needs none, and imports tell
+    which one is missing.
+
+    Raises:
+        ConfigError: PyTorch is not of a tested release, fbgemm-gpu or TorchRec do not belong to it, or both builds of
+            fbgemm-gpu are installed.
+
+    """
+    check_releases({name: _installed(name) for name in ("torch", FBGEMM_CUDA, FBGEMM_CPU, "torchrec")})
+
+
+def check_releases(installed: Mapping[str, str | None]) -> None:
+    """Check versions by name of the package, such as {"torch": "2.13.0+cpu"}; None or no entry: not installed.
+
+    Builds of vendors ("2.13.0a0+nv25.10"), nightly builds and release candidates may have been made to work together,
+    so a difference between these is a TorchReleaseWarning.
+
+    Raises:
+        ConfigError: as `check_torch`.
+
+    """
+    found = {name: version for name, text in installed.items() if (version := _parse(text)) is not None}
+    if FBGEMM_CUDA in found and FBGEMM_CPU in found:
+        expected = _releases_of(found["torch"]) if "torch" in found else None
+        pin = f"=={expected.fbgemm}" if expected else ""
+        raise ConfigError(
+            f"{FBGEMM_CUDA} {found[FBGEMM_CUDA]} and {FBGEMM_CPU} {found[FBGEMM_CPU]} are both installed, and overwrite "
+            f"each other's files; run pip uninstall -y {FBGEMM_CUDA} {FBGEMM_CPU}, then pip install --no-deps "
+            f"{FBGEMM_CUDA}{pin} (CUDA) or {FBGEMM_CPU}{pin} (CPU)"
+        )
+    fbgemm = FBGEMM_CPU if FBGEMM_CPU in found else FBGEMM_CUDA
+    if not {"torch", fbgemm, "torchrec"} <= found.keys():
+        return
+    problem = _problem(found["torch"], fbgemm, found[fbgemm], found["torchrec"])
+    if problem is None:
+        return
+    if all(map(_is_release, found.values())):
+        raise ConfigError(problem)
+    warnings.warn(problem, TorchReleaseWarning, stacklevel=2)
+
+
+def _problem(torch: Version, fbgemm_name: str, fbgemm: Version, torchrec: Version) -> str | None:
+    expected = _releases_of(torch)
+    if expected is None:
+        newest = TESTED[-1]
+        where = " (CPU build: docs/how-to/install.md)" if torch.local == "cpu" else ""
+        return (
+            f"torch {torch} is installed, and evenrank works with torch {_minor(TESTED[0].torch)} to "
+            f"{_minor(newest.torch)}; run pip install torch=={newest.torch}{where}, then pip install --no-deps "
+            f"{fbgemm_name}=={newest.fbgemm} torchrec=={newest.torchrec}"
+        )
+    if (_minor(fbgemm), _minor(torchrec)) != (_minor(expected.fbgemm), _minor(expected.torchrec)):
+        return (
+            f"torch {torch} needs {fbgemm_name} {_minor(expected.fbgemm)} and torchrec {_minor(expected.torchrec)}, "
+            f"found {fbgemm} and {torchrec}; run pip install --no-deps {fbgemm_name}=={expected.fbgemm} "
+            f"torchrec=={expected.torchrec}"
+        )
+    return None
+
+
+def _releases_of(torch: Version) -> TorchReleases | None:
+    return next((tested for tested in TESTED if _minor(tested.torch) == _minor(torch)), None)
+
+
+def _minor(version: Version | str) -> str:
+    """Return "2.13" of "2.13.0a0+nv25.10"."""
+    parsed = Version(version) if isinstance(version, str) else version
+    return f"{parsed.major}.{parsed.minor}"
+
+
+def _is_release(version: Version) -> bool:
+    """Return whether it is one of the project itself: "2.13.0", "2.13.0+cpu", "2.13.0+cu130" or "2.13.0+rocm7.1"."""
+    is_own_build = version.local is None or version.local.startswith(("cpu", "cu", "rocm", "xpu"))
+    return is_own_build and not version.is_prerelease
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _parse(text: str | None) -> Version | None:
+    try:
+        return Version(text) if text else None
+    except InvalidVersion:
+        return None
