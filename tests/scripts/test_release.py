@@ -1,0 +1,133 @@
+"""Releases of a small repository, with real git."""
+
+import subprocess
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from scripts.release import ReleaseError, release
+
+DAY = date(2026, 12, 1)
+CHANGELOG = """# Changelog
+
+## 0.2.0 - unreleased
+
+### Added
+
+- Something.
+
+## 0.1.0 - 2026-11-22
+
+### Added
+
+- Everything.
+"""
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=Nobody", "-c", "user.email=nobody@example.com")
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=repository, check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Return a checkout whose newest tag is v0.1.0."""
+    _git(tmp_path, "init", "--quiet", "--initial-branch", "main")
+    for key, value in (("user.name", "Nobody"), ("user.email", "nobody@example.com")):
+        _git(tmp_path, "config", key, value)
+    (tmp_path / "__init__.py").write_text('"""A package."""\n\n__version__ = "0.1.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "--quiet", "--message", "Start")
+    _git(tmp_path, "tag", "--annotate", "--message", "evenrank 0.1.0", "v0.1.0")
+    return tmp_path
+
+
+def _texts(repository: Path) -> tuple[str, str]:
+    return (repository / "__init__.py").read_text(), (repository / "CHANGELOG.md").read_text()
+
+
+def _check_nothing() -> None:
+    pass
+
+
+def test_a_release_is_a_commit_with_version_and_date_and_an_annotated_tag(repository: Path) -> None:
+    seen = []
+    tag = release(repository, "0.2.0", day=DAY, check_package=lambda: seen.append(_texts(repository)))
+    code, changelog = _texts(repository)
+    assert tag == "v0.2.0"
+    assert code == '"""A package."""\n\n__version__ = "0.2.0"\n'
+    assert changelog == CHANGELOG.replace("0.2.0 - unreleased", "0.2.0 - 2026-12-01")
+    assert seen == [(code, changelog)]  # what was checked is what was released
+    assert _git(repository, "status", "--porcelain") == ""
+    assert _git(repository, "cat-file", "-t", "v0.2.0") == "tag\n"
+    assert _git(repository, "log", "-1", "--format=%s", "v0.2.0") == "Release 0.2.0\n"
+
+
+def test_the_version_in_the_code_may_be_the_released_one(repository: Path) -> None:
+    _git(repository, "tag", "--delete", "v0.1.0")
+    (repository / "CHANGELOG.md").write_text(CHANGELOG.replace("0.1.0 - 2026-11-22", "0.1.0 - unreleased"))
+    _git(repository, "commit", "--quiet", "--all", "--message", "Not released yet")
+    assert release(repository, "0.1.0", day=DAY, check_package=_check_nothing) == "v0.1.0"
+    assert "## 0.1.0 - 2026-12-01\n" in (repository / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("0.2", r"'0\.2' is not a version; expected MAJOR\.MINOR\.PATCH, such as 0\.1\.0 or 0\.2\.0rc1"),
+        ("v0.2.0", "'v0.2.0' is not a version"),
+        ("latest", "'latest' is not a version"),
+        ("0.1.0", r"0\.1\.0 is not newer than 0\.1\.0, the newest tag; choose a newer version"),
+        ("0.0.9", r"0\.0\.9 is not newer than 0\.1\.0, the newest tag"),
+        ("0.3.0", r"CHANGELOG\.md has no section '## 0\.3\.0 - unreleased'; add what has changed"),
+    ],
+)
+def test_a_version_that_cannot_be_released_changes_nothing(repository: Path, version: str, message: str) -> None:
+    before = _texts(repository)
+    with pytest.raises(ReleaseError, match=f"^{message}"):
+        release(repository, version, day=DAY, check_package=_check_nothing)
+    assert _texts(repository) == before
+    assert _git(repository, "tag").split() == ["v0.1.0"]
+
+
+def test_a_version_older_than_the_code_is_refused(repository: Path) -> None:
+    (repository / "__init__.py").write_text('__version__ = "0.3.0"\n')
+    _git(repository, "commit", "--quiet", "--all", "--message", "Bump")
+    with pytest.raises(ReleaseError, match=r"0\.2\.0 is older than 0\.3\.0 in __init__\.py"):
+        release(repository, "0.2.0", day=DAY, check_package=_check_nothing)
+
+
+def test_an_empty_section_is_refused(repository: Path) -> None:
+    (repository / "CHANGELOG.md").write_text(CHANGELOG.replace("- Something.\n", ""))
+    _git(repository, "commit", "--quiet", "--all", "--message", "Forget")
+    with pytest.raises(ReleaseError, match=r"^CHANGELOG\.md lists nothing in its section '## 0\.2\.0 - unreleased'"):
+        release(repository, "0.2.0", day=DAY, check_package=_check_nothing)
+
+
+def test_a_checkout_with_changes_is_refused(repository: Path) -> None:
+    (repository / "notes.txt").write_text("mine")
+    with pytest.raises(ReleaseError, match=r"has changes, such as '\?\? notes\.txt'; commit or remove them"):
+        release(repository, "0.2.0", day=DAY, check_package=_check_nothing)
+
+
+def test_another_branch_is_refused(repository: Path) -> None:
+    _git(repository, "switch", "--quiet", "--create", "feature")
+    with pytest.raises(ReleaseError, match=r"the branch is 'feature', releases are made from 'main'; run git switch main"):
+        release(repository, "0.2.0", day=DAY, check_package=_check_nothing)
+
+
+def test_a_package_that_is_not_in_order_leaves_the_checkout_as_it_was(repository: Path) -> None:
+    before = _texts(repository)
+
+    def fail() -> None:
+        raise ReleaseError("the package is not in order")
+
+    with pytest.raises(ReleaseError, match="not in order"):
+        release(repository, "0.2.0", day=DAY, check_package=fail)
+    assert _texts(repository) == before
+    assert _git(repository, "status", "--porcelain") == ""
+    assert _git(repository, "tag").split() == ["v0.1.0"]
