@@ -5,8 +5,11 @@
 # make check-imports   that editors find every import: half a minute more, so CI runs it and `make check` does not
 # make fix        format, and fix what lint can fix
 # make package    build the sdist and the wheel, and try the wheel in an empty environment
+# make coverage   run the tests, and report which lines of the packages they run; at least 90 % have to be
 # make test-long  slow proofs: long random rounds, soak
 # make test-gpu   the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
+# make lock       renew requirements-dev.lock: the newest versions of the packages that `make install` installs
+# make release VERSION=0.1.0   check, build, commit and tag a release; pushes nothing
 # make bench      our code next to the baselines, one JSON line per row
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -16,12 +19,12 @@ INSTALLED := .venv/installed
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-gpu check check-imports fix package bench
+.PHONY: help install demo test test-fast test-long test-gpu check check-imports fix package coverage lock release bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
 
 install: $(INSTALLED)
-$(INSTALLED): pyproject.toml scripts/install.py
+$(INSTALLED): pyproject.toml requirements-dev.lock core/torch_releases.py scripts/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenrank needs Python 3.11 or newer: \
 	make install PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -58,6 +61,16 @@ fix: $(INSTALLED)
 
 package: $(INSTALLED)
 	@$(BIN)/python scripts/check_package.py
+
+coverage: $(INSTALLED)
+	@$(PYTEST) --cov --cov-report=term:skip-covered
+
+lock: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet uv
+	@$(BIN)/python scripts/lock.py
+
+release: $(INSTALLED)
+	@$(BIN)/python scripts/release.py "$(VERSION)"
 
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py

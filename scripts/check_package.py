@@ -1,9 +1,10 @@
-"""Build the sdist and the wheel, and try the wheel in an empty environment, from another directory.
+"""Build the sdist and the wheel, and try the wheel in empty environments, from another directory.
 
     .venv/bin/python scripts/check_package.py
 
-The wheel is built from the sdist, so the sdist has what building needs. Without torch, the commands run; with torch, a
-small program balances batches; and tests from the sdist run against the installed wheel.
+The wheel is built from the sdist, so the sdist has what building needs. In one environment, planning runs without extras,
+and preprocessing and reports with theirs. In another, for training, a small program balances batches without the other
+extras; then tests from the sdist run against the installed wheel.
 """
 
 import os
@@ -14,10 +15,14 @@ import tempfile
 import venv
 from pathlib import Path
 
+from evenrank.core.torch_releases import DEFAULT
+
 ROOT = Path(__file__).resolve().parent.parent
 # The tests of the sdist that run: some of each kind that needs neither processes nor a browser.
 TESTS = ("tests/core", "tests/datasets", "tests/dataloader/collate", "tests/dataloader/balance/partition")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+# What a training host needs not.
+NOT_FOR_TRAINING = ("polars", "matplotlib", "pooch")
 
 # Prints how many samples it has trained.
 PROGRAM = """
@@ -41,15 +46,38 @@ except ConfigError as error:
 """
 
 
-def run(*command: str | Path, cwd: Path) -> None:
-    """Run a command in a clean environment; exit with its output if it fails."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command in a clean environment and return its output; exit with it if the command fails."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
     shown = " ".join(str(part) for part in command)[:100].split("\n")[0]
     if done.returncode != 0:
         sys.exit(f"package: {shown} failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     last_line = (done.stdout.strip().splitlines() or [""])[-1]
     print(f"package: {Path(shown.split()[0]).name} {shown.partition(' ')[2]}: {last_line}", flush=True)
+    return done.stdout
+
+
+def check_missing(evenrank: Path, *arguments: str, extra: str, cwd: Path) -> None:
+    """Exit unless a command fails with one line that names the extra to install."""
+    done = subprocess.run([evenrank, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode != 2 or done.stderr.count("\n") != 1 or f"pip install 'evenrank[{extra}]'" not in done.stderr:
+        sys.exit(f"package: evenrank {arguments[0]} without its extra: exit code {done.returncode}, {done.stderr}")
+    print(f"package: evenrank {arguments[0]} without its extra: {done.stderr.strip()}", flush=True)
+
+
+def check_absent(python: Path, packages: tuple[str, ...], *, cwd: Path) -> None:
+    """Exit if one of these packages can be imported."""
+    code = f"from importlib.util import find_spec; print(*filter(find_spec, {packages!r}))"
+    if found := run(python, "-c", code, cwd=cwd).strip():
+        sys.exit(f"package: {found} is installed, which only other extras need")
+
+
+def installed(python: Path, package: str, *, cwd: Path) -> str:
+    """Return the version of an installed package."""
+    return run(python, "-c", f"from importlib.metadata import version; print(version({package!r}))", cwd=cwd).strip()
 
 
 def check_sdist(sdist: Path, folder: Path) -> Path:
@@ -64,29 +92,54 @@ def check_sdist(sdist: Path, folder: Path) -> Path:
     return unpacked
 
 
+def try_commands(wheel: Path, folder: Path, *, work: Path) -> None:
+    """Run the commands that need no PyTorch, first without extras; writes the dataset `data`."""
+    venv.create(folder, with_pip=True)
+    python, evenrank = folder / "bin" / "python", folder / "bin" / "evenrank"
+    run(python, "-m", "pip", "install", "--quiet", wheel, cwd=work)
+    check_absent(python, (*NOT_FOR_TRAINING, "requests", "tqdm", "jinja2", "torch"), cwd=work)
+    run(evenrank, "--version", cwd=work)
+    run(evenrank, "simulate", "zipf", "--ranks", "8", "--steps", "2", "--batch-size", "4", cwd=work)
+    check_missing(evenrank, "preprocess", "--dataset", "synthetic", extra="preprocess", cwd=work)
+
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[preprocess,reports]", cwd=work)
+    run(evenrank, "preprocess", "--dataset", "synthetic", "--users", "200", "--out", "data", cwd=work)
+    run(evenrank, "inspect", "data", cwd=work)
+    run(evenrank, "simulate", "data", "--ranks", "8", "--steps", "2", "--batch-size", "4", cwd=work)
+
+
+def try_training(wheel: Path, folder: Path, *, work: Path, sdist: Path) -> None:
+    """Balance the dataset `data` where only PyTorch and its extra are installed, and run tests of the sdist."""
+    venv.create(folder, with_pip=True)
+    python, evenrank = folder / "bin" / "python", folder / "bin" / "evenrank"
+    # As docs/how-to/install.md says: PyTorch first, whose build is then kept.
+    run(python, "-m", "pip", "install", "--quiet", f"torch=={DEFAULT.torch}", cwd=work)
+    before = installed(python, "torch", cwd=work)
+    run(python, ROOT / "scripts" / "install.py", wheel, cwd=work)
+    if (after := installed(python, "torch", cwd=work)) != before:
+        sys.exit(f"package: installing evenrank replaced torch {before} by {after}")
+    run(python, "-c", PROGRAM, cwd=work)
+    check_absent(python, NOT_FOR_TRAINING, cwd=work)
+    check_missing(evenrank, "preprocess", "--dataset", "synthetic", extra="preprocess", cwd=work)
+
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[preprocess,reports]", *TEST_TOOLS, cwd=work)
+    run(python, "-m", "pytest", *TESTS, cwd=sdist)
+
+
 def main() -> None:
     """Build and try."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in ("dist", "sdist", "work"):
             (folder / name).mkdir()
+        work = folder / "work"
         run(sys.executable, "-m", "build", "--outdir", folder / "dist", ROOT, cwd=folder)
         (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+        run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=work)
+        run(sys.executable, "-m", "check_wheel_contents", wheel, cwd=work)
         unpacked = check_sdist(sdist, folder / "sdist")
-
-        venv.create(folder / "env", with_pip=True)
-        bin_folder, work = folder / "env" / "bin", folder / "work"
-        run(bin_folder / "python", "-m", "pip", "install", "--quiet", wheel, cwd=work)
-        evenrank = bin_folder / "evenrank"
-        run(evenrank, "--version", cwd=work)
-        run(evenrank, "preprocess", "--dataset", "synthetic", "--users", "200", "--out", "data", cwd=work)
-        run(evenrank, "inspect", "data", cwd=work)
-        run(evenrank, "simulate", "data", "--ranks", "8", "--steps", "2", "--batch-size", "4", cwd=work)
-
-        run(bin_folder / "python", ROOT / "scripts" / "install.py", wheel, cwd=work)
-        run(bin_folder / "python", "-c", PROGRAM, cwd=work)
-        run(bin_folder / "python", "-m", "pip", "install", "--quiet", *TEST_TOOLS, cwd=work)
-        run(bin_folder / "python", "-m", "pytest", *TESTS, cwd=unpacked)
+        try_commands(wheel, folder / "light", work=work)
+        try_training(wheel, folder / "training", work=work, sdist=unpacked)
 
 
 if __name__ == "__main__":

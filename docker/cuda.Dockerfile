@@ -1,0 +1,41 @@
+# evenrank on PyTorch's CUDA build, for training. The host needs a driver and the NVIDIA Container Toolkit; the libraries of
+# CUDA come with PyTorch.
+#
+#     docker build --file docker/cuda.Dockerfile --tag evenrank:cuda .
+#     docker run --rm --gpus all --ipc host --volume "$PWD:/home/evenrank/job" evenrank:cuda torchrun job/train.py
+ARG PYTHON_IMAGE=python:3.12-slim
+
+FROM ${PYTHON_IMAGE} AS build
+# The releases of core/torch_releases.py.
+ARG TORCH=2.13.0
+ARG FBGEMM=1.8.0
+ARG TORCHREC=1.8.0
+ENV VIRTUAL_ENV=/opt/evenrank \
+    UV_NO_CACHE=1 \
+    UV_LINK_MODE=copy
+WORKDIR /src
+RUN python3 -m venv /opt/tools \
+    && /opt/tools/bin/python -m pip install --no-cache-dir "uv>=0.9" \
+    && python3 -m venv "$VIRTUAL_ENV"
+# PyTorch and the other dependencies are layers of their own: a change of the code builds the last one only.
+RUN /opt/tools/bin/uv pip install "torch==${TORCH}"
+COPY pyproject.toml requirements-dev.lock ./
+RUN /opt/tools/bin/uv pip install --requirements pyproject.toml --extra train --extra tensorboard \
+        --constraints requirements-dev.lock "torch==${TORCH}" "fbgemm-gpu==${FBGEMM}" "torchrec==${TORCHREC}"
+COPY . .
+RUN /opt/tools/bin/uv pip install --no-deps .
+
+FROM ${PYTHON_IMAGE}
+# Triton compiles the launchers of its kernels with a C compiler when they are first used.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 1000 --create-home evenrank
+COPY --from=build /opt/evenrank /opt/evenrank
+ENV PATH=/opt/evenrank/bin:$PATH \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 1000:1000
+WORKDIR /home/evenrank
+CMD ["evenrank", "--help"]
