@@ -1,0 +1,143 @@
+"""The lockfile, the workflows and the images agree with pyproject.toml and with the table of PyTorch's releases."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from check_jsonschema import main as check_jsonschema
+from click.testing import CliRunner
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from evenrank.core.torch_releases import DEFAULT, TESTED
+from scripts.install import choose_releases
+from scripts.lock import LEFT_OUT
+
+ROOT = Path(__file__).resolve().parent.parent
+GITHUB = ROOT / ".github"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = ("3.11", "3.12")
+
+
+def _locked(python: str) -> dict[str, Version]:
+    """Return the versions that the lockfile has for a version of Python on Linux."""
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    locked: dict[str, Version] = {}
+    for line in (ROOT / "requirements-dev.lock").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            (pin,) = requirement.specifier
+            assert pin.operator == "==", line
+            assert requirement.name not in locked, line
+            locked[requirement.name] = Version(pin.version)
+    return locked
+
+
+def _required(extras: set[str]) -> list[Requirement]:
+    """Return the dependencies of the package and of some extras, and of the extras that these name."""
+    requirements = [*PROJECT["dependencies"]]
+    for extra in extras:
+        requirements += PROJECT["optional-dependencies"][extra]
+    found = [Requirement(requirement) for requirement in requirements]
+    named = set().union(*(requirement.extras for requirement in found if requirement.name == "evenrank"))
+    if named - extras:
+        return _required(extras | named)
+    return [requirement for requirement in found if requirement.name != "evenrank"]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lockfile_satisfies_every_requirement_of_development(python: str) -> None:
+    locked = _locked(python)
+    for requirement in _required({"cpu", "dev"}):
+        if requirement.name not in LEFT_OUT:
+            assert requirement.specifier.contains(locked[requirement.name]), requirement
+    assert not locked.keys() & {*LEFT_OUT, "fbgemm-gpu", "torchrec", "evenrank"}
+
+
+def test_the_lockfile_names_no_package_index() -> None:
+    assert not re.search(r"https?://|--(extra-)?index|--find|@ ", (ROOT / "requirements-dev.lock").read_text())
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        (None, (DEFAULT, False)),
+        ("2.9.1", (DEFAULT, False)),
+        ("2.1.0", (DEFAULT, False)),  # not 2.11
+        (f"{TESTED[0].torch}+cpu", (TESTED[0], True)),
+        ("2.14.0", (TESTED[-1], True)),
+        ("2.13.0a0+nv25.10", (DEFAULT, True)),
+    ],
+)
+def test_a_pytorch_that_is_there_is_kept_if_its_release_is_known(
+    installed: str | None, chosen: tuple[tuple[str, str, str], bool]
+) -> None:
+    assert choose_releases(installed) == chosen
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_documentation_has_the_releases_of_the_table() -> None:
+    page = (ROOT / "docs" / "how-to" / "install.md").read_text()
+    rows = re.findall(r"^\| (\d\.\d+) \| (\S+) \| (\S+) \|$", page, re.M)
+    assert rows == [(tested.torch.rpartition(".")[0], tested.fbgemm, tested.torchrec) for tested in TESTED]
+
+
+def test_images_have_the_releases_of_the_table(name: str) -> None:
+    arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", (ROOT / "docker" / f"{name}.Dockerfile").read_text(), re.M))
+    assert (arguments["TORCH"], arguments["FBGEMM"], arguments["TORCHREC"]) == DEFAULT
+
+
+def test_images_contain_what_the_wheel_is_built_from() -> None:
+    kept = set(re.findall(r"^!/(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {package.split(".")[1] for package in packages if "." in package}
+    files = {"pyproject.toml", "requirements-dev.lock", "__init__.py", "py.typed", "MANIFEST.in", "README.md", "LICENSE"}
+    assert kept == folders | files
+    assert all((ROOT / name).exists() for name in kept)
+
+
+def _workflow(name: str) -> Any:
+    return yaml.safe_load((GITHUB / "workflows" / name).read_text())
+
+
+def test_ci_runs_the_oldest_the_newest_and_the_default_pytorch_on_each_python() -> None:
+    entries = _workflow("ci.yml")["jobs"]["check-and-test"]["strategy"]["matrix"]["include"]
+    torches = [entry["torch"] for entry in entries]
+    assert {TESTED[0].torch, DEFAULT.torch, TESTED[-1].torch} == set(torches)
+    assert {entry["python"] for entry in entries} == set(PYTHONS)
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+
+
+def test_only_the_job_that_publishes_may_do_so() -> None:
+    workflow = _workflow("release.yml")
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert workflow["jobs"]["publish"]["needs"] == "build"
+    assert "permissions" not in workflow["jobs"]["build"]
+
+
+def test_actions_are_pinned_by_version() -> None:
+    for path in (GITHUB / "workflows").glob("*.yml"):
+        for action in re.findall(r"uses: (\S+)", path.read_text()):
+            assert re.search(r"@(v\d+|release/v\d+)$", action), f"{path.name}: {action}"
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", "workflows/*.yml"),
+        ("dependabot", "dependabot.yml"),
+        ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
+        ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_github_understands_its_files(schema: str, files: str) -> None:
+    paths = sorted(GITHUB.glob(files))
+    assert paths
+    run = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", *map(str, paths)])
+    assert run.exit_code == 0, run.output
