@@ -80,13 +80,13 @@ def test_a_pytorch_that_is_there_is_kept_if_its_release_is_known(
     assert choose_releases(installed) == chosen
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_the_documentation_has_the_releases_of_the_table() -> None:
     page = (ROOT / "docs" / "how-to" / "install.md").read_text()
     rows = re.findall(r"^\| (\d\.\d+) \| (\S+) \| (\S+) \|$", page, re.M)
     assert rows == [(tested.torch.rpartition(".")[0], tested.fbgemm, tested.torchrec) for tested in TESTED]
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_images_have_the_releases_of_the_table(name: str) -> None:
     arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", (ROOT / "docker" / f"{name}.Dockerfile").read_text(), re.M))
     assert (arguments["TORCH"], arguments["FBGEMM"], arguments["TORCHREC"]) == DEFAULT
