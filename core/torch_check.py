@@ -50,9 +50,9 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
         expected = _releases_of(found["torch"]) if "torch" in found else None
         pin = f"=={expected.fbgemm}" if expected else ""
         raise ConfigError(
-            f"{FBGEMM_CUDA} {found[FBGEMM_CUDA]} and {FBGEMM_CPU} {found[FBGEMM_CPU]} are both installed, and overwrite "
-            f"each other's files; run pip uninstall -y {FBGEMM_CUDA} {FBGEMM_CPU}, then pip install --no-deps "
-            f"{FBGEMM_CUDA}{pin} (CUDA) or {FBGEMM_CPU}{pin} (CPU)"
+            f"{FBGEMM_CUDA} {found[FBGEMM_CUDA]} and {FBGEMM_CPU} {found[FBGEMM_CPU]} are both installed, and "
+            f"overwrite each other's files; run pip uninstall -y {FBGEMM_CUDA} {FBGEMM_CPU}, then pip install "
+            f"--no-deps {FBGEMM_CUDA}{pin} (CUDA) or {FBGEMM_CPU}{pin} (CPU)"
         )
     fbgemm = FBGEMM_CPU if FBGEMM_CPU in found else FBGEMM_CUDA
     if not {"torch", fbgemm, "torchrec"} <= found.keys():

@@ -1,9 +1,9 @@
 """The releases of PyTorch that evenrank works with, and those of fbgemm-gpu and TorchRec that belong to each.
 
-fbgemm-gpu is compiled against one release of PyTorch, and TorchRec calls operators of one release of fbgemm-gpu, but the
-metadata of neither says so: pip combines any of them. A new release of PyTorch is one line here, and the ranges in
-pyproject.toml. This file imports nothing but the standard library, because scripts/install.py runs it before evenrank is
-installed.
+fbgemm-gpu is compiled against one release of PyTorch, and TorchRec calls operators of one release of fbgemm-gpu, but
+the metadata of neither says so: pip combines any of them. A new release of PyTorch is one line here, and the ranges in
+pyproject.toml. This file imports nothing but the standard library, because scripts/install.py runs it before evenrank
+is installed.
 """
 
 from typing import NamedTuple

@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/check_package.py
 
-The wheel is built from the sdist, so the sdist has what building needs. In one environment, planning runs without extras,
-and preprocessing and reports with theirs. In another, for training, a small program balances batches without the other
-extras; then tests from the sdist run against the installed wheel.
+The wheel is built from the sdist, so the sdist has what building needs. In one environment, planning runs without
+extras, and preprocessing and reports with theirs. In another, for training, a small program balances batches without
+the other extras; then tests from the sdist run against the installed wheel.
 """
 
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The tests of the sdist that run: some of each kind that needs neither processes nor a browser.
 TESTS = ("tests/core", "tests/datasets", "tests/dataloader/collate", "tests/dataloader/balance/partition")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
-# What a training host needs not.
+# Not needed for training.
 NOT_FOR_TRAINING = ("polars", "matplotlib", "pooch")
 
 # Prints how many samples it has trained.

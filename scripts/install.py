@@ -1,8 +1,8 @@
 """Install evenrank, its dependencies and its development tools into the environment of the running Python.
 
-PyTorch comes first, because only an installed PyTorch can tell whether it was built for CUDA, and fbgemm-gpu and TorchRec
-have to match its build and its release. A PyTorch that is there already is kept if evenrank works with its release. Run
-it with the interpreter of the environment (`make install` does):
+PyTorch comes first, because only an installed PyTorch can tell whether it was built for CUDA, and fbgemm-gpu and
+TorchRec have to match its build and its release. A PyTorch that is there already is kept if evenrank works with its
+release. Run it with the interpreter of the environment (`make install` does):
 
     .venv/bin/python scripts/install.py [WHEEL]
 

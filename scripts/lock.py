@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/lock.py
 
-`scripts/install.py` passes it to pip as constraints. It is valid for each supported version of Python. It has no hashes,
-because pip accepts neither an editable install nor a CPU build of PyTorch next to them, and neither PyTorch nor what
-depends on its release and build, which core/torch_releases.py has.
+`scripts/install.py` passes it to pip as constraints. It is valid for each supported version of Python. It has no
+hashes, because pip accepts neither an editable install nor another build of PyTorch next to them. PyTorch, and what
+belongs to one of its releases, are in core/torch_releases.py.
 """
 
 import subprocess
