@@ -5,6 +5,7 @@ from .batch import dense as dense
 from .batch import host as host
 from .collate.jagged import JaggedCollate as JaggedCollate
 from .collate.jagged import jagged as jagged
+from .collate.semantic_ids import CodeTable as CodeTable
 from .config import LoaderConfig as LoaderConfig
 from .config import SemanticIdConfig as SemanticIdConfig
 from .loader import Loader as Loader
@@ -23,6 +24,7 @@ from .stream_loader import build_stream_loader as build_stream_loader
 from .stream_state import merge_stream_states as merge_stream_states
 
 __all__ = [
+    "CodeTable",
     "JaggedBatch",
     "JaggedCollate",
     "Loader",

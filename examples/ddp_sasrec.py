@@ -1,0 +1,207 @@
+"""SASRec with DistributedDataParallel on balanced batches: next items, sampled negatives, evaluation.
+
+    evenrank preprocess --dataset synthetic --out out/synthetic
+    torchrun --nproc_per_node 2 examples/ddp_sasrec.py --data out/synthetic
+
+Everything of evenrank is in `train` and `evaluate`: the loader, the Balancer around it, `scale_loss`, and averages and
+metrics over all ranks. The model above them is plain PyTorch. It attends to padded histories or, with `--attention
+jagged`, without padding; before training, both are checked to have the same loss.
+"""
+
+import gc
+import itertools
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from evenrank.cli.main import run_command
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.datasets import read_manifest
+from evenrank.training import LossAverage, RankingMetrics, scale_loss
+
+HIDDEN, HEADS, LAYERS = 64, 2, 2
+MAX_LENGTH = 128
+BATCH_SIZE = 16  # per rank
+NUM_NEGATIVES = 128  # shared by all positions of a batch
+REPORT_EVERY = 20
+
+Kind = Literal["padded", "jagged"]
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    """Attend within each history, all padded to the longest. q, k, v and the result: [tokens, heads, head_dim]."""
+    padded = [
+        JaggedTensor(x.flatten(1), offsets=offsets).to_padded_dense(max_length).unflatten(2, x.shape[1:]).transpose(1, 2)
+        for x in (q, k, v)
+    ]  # each [rows, heads, max_length, head_dim]; causal attention never looks at the padding, which comes last
+    attended = F.scaled_dot_product_attention(*padded, is_causal=True).transpose(1, 2)
+    is_token = torch.arange(max_length, device=q.device) < offsets.diff()[:, None]
+    return attended[is_token]
+
+
+def jagged_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    """Attend within each history, without padding. q, k, v and the result: [tokens, heads, head_dim].
+
+    PyTorch has no fused kernel for causal jagged attention that trains on the CPU, so rows go one by one. On a GPU,
+    `torch.nn.attention.varlen.varlen_attn` takes them all at once, in bfloat16.
+    """
+    lengths = offsets.diff().tolist()
+    rows = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    attended = [F.scaled_dot_product_attention(*row, is_causal=True) for row in rows]  # each [heads, length, head_dim]
+    return torch.cat(attended, dim=1).transpose(0, 1)
+
+
+ATTENTIONS = {"padded": padded_attention, "jagged": jagged_attention}
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.feed_forward = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor, offsets: Tensor, max_length: int, kind: Kind) -> Tensor:
+        """Return the next layer's input, [tokens, HIDDEN] like x."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(1, (3, HEADS, HIDDEN // HEADS)).unbind(1)
+        x = x + self.out(ATTENTIONS[kind](q, k, v, offsets, max_length).flatten(1))
+        out: Tensor = x + self.feed_forward(self.norm2(x))
+        return out
+
+
+class SASRec(nn.Module):
+    """Predicts each item of a history from those before it (Kang and McAuley, 2018)."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items, HIDDEN)
+        self.positions = nn.Embedding(MAX_LENGTH, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(HIDDEN)
+        nn.init.normal_(self.items.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+
+    def encode(self, history: JaggedTensor, max_length: int, kind: Kind) -> Tensor:
+        """Return the state after each event: [tokens, HIDDEN]."""
+        items, offsets = history.values(), history.offsets()
+        starts = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=len(items))
+        x = self.items(items) + self.positions(torch.arange(len(items), device=items.device) - starts)
+        for block in self.blocks:
+            x = block(x, offsets, max_length, kind)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, history: JaggedTensor, negatives: Tensor, max_length: int, kind: Kind) -> Tensor:
+        """Return the sum of the losses: of a softmax over the next item and the negatives, for each next item."""
+        items, offsets = history.values(), history.offsets()
+        states = self.encode(history, max_length, kind)
+        # The labels are the items, shifted by one. The last event of a history has none: another history follows it.
+        labels = items.roll(-1)
+        is_start = torch.zeros(len(items) + 1, dtype=torch.bool, device=items.device)
+        is_start[offsets] = True
+        positive = (states * self.items(labels)).sum(dim=1, keepdim=True)
+        negative = states @ self.items(negatives).T
+        # A negative that happens to be the next item does not count.
+        negative = negative.masked_fill(labels[:, None] == negatives, -torch.inf)
+        losses = torch.logsumexp(torch.cat([positive, negative], dim=1), dim=1) - positive.squeeze(1)
+        return (losses * ~is_start[1:]).sum()
+
+
+def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
+    """Train, and evaluate before and after."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    num_items = read_manifest(data).vocabulary_sizes["item_id"]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(SASRec(num_items).to(device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    # A batch without candidates and labels has a loss token for each item but the first of a history.
+    loader = build_loader(data, _config("train"), rank=rank, world_size=world_size)
+    cost = SelfAttentionCost(
+        hidden=HIDDEN, heads=HEADS, head_dim=HIDDEN // HEADS, layers=LAYERS, ffn_multiplier=4, max_tokens=MAX_LENGTH
+    )
+    average = LossAverage(device=device)
+    loads: list[StepMetrics] = []
+    report(f"before training | {evaluate(model.module, data, kind, device)}")
+    with Balancer(loader, cost=cost, device=device, on_step=loads.append) as balancer:
+        epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
+        for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
+            history, max_length = batch.features["item_id"], max(1, batch.max_lengths["item_id"])
+            negatives = torch.randint(1, num_items, (NUM_NEGATIVES,), device=device)
+            if step == 1:
+                check_attentions(model.module, history, negatives, max_length)
+            optimizer.zero_grad()
+            loss_sum = model(history, negatives, max_length, kind)
+            scale_loss(loss_sum, batch).backward()  # over the loss tokens of all ranks, which the batch knows
+            optimizer.step()
+
+            average.update(loss_sum, batch)
+            if step % REPORT_EVERY == 0 or step == num_steps:
+                (loss,) = average.compute()
+                summary = summarize(loads)
+                report(
+                    f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
+                    f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
+                )
+                average.reset()
+                loads.clear()
+    report(f"after training | {evaluate(model.module, data, kind, device)}")
+
+
+@torch.no_grad()
+def evaluate(model: SASRec, data: Path, kind: Kind, device: torch.device, num_steps: int = 10) -> str:
+    """Rank all items for the last event of each history in the validation split; users of it are not trained on."""
+    loader = build_loader(data, _config("eval"), rank=dist.get_rank(), world_size=dist.get_world_size())
+    metrics = RankingMetrics(ks=(10, 100), device=device)
+    for batch in itertools.islice(loader, num_steps):
+        history = batch.to(device).features["item_id"]
+        states = model.encode(history, max(1, batch.max_lengths["item_id"]), kind)
+        last = history.offsets()[1:][history.lengths() > 1] - 1  # predicted from the event before it
+        scores = states[last - 1] @ model.items.weight.T
+        of_target = scores.gather(1, history.values()[last, None])
+        metrics.update(1 + (scores > of_target).sum(dim=1))  # the target's place in the ranking
+    return " | ".join(f"{name} {value:.4f}" for name, value in metrics.compute().items() if "recall" in name)
+
+
+@torch.no_grad()
+def check_attentions(model: SASRec, history: JaggedTensor, negatives: Tensor, max_length: int) -> None:
+    """Check that attention with and without padding gives the same loss."""
+    padded, jagged = (float(model(history, negatives, max_length, kind)) for kind in ATTENTIONS)
+    report(f"loss sum of the first batch | padded attention {padded:.2f} | jagged attention {jagged:.2f}")
+    torch.testing.assert_close(padded, jagged, rtol=1e-4, atol=1e-4)
+
+
+def _config(split: str) -> LoaderConfig:
+    return LoaderConfig(split=split, batch_size=BATCH_SIZE, max_history_length=MAX_LENGTH)
+
+
+def report(line: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def main(data: Path = Path("out/synthetic"), steps: int = 100, attention: Kind = "padded") -> None:
+    """Train SASRec on balanced batches; run it under torchrun."""
+    read_manifest(data)  # raises if there is no dataset, before anything starts
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.distributed.get_node_local_rank())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(data, steps, attention, device)
+    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,152 @@
+"""One's own Dataset and DataLoader in front of a Balancer, with a checkpoint from which training continues exactly.
+
+    evenrank preprocess --dataset synthetic --out out/synthetic
+    torchrun --nproc_per_node 2 examples/own_dataloader.py --data out/synthetic
+
+`Histories` and `NextItem` stand for any dataset and any model. What evenrank adds is in `build_balancer` and `train`:
+JaggedCollate, the Balancer and `scale_loss`. torchdata's StatefulDataLoader is a DataLoader that can save its position;
+with `torch.utils.data.DataLoader` in its place training is the same, but nothing can be resumed.
+"""
+
+import gc
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from evenrank.cli.main import run_command
+from evenrank.dataloader import JaggedCollate, dense, jagged
+from evenrank.dataloader.balance import Balancer, StepMetrics, summarize
+from evenrank.datasets import read_manifest
+from evenrank.training import LossAverage, scale_loss
+
+MAX_LENGTH = 256
+BATCH_SIZE = 16  # per rank
+EMBEDDING_DIM = 32
+
+
+class Histories(Dataset[dict[str, Any]]):
+    """The histories in a folder of Parquet files, each without its last event, which is to be predicted."""
+
+    def __init__(self, folder: Path) -> None:
+        column = pyarrow.parquet.read_table(folder, columns=["item_id"])["item_id"].combine_chunks()
+        self.items, self.offsets = column.values.to_numpy(), column.offsets.to_numpy()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        items = self.items[self.offsets[index] : self.offsets[index + 1]][-MAX_LENGTH:]
+        return {"item_id": items[:-1], "next_item": items[-1]}
+
+
+class NextItem(nn.Module):
+    """Predicts the next item from the mean embedding of a history."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(num_items, EMBEDDING_DIM, mode="mean", include_last_offset=True)
+        self.scores = nn.Linear(EMBEDDING_DIM, num_items)
+
+    def forward(self, items: Tensor, offsets: Tensor) -> Tensor:
+        """Return a logit per row and item: [rows, num_items]."""
+        logits: Tensor = self.scores(self.items(items, offsets))
+        return logits
+
+
+def cost(lengths: dict[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what each sample costs: looking up its events, and its scores, which cost as much as 64 events."""
+    return 64 + lengths["item_id"]
+
+
+def build_balancer(histories: Histories, loads: list[StepMetrics]) -> Balancer[Any]:
+    """Return balanced batches of this rank's share of the histories."""
+    mine = Subset(histories, range(dist.get_rank(), len(histories), dist.get_world_size()))
+    collate = JaggedCollate({"item_id": jagged(max_length=MAX_LENGTH), "next_item": dense(dtype=torch.int64)})
+    loader = StatefulDataLoader(mine, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
+    return Balancer(loader, cost=cost, on_step=loads.append)
+
+
+def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path, *, is_resumed: bool) -> list[float]:
+    """Train to `last_step`, and save a checkpoint halfway, or resume from it.
+
+    Returns:
+        The mean loss of each step that was trained, over all ranks.
+
+    """
+    torch.manual_seed(0 if not is_resumed else 1)  # which must not matter: all that does is in the checkpoint
+    model = DistributedDataParallel(NextItem(num_items))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    average = LossAverage()
+    first_step = 0
+    losses: list[float] = []
+    loads: list[StepMetrics] = []
+    with build_balancer(histories, loads) as balancer:
+        if is_resumed:
+            saved = torch.load(checkpoint, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            balancer.load_state_dict(saved["data"])
+            first_step = saved["step"]
+        epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
+        for step, batch in zip(range(first_step + 1, last_step + 1), epochs, strict=False):
+            history = batch.features["item_id"]
+            logits = model(history.values(), history.offsets())
+            # The rows from num_real on are padding.
+            loss_sum = F.cross_entropy(logits[: batch.num_real], batch.next_item[: batch.num_real], reduction="sum")
+            optimizer.zero_grad()
+            scale_loss(loss_sum, batch).backward()
+            optimizer.step()
+
+            if step == last_step // 2 and not is_resumed:
+                # A file per rank, because each rank has its own position in its own samples.
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state | {"data": balancer.state_dict()}, checkpoint)
+            average.reset()
+            average.update(loss_sum, batch)
+            losses += average.compute()
+            if step % 10 == 0:
+                summary = summarize(loads)
+                report(
+                    f"step {step} | loss {losses[-1]:.4f} | heaviest rank over lower bound "
+                    f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
+                )
+                loads.clear()
+    return losses
+
+
+def report(line: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def main(data: Path = Path("out/synthetic"), steps: int = 60) -> None:
+    """Train from one's own DataLoader, and again from a checkpoint; run it under torchrun."""
+    num_items = read_manifest(data).vocabulary_sizes["item_id"]
+    histories = Histories(data / "train")
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / f"rank-{dist.get_rank()}.pt"
+        losses = train(histories, num_items, steps, checkpoint, is_resumed=False)
+        report(f"resuming after step {steps // 2}")
+        resumed = train(histories, num_items, steps, checkpoint, is_resumed=True)
+    assert resumed == losses[steps // 2 :], "resumed training has other losses"
+    report(f"the {len(resumed)} losses after the checkpoint are the same, bit for bit")
+    gc.collect()  # DistributedDataParallel refers to the process group, in cycles
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_command(main)
