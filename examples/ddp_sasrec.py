@@ -15,13 +15,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.cli.main import run_command
-from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
@@ -37,11 +37,13 @@ Kind = Literal["padded", "jagged"]
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     """Attend within each history, all padded to the longest. q, k, v and the result: [tokens, heads, head_dim]."""
-    padded = [
-        JaggedTensor(x.flatten(1), offsets=offsets).to_padded_dense(max_length).unflatten(2, x.shape[1:]).transpose(1, 2)
-        for x in (q, k, v)
-    ]  # each [rows, heads, max_length, head_dim]; causal attention never looks at the padding, which comes last
-    attended = F.scaled_dot_product_attention(*padded, is_causal=True).transpose(1, 2)
+
+    def pad(x: Tensor) -> Tensor:  # [rows, heads, max_length, head_dim]
+        rows = JaggedTensor(x.flatten(1), offsets=offsets).to_padded_dense(max_length)
+        return rows.unflatten(2, x.shape[1:]).transpose(1, 2)
+
+    # Causal attention never looks at the padding, which comes last.
+    attended = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True).transpose(1, 2)
     is_token = torch.arange(max_length, device=q.device) < offsets.diff()[:, None]
     return attended[is_token]
 
@@ -53,8 +55,8 @@ def jagged_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_lengt
     `torch.nn.attention.varlen.varlen_attn` takes them all at once, in bfloat16.
     """
     lengths = offsets.diff().tolist()
-    rows = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
-    attended = [F.scaled_dot_product_attention(*row, is_causal=True) for row in rows]  # each [heads, length, head_dim]
+    rows = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)  # [heads, length, head_dim]
+    attended = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in rows]
     return torch.cat(attended, dim=1).transpose(0, 1)
 
 
@@ -113,7 +115,8 @@ class SASRec(nn.Module):
         # A negative that happens to be the next item does not count.
         negative = negative.masked_fill(labels[:, None] == negatives, -torch.inf)
         losses = torch.logsumexp(torch.cat([positive, negative], dim=1), dim=1) - positive.squeeze(1)
-        return (losses * ~is_start[1:]).sum()
+        loss_sum: Tensor = (losses * ~is_start[1:]).sum()
+        return loss_sum
 
 
 def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
@@ -125,7 +128,7 @@ def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
     # A batch without candidates and labels has a loss token for each item but the first of a history.
-    loader = build_loader(data, _config("train"), rank=rank, world_size=world_size)
+    loader = build_loader(data, config_of("train"), rank=rank, world_size=world_size)
     cost = SelfAttentionCost(
         hidden=HIDDEN, heads=HEADS, head_dim=HIDDEN // HEADS, layers=LAYERS, ffn_multiplier=4, max_tokens=MAX_LENGTH
     )
@@ -135,7 +138,7 @@ def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
     with Balancer(loader, cost=cost, device=device, on_step=loads.append) as balancer:
         epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
         for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
-            history, max_length = batch.features["item_id"], max(1, batch.max_lengths["item_id"])
+            history, max_length = batch.features["item_id"], longest(batch)
             negatives = torch.randint(1, num_items, (NUM_NEGATIVES,), device=device)
             if step == 1:
                 check_attentions(model.module, history, negatives, max_length)
@@ -160,11 +163,11 @@ def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
 @torch.no_grad()
 def evaluate(model: SASRec, data: Path, kind: Kind, device: torch.device, num_steps: int = 10) -> str:
     """Rank all items for the last event of each history in the validation split; users of it are not trained on."""
-    loader = build_loader(data, _config("eval"), rank=dist.get_rank(), world_size=dist.get_world_size())
+    loader = build_loader(data, config_of("eval"), rank=dist.get_rank(), world_size=dist.get_world_size())
     metrics = RankingMetrics(ks=(10, 100), device=device)
     for batch in itertools.islice(loader, num_steps):
         history = batch.to(device).features["item_id"]
-        states = model.encode(history, max(1, batch.max_lengths["item_id"]), kind)
+        states = model.encode(history, longest(batch), kind)
         last = history.offsets()[1:][history.lengths() > 1] - 1  # predicted from the event before it
         scores = states[last - 1] @ model.items.weight.T
         of_target = scores.gather(1, history.values()[last, None])
@@ -180,7 +183,13 @@ def check_attentions(model: SASRec, history: JaggedTensor, negatives: Tensor, ma
     torch.testing.assert_close(padded, jagged, rtol=1e-4, atol=1e-4)
 
 
-def _config(split: str) -> LoaderConfig:
+def longest(batch: SequenceBatch) -> int:
+    """Return the events of the longest history, which the host knows without asking the GPU; at least 1."""
+    return max(1, (batch.max_lengths or {}).get("item_id", 0))
+
+
+def config_of(split: str) -> LoaderConfig:
+    """Return the settings of the batches of a split."""
     return LoaderConfig(split=split, batch_size=BATCH_SIZE, max_history_length=MAX_LENGTH)
 
 

@@ -10,6 +10,7 @@ with the load of the heaviest rank over the mean of the ranks, by the cost of on
 
 import heapq
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from evenrank.dataloader.balance import (
     register_strategy,
     summarize,
 )
+from evenrank.datasets import read_manifest
 
 HIDDEN, LAYERS, WINDOW = 64, 2, 64
 MAX_LENGTH = 2048
@@ -47,15 +49,16 @@ class SlidingWindowCost:
     window: int
 
     def __call__(
-        self, lengths: dict[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Return the cost of each sample: int64 [B]."""
         events = lengths["item_id"]
         in_full = np.minimum(events, self.window)  # events that see all events before them
         pairs = in_full * (in_full + 1) // 2 + (events - in_full) * self.window
-        return self.layers * (12 * events * self.hidden**2 + 2 * pairs * self.hidden)
+        costs: NDArray[np.int64] = self.layers * (12 * events * self.hidden**2 + 2 * pairs * self.hidden)
+        return costs
 
-    def tokens(self, lengths: dict[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+    def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the tokens of each sample: int64 [B], by which strategies choose what to move."""
         return lengths["item_id"]
 
@@ -96,17 +99,19 @@ def compare(data: Path, cost: Cost, strategy: str, own_cost: Cost, num_steps: in
 
 def main(data: Path = Path("out/synthetic"), steps: int = 20) -> None:
     """Compare costs and strategies; run it under torchrun."""
+    read_manifest(data)  # raises if there is no dataset, before anything starts
     own_cost = SlidingWindowCost(hidden=HIDDEN, layers=LAYERS, window=WINDOW)
     full = SelfAttentionCost(hidden=HIDDEN, heads=2, head_dim=HIDDEN // 2, layers=LAYERS, ffn_multiplier=4)
     dist.init_process_group("gloo")
-    for name, cost, strategy in [
+    runs: list[tuple[str, Cost, str]] = [
         ("not balanced", own_cost, "identity"),
         ("cost of full attention", full, "lpt-swap"),
         ("own cost, lpt-swap", own_cost, "lpt-swap"),
         ("own cost, min-move", own_cost, "min-move"),
         ("own cost, karmarkar-karp", own_cost, "karmarkar-karp"),
         ("own cost, own strategy", own_cost, "heaviest-first"),
-    ]:
+    ]
+    for name, cost, strategy in runs:
         result = compare(data, cost, strategy, own_cost, steps)
         if dist.get_rank() == 0:
             print(f"{name:<25}| {result}", flush=True)

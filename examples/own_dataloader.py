@@ -11,6 +11,8 @@ with `torch.utils.data.DataLoader` in its place training is the same, but nothin
 import gc
 import itertools
 import tempfile
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +67,7 @@ class NextItem(nn.Module):
         return logits
 
 
-def cost(lengths: dict[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+def cost(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return what each sample costs: looking up its events, and its scores, which cost as much as 64 events."""
     return 64 + lengths["item_id"]
 
@@ -136,6 +138,7 @@ def main(data: Path = Path("out/synthetic"), steps: int = 60) -> None:
     """Train from one's own DataLoader, and again from a checkpoint; run it under torchrun."""
     num_items = read_manifest(data).vocabulary_sizes["item_id"]
     histories = Histories(data / "train")
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # of torchdata, which calls it
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / f"rank-{dist.get_rank()}.pt"

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 examples/train_semantic_ids.py --data out/synthetic
 
 An item is a tuple of codes, one per level, instead of a row of one large table (as in TIGER, Rajput et al., 2023). The
-table of codes is made here from the item ids; a real one comes from a quantizer, and is a .npy or .pt file. What evenrank
+table of codes is made here from the item ids; a real one comes from a quantizer, in a .npy or .pt file. What evenrank
 adds is in `train` and `evaluate`: SemanticIdConfig, which turns histories into tokens, and the Balancer.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,8 +84,12 @@ class CodePredictor(nn.Module):
         beams = torch.zeros(len(encoded), 1, 0, dtype=torch.int64)
         scores = torch.zeros(len(encoded), 1)
         for _ in range(LEVELS):
-            of_beams = (x.repeat_interleave(beams.shape[1], dim=0) for x in (encoded, is_padding))
-            logits = self.decode(*of_beams, beams.flatten(0, 1))[:, -1]
+            width_so_far = beams.shape[1]
+            logits = self.decode(
+                encoded.repeat_interleave(width_so_far, dim=0),
+                is_padding.repeat_interleave(width_so_far, dim=0),
+                beams.flatten(0, 1),
+            )[:, -1]
             extended = scores[:, :, None] + logits.log_softmax(dim=1).unflatten(0, beams.shape[:2])
             scores, chosen = extended.flatten(1).topk(min(width, extended[0].numel()))
             parents = beams.gather(1, (chosen // self.codebook_size)[:, :, None].expand(-1, -1, beams.shape[2]))
