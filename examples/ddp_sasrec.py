@@ -40,7 +40,8 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_lengt
 
     def pad(x: Tensor) -> Tensor:  # [rows, heads, max_length, head_dim]
         rows = JaggedTensor(x.flatten(1), offsets=offsets).to_padded_dense(max_length)
-        return rows.unflatten(2, x.shape[1:]).transpose(1, 2)
+        by_head: Tensor = rows.unflatten(2, x.shape[1:]).transpose(1, 2)
+        return by_head
 
     # Causal attention never looks at the padding, which comes last.
     attended = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True).transpose(1, 2)

@@ -55,14 +55,11 @@ class CodePredictor(nn.Module):
         self.logits = nn.Linear(HIDDEN, codebook_size)
 
     def encode(self, batch: SemanticIdBatch) -> tuple[Tensor, Tensor]:
-        """Return the encoded samples, [num_real, 1 + tokens, HIDDEN], and which of their tokens are padding."""
+        """Return the encoded histories, [batch_size, 1 + tokens, HIDDEN], and which of their tokens are padding."""
         history = batch.features["semantic_id"]
-        lengths = history.lengths()[: batch.num_real]
-        longest = int(lengths.max()) if len(lengths) else 0
-        tokens = history.to_padded_dense(longest)[: batch.num_real].long()
-        x = self._embed(tokens)
-        is_padding = torch.arange(longest + 1) > lengths[:, None]
-        return self.encoder(x, src_key_padding_mask=is_padding), is_padding
+        tokens = history.to_padded_dense(int(history.lengths().max())).long()
+        is_padding = torch.arange(tokens.shape[1] + 1) > history.lengths()[:, None]
+        return self.encoder(self._embed(tokens), src_key_padding_mask=is_padding), is_padding
 
     def decode(self, encoded: Tensor, is_padding: Tensor, codes: Tensor) -> Tensor:
         """Return the logits of the next code after each code: [rows, n + 1, codebook_size], given codes [rows, n]."""
@@ -73,13 +70,15 @@ class CodePredictor(nn.Module):
 
     def forward(self, batch: SemanticIdBatch) -> Tensor:
         """Return the sum of the losses of all codes of all samples."""
-        codes = batch.labels["label"].values().view(-1, LEVELS)
-        logits = self.decode(*self.encode(batch), codes[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="sum")
+        # All rows go through the model, so that the loss depends on all parameters if none of them is a sample.
+        codes = batch.labels["label"].to_padded_dense(LEVELS).long()
+        encoded, is_padding = self.encode(batch)
+        logits = self.decode(encoded, is_padding, codes[:, :-1])[: batch.num_real]
+        return F.cross_entropy(logits.flatten(0, 1), codes[: batch.num_real].flatten(), reduction="sum")
 
     @torch.no_grad()
     def beam_search(self, batch: SemanticIdBatch, width: int) -> Tensor:
-        """Return the most likely items, best first, as codes: [num_real, width, LEVELS]."""
+        """Return the most likely items, best first, as codes: [batch_size, width, LEVELS]."""
         encoded, is_padding = self.encode(batch)
         beams = torch.zeros(len(encoded), 1, 0, dtype=torch.int64)
         scores = torch.zeros(len(encoded), 1)
@@ -109,7 +108,7 @@ def train(data: Path, num_steps: int) -> None:
     model = DistributedDataParallel(CodePredictor(table.codebook_sizes[0]))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
-    config = SemanticIdConfig(codes=table, batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY, drop_last=True)
+    config = SemanticIdConfig(codes=table, batch_size=BATCH_SIZE, max_history_length=MAX_HISTORY)
     loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size())
     cost = SelfAttentionCost(
         hidden=HIDDEN,
@@ -150,8 +149,8 @@ def evaluate(model: CodePredictor, data: Path, table: CodeTable, num_steps: int 
     loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size())
     metrics = RankingMetrics(ks=(1, BEAM_WIDTH))
     for batch in itertools.islice(loader, num_steps):
-        codes = batch.labels["label"].values().view(-1, 1, LEVELS)
-        is_found = (model.beam_search(batch, BEAM_WIDTH) == codes).all(dim=2)
+        codes = batch.labels["label"].values().view(-1, 1, LEVELS)  # of the samples, without padding
+        is_found = (model.beam_search(batch, BEAM_WIDTH)[: batch.num_real] == codes).all(dim=2)
         metrics.update(is_found.any(dim=1) * (1 + is_found.int().argmax(dim=1)))  # 0: not among the items found
     return " | ".join(f"{name} {value:.4f}" for name, value in metrics.compute().items() if "recall" in name)
 

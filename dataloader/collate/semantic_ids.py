@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError, first_line
+from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batch import SemanticIdBatch
 from evenrank.dataloader.collate.layout import Layout
@@ -46,6 +46,25 @@ class CodeTable:
     """[items, levels]; -1 in every level of an item without a code."""
     codebook_sizes: tuple[int, ...]
     """[levels]: the codes of a level are in 0..size-1."""
+
+    def __post_init__(self) -> None:
+        codes, sizes = self.codes, self.codebook_sizes
+        if codes.ndim != 2 or codes.dtype.kind not in "iu" or codes.shape[1] != len(sizes):
+            raise ConfigError(
+                f"codes must be integers [items, {len(sizes)}], as there are {len(sizes)} codebook_sizes, got "
+                f"{codes.dtype} {list(codes.shape)}; transpose a table [levels, items]"
+            )
+        if ((codes < _NO_CODE) | (codes >= np.array(sizes))).any():
+            raise ConfigError(
+                f"codes must be -1 (no code) or below codebook_sizes, {list(sizes)}, got {codes.min()} to "
+                f"{codes.max(axis=0).tolist()} in the levels; give each level a size above its largest code"
+            )
+        partly_missing = (codes == _NO_CODE).any(axis=1) & (codes != _NO_CODE).any(axis=1)
+        if partly_missing.any():
+            raise ConfigError(
+                f"item {int(np.argmax(partly_missing))} has codes in some levels only; set all of its levels to -1, or "
+                "none"
+            )
 
     @property
     def level_offsets(self) -> NDArray[np.int64]:
