@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO
 
-import pooch
 import requests
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -95,6 +94,8 @@ def _locked_folder(raw_dir: Path) -> Iterator[None]:
 
 
 def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> None:
+    import pooch  # in a notebook without widgets this shows a warning about progress bars, of use to downloads at most
+
     pooch.get_logger().setLevel("ERROR")  # the command line reports progress itself
     partial_archive = archive.with_name(f"{archive.name}.partial")
     try:

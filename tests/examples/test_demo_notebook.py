@@ -34,6 +34,7 @@ def test_the_notebook_prints_what_is_stored_in_it(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr
+    assert "TqdmWarning" not in executed.read_text()  # of a progress bar that notebooks cannot show
     stored, actual = _outputs(NOTEBOOK), _outputs(executed)
     *planned, loss = map(_text, stored)
     assert [_text(outputs) for outputs in actual[:-1]] == planned

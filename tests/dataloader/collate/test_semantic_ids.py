@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader
 from evenrank.dataloader.batch_schema import check_contents
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
@@ -253,3 +253,18 @@ def test_files_without_a_table_of_codes_are_refused_with_one_line(tmp_path: Path
             read_codes(path)
         assert str(caught.value).startswith(str(path))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        (np.zeros((2, 5), dtype=np.int32), r"codes must be integers \[items, 3\].*got int32 \[2, 5\]; transpose"),
+        (np.zeros((5, 3)), "codes must be integers"),
+        (np.array([[0, 1, 4]]), r"below codebook_sizes, \[2, 3, 4\], got 0 to \[0, 1, 4\]"),
+        (np.array([[0, -2, 0]]), "codes must be -1"),
+        (np.array([[0, 0, 0], [0, -1, 0]]), "item 1 has codes in some levels only"),
+    ],
+)
+def test_a_table_that_is_no_table_of_codes_is_an_error(codes: NDArray[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CodeTable(codes=codes, codebook_sizes=(2, 3, 4))
