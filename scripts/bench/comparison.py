@@ -16,7 +16,7 @@ loads are costs of an HSTU model (8 layers, 1,024 wide, interleaved actions) and
     padded_epoch           time of the epoch of a model that computes on this padding, by its number of tokens, over
                            that of an even one without padding
     x_chance               variance over steps of the mean length of a step's samples, over that of random batches: 1 is
-                           chance, within 2 * sqrt(2 / steps)
+                           chance, within 2 * sqrt(2 / steps); null if all samples are equally long
     most, fewest           samples of a rank in a step
     moved                  fraction of tokens that are trained on another rank than the one that loaded them; null if
                            ranks load what they train
@@ -79,10 +79,11 @@ def measure_plan(plan: Plan, epoch: Epoch) -> Row:
     padded = counts * longest_per_rank(plan, lengths, world_size)
     mean_lengths = lengths[plan.samples].mean(axis=1)
     even = lengths.sum() / counts.size
+    by_chance = float(lengths.var() / samples_per_step)
     row: Row = {
         "padding": round(float(1 - lengths.sum() / padded.sum()), 4),
         "padded_epoch": round(float(padded.max(axis=1).mean() / even), 3),
-        "x_chance": round(float(mean_lengths.var() / (lengths.var() / samples_per_step)), 3),
+        "x_chance": round(float(mean_lengths.var()) / by_chance, 3) if by_chance else None,
         "most": int(counts.max()),
         "fewest": int(counts.min()),
     }
@@ -141,8 +142,9 @@ def markdown(rows: Sequence[Row]) -> str:
         for name in _NAMES:
             of_row += [f"{row[name]:.3f} ({row[f'{name}_worst']:.3f})", f"{row[f'{name}_epoch']:.3f}"]
         samples = f"{row['most']}" if row["most"] == row["fewest"] else f"{row['fewest']} to {row['most']}"
+        chance = "" if row["x_chance"] is None else f"{row['x_chance']:.2f}"
         sent = "" if row["all_to_all_mb"] is None else f"{row['all_to_all_mb']:.2f}"
-        of_row += [percent(row["padding"]), f"{row['padded_epoch']:.2f}", f"{row['x_chance']:.2f}", samples]
+        of_row += [percent(row["padding"]), f"{row['padded_epoch']:.2f}", chance, samples]
         cells.append([*of_row, percent(row["moved"]), sent, f"{row['ms']:.3f}", f"{row['x_lpt_swap']:.2f}"])
     return table(columns, cells)
 
