@@ -76,6 +76,7 @@ bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py
 	@$(BIN)/python scripts/bench/sampler.py
 	@$(BIN)/python scripts/bench/window.py
+	@$(BIN)/python scripts/bench/comparison.py
 	@$(BIN)/python scripts/bench/window_training.py
 	@$(BIN)/python scripts/bench/loader.py
 	@$(BIN)/python scripts/bench/preprocess.py --shape ml-20m
