@@ -13,8 +13,7 @@ loads are costs of an HSTU model (8 layers, 1,024 wide, interleaved actions) and
                            sum over steps of the heaviest load, over that of the mean load: the time of the epoch over
                            that of a perfectly even one, if ranks wait for each other in every step
     padding                fraction of padding if each rank pads its samples to the longest of them
-    padded_epoch           time of the epoch of a model that computes on this padding, by its number of tokens, over
-                           that of an even one without padding
+    padded_epoch           attention_epoch of a model that computes on this padding, over the same even epoch without it
     x_chance               variance over steps of the mean length of a step's samples, over that of random batches: 1 is
                            chance, within 2 * sqrt(2 / steps); null if all samples are equally long
     most, fewest           samples of a rank in a step
@@ -22,7 +21,7 @@ loads are costs of an HSTU model (8 layers, 1,024 wide, interleaved actions) and
                            ranks load what they train
     all_to_all_mb          what a rank receives per step if just those are sent, in megabytes (10^6 bytes)
     all_gather_mb          what it receives if every rank gets all samples
-    ms                     time to plan a step for the HSTU model, in one thread, median over rounds
+    ms                     CPU time to plan a step for the HSTU model, in one thread, median over rounds
     x_lpt_swap             ms relative to lpt-swap, median over rounds
 
 A sample has two int64 values per event, its item and its action.
@@ -71,21 +70,29 @@ def epoch_time(loads: NDArray[np.float64]) -> float:
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
 
 
-def measure_plan(plan: Plan, epoch: Epoch) -> Row:
-    """Return the columns that do not depend on the model."""
-    lengths, world_size = epoch.lengths, epoch.world_size
-    samples_per_step = world_size * epoch.batch_size
-    counts = per_rank(plan, np.ones_like(lengths), world_size)
-    padded = counts * longest_per_rank(plan, lengths, world_size)
-    mean_lengths = lengths[plan.samples].mean(axis=1)
-    even = lengths.sum() / counts.size
-    by_chance = float(lengths.var() / samples_per_step)
-    row: Row = {
-        "padding": round(float(1 - lengths.sum() / padded.sum()), 4),
-        "padded_epoch": round(float(padded.max(axis=1).mean() / even), 3),
-        "x_chance": round(float(mean_lengths.var()) / by_chance, 3) if by_chance else None,
+def padding(plan: Plan, epoch: Epoch) -> Row:
+    """Return the columns about ranks that pad their samples to the longest of them."""
+    counts = per_rank(plan, np.ones_like(epoch.lengths), epoch.world_size)
+    longest = longest_per_rank(plan, epoch.lengths, epoch.world_size)
+    padded_load = counts * epoch.model.costs(longest)
+    even_load = epoch.model.costs(epoch.lengths).sum() / counts.size
+    return {
+        "padding": round(float(1 - epoch.lengths.sum() / (counts * longest).sum()), 4),
+        "padded_epoch": round(float(padded_load.max(axis=1).mean() / even_load), 3),
         "most": int(counts.max()),
         "fewest": int(counts.min()),
+    }
+
+
+def measure_steps(plan: Plan, epoch: Epoch) -> Row:
+    """Return the columns about what is in a step, and what has to be sent."""
+    lengths, world_size = epoch.lengths, epoch.world_size
+    samples_per_step = world_size * epoch.batch_size
+    mean_lengths = lengths[plan.samples].mean(axis=1)
+    even = lengths.sum() / (len(plan.samples) * world_size)
+    by_chance = float(lengths.var() / samples_per_step)
+    row: Row = {
+        "x_chance": round(float(mean_lengths.var()) / by_chance, 3) if by_chance else None,
     }
     all_gathered = even * (world_size - 1) * _BYTES_PER_EVENT / 1e6
     if not np.array_equal(plan.samples, epoch.samples):  # decided before samples are loaded
@@ -111,15 +118,14 @@ def measure(lengths: Ints, world_size: int, rounds: int) -> list[Row]:
             row[name] = round(float(imbalance.mean()), 4)
             row[f"{name}_worst"] = round(float(imbalance.max()), 4)
             row[f"{name}_epoch"] = round(epoch_time(loads), 4)
-            if name == "hstu":
-                row |= measure_plan(plan, epoch)
+            row |= measure_steps(plan, epoch) if name == "hstu" else padding(plan, epoch)
         rows.append(row)
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     for _ in range(rounds):
         for method, plan_epoch in METHODS.items():
-            started = time.perf_counter()
+            started = time.thread_time()
             plan_epoch(epochs["hstu"])
-            seconds[method].append(time.perf_counter() - started)
+            seconds[method].append(time.thread_time() - started)
     num_steps = len(lengths) // (world_size * BATCH_SIZE)
     for row, of_method in zip(rows, seconds.values(), strict=True):
         relative = [one / other for one, other in zip(of_method, seconds["lpt-swap"], strict=True)]

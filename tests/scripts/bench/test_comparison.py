@@ -44,18 +44,21 @@ def test_methods_are_compared_on_the_same_samples(
 def test_columns_of_a_plan_are_computed_from_its_lengths() -> None:
     # Two steps of two ranks with two samples each; in the second step the ranks exchange 9 and 3.
     lengths = np.array([4, 4, 2, 2, 1, 9, 3, 7])
-    epoch = Epoch(lengths, MODELS["hstu"], 2, 2)
+    epoch = Epoch(lengths, MODELS["attention"], 2, 2)
     plan = Plan(epoch.samples, np.array([[0, 0, 1, 1], [0, 1, 0, 1]], dtype=np.int32))
     assert comparison.per_rank(plan, lengths, 2).tolist() == [[8, 4], [4, 16]]
     assert comparison.longest_per_rank(plan, lengths, 2).tolist() == [[4, 2], [3, 9]]
     assert comparison.epoch_time(np.array([[8.0, 4.0], [4.0, 16.0]])) == 24 / 16
-    row = comparison.measure_plan(plan, epoch)
-    assert row["padding"] == round(1 - 32 / 36, 4)
-    assert row["padded_epoch"] == round((8 + 18) / 16, 3)
+    row = comparison.padding(plan, epoch)
+    assert row["padding"] == round(1 - 32 / (8 + 4 + 6 + 18), 4)
+    costs = dict(enumerate(epoch.model.costs(np.arange(10)).tolist()))
+    even = sum(costs[length] for length in lengths.tolist()) / 4
+    assert row["padded_epoch"] == round((2 * costs[4] + 2 * costs[9]) / 2 / even, 3)
+    assert (row["most"], row["fewest"]) == (2, 2)
+    row = comparison.measure_steps(plan, epoch)
     assert row["moved"] == 12 / 32
     # 8 tokens per rank and step, of 16 bytes, from the other of two ranks; rounded to whole bytes.
     assert row["all_gather_mb"] == 0.0
-    assert (row["most"], row["fewest"]) == (2, 2)
     assert row["x_chance"] == round(float(np.var([3, 5]) / (np.var(lengths) / 4)), 3)
 
 
@@ -63,7 +66,7 @@ def test_bytes_are_those_that_one_rank_receives() -> None:
     lengths = np.full(64, 1000)
     epoch = Epoch(lengths, MODELS["hstu"], 4, 8)
     rank_of = np.tile(np.arange(4, dtype=np.int32), 8)
-    row = comparison.measure_plan(Plan(epoch.samples, np.broadcast_to(rank_of, (2, 32))), epoch)
+    row = comparison.measure_steps(Plan(epoch.samples, np.broadcast_to(rank_of, (2, 32))), epoch)
     assert row["moved"] == 0.75
     assert row["all_to_all_mb"] == 8 * 0.75 * 1000 * 16 / 1e6
     assert row["all_gather_mb"] == 8 * 3 * 1000 * 16 / 1e6
