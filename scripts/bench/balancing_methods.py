@@ -123,7 +123,7 @@ def length_groups(epoch: Epoch) -> Plan:
 def length_groups_strided(epoch: Epoch) -> Plan:
     """The W next samples of a group go to W ranks, so ranks of a step have samples of about the same lengths."""
     samples = group_by_length(epoch).reshape(epoch.samples.shape)
-    ranks = np.arange(samples.shape[1], dtype=np.int32) % np.int32(epoch.world_size)
+    ranks = np.tile(np.arange(epoch.world_size, dtype=np.int32), epoch.batch_size)
     return Plan(samples, np.broadcast_to(ranks, samples.shape))
 
 

@@ -55,7 +55,7 @@ def per_rank(plan: Plan, values: NDArray[np.integer], world_size: int) -> NDArra
     num_steps = len(plan.samples)
     slots = plan.rank_of + world_size * np.arange(num_steps)[:, np.newaxis]
     sums = np.bincount(slots.reshape(-1), values[plan.samples].reshape(-1), num_steps * world_size)
-    return sums.reshape(num_steps, world_size)
+    return sums.reshape(num_steps, world_size).astype(np.float64)
 
 
 def longest_per_rank(plan: Plan, lengths: Ints, world_size: int) -> Ints:

@@ -6,7 +6,7 @@ from typing import Any
 import comparison
 import numpy as np
 import pytest
-from balancing_methods import MODELS, Epoch, Plan
+from balancing_methods import METHODS, MODELS, Epoch, Plan
 
 
 def rows_and_table(
@@ -24,7 +24,7 @@ def test_methods_are_compared_on_the_same_samples(
 ) -> None:
     options = ("--ranks", "4", "--lengths", "lognormal:mean=512,std=512,high=4096", "--steps", "20", "--rounds", "1")
     rows, table = rows_and_table(capsys, monkeypatch, *options)
-    assert list(rows) == list(comparison.METHODS)
+    assert list(rows) == list(METHODS)
     assert len(table) == len(rows) + 2
     assert {(row["ranks"], row["steps"]) for row in rows.values()} == {(4, 16)}  # 20 steps are 2 windows of 8
     for model in MODELS:
