@@ -38,6 +38,7 @@ import numpy as np
 from balancing_methods import METHODS, MODELS, WINDOW, Epoch, Ints, Plan, home
 from numpy.typing import NDArray
 
+from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import parse_distribution
 from rendering.markdown import table
@@ -172,11 +173,20 @@ def main() -> None:
     # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     warm_up()
+    try:
+        distributions = {text: parse_distribution(text) for text in arguments.lengths or LENGTHS}
+        world_sizes = [int(text) for text in arguments.ranks.split(",")]
+    except (ConfigError, DataError, ValueError) as error:
+        parser.error(str(error))
     tables = []
-    for text in arguments.lengths or LENGTHS:
-        distribution = parse_distribution(text)
-        for world_size in map(int, arguments.ranks.split(",")):
+    for text, distribution in distributions.items():
+        for world_size in world_sizes:
             num_steps = min(arguments.steps, arguments.samples // (world_size * BATCH_SIZE)) // WINDOW * WINDOW
+            if not num_steps:
+                parser.error(
+                    f"an epoch of {arguments.samples} samples and {arguments.steps} steps has no window of {WINDOW} "
+                    f"steps of {world_size} ranks; raise --samples or --steps"
+                )
             lengths = distribution.sample(np.random.default_rng(0), num_steps * world_size * BATCH_SIZE)
             setting: Row = {"lengths": text, "ranks": world_size, "steps": num_steps}
             rows = [setting | row for row in measure(lengths, world_size, arguments.rounds)]

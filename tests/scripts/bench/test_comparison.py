@@ -70,3 +70,23 @@ def test_bytes_are_those_that_one_rank_receives() -> None:
     assert row["moved"] == 0.75
     assert row["all_to_all_mb"] == 8 * 0.75 * 1000 * 16 / 1e6
     assert row["all_gather_mb"] == 8 * 3 * 1000 * 16 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--lengths", "cauchy"), "unknown distribution 'cauchy'"),
+        (("--ranks", "8,many"), "'many'"),
+        (("--steps", "7"), "has no window of 8 steps of 8 ranks; raise --samples or --steps"),
+    ],
+)
+def test_wrong_options_end_the_script(
+    options: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["comparison.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        comparison.main()
+    assert message in capsys.readouterr().err
