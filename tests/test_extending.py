@@ -1,4 +1,4 @@
-"""The code of docs/extending.md, run as it stands there, and what happens to registrations that cannot work."""
+"""The code of docs/how-to/extending.md, run as it stands there, and what happens to registrations that cannot work."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.dataloader.batches import ids_of, rows_of
 from tests.ranks import RankFailure, RankPool
 from tests.registrations import restored
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "extending.md"
 CONFIG = LoaderConfig(batch_size=6, max_history_length=50)
 
 

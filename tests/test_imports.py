@@ -1,4 +1,4 @@
-"""The import rules of docs/architecture.md."""
+"""The import rules of docs/explanation/architecture.md."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The code of docs/routing.md, run as it stands there."""
+"""The code of docs/how-to/routing.md, run as it stands there."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.routing import KeyMap, dist_type, remap
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "routing.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "routing.md"
 
 
 def _code() -> list[str]:

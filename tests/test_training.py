@@ -1,4 +1,4 @@
-"""The code of docs/training.md, run as it stands there."""
+"""The code of docs/how-to/training.md, run as it stands there."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from evenrank.datasets.distributions import Uniform
 from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
 from tests.ranks import RankPool
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "training.md"
 COST = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
 CONFIG = LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1)
 DATA = RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4))
