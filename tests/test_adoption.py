@@ -1,4 +1,4 @@
-"""The code of docs/adoption.md, run as it stands there."""
+"""The code of the pages on one's own loader, on checkpoints and on balance with no exchange, run as it stands there."""
 
 import re
 import subprocess
@@ -17,7 +17,10 @@ from tests.checkpoints import resuming
 from tests.checkpoints.resuming import ids_of
 from tests.ranks import RankPool
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "adoption.md"
+ROOT = Path(__file__).resolve().parent.parent
+OWN_LOADER = ROOT / "docs" / "how-to" / "own-loader.md"
+CHECKPOINTS = ROOT / "docs" / "how-to" / "checkpoints.md"
+NO_EXCHANGE = ROOT / "docs" / "explanation" / "no-exchange.md"
 
 # What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
 MY_PROJECT = """
@@ -56,8 +59,8 @@ os._exit(0)
 """
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)
+def _blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
 
 
 def _changed_lines(diff: str, sign: str) -> list[str]:
@@ -65,7 +68,7 @@ def _changed_lines(diff: str, sign: str) -> list[str]:
 
 
 def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_path: Path) -> None:
-    (diff,) = _blocks("diff")
+    (diff,) = _blocks(OWN_LOADER, "diff")
     assert len(_changed_lines(diff, "-")) <= len(_changed_lines(diff, "+")) <= 10
     (tmp_path / "my_project.py").write_text(MY_PROJECT)
     torchrun = Path(sys.executable).parent / "torchrun"
@@ -104,7 +107,7 @@ def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
     """Run both pieces of code on meshes; return the samples of an epoch with each."""
     warnings.simplefilter("ignore")
     seen = []
-    for code in _blocks("python")[:2]:
+    for code in _blocks(OWN_LOADER)[:2]:
         names = _names(path, rank, world_size)
         exec(code, names)
         ids = []
@@ -149,7 +152,7 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
     with resuming.balance(path, rank, world_size) as balancer:
         steps = iter(balancer)
         trained = [sample for _ in range(3) for sample in ids_of(next(steps))]
-        exec(_blocks("python")[2], names | {"balancer": balancer})
+        exec(_blocks(CHECKPOINTS)[0], names | {"balancer": balancer})
         steps.close()  # type: ignore[attr-defined]
         return trained, [sample for batch in balancer for sample in ids_of(batch)]
 
@@ -164,8 +167,8 @@ def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
 
 
 def test_the_callback_of_the_page_is_the_tested_one() -> None:
-    tested = (PAGE.parent.parent / "tests" / "checkpoints" / "test_lightning.py").read_text()
-    lines = [line.strip() for line in _blocks("python")[3].splitlines()]
+    tested = (ROOT / "tests" / "checkpoints" / "test_lightning.py").read_text()
+    lines = [line.strip() for line in _blocks(CHECKPOINTS)[1].splitlines()]
     assert "\n".join(lines[2:]) in "\n".join(line.strip() for line in tested.splitlines())
 
 
@@ -174,7 +177,7 @@ def test_the_nodes_of_the_page_compose(small_dataset: Path) -> None:
 
     trained: list[Any] = []
     names = _names(small_dataset, 0, 1) | {"Loader": Loader, "Mapper": Mapper, "Prefetcher": Prefetcher}
-    exec(_blocks("python")[4], names | {"augment": lambda batch: batch, "train": trained.append})
+    exec(_blocks(OWN_LOADER)[2], names | {"augment": lambda batch: batch, "train": trained.append})
     expected = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1)
     assert [sorted(ids_of(batch)) for batch in trained] == [sorted(ids_of(batch)) for batch in expected]
 
@@ -188,7 +191,7 @@ def _train_with_no_exchange(rank: int, world_size: int, path: Path) -> list[int]
 
     names = _names(path, rank, world_size) | {"BalanceConfig": BalanceConfig, "scale_loss": scale_loss}
     steps: list[StepMetrics] = []
-    exec(_blocks("python")[5], names | {"device": "cpu", "log_step": steps.append, "model": model})
+    exec(_blocks(NO_EXCHANGE)[0], names | {"device": "cpu", "log_step": steps.append, "model": model})
     assert all(step.ratio_after <= step.ratio_before for step in steps)
     return trained
 

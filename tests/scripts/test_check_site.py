@@ -1,0 +1,48 @@
+"""The check of the built documentation finds dead links, and what is fetched from other hosts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "check_site.py"
+HOME = '<h1 id="top">Home</h1><a href="guide/">guide</a><a href="guide/#setup">set-up</a><a href="#top">top</a>'
+GUIDE = '<h2 id="setup">Set-up</h2><a href="..">home</a><img src="../plot.png"><a href="https://example.org/x">out</a>'
+
+
+def _run(folder: Path, home: str = HOME, guide: str = GUIDE) -> subprocess.CompletedProcess[str]:
+    (folder / "guide").mkdir()
+    (folder / "index.html").write_text(home)
+    (folder / "guide" / "index.html").write_text(guide)
+    (folder / "plot.png").touch()
+    return subprocess.run([sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True)
+
+
+def test_a_site_without_dead_links_passes(tmp_path: Path) -> None:
+    run = _run(tmp_path, home=HOME + '<a href="/evenrank/guide/#setup">absolute</a>')
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("html", "problem"),
+    [
+        ('<a href="gide/">', "gide/: there is no such file"),
+        ('<a href="guide/#set-up">', "guide/#set-up: there is no such anchor"),
+        ('<a href="#bottom">', "#bottom: there is no such anchor"),
+        ('<img src="plots.png">', "plots.png: there is no such file"),
+        ('<a href="/guide/">', "/guide/: leaves the site, which is at /evenrank/"),
+        ('<script src="https://cdn.example.org/a.js">', "https://cdn.example.org/a.js: fetched from another host"),
+        (
+            '<link rel="stylesheet" href="//fonts.example.org/a.css">',
+            "//fonts.example.org/a.css: fetched from another host",
+        ),
+    ],
+)
+def test_a_problem_is_a_line_and_an_exit_code(html: str, problem: str, tmp_path: Path) -> None:
+    run = _run(tmp_path, home=HOME + html)
+    assert (run.returncode, run.stderr) == (1, f"index.html: {problem}\n")
+
+
+def test_the_canonical_address_of_a_page_is_not_fetched(tmp_path: Path) -> None:
+    assert _run(tmp_path, home=HOME + '<link rel="canonical" href="https://example.org/">').returncode == 0
