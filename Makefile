@@ -6,6 +6,7 @@
 # make fix        format, and fix what lint can fix
 # make package    build the sdist and the wheel, and try the wheel in an empty environment
 # make coverage   run the tests, and report which lines of the packages they run; at least 90 % have to be
+# make docs       build the documentation into site/, and check every link in it; `make docs-serve` shows it as you write
 # make test-long  slow proofs: long random rounds, soak
 # make test-gpu   the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
 # make lock       renew requirements-dev.lock: the newest versions of the packages that `make install` installs
@@ -19,7 +20,8 @@ INSTALLED := .venv/installed
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-gpu check check-imports fix package coverage lock release bench
+.PHONY: help install demo test test-fast test-long test-gpu check check-imports fix package docs docs-serve coverage lock \
+	release bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
 
@@ -71,6 +73,15 @@ lock: $(INSTALLED)
 
 release: $(INSTALLED)
 	@$(BIN)/python scripts/release.py "$(VERSION)"
+
+# The pages run `evenrank --help` for the reference.
+MKDOCS := PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+docs: $(INSTALLED)
+	@$(MKDOCS) build --strict
+	@$(BIN)/python scripts/check_site.py site
+
+docs-serve: $(INSTALLED)
+	@$(MKDOCS) serve
 
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py
