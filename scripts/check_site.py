@@ -59,9 +59,7 @@ def _parse(path: Path) -> _Page:
     return page
 
 
-def _problem(
-    target: str, is_fetched: bool, path: Path, pages: dict[Path, _Page], site: Path, base: str
-) -> str | None:
+def _problem(target: str, is_fetched: bool, path: Path, pages: dict[Path, _Page], site: Path, base: str) -> str | None:
     parts = urlsplit(target)
     if parts.scheme or parts.netloc:
         return "fetched from another host" if is_fetched and parts.scheme != "data" else None
