@@ -226,3 +226,5 @@ METHODS: dict[str, Callable[[Epoch], Plan]] = {
     "min-move": lambda epoch: partitioned(epoch, "min-move", epoch.model.costs(epoch.lengths)),
     f"window-{WINDOW}": windowed,
 }
+# These assign samples that ranks have loaded. The others decide before that, and each rank loads what it trains.
+AFTER_LOADING = frozenset({"random", "kk-tokens", "kk-7b", "kk-per-head", "kk-cost", "lpt-swap", "min-move"})

@@ -35,7 +35,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from balancing_methods import METHODS, MODELS, WINDOW, Epoch, Ints, Plan, home
+from balancing_methods import AFTER_LOADING, METHODS, MODELS, WINDOW, Epoch, Ints, Plan, home
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
@@ -85,8 +85,8 @@ def padding(plan: Plan, epoch: Epoch) -> Row:
     }
 
 
-def measure_steps(plan: Plan, epoch: Epoch) -> Row:
-    """Return the columns about what is in a step, and what has to be sent."""
+def measure_steps(plan: Plan, epoch: Epoch, *, is_loaded: bool) -> Row:
+    """Return the columns about what is in a step, and what has to be sent if ranks have loaded its samples."""
     lengths, world_size = epoch.lengths, epoch.world_size
     samples_per_step = world_size * epoch.batch_size
     mean_lengths = lengths[plan.samples].mean(axis=1)
@@ -96,7 +96,7 @@ def measure_steps(plan: Plan, epoch: Epoch) -> Row:
         "x_chance": round(float(mean_lengths.var()) / by_chance, 3) if by_chance else None,
     }
     all_gathered = even * (world_size - 1) * _BYTES_PER_EVENT / 1e6
-    if not np.array_equal(plan.samples, epoch.samples):  # decided before samples are loaded
+    if not is_loaded:
         return row | {"moved": None, "all_to_all_mb": None, "all_gather_mb": None}
     moved = lengths[plan.samples[plan.rank_of != home(epoch)]].sum() / lengths.sum()
     return row | {
@@ -119,7 +119,10 @@ def measure(lengths: Ints, world_size: int, rounds: int) -> list[Row]:
             row[name] = round(float(imbalance.mean()), 4)
             row[f"{name}_worst"] = round(float(imbalance.max()), 4)
             row[f"{name}_epoch"] = round(epoch_time(loads), 4)
-            row |= measure_steps(plan, epoch) if name == "hstu" else padding(plan, epoch)
+            if name == "hstu":
+                row |= measure_steps(plan, epoch, is_loaded=method in AFTER_LOADING)
+            else:
+                row |= padding(plan, epoch)
         rows.append(row)
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     for _ in range(rounds):

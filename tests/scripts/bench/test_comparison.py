@@ -55,7 +55,7 @@ def test_columns_of_a_plan_are_computed_from_its_lengths() -> None:
     even = sum(costs[length] for length in lengths.tolist()) / 4
     assert row["padded_epoch"] == round((2 * costs[4] + 2 * costs[9]) / 2 / even, 3)
     assert (row["most"], row["fewest"]) == (2, 2)
-    row = comparison.measure_steps(plan, epoch)
+    row = comparison.measure_steps(plan, epoch, is_loaded=True)
     assert row["moved"] == 12 / 32
     # 8 tokens per rank and step, of 16 bytes, from the other of two ranks; rounded to whole bytes.
     assert row["all_gather_mb"] == 0.0
@@ -66,7 +66,7 @@ def test_bytes_are_those_that_one_rank_receives() -> None:
     lengths = np.full(64, 1000)
     epoch = Epoch(lengths, MODELS["hstu"], 4, 8)
     rank_of = np.tile(np.arange(4, dtype=np.int32), 8)
-    row = comparison.measure_steps(Plan(epoch.samples, np.broadcast_to(rank_of, (2, 32))), epoch)
+    row = comparison.measure_steps(Plan(epoch.samples, np.broadcast_to(rank_of, (2, 32))), epoch, is_loaded=True)
     assert row["moved"] == 0.75
     assert row["all_to_all_mb"] == 8 * 0.75 * 1000 * 16 / 1e6
     assert row["all_gather_mb"] == 8 * 3 * 1000 * 16 / 1e6
