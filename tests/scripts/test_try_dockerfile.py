@@ -1,0 +1,51 @@
+"""The first stage of a Dockerfile, run in a folder."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.try_dockerfile import first_stage, run_stage
+
+pytestmark = pytest.mark.processes
+
+DOCKERFILE = """\
+# A comment.
+ARG IMAGE=debian
+FROM ${IMAGE} AS build
+ARG WORD=default
+ENV PLACE=/opt/place \\
+    OTHER="two words"
+WORKDIR /src
+RUN mkdir -p "$PLACE" \\
+    && echo "${WORD} ${OTHER}" > /opt/place/words
+COPY a.txt b.txt ./
+RUN cat a.txt b.txt >> "$PLACE/words"
+
+FROM ${IMAGE}
+RUN false
+"""
+
+
+def test_its_commands_run_below_the_folder(tmp_path: Path) -> None:
+    context, root = tmp_path / "context", tmp_path / "root"
+    for folder in (context, root):
+        folder.mkdir()
+    (context / "a.txt").write_text("a\n")
+    (context / "b.txt").write_text("b\n")
+    run_stage(DOCKERFILE, context=context, root=root, arguments={"WORD": "given"})
+    assert (root / "opt" / "place" / "words").read_text() == "given two words\na\nb\n"
+
+
+def test_a_command_that_fails_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        run_stage("FROM a\nRUN exit 3\nRUN touch /opt/never\n", context=tmp_path, root=tmp_path, arguments={})
+
+
+def test_other_instructions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ADD is not an instruction that this script runs"):
+        run_stage("FROM a\nADD x y\n", context=tmp_path, root=tmp_path, arguments={})
+
+
+def test_only_the_first_stage_counts() -> None:
+    assert [name for name, _ in first_stage(DOCKERFILE)] == ["ARG", "ENV", "WORKDIR", "RUN", "COPY", "RUN"]
