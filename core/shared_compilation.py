@@ -13,10 +13,10 @@ import fcntl
 import functools
 import hashlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +67,27 @@ class _Locks:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BufferedReader | None = None
+        self._descriptor: int | None = None
 
     def try_acquire(self, byte: int) -> bool:
         """Return False if another process has the lock; True also if there can be no locks."""
-        if self._file is None:  # and it is never closed, which would release all locks
+        if self._descriptor is None:  # and it is never closed, which would release all locks
             try:
-                self._file = open_lock_file(self._path)
+                with open_lock_file(self._path) as file:
+                    self._descriptor = os.dup(file.fileno())
             except OSError:
                 return True
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         except OSError as error:
             return error.errno not in (errno.EACCES, errno.EAGAIN)
         return True
 
     def release(self, byte: int) -> None:
         """Release a lock that `try_acquire` has returned True for."""
-        if self._file is not None:
+        if self._descriptor is not None:
             with contextlib.suppress(OSError):
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, byte)
 
 
 @functools.cache
