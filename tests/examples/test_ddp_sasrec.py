@@ -17,7 +17,7 @@ def test_sasrec_learns_what_is_popular_with_either_attention(small_dataset: Path
     for line in steps:
         load_before, load_after = numbers_of(line)[2:]
         assert 1 <= load_after < 1.02 < load_before
-    # Of the last items of other users, among the first 10 of 500 items, and 100. A model whose labels are not shifted has
-    # as low a loss, but recommends what a user has just had.
+    # Of the last items of other users, among the first 10 of 500 items, and 100. A model whose labels are not shifted
+    # has as low a loss, but recommends what a user has just had.
     assert [value > chance for value, chance in zip(numbers_of(before), (0.1, 0.4), strict=True)] == [False, False]
     assert [value > chance for value, chance in zip(numbers_of(after), (0.3, 0.6), strict=True)] == [True, True]
