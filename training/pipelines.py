@@ -149,8 +149,23 @@ def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterato
             break
     pipeline.reset()
     if isinstance(pipeline, _RewritesModel):
-        pipeline.detach()
+        _restore_nested_modules(pipeline.detach(), pipeline)
         pipeline.attach()
+
+
+def _restore_nested_modules(model: nn.Module, pipeline: object) -> None:
+    """Put back the modules that ran a batch ahead: TorchRec 1.6 puts back only those at the top of the model.
+
+    It adds the others to the top, with a dot in their names, so that a direct call gets the ids of an earlier batch.
+    """
+    from torchrec.distributed import DistributedModelParallel
+
+    top = model.module if isinstance(model, DistributedModelParallel) else model
+    for replaced in getattr(pipeline, "_pipelined_postprocs", ()):
+        parent, dot, name = replaced.fqn.rpartition(".")
+        setattr(top.get_submodule(parent), name, replaced.postproc_module)
+        if dot:
+            top._modules.pop(replaced.fqn, None)
 
 
 @runtime_checkable
