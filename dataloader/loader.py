@@ -58,8 +58,9 @@ def build_loader(
         rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
         transform: called with each padded batch and a random generator, in a worker thread if there are any. Returns
-            the batch to yield, of the same schema. The generator is seeded with the loader's seed, the epoch and the
-            batch's position, so its numbers do not depend on the workers.
+            the batch to yield, which may have other keys and fields, the same ones in every batch. The generator is
+            seeded with the loader's seed, the epoch and the batch's position, so its numbers do not depend on the
+            workers.
         balance: yield batches that are balanced over the ranks, as a Balancer would, but without any exchange: every
             rank reads the samples that it trains, so all must be able to read all. None: the ranks' shares of the order
             as they come.
