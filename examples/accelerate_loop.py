@@ -1,0 +1,117 @@
+"""Hugging Face Accelerate with balanced batches, and a checkpoint in the middle of an epoch.
+
+    evenrank preprocess --dataset synthetic --out out/synthetic
+    torchrun --nproc_per_node 2 examples/accelerate_loop.py --data out/synthetic
+
+`accelerator.save_state` saves the position in the data along with model and optimizer, because the Balancer is
+registered with `register_for_checkpointing`. Run the same command again: it resumes from the last checkpoint, which is
+that of step 80 of 100, as a job does that was killed, and prints the same loss for step 100.
+
+Do not pass the Balancer to `accelerator.prepare`: it has distributed the samples over the ranks already.
+"""
+
+import argparse
+import math
+import sys
+from itertools import chain, repeat
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import Balancer, SelfAttentionCost
+from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.training import LossAverage, scale_loss
+
+WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64
+
+
+class NextItem(nn.Module):
+    """Causal self-attention over each history, and the loss of predicting the next item among sampled negatives."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        nn.init.normal_(self.items.weight, std=0.1)
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """Return the sum of the losses of this rank's events but the first of each history, a scalar."""
+        ids, lengths = batch.features["item_id"].values(), batch.features["item_id"].lengths()
+        x = self.items(ids)
+        x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
+        x = x + self.mlp(x)
+        has_next = torch.ones(len(ids), dtype=torch.bool)
+        has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
+        hidden, target = x[has_next], ids[has_next.roll(1)]
+        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,))
+        positive = (hidden * self.items(target)).sum(-1, keepdim=True)
+        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
+
+
+def attend(qkv: Tensor) -> Tensor:
+    """Return the causal self-attention [n, WIDTH] of a sample with the projections `qkv` [n, 3 * WIDTH]."""
+    q, k, v = qkv.view(len(qkv), 3, HEADS, WIDTH // HEADS).transpose(0, 2).unbind(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on this rank, from the checkpoint if there is one."""
+    num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    config = LoaderConfig(batch_size=16, max_history_length=200)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    loader = build_loader(args.data, config, rank=rank, world_size=world_size)
+    cost = SelfAttentionCost(hidden=WIDTH, heads=HEADS, head_dim=WIDTH // HEADS, layers=1, ffn_multiplier=4)
+
+    model = NextItem(num_items)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=3e-3))
+    average = LossAverage(device=accelerator.device)
+    with Balancer(loader, cost=cost, device=accelerator.device) as balancer:
+        accelerator.register_for_checkpointing(balancer)
+        if args.checkpoint.exists():
+            accelerator.load_state(str(args.checkpoint))
+            state = balancer.state_dict()
+            accelerator.print(f"resumed in epoch {state['epoch']} after {state['position']:,} samples")
+        for batch in chain.from_iterable(repeat(balancer)):  # epoch after epoch
+            optimizer.zero_grad()
+            loss_sum = model(batch)
+            accelerator.backward(scale_loss(loss_sum, batch))
+            optimizer.step()
+            average.update(loss_sum, batch)
+            step = batch.epoch * len(balancer) + math.ceil(batch.position / (world_size * config.batch_size))
+            if step % args.log_every == 0:
+                (loss,) = average.compute()
+                average.reset()
+                accelerator.print(f"step {step} | loss {loss:.4f} | epoch {batch.epoch}, sample {batch.position:,}")
+            if step % args.save_every == 0:
+                accelerator.save_state(str(args.checkpoint))
+            if step >= args.steps:
+                break
+    accelerator.end_training()
+
+
+def main() -> None:
+    """Run this process as one of torchrun's ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
+    parser.add_argument("--checkpoint", type=Path, default=Path("out/accelerate-loop"), help="folder to resume from")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=40)
+    parser.add_argument("--log-every", type=int, default=20)
+    args = parser.parse_args()
+    try:
+        train(args)
+    except EvenrankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

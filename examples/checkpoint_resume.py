@@ -1,0 +1,152 @@
+"""torch.distributed.checkpoint: stop in the middle of an epoch, and resume on another number of ranks.
+
+    evenrank preprocess --dataset synthetic --out out/synthetic
+    torchrun --nproc_per_node 2 examples/checkpoint_resume.py --data out/synthetic --steps 60
+    torchrun --nproc_per_node 3 examples/checkpoint_resume.py --data out/synthetic
+
+The first job saves a checkpoint after 60 steps and ends. The second one finds it, trains what is left of the epoch on 3
+ranks, and checks that the two jobs trained each sample exactly once. One call saves or loads model, optimizer and the
+position in the data: the Balancer is one more entry of the state.
+
+A step has 96 samples on any number of ranks, so the losses after resuming are those of a job that was never stopped, up
+to rounding.
+"""
+
+import argparse
+import math
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import Balancer, SelfAttentionCost
+from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.training import LossAverage, scale_loss
+
+WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64
+
+
+class NextItem(nn.Module):
+    """Causal self-attention over each history, and the loss of predicting the next item among sampled negatives."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        nn.init.normal_(self.items.weight, std=0.1)
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """Return the sum of the losses of this rank's events but the first of each history, a scalar."""
+        ids, lengths = batch.features["item_id"].values(), batch.features["item_id"].lengths()
+        x = self.items(ids)
+        x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
+        x = x + self.mlp(x)
+        has_next = torch.ones(len(ids), dtype=torch.bool)
+        has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
+        hidden, target = x[has_next], ids[has_next.roll(1)]
+        # The same on all ranks, and again when this step is trained again.
+        seeded = torch.Generator().manual_seed(batch.position)
+        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
+        positive = (hidden * self.items(target)).sum(-1, keepdim=True)
+        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
+
+
+def attend(qkv: Tensor) -> Tensor:
+    """Return the causal self-attention [n, WIDTH] of a sample with the projections `qkv` [n, 3 * WIDTH]."""
+    q, k, v = qkv.view(len(qkv), 3, HEADS, WIDTH // HEADS).transpose(0, 2).unbind(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+class AppState:
+    """Model and optimizer as torch.distributed.checkpoint saves them: by the names of parameters, on any rank."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to save and, before loading, where to load it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on this rank, from the checkpoint if there is one, to the end of the epoch or for `--steps`."""
+    num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    config = LoaderConfig(batch_size=args.global_batch_size // world_size, max_history_length=100)
+    loader = build_loader(args.data, config, rank=rank, world_size=world_size)
+    cost = SelfAttentionCost(hidden=WIDTH, heads=HEADS, head_dim=WIDTH // HEADS, layers=1, ffn_multiplier=4)
+    model = DistributedDataParallel(NextItem(num_items))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    average = LossAverage()
+    trained = torch.zeros(loader.num_samples, dtype=torch.int64)  # how often each sample was trained, by all ranks
+
+    with Balancer(loader, cost=cost) as balancer:
+        job = {"app": AppState(model, optimizer), "data": balancer, "trained": trained}
+        if args.checkpoint.exists():
+            dcp.load(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
+            if rank == 0:
+                steps_left = balancer.remaining_batches()
+                print(f"resumed on {world_size} ranks; {steps_left} of {len(balancer)} steps are left", flush=True)
+        mine = torch.zeros_like(trained)
+        for batch in islice(balancer, args.steps):
+            optimizer.zero_grad()
+            loss_sum = model(batch)
+            scale_loss(loss_sum, batch).backward()
+            optimizer.step()
+            mine[batch.sample_ids[: batch.num_real]] += 1
+            average.update(loss_sum, batch)
+            step = math.ceil(batch.position / args.global_batch_size)
+            if step % args.log_every == 0:
+                (loss,) = average.compute()
+                average.reset()
+                if rank == 0:
+                    print(f"step {step} | loss {loss:.4f}", flush=True)
+        dist.all_reduce(mine)
+        trained += mine
+        if args.steps is not None:
+            dcp.save(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
+    once, repeated = int((trained == 1).sum()), int((trained > 1).sum())
+    if rank == 0:
+        print(f"{once:,} of {loader.num_samples:,} samples were trained exactly once, {repeated:,} more often")
+    if args.steps is None and once < loader.num_samples:
+        raise RuntimeError("the epoch is over, but not every sample was trained exactly once")
+
+
+def main() -> None:
+    """Run this process as one of torchrun's ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
+    parser.add_argument("--checkpoint", type=Path, default=Path("out/checkpoint-resume"), help="folder to resume from")
+    parser.add_argument("--steps", type=int, help="save a checkpoint after so many, and end")
+    parser.add_argument("--global-batch-size", type=int, default=96, help="samples of a step, over all ranks")
+    parser.add_argument("--log-every", type=int, default=20)
+    args = parser.parse_args()
+    try:
+        train(args)
+    except EvenrankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

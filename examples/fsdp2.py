@@ -1,0 +1,139 @@
+"""FSDP2 and tensor parallelism on a two-dimensional device mesh, with samples balanced over one of its dimensions.
+
+    evenrank preprocess --dataset synthetic --out out/synthetic
+    torchrun --nproc_per_node 4 examples/fsdp2.py --data out/synthetic
+
+                 tp 0     tp 1
+        dp 0    rank 0   rank 1     train the same samples, each with half of the MLP
+        dp 1    rank 2   rank 3
+
+`fully_shard` divides all parameters along `dp`. Samples are balanced along `dp` as well (`group=mesh["dp"]`): ranks 0
+and 2 are one group, ranks 1 and 3 another. Both read the same samples and compute the same plans, so tensor-parallel
+peers get equal batches without communicating; the example checks that they do.
+
+In hybrid sharding, with `mesh_dim_names=("replicate", "shard")` and `fully_shard(model, mesh=mesh)`, each rank trains
+samples of its own: leave `group` out, and the Balancer balances over all ranks. On GPUs, initialize the process group
+with "cpu:gloo,cuda:nccl" and the mesh with "cuda", and pass the Balancer this rank's `device=`.
+"""
+
+import argparse
+import sys
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.training import LossAverage, scale_loss
+
+WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64
+
+
+class NextItem(nn.Module):
+    """Causal self-attention over each history, and the loss of predicting the next item among sampled negatives."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        nn.init.normal_(self.items.weight, std=0.1)
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """Return the sum of the losses of this rank's events but the first of each history, a scalar."""
+        ids, lengths = batch.features["item_id"].values(), batch.features["item_id"].lengths()
+        x = self.items(ids)
+        x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
+        x = x + self.mlp(x)
+        has_next = torch.ones(len(ids), dtype=torch.bool)
+        has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
+        hidden, target = x[has_next], ids[has_next.roll(1)]
+        # The same on all ranks, and again when this step is trained again.
+        seeded = torch.Generator().manual_seed(batch.position)
+        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
+        positive = (hidden * self.items(target)).sum(-1, keepdim=True)
+        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
+
+
+def attend(qkv: Tensor) -> Tensor:
+    """Return the causal self-attention [n, WIDTH] of a sample with the projections `qkv` [n, 3 * WIDTH]."""
+    q, k, v = qkv.view(len(qkv), 3, HEADS, WIDTH // HEADS).transpose(0, 2).unbind(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+def have_equal_samples(batch: SequenceBatch, group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks of a group have the same samples in the same rows. Collective over the group."""
+    ids = [torch.empty_like(batch.sample_ids) for _ in range(group.size())]
+    dist.all_gather(ids, batch.sample_ids, group=group)
+    return all(torch.equal(other, batch.sample_ids) for other in ids)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on this rank."""
+    num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    torch.manual_seed(0)
+    config = LoaderConfig(batch_size=16, max_history_length=200)
+    loader = build_loader(args.data, config, rank=dp.get_local_rank(), world_size=dp.size())
+    cost = SelfAttentionCost(hidden=WIDTH, heads=HEADS, head_dim=WIDTH // HEADS, layers=1, ffn_multiplier=4)
+
+    model = NextItem(num_items)
+    parallelize_module(model, tp, {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()})
+    fully_shard(model, mesh=dp)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    steps: list[StepMetrics] = []
+    average = LossAverage(group=dp)
+    unequal = 0
+    with Balancer(loader, cost=cost, group=dp, on_step=steps.append) as balancer:
+        epochs = chain.from_iterable(repeat(balancer))
+        for step, batch in enumerate(islice(epochs, args.steps), start=1):
+            optimizer.zero_grad()
+            loss_sum = model(batch)
+            scale_loss(loss_sum, batch).backward()  # divides by the loss tokens of the ranks along `dp`
+            optimizer.step()
+            average.update(loss_sum, batch)
+            unequal += not have_equal_samples(batch, tp.get_group())
+            if step % args.log_every == 0:
+                (loss,) = average.compute()
+                average.reset()
+                load = summarize(steps)
+                steps.clear()
+                if dist.get_rank() == 0:
+                    print(
+                        f"step {step} | loss {loss:.4f} | heaviest rank over the lower bound: "
+                        f"{load.ratio_before:.2f} before balancing, {load.ratio_after:.2f} after",
+                        flush=True,
+                    )
+    if dist.get_rank() == 0:
+        print(f"tensor-parallel peers had equal samples in {args.steps - unequal} of {args.steps} steps")
+
+
+def main() -> None:
+    """Run this process as one of torchrun's ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--log-every", type=int, default=20)
+    args = parser.parse_args()
+    try:
+        train(args)
+    except EvenrankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

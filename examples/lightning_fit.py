@@ -1,0 +1,163 @@
+"""Lightning with balanced batches: strategy "ddp", and a resume in the middle of an epoch.
+
+    evenrank preprocess --dataset synthetic --out out/synthetic
+    torchrun --nproc_per_node 2 examples/lightning_fit.py --data out/synthetic
+
+Lightning saves the position in the data along with model and optimizer, because a Balancer has `state_dict`. Run the
+same command again: it resumes from the last checkpoint, which is that of step 80 of 100, as a job does that was killed,
+and prints the same loss for step 100.
+
+Create the Balancer in `train_dataloader`: before `fit` there is no process group that it could balance over. On GPUs,
+pass it `device=self.trainer.strategy.root_device`, and the Trainer `accelerator="gpu"`.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import Balancer, SelfAttentionCost
+from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.training import LossAverage, scale_loss
+
+WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64
+
+
+class NextItem(nn.Module):
+    """Causal self-attention over each history, and the loss of predicting the next item among sampled negatives."""
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        nn.init.normal_(self.items.weight, std=0.1)
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """Return the sum of the losses of this rank's events but the first of each history, a scalar."""
+        ids, lengths = batch.features["item_id"].values(), batch.features["item_id"].lengths()
+        x = self.items(ids)
+        x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
+        x = x + self.mlp(x)
+        has_next = torch.ones(len(ids), dtype=torch.bool)
+        has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
+        hidden, target = x[has_next], ids[has_next.roll(1)]
+        # The same on all ranks, and again when this step is trained again.
+        seeded = torch.Generator().manual_seed(batch.position)
+        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
+        positive = (hidden * self.items(target)).sum(-1, keepdim=True)
+        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
+
+
+def attend(qkv: Tensor) -> Tensor:
+    """Return the causal self-attention [n, WIDTH] of a sample with the projections `qkv` [n, 3 * WIDTH]."""
+    q, k, v = qkv.view(len(qkv), 3, HEADS, WIDTH // HEADS).transpose(0, 2).unbind(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+class Recommender(lightning.LightningModule):
+    """The model, its loss and its optimizer."""
+
+    def __init__(self, num_items: int, *, log_every: int) -> None:
+        super().__init__()
+        self.model = NextItem(num_items)
+        self.log_every = log_every
+
+    def on_train_start(self) -> None:
+        """Create the average over ranks, which is a collective."""
+        self.average = LossAverage(device=self.device)
+
+    def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
+        """Return the loss of this rank, of which DDP averages the gradients."""
+        loss_sum: Tensor = self.model(batch)
+        self.average.update(loss_sum, batch)
+        return scale_loss(loss_sum, batch)
+
+    def on_train_batch_end(self, outputs: object, batch: SequenceBatch, batch_idx: int) -> None:
+        """Print the mean loss of the last steps, over all ranks."""
+        if self.global_step % self.log_every == 0:
+            (loss,) = self.average.compute()
+            self.average.reset()
+            self.print(f"step {self.global_step} | loss {loss:.4f} | epoch {batch.epoch}, sample {batch.position:,}")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+class BalancedData(lightning.LightningDataModule):
+    """The balanced batches of this rank."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def train_dataloader(self) -> Balancer[SequenceBatch]:
+        """Return the Balancer. Collective: every rank must call this, as Lightning does."""
+        assert self.trainer is not None
+        config = LoaderConfig(batch_size=16, max_history_length=200)
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        loader = build_loader(self.path, config, rank=rank, world_size=world_size)
+        cost = SelfAttentionCost(hidden=WIDTH, heads=HEADS, head_dim=WIDTH // HEADS, layers=1, ffn_multiplier=4)
+        return Balancer(loader, cost=cost)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on this rank, from the last checkpoint if there is one."""
+    num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
+    torch.manual_seed(0)
+    checkpoints = ModelCheckpoint(
+        dirpath=args.checkpoints, filename="last", every_n_train_steps=args.save_every, enable_version_counter=False
+    )
+    last = args.checkpoints / "last.ckpt"
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_steps=args.steps,
+        callbacks=[checkpoints],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    recommender = Recommender(num_items, log_every=args.log_every)
+    trainer.fit(recommender, BalancedData(args.data), ckpt_path=last if last.exists() else None)
+
+
+def quiet() -> None:
+    """Hide Lightning's progress messages, and what it warns about its own code and about resuming."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+
+
+def main() -> None:
+    """Run this process as one of torchrun's ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
+    parser.add_argument("--checkpoints", type=Path, default=Path("out/lightning-fit"), help="folder to resume from")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=40)
+    parser.add_argument("--log-every", type=int, default=20)
+    args = parser.parse_args()
+    quiet()
+    try:
+        train(args)
+    except EvenrankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
