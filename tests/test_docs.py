@@ -11,7 +11,6 @@ from markdown.extensions.toc import slugify, unique
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-REPOSITORY = "https://github.com/evenrank/evenrank/"
 MAPPED_FOLDERS = ("core", "preprocess", "datasets", "dataloader", "training")
 # What users import from. Names of other modules are internal.
 PUBLIC_PACKAGES = (
@@ -52,12 +51,6 @@ def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page: Path) -> None:
         assert target.exists(), path
         if anchor:
             assert anchor in _anchors(target.resolve()), f"{path}#{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=_id)
-def test_every_link_into_the_repository_leads_to_a_file(page: Path) -> None:
-    for path in re.findall(rf"{REPOSITORY}(?:blob|tree)/main/([^)#\s]*)", page.read_text()):
-        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=_id)
