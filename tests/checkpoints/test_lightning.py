@@ -51,7 +51,7 @@ class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc
 
 
 class ResumeOnOtherRanks(lightning.Callback):  # type: ignore[name-defined, misc]
-    """Tells a Trainer that resumes with other steps per epoch how many of them are done, as the page on checkpoints shows."""
+    """Tells a Trainer that resumes with other steps an epoch how many are done, as docs/how-to/checkpoints.md shows."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fit_loop.restarting:
