@@ -86,6 +86,13 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert {name for name in public if _definition(name) not in documented} == set()
 
 
+def test_the_reference_has_every_command() -> None:
+    commands = re.findall(r'app\.command\("([a-z-]+)"\)', (ROOT / "cli" / "main.py").read_text())
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    assert commands
+    assert set(re.findall(r"^evenrank ([a-z-]+) --help$", page, re.M)) == set(commands)
+
+
 def _source(module: str) -> str:
     """Return the source of a module or, if it has one, its stub."""
     path = ROOT.joinpath(*module.split(".")[1:])
