@@ -3,8 +3,8 @@
     .venv/bin/python scripts/check_package.py
 
 The wheel is built from the sdist, so the sdist has what building needs. In one environment, planning runs without
-extras, and preprocessing and reports with theirs. In another, for training, a small program balances batches without
-the other extras; then tests from the sdist run against the installed wheel.
+extras, and preprocessing and reports with theirs. In another, for training, a small program and the examples balance
+batches without the other extras; then the demo and tests from the sdist run against the installed wheel.
 """
 
 import os
@@ -20,6 +20,7 @@ from evenrank.core.torch_releases import DEFAULT
 ROOT = Path(__file__).resolve().parent.parent
 # The tests of the sdist that run: some of each kind that needs neither processes nor a browser.
 TESTS = ("tests/core", "tests/datasets", "tests/dataloader/collate", "tests/dataloader/balance/partition")
+EXAMPLE_TOOLS = ("accelerate", "lightning")
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 # Not needed for training.
 NOT_FOR_TRAINING = ("polars", "matplotlib", "pooch")
@@ -99,6 +100,7 @@ def try_commands(wheel: Path, folder: Path, *, work: Path) -> None:
     run(python, "-m", "pip", "install", "--quiet", wheel, cwd=work)
     check_absent(python, (*NOT_FOR_TRAINING, "requests", "tqdm", "jinja2", "torch"), cwd=work)
     run(evenrank, "--version", cwd=work)
+    run(python, "-m", "evenrank", "--version", cwd=work)
     run(evenrank, "simulate", "zipf", "--ranks", "8", "--steps", "2", "--batch-size", "4", cwd=work)
     check_missing(evenrank, "preprocess", "--dataset", "synthetic", extra="preprocess", cwd=work)
 
@@ -122,7 +124,14 @@ def try_training(wheel: Path, folder: Path, *, work: Path, sdist: Path) -> None:
     check_absent(python, NOT_FOR_TRAINING, cwd=work)
     check_missing(evenrank, "preprocess", "--dataset", "synthetic", extra="preprocess", cwd=work)
 
+    torchrun = (folder / "bin" / "torchrun", "--nproc_per_node", "2")
+    run(*torchrun, "-m", "evenrank", "inspect-balance", "data", "--batch-size", "8", cwd=work)
+    run(python, "-m", "pip", "install", "--quiet", *EXAMPLE_TOOLS, cwd=work)
+    for example in sorted((ROOT / "examples").glob("*.py")):
+        run(*torchrun, example, "--data", "data", cwd=work)
+
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[preprocess,reports]", *TEST_TOOLS, cwd=work)
+    run(evenrank, "demo", cwd=work)
     run(python, "-m", "pytest", *TESTS, cwd=sdist)
 
 

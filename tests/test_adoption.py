@@ -130,31 +130,42 @@ def test_the_meshes_of_the_page_train_each_sample_once(ranks: RankPool, small_da
         assert len(ids) == len(set(ids)) == num_samples
 
 
-class _Keeper:
-    """What is Stateful besides the data."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": torch.tensor(self.value)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"].item()
+def _model_and_adam() -> tuple[resuming.Model, torch.optim.Adam]:
+    model = resuming.Model()
+    return model, torch.optim.Adam(model.parameters())
 
 
 def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tuple[list[int], list[int]]:
+    """Save a job by the code of the page, and load it into a new one, which has never stepped; return the samples."""
     import torch.distributed.checkpoint as dcp
 
     warnings.simplefilter("ignore")
+    recipe, code = _blocks(CHECKPOINTS)[:2]
     names = _names(path, rank, world_size) | {"dcp": dcp, "folder": folder}
-    names |= {"model": _Keeper(1.0), "optimizer": _Keeper(2.0)}
+    exec(recipe, names)
+    job, save, load = code.splitlines()
+    model, adam = _model_and_adam()
     with resuming.balance(path, rank, world_size) as balancer:
         steps = iter(balancer)
-        trained = [sample for _ in range(3) for sample in ids_of(next(steps))]
-        exec(_blocks(CHECKPOINTS)[0], names | {"balancer": balancer})
+        trained = []
+        for _ in range(3):
+            batch = next(steps)
+            trained += ids_of(batch)
+            model(batch).backward()
+            adam.step()
+        exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "balancer": balancer})
         steps.close()  # type: ignore[attr-defined]
-        return trained, [sample for batch in balancer for sample in ids_of(batch)]
+    new_model, new_adam = _model_and_adam()
+    with resuming.balance(path, rank, world_size) as balancer:
+        exec(f"{job}\n{load}", names | {"model": new_model, "optimizer": new_adam, "balancer": balancer})
+        rest = [sample for batch in balancer for sample in ids_of(batch)]
+    if rank == 0:  # whose values are saved of what every rank has
+        torch.testing.assert_close(new_model.state_dict(), model.state_dict(), rtol=0, atol=0)
+        old, new = adam.state_dict()["state"], new_adam.state_dict()["state"]
+        assert old.keys() == new.keys() != set()
+        for name, moments in old.items():
+            torch.testing.assert_close(new[name], moments, rtol=0, atol=0)
+    return trained, rest
 
 
 def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
@@ -168,7 +179,7 @@ def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
 
 def test_the_callback_of_the_page_is_the_tested_one() -> None:
     tested = (ROOT / "tests" / "checkpoints" / "test_lightning.py").read_text()
-    lines = [line.strip() for line in _blocks(CHECKPOINTS)[1].splitlines()]
+    lines = [line.strip() for line in _blocks(CHECKPOINTS)[2].splitlines()]
     assert "\n".join(lines[2:]) in "\n".join(line.strip() for line in tested.splitlines())
 
 

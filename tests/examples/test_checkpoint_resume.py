@@ -6,15 +6,16 @@ import pytest
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
-from tests.examples.next_item import TOLERANCE, check_error_without_data, losses_in_one_process, losses_of, run
+from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
+from tests.examples.torchrun import run
 
 
 def test_an_epoch_is_finished_on_another_number_of_ranks_as_if_never_stopped(
     small_dataset: Path, tmp_path: Path
 ) -> None:
     options = ["--checkpoint", tmp_path / "checkpoint", "--global-batch-size", 24]
-    first = run("checkpoint_resume", 2, small_dataset, *options, "--steps", 4)
-    second = run("checkpoint_resume", 3, small_dataset, *options)
+    first = run("checkpoint_resume", small_dataset, tmp_path, "--log-every", 1, *options, "--steps", 4)
+    second = run("checkpoint_resume", small_dataset, tmp_path, "--log-every", 1, *options, num_ranks=3)
 
     uninterrupted = losses_in_one_process(
         "checkpoint_resume", small_dataset, 9, LoaderConfig(batch_size=24, max_history_length=100)
@@ -25,7 +26,3 @@ def test_an_epoch_is_finished_on_another_number_of_ranks_as_if_never_stopped(
     assert first.splitlines()[-1] == f"96 of {num_samples} samples were trained exactly once, 0 more often"
     assert second.splitlines()[0] == "resumed on 3 ranks; 5 of 9 steps are left"
     assert second.splitlines()[-1] == f"{num_samples} of {num_samples} samples were trained exactly once, 0 more often"
-
-
-def test_missing_data_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_error_without_data("checkpoint_resume", tmp_path, capsys)

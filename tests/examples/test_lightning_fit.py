@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 
 from evenrank.dataloader import LoaderConfig
-from tests.examples.next_item import TOLERANCE, check_error_without_data, losses_in_one_process, losses_of, run
+from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
+from tests.examples.torchrun import run
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
 
 def test_the_same_command_resumes_in_the_middle_of_an_epoch(small_dataset: Path, tmp_path: Path) -> None:
     options = ["--checkpoints", tmp_path / "checkpoints", "--steps", 11, "--save-every", 9]  # epochs have 7 steps
-    first = run("lightning_fit", 2, small_dataset, *options)
-    second = run("lightning_fit", 2, small_dataset, *options)
+    first = run("lightning_fit", small_dataset, tmp_path, "--log-every", 1, *options)
+    second = run("lightning_fit", small_dataset, tmp_path, "--log-every", 1, *options)
 
     config = LoaderConfig(batch_size=32, max_history_length=200)
     in_one_process = losses_in_one_process("lightning_fit", small_dataset, 11, config)
@@ -25,7 +26,3 @@ def test_the_same_command_resumes_in_the_middle_of_an_epoch(small_dataset: Path,
 
 def _reports(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("step")]
-
-
-def test_missing_data_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_error_without_data("lightning_fit", tmp_path, capsys)

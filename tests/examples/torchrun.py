@@ -1,4 +1,4 @@
-"""Runs an example as its reader does: on two processes of torchrun, from another folder than the checkout."""
+"""Runs an example as its reader does: on processes of torchrun, from another folder than the checkout."""
 
 import os
 import subprocess
@@ -8,19 +8,25 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def lines_of(example: str, data: Path, cwd: Path, *arguments: str) -> list[str]:
-    """Return the lines that an example prints to standard output; fail if its exit code is not 0."""
-    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", str(EXAMPLES / f"{example}.py")]
-    job = subprocess.run(
-        [*command, "--data", str(data), *arguments],
+def run(example: str, data: Path, cwd: Path, *arguments: object, num_ranks: int = 2) -> str:
+    """Return what an example prints; it must succeed, and write nothing to standard error."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(num_ranks)]
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / f"{example}.py"), "--data", str(data), *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # or torchrun says that it sets it
         capture_output=True,
         text=True,
         timeout=280,
     )
-    assert job.returncode == 0, job.stderr
-    return job.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def lines_of(example: str, data: Path, cwd: Path, *arguments: object) -> list[str]:
+    """Return the lines that an example prints."""
+    return run(example, data, cwd, *arguments).splitlines()
 
 
 def numbers_of(line: str) -> list[float]:
