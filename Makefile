@@ -7,6 +7,7 @@
 # make package    build the sdist and the wheel, and try the wheel in an empty environment
 # make coverage   run the tests, and report which lines of the packages they run; at least 90 % have to be
 # make docs       build the documentation into site/, and check every link in it; `make docs-serve` shows it as you write
+# make test-examples  run the examples of one file, and compare what they print; `make package` does it from the wheel
 # make test-long  slow proofs: long random rounds, soak
 # make test-gpu   the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
 # make lock       renew requirements-dev.lock: the newest versions of the packages that `make install` installs
@@ -20,7 +21,7 @@ INSTALLED := .venv/installed
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-long test-gpu check check-imports fix package docs docs-serve coverage lock \
+.PHONY: help install demo test test-fast test-examples test-long test-gpu check check-imports fix package docs docs-serve coverage lock \
 	release bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -40,7 +41,10 @@ test: $(INSTALLED)
 	@$(PYTEST)
 
 test-fast: $(INSTALLED)
-	@$(PYTEST) -m 'not processes and not long'
+	@$(PYTEST) -m 'not processes and not long and not examples'
+
+test-examples: $(INSTALLED)
+	@$(PYTEST) -m examples tests/examples
 
 test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600

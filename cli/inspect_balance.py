@@ -41,7 +41,7 @@ def inspect_balance_command(
         )
 
     cost = hstu_cost(hidden=hidden, heads=heads, layers=8)
-    with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
+    with console.stages(shown=os.environ.get("RANK") == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
 
@@ -49,14 +49,14 @@ def inspect_balance_command(
         from evenrank.cli.reports.epoch_report import EXPLANATION, load_table
         from evenrank.dataloader import LoaderConfig
 
+        config = LoaderConfig(
+            batch_size=batch_size,
+            split=split,
+            max_history_length=max_history_length,
+            max_num_candidates=max_num_candidates,
+        )
         on_stage("waiting for the other ranks")
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    config = LoaderConfig(
-        batch_size=batch_size,
-        split=split,
-        max_history_length=max_history_length,
-        max_num_candidates=max_num_candidates,
-    )
     try:
         is_first = dist.get_rank() == 0
         walk = walk_epoch(path, config, cost=cost, strategy=strategy, show_progress=is_first)

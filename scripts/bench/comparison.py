@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import parse_distribution
-from rendering.markdown import table
+from rendering.markdown_tables import table
 
 Row = dict[str, int | float | str | None]
 

@@ -8,6 +8,8 @@ from evenrank.dataloader import LoaderConfig
 from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
 from tests.examples.torchrun import run
 
+pytestmark = pytest.mark.examples
+
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 

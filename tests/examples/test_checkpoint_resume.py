@@ -9,6 +9,8 @@ from evenrank.datasets import read_manifest
 from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
 from tests.examples.torchrun import run
 
+pytestmark = pytest.mark.examples
+
 
 def test_an_epoch_is_finished_on_another_number_of_ranks_as_if_never_stopped(
     small_dataset: Path, tmp_path: Path

@@ -5,6 +5,8 @@ import pytest
 
 from tests.examples.torchrun import lines_of, numbers_of
 
+pytestmark = pytest.mark.examples
+
 
 def test_sasrec_learns_what_is_popular_with_either_attention(small_dataset: Path, tmp_path: Path) -> None:
     lines = lines_of("ddp_sasrec", small_dataset, tmp_path, "--steps", "24", "--attention", "jagged")

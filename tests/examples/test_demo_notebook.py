@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.examples
+
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "demo.ipynb"
 
 

@@ -8,6 +8,8 @@ from evenrank.dataloader import LoaderConfig
 from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
 from tests.examples.torchrun import run
 
+pytestmark = pytest.mark.examples
+
 
 def test_a_model_divided_along_both_dimensions_trains_like_one_process(small_dataset: Path, tmp_path: Path) -> None:
     output = run("fsdp2", small_dataset, tmp_path, "--log-every", 1, "--steps", 14, num_ranks=4)  # two epochs

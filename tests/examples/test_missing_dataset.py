@@ -2,7 +2,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.examples.torchrun import EXAMPLES
+
+pytestmark = pytest.mark.examples
 
 # Of all in one process, because each would import torch.
 PROGRAM = """

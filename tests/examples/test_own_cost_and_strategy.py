@@ -1,6 +1,10 @@
 from pathlib import Path
 
+import pytest
+
 from tests.examples.torchrun import lines_of, numbers_of
+
+pytestmark = pytest.mark.examples
 
 
 def test_own_cost_and_strategy_balance_like_the_built_in_ones(small_dataset: Path, tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.examples.torchrun import lines_of, numbers_of
+
+pytestmark = pytest.mark.examples
 
 
 def test_a_job_with_its_own_dataloader_is_balanced_and_resumes_bit_for_bit(small_dataset: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from evenrank.datasets import read_manifest
 from tests.examples.next_item import losses_of
 from tests.examples.torchrun import run
 
+pytestmark = pytest.mark.examples
+
 
 def test_a_table_sharded_by_rows_trains_on_balanced_batches(small_dataset: Path, tmp_path: Path) -> None:
     output = run("torchrec_dmp", small_dataset, tmp_path, "--log-every", 1, "--steps", 21)  # three epochs

@@ -1,7 +1,11 @@
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.examples.torchrun import lines_of, numbers_of
+
+pytestmark = pytest.mark.examples
 
 
 def test_codes_of_the_next_item_are_learned(small_dataset: Path, tmp_path: Path) -> None:
