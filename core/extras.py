@@ -11,6 +11,7 @@ from evenrank.core.errors import MissingPackageError
 # By the name that is imported.
 EXTRAS = {
     "jinja2": "reports",
+    "markupsafe": "reports",
     "matplotlib": "reports",
     "polars": "preprocess",
     "pooch": "preprocess",

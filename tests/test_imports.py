@@ -84,6 +84,7 @@ def test_no_import_circles_within_a_folder(folder: Path) -> None:
         ("evenrank.dataloader, evenrank.dataloader.balance, evenrank.training", "polars"),
         ("trainer.job, trainer.hstu_tasks, trainer.semantic_id_task, trainer.options", "polars"),
         ("evenrank.preprocess, evenrank.cli.main", "torch"),
+        ("evenrank.cli.inspect_balance, evenrank.cli.balance_walk, evenrank.cli.reports.epoch_report", "matplotlib"),
     ],
 )
 def test_imports_do_without(modules: str, hidden: str) -> None:

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from evenrank.cli import console
@@ -14,6 +12,7 @@ from evenrank.cli.balance_walk import Walk
 from evenrank.dataloader.balance.metrics import StepMetrics, summarize
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 _WORK, _IDLE, _LIMIT = "#3b6ea8", "#e8e3d9", "#c0392b"
@@ -66,6 +65,8 @@ def _idle_share(loads: Sequence[NDArray[np.int64]]) -> float:
 
 def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
     """Draw the load of each rank in a typical step per strategy, and the heaviest rank of every step; write a PNG."""
+    from matplotlib.figure import Figure  # which training hosts need not have: they show tables only
+
     figure = Figure(figsize=(10, 6.2), layout="constrained")
     grid = figure.add_gridspec(2, len(walks), height_ratios=(1.25, 1))
     figure.suptitle(title, fontsize=13)
@@ -87,7 +88,7 @@ def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_ranks(axes: Axes, strategy: str, loads: NDArray[np.float64], highest: float) -> None:
+def _draw_ranks(axes: "Axes", strategy: str, loads: NDArray[np.float64], highest: float) -> None:
     ranks = np.arange(len(loads))
     axes.bar(ranks, np.full(len(ranks), loads.max()), color=_IDLE, label="waiting")
     axes.bar(ranks, loads, color=_WORK, label="work")
