@@ -34,14 +34,15 @@ def inspect_balance_command(
     \b
         torchrun --nproc_per_node 4 -m evenrank inspect-balance out/ml-20m
     """
-    if "WORLD_SIZE" not in os.environ:
+    # Some schedulers set WORLD_SIZE too, but not the others.
+    if missing := [name for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ConfigError(
-            "WORLD_SIZE is not set, because torchrun has not started this process; run "
+            f"{missing[0]} is not set, because torchrun has not started this process; run "
             f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {path}"
         )
 
     cost = hstu_cost(hidden=hidden, heads=heads, layers=8)
-    with console.stages(shown=os.environ.get("RANK") == "0") as on_stage:
+    with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
 

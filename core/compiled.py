@@ -38,7 +38,7 @@ def compiled(function: Function) -> Function:
         before, _CONFIG.CACHE_DIR = _CONFIG.CACHE_DIR, str(folder or "")  # read by Numba's cache
         try:
             dispatcher = numba.njit(nogil=True)(function)
-            if folder is not None:
+            if folder is not None and not _CONFIG.DISABLE_JIT:  # with it, `njit` returns the function itself
                 share_compilation(dispatcher, folder)
             return cast(Function, dispatcher)
         finally:

@@ -81,6 +81,11 @@ def _problem(torch: Version, fbgemm_name: str, fbgemm: Version, torchrec: Versio
             f"found {fbgemm} and {torchrec}; run pip install --no-deps {fbgemm_name}=={expected.fbgemm} "
             f"torchrec=={expected.torchrec}"
         )
+    if torch.local == "cpu" and fbgemm_name == FBGEMM_CUDA and fbgemm.local != "cpu":
+        return (
+            f"torch {torch} was built for the CPU, and {FBGEMM_CUDA} {fbgemm} for CUDA; run pip uninstall -y "
+            f"{FBGEMM_CUDA}, then pip install --no-deps {FBGEMM_CPU}=={expected.fbgemm}"
+        )
     return None
 
 
@@ -97,7 +102,8 @@ def _minor(version: Version | str) -> str:
 def _is_release(version: Version) -> bool:
     """Return whether it is one of the project itself: "2.13.0", "2.13.0+cpu", "2.13.0+cu130" or "2.13.0+rocm7.1"."""
     is_own_build = version.local is None or version.local.startswith(("cpu", "cu", "rocm", "xpu"))
-    return is_own_build and not version.is_prerelease
+    is_dated = version.major > 1000  # fbgemm-gpu's builds from source, such as "2026.11.22"
+    return is_own_build and not version.is_prerelease and not is_dated
 
 
 def _installed(name: str) -> str | None:

@@ -1,7 +1,8 @@
 # evenrank on PyTorch's CPU build: preprocessing, reports, planning, and training without GPUs.
 #
 #     docker build --file docker/cpu.Dockerfile --tag evenrank:cpu .
-#     docker run --rm --volume "$PWD/out:/home/evenrank/out" evenrank:cpu preprocess --dataset synthetic
+#     mkdir -p out
+#     docker run --rm --user "$(id -u):$(id -g)" --volume "$PWD/out:/home/evenrank/out" evenrank:cpu preprocess --dataset synthetic
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build

@@ -50,7 +50,8 @@ class NextItem(nn.Module):
         hidden, target = x[has_next], ids[has_next.roll(1)]
         negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,))
         positive = (hidden * self.items(target)).sum(-1, keepdim=True)
-        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        negative = (hidden @ self.items(negatives).T).masked_fill(target[:, None] == negatives, -torch.inf)
+        logits = torch.cat([positive, negative], dim=1)
         return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
 
 

@@ -6,10 +6,11 @@
 
 The first job saves a checkpoint after 60 steps and ends. The second one finds it, trains what is left of the epoch on 3
 ranks, and checks that the two jobs trained each sample exactly once. One call saves or loads model, optimizer and the
-position in the data: the Balancer is one more entry of the state.
+position in the data: the Balancer is one more entry of the state. (A real job keeps its previous checkpoint until the
+new one is complete.)
 
-A step has 96 samples on any number of ranks, so the losses after resuming are those of a job that was never stopped, up
-to rounding.
+A step has 96 samples on any number of ranks that divides 96, so the losses after resuming are those of a job that was
+never stopped, up to rounding.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, SelfAttentionCost
-from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.datasets import ConfigError, EvenrankError, read_manifest
 from evenrank.training import LossAverage, scale_loss
 
 WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64
@@ -54,11 +55,12 @@ class NextItem(nn.Module):
         has_next = torch.ones(len(ids), dtype=torch.bool)
         has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
         hidden, target = x[has_next], ids[has_next.roll(1)]
-        # The same on all ranks, and again when this step is trained again.
-        seeded = torch.Generator().manual_seed(batch.position)
+        # The same on all ranks, and again when this step is trained again; others in each epoch.
+        seeded = torch.Generator().manual_seed(batch.epoch << 32 | batch.position)
         negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
         positive = (hidden * self.items(target)).sum(-1, keepdim=True)
-        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        negative = (hidden @ self.items(negatives).T).masked_fill(target[:, None] == negatives, -torch.inf)
+        logits = torch.cat([positive, negative], dim=1)
         return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
 
 
@@ -90,6 +92,10 @@ def train(args: argparse.Namespace) -> None:
     num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if args.global_batch_size % world_size:
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of the {world_size} ranks; choose one that is"
+        )
     torch.manual_seed(0)
     config = LoaderConfig(batch_size=args.global_batch_size // world_size, max_history_length=100)
     loader = build_loader(args.data, config, rank=rank, world_size=world_size)

@@ -82,7 +82,10 @@ class Block(nn.Module):
 
 
 class SASRec(nn.Module):
-    """Predicts each item of a history from those before it (Kang and McAuley, 2018)."""
+    """Predicts each item of a history from those before it (Kang and McAuley, 2018).
+
+    With a softmax over sampled negatives in place of the paper's binary cross-entropy, and without dropout.
+    """
 
     def __init__(self, num_items: int) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
 
 @torch.no_grad()
 def evaluate(model: SASRec, data: Path, kind: Kind, device: torch.device, num_steps: int = 10) -> str:
-    """Rank all items for the last event of each history in the validation split; users of it are not trained on."""
+    """Rank all items for the last events of histories of other users: the first batches of the validation split."""
     loader = build_loader(data, config_of("eval"), rank=dist.get_rank(), world_size=dist.get_world_size())
     metrics = RankingMetrics(ks=(10, 100), device=device)
     for batch in itertools.islice(loader, num_steps):
@@ -171,8 +174,11 @@ def evaluate(model: SASRec, data: Path, kind: Kind, device: torch.device, num_st
         states = model.encode(history, longest(batch), kind)
         last = history.offsets()[1:][history.lengths() > 1] - 1  # predicted from the event before it
         scores = states[last - 1] @ model.items.weight.T
+        scores[:, 0] = -torch.inf  # id 0 stands for no item
         of_target = scores.gather(1, history.values()[last, None])
-        metrics.update(1 + (scores > of_target).sum(dim=1))  # the target's place in the ranking
+        metrics.update(
+            1 + (~(scores <= of_target)).sum(dim=1)
+        )  # the target's place in the ranking; the last one for NaN
     return " | ".join(f"{name} {value:.4f}" for name, value in metrics.compute().items() if "recall" in name)
 
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
-from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.datasets import ConfigError, EvenrankError, read_manifest
 from evenrank.training import LossAverage, scale_loss
 
 WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64
@@ -56,11 +56,12 @@ class NextItem(nn.Module):
         has_next = torch.ones(len(ids), dtype=torch.bool)
         has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
         hidden, target = x[has_next], ids[has_next.roll(1)]
-        # The same on all ranks, and again when this step is trained again.
-        seeded = torch.Generator().manual_seed(batch.position)
+        # The same on all ranks, and again when this step is trained again; others in each epoch.
+        seeded = torch.Generator().manual_seed(batch.epoch << 32 | batch.position)
         negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
         positive = (hidden * self.items(target)).sum(-1, keepdim=True)
-        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        negative = (hidden @ self.items(negatives).T).masked_fill(target[:, None] == negatives, -torch.inf)
+        logits = torch.cat([positive, negative], dim=1)
         return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
 
 
@@ -81,6 +82,8 @@ def train(args: argparse.Namespace) -> None:
     """Train on this rank."""
     num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
     dist.init_process_group("gloo")
+    if dist.get_world_size() % 2:
+        raise ConfigError(f"{dist.get_world_size()} ranks cannot be divided into pairs; run it with --nproc_per_node 4")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     torch.manual_seed(0)

@@ -51,11 +51,12 @@ class NextItem(nn.Module):
         has_next = torch.ones(len(ids), dtype=torch.bool)
         has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
         hidden, target = x[has_next], ids[has_next.roll(1)]
-        # The same on all ranks, and again when this step is trained again.
-        seeded = torch.Generator().manual_seed(batch.position)
+        # The same on all ranks, and again when this step is trained again; others in each epoch.
+        seeded = torch.Generator().manual_seed(batch.epoch << 32 | batch.position)
         negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
         positive = (hidden * self.items(target)).sum(-1, keepdim=True)
-        logits = torch.cat([positive, hidden @ self.items(negatives).T], dim=1)
+        negative = (hidden @ self.items(negatives).T).masked_fill(target[:, None] == negatives, -torch.inf)
+        logits = torch.cat([positive, negative], dim=1)
         return F.cross_entropy(logits, torch.zeros_like(target), reduction="sum")
 
 
@@ -124,6 +125,7 @@ def train(args: argparse.Namespace) -> None:
         accelerator="cpu",
         strategy="ddp",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_steps=args.steps,
         callbacks=[checkpoints],
         logger=False,

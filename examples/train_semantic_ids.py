@@ -78,7 +78,7 @@ class CodePredictor(nn.Module):
 
     @torch.no_grad()
     def beam_search(self, batch: SemanticIdBatch, width: int) -> Tensor:
-        """Return the most likely items, best first, as codes: [batch_size, width, LEVELS]."""
+        """Return the most likely tuples of codes, which need not be items, best first: [batch_size, width, LEVELS]."""
         encoded, is_padding = self.encode(batch)
         beams = torch.zeros(len(encoded), 1, 0, dtype=torch.int64)
         scores = torch.zeros(len(encoded), 1)

@@ -6,6 +6,7 @@ CHANGELOG.md needs a section `## 0.1.0 - unreleased` with what has changed. Push
 .github/workflows/release.yml.
 """
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -41,18 +42,25 @@ def release(root: Path, version: str, *, day: date, check_package: Callable[[], 
     check_version(root, version)
     check_checkout(root)
     code, changelog = root / "__init__.py", root / "CHANGELOG.md"
-    texts = {code: code.read_text(), changelog: changelog.read_text()}
-    dated = set_date(texts[changelog], version, day)
+    before = {code: code.read_text(), changelog: changelog.read_text()}
+    released = {
+        code: re.sub(r'^__version__ = ".*"$', f'__version__ = "{version}"', before[code], flags=re.M),
+        changelog: set_date(before[changelog], version, day),
+    }
+    tag, is_committed = f"v{version}", False
     try:
-        code.write_text(re.sub(r'^__version__ = ".*"$', f'__version__ = "{version}"', texts[code], flags=re.M))
-        changelog.write_text(dated)
+        for path, text in released.items():
+            path.write_text(text)
         check_package()
-        tag = f"v{version}"
+        for path, text in released.items():
+            if path.read_text() != text:
+                raise ReleaseError(f"{path.name} was changed during the checks; commit that, and run it again")
         _git(root, "commit", "--quiet", "--message", f"Release {version}", "--", code.name, changelog.name)
+        is_committed = True
         _git(root, "tag", "--annotate", "--message", f"evenrank {version}", tag)
     except BaseException:
-        if _git(root, "status", "--porcelain"):  # nothing was committed
-            for path, text in texts.items():
+        for path, text in before.items():
+            if not is_committed and path.read_text() == released[path]:  # or somebody's changes would be lost
                 path.write_text(text)
         raise
     return tag
@@ -66,7 +74,10 @@ def check_version(root: Path, version: str) -> None:
         parsed = None
     if parsed is None or str(parsed) != version or len(parsed.release) != 3 or parsed.local:
         raise ReleaseError(f"{version!r} is not a version; expected MAJOR.MINOR.PATCH, such as 0.1.0 or 0.2.0rc1")
-    tags = [Version(tag.removeprefix("v")) for tag in _git(root, "tag", "--list", "v[0-9]*").split()]
+    tags = []
+    for tag in _git(root, "tag", "--list", "v[0-9]*").split():
+        with contextlib.suppress(InvalidVersion):  # such as v2-experiment
+            tags.append(Version(tag.removeprefix("v")))
     if tags and parsed <= max(tags):
         raise ReleaseError(f"{version} is not newer than {max(tags)}, the newest tag; choose a newer version")
     in_code = current_version(root)
@@ -101,7 +112,8 @@ def set_date(changelog: str, version: str, day: date) -> str:
     if section is None or not re.search(r"^- ", section[1], re.M):
         state = "has no section" if section is None else "lists nothing in its section"
         raise ReleaseError(f"CHANGELOG.md {state} '{heading}'; add what has changed, as - lines")
-    return changelog.replace(heading, f"## {version} - {day.isoformat()}", 1)
+    end = section.start() + len(heading)
+    return f"{changelog[: section.start()]}## {version} - {day.isoformat()}{changelog[end:]}"
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -124,7 +136,7 @@ def main() -> None:
         tag = release(ROOT, sys.argv[1], day=datetime.now(UTC).date(), check_package=_check_package)
     except ReleaseError as error:
         sys.exit(f"release: {error}")
-    print(f"release: committed and tagged {tag}; to publish it: git push origin {BRANCH} {tag}")
+    print(f"release: committed and tagged {tag}; to publish it: git push --atomic origin {BRANCH} {tag}")
 
 
 if __name__ == "__main__":

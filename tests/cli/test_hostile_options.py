@@ -92,7 +92,8 @@ def test_hostile_values_of_options(
     write_log(tmp_path / "log.jsonl", *STEPS)
     before = sorted(tmp_path.rglob("*"))
     if name == "inspect_balance":
-        monkeypatch.setenv("WORLD_SIZE", "1")
+        for variable in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(variable, "1")
 
         def refuse(*arguments: object, **options: object) -> None:
             raise RankError("all options were accepted")

@@ -37,6 +37,15 @@ def test_a_compiled_function_releases_the_gil() -> None:
     assert was_set == [True]
 
 
+def test_numba_can_be_told_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module._CONFIG, "DISABLE_JIT", 1)
+
+    def double(value: int) -> int:
+        return 2 * value
+
+    assert compiled(double) is double
+
+
 def test_a_compiled_function_keeps_its_name_and_documentation() -> None:
     assert _spin.__name__ == "_spin"
     assert (_spin.__doc__ or "").startswith("Count turns")

@@ -29,7 +29,8 @@ def test_tested_releases_are_accepted(tested: tuple[str, str, str], build: str) 
 @pytest.mark.parametrize(
     "installed",
     [
-        _installed("2.13.7+cpu", "1.8.3", "1.8.9"),  # patch releases
+        _installed("2.13.7", "1.8.3", "1.8.9"),  # patch releases
+        _installed("2.13.0+cpu", "1.8.0+cpu", "1.8.0"),
         _installed("2.13.0+cu130", "1.8.0+cu130", "1.8.0"),
         _installed("2.13.0a0+nv25.10", "1.8.0", "1.8.0"),  # a vendor's
         {"torch": "2.9.0"},  # without TorchRec, where only planning is used
@@ -69,6 +70,11 @@ def test_what_may_work_is_accepted_in_silence(installed: dict[str, str | None]) 
             "(CPU build: docs/how-to/install.md), then pip install --no-deps fbgemm-gpu-cpu==1.9.0 torchrec==1.9.2",
         ),
         (
+            _installed("2.13.0+cpu", "1.8.0", "1.8.0"),
+            "torch 2.13.0+cpu was built for the CPU, and fbgemm-gpu 1.8.0 for CUDA; run pip uninstall -y fbgemm-gpu, "
+            "then pip install --no-deps fbgemm-gpu-cpu==1.8.0",
+        ),
+        (
             {"torch": "2.13.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0", "torchrec": "1.8.0"},
             "fbgemm-gpu 1.8.0 and fbgemm-gpu-cpu 1.8.0 are both installed, and overwrite each other's files; run pip "
             "uninstall -y fbgemm-gpu fbgemm-gpu-cpu, then pip install --no-deps fbgemm-gpu==1.8.0 (CUDA) or "
@@ -90,6 +96,7 @@ def test_what_cannot_work_is_one_line_with_the_remedy(installed: dict[str, str |
         _installed("2.15.0rc1", "1.9.0", "1.9.2"),
         _installed("2.13.0+acme1", "1.9.0", "1.9.2"),
         _installed("2.13.0", "1.9.0+acme.torch213", "1.8.0"),
+        _installed("2.13.0", "2026.11.22", "1.8.0"),  # built from source
     ],
 )
 def test_builds_of_others_are_a_warning(installed: dict[str, str | None]) -> None:

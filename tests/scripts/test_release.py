@@ -120,6 +120,25 @@ def test_another_branch_is_refused(repository: Path) -> None:
         release(repository, "0.2.0", day=DAY, check_package=_check_nothing)
 
 
+def test_changes_made_during_the_checks_are_kept_and_not_released(repository: Path) -> None:
+    changed = CHANGELOG.replace("Something", "Something else")
+
+    def change() -> None:
+        (repository / "CHANGELOG.md").write_text(changed)
+
+    with pytest.raises(
+        ReleaseError, match=r"^CHANGELOG.md was changed during the checks; commit that, and run it again$"
+    ):
+        release(repository, "0.2.0", day=DAY, check_package=change)
+    assert _texts(repository) == ('"""A package."""\n\n__version__ = "0.1.0"\n', changed)
+    assert _git(repository, "log", "-1", "--format=%s") == "Start\n"
+
+
+def test_tags_that_are_no_versions_are_passed_over(repository: Path) -> None:
+    _git(repository, "tag", "v9-experiment")
+    assert release(repository, "0.2.0", day=DAY, check_package=_check_nothing) == "v0.2.0"
+
+
 def test_a_package_that_is_not_in_order_leaves_the_checkout_as_it_was(repository: Path) -> None:
     before = _texts(repository)
 
