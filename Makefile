@@ -1,18 +1,19 @@
-# make demo       install, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a plot
-# make test       install what is missing, run the tests
-# make test-fast  the tests that start no processes, in under a minute
-# make check      formatting, lint and types
-# make check-imports   that editors find every import: half a minute more, so CI runs it and `make check` does not
-# make fix        format, and fix what lint can fix
-# make package    build the sdist and the wheel, and try the wheel in an empty environment
-# make coverage   run the tests, and report which lines of the packages they run; at least 90 % have to be
-# make docs       build the documentation into site/, and check every link in it; `make docs-serve` shows it as you write
-# make test-examples  run the examples of one file, and compare what they print; `make package` does it from the wheel
-# make test-long  slow proofs: long random rounds, soak
-# make test-gpu   the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
-# make lock       renew requirements-dev.lock: the newest versions of the packages that `make install` installs
-# make release VERSION=0.1.0   check, build, commit and tag a release; pushes nothing
-# make bench      our code next to the baselines, one JSON line per row
+# make demo                  install, then: synthetic data -> Parquet -> balanced batches on 4 processes, a table and a plot
+# make test                  install what is missing, run the tests
+# make test-fast             the tests that start no processes, in under a minute
+# make check                 formatting, lint and types
+# make check-imports         that editors find every import: half a minute more, so CI runs it and `make check` does not
+# make fix                   format, and fix what lint can fix
+# make package               build the sdist and the wheel, and try the wheel in an empty environment
+# make coverage              run the tests, and report which lines of the packages they run; at least 90 % have to be
+# make docs                  build the documentation into site/, and check every link in it; `make docs-serve` shows it as you write
+# make test-examples         run the examples of one file, and compare what they print; `make package` does it from the wheel
+# make test-torch            the tests that depend on the release of PyTorch, in an environment that has another one
+# make test-long             slow proofs: long random rounds, soak
+# make test-gpu              the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
+# make lock                  renew requirements-dev.lock: the newest versions of the packages that `make install` installs
+# make release VERSION=0.1.0  check, build, commit and tag a release; pushes nothing
+# make bench                 our code next to the baselines, one JSON line per row
 PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
@@ -21,7 +22,7 @@ INSTALLED := .venv/installed
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-examples test-long test-gpu check check-imports fix package docs docs-serve coverage lock \
+.PHONY: help install demo test test-fast test-examples test-torch test-long test-gpu check check-imports fix package docs docs-serve coverage lock \
 	release bench
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -45,6 +46,9 @@ test-fast: $(INSTALLED)
 
 test-examples: $(INSTALLED)
 	@$(PYTEST) -m examples tests/examples
+
+test-torch: $(INSTALLED)
+	@$(PYTEST) tests/core tests/datasets tests/dataloader tests/training
 
 test-long: $(INSTALLED)
 	@$(BIN)/pytest -m long --timeout 3600
