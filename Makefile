@@ -12,7 +12,7 @@
 # make test-long             slow proofs: long random rounds, soak
 # make test-gpu              the tests that need CUDA devices, with GPU_PYTHON=... (default python3), which need not be .venv
 # make lock                  renew requirements-dev.lock: the newest versions of the packages that `make install` installs
-# make release VERSION=0.1.0  check, build, commit and tag a release; pushes nothing
+# make release VERSION=...   check, build, commit and tag a release; pushes nothing
 # make bench                 our code next to the baselines, one JSON line per row
 PYTHON ?= python3
 GPU_PYTHON ?= python3
