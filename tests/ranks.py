@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import logging
 import multiprocessing
 import sys
 import tempfile
@@ -118,6 +119,7 @@ def _serve(pipe: Connection, task_timeout: float) -> None:
     torch.set_num_threads(1)
     while True:
         function, arguments, rank, world_size, store = pipe.recv()
+        logging.disable(logging.NOTSET)  # an earlier task may have silenced TorchRec
         faulthandler.dump_traceback_later(task_timeout)
         try:
             dist.init_process_group(

@@ -29,7 +29,6 @@ A sample has two int64 values per event, its item and its action.
 
 import argparse
 import json
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -173,8 +172,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=256, help="of an epoch, at most")
     parser.add_argument("--rounds", type=int, default=3, help="in which the methods take turns to be timed")
     arguments = parser.parse_args()
-    # PyTorch 2.13 warns about a function that torchrec calls for every KeyedJaggedTensor.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     warm_up()
     try:
         distributions = {text: parse_distribution(text) for text in arguments.lengths or LENGTHS}

@@ -31,10 +31,7 @@ def messages() -> Iterator[list[str]]:
     use_up_fx_warning.cache_clear()
     kept = _Kept()
     LOG.addHandler(kept)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.NOTSET)  # tests that ran in this process before may have disabled it
     yield kept.messages
-    logging.disable(disabled)
     LOG.removeHandler(kept)
 
 

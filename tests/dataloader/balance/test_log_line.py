@@ -187,7 +187,6 @@ def _standard_error(rank: int, world_size: int) -> list[str]:
     if rank == 0:
         return []
     assert isinstance(group, dist.ProcessGroup)
-    logging.disable(logging.NOTSET)  # other tasks of this process may have disabled it
     written = io.StringIO()
     with (
         contextlib.redirect_stderr(written),

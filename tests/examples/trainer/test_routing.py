@@ -130,7 +130,6 @@ def _run_without_entry(rank: int, world_size: int, options: dict[str, Any]) -> N
 
 def _run_and_listen(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[int], list[str]]:
     """Return the steps of a job, and what it has logged."""
-    logging.disable(logging.NOTSET)  # other tasks of this process may have disabled it
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
