@@ -77,6 +77,8 @@ class Recommender(lightning.LightningModule):
     def on_train_start(self) -> None:
         """Create the average over ranks, which is a collective."""
         self.average = LossAverage(device=self.device)
+        if self.global_step:
+            self.print(f"resumed after step {self.global_step}")
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
         """Return the loss of this rank, of which DDP averages the gradients."""

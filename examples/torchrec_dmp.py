@@ -137,8 +137,8 @@ def train(args: argparse.Namespace) -> None:
                 steps.clear()
                 if rank == 0:
                     print(
-                        f"step {step} | loss {loss:.4f} | heaviest rank over the lower bound: "
-                        f"{load.ratio_before:.2f} before balancing, {load.ratio_after:.2f} after",
+                        f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
+                        f"{load.ratio_before:.3f} before balancing, {load.ratio_after:.3f} after",
                         flush=True,
                     )
     (table,) = model.module.get_submodule("embeddings").parameters()

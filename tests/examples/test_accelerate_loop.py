@@ -7,6 +7,7 @@ import pytest
 from evenrank.dataloader import LoaderConfig
 from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
 from tests.examples.torchrun import run
+from tests.examples.tutorial import check_tutorial
 
 pytestmark = pytest.mark.examples
 
@@ -24,6 +25,7 @@ def test_the_same_command_resumes_in_the_middle_of_an_epoch(small_dataset: Path,
     assert losses_of(first)[11] < 0.95 * losses_of(first)[1]
     assert _reports(second) == _reports(first)[9:]  # the samples of these steps, and their losses, to the last digit
     assert "epoch 1, sample 96" in _reports(second)[0]
+    check_tutorial("accelerate", first, second)
 
 
 def _reports(output: str) -> list[str]:

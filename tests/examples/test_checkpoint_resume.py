@@ -8,6 +8,7 @@ from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
 from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
 from tests.examples.torchrun import run
+from tests.examples.tutorial import check_tutorial
 
 pytestmark = pytest.mark.examples
 
@@ -28,3 +29,4 @@ def test_an_epoch_is_finished_on_another_number_of_ranks_as_if_never_stopped(
     assert first.splitlines()[-1] == f"96 of {num_samples} samples were trained exactly once, 0 more often"
     assert second.splitlines()[0] == "resumed on 3 ranks; 5 of 9 steps are left"
     assert second.splitlines()[-1] == f"{num_samples} of {num_samples} samples were trained exactly once, 0 more often"
+    check_tutorial("checkpoint-resume", first, second)

@@ -3,13 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.torchrun import lines_of, numbers_of
+from tests.examples.torchrun import numbers_of, run
+from tests.examples.tutorial import check_tutorial
 
 pytestmark = pytest.mark.examples
 
 
 def test_sasrec_learns_what_is_popular_with_either_attention(small_dataset: Path, tmp_path: Path) -> None:
-    lines = lines_of("ddp_sasrec", small_dataset, tmp_path, "--steps", "24", "--attention", "jagged")
+    output = run("ddp_sasrec", small_dataset, tmp_path, "--steps", "24", "--attention", "jagged")
+    lines = output.splitlines()
     before, attentions, *steps, after = lines
     padded, jagged = numbers_of(attentions)
     assert 0 < padded == pytest.approx(jagged, rel=1e-4)
@@ -23,3 +25,4 @@ def test_sasrec_learns_what_is_popular_with_either_attention(small_dataset: Path
     # has as low a loss, but recommends what a user has just had.
     assert [value > chance for value, chance in zip(numbers_of(before), (0.1, 0.4), strict=True)] == [False, False]
     assert [value > chance for value, chance in zip(numbers_of(after), (0.3, 0.6), strict=True)] == [True, True]
+    check_tutorial("ddp-sasrec", output)

@@ -7,6 +7,7 @@ import pytest
 from evenrank.dataloader import LoaderConfig
 from tests.examples.next_item import TOLERANCE, losses_in_one_process, losses_of
 from tests.examples.torchrun import run
+from tests.examples.tutorial import check_tutorial
 
 pytestmark = pytest.mark.examples
 
@@ -18,3 +19,4 @@ def test_a_model_divided_along_both_dimensions_trains_like_one_process(small_dat
     assert losses_of(output) == pytest.approx(in_one_process, abs=TOLERANCE)
     assert losses_of(output)[14] < 0.95 * losses_of(output)[1]
     assert output.splitlines()[-1] == "tensor-parallel peers had equal samples in 14 of 14 steps"
+    check_tutorial("fsdp2", output)

@@ -3,14 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.torchrun import lines_of, numbers_of
+from tests.examples.torchrun import numbers_of, run
+from tests.examples.tutorial import check_tutorial
 
 pytestmark = pytest.mark.examples
 
 
 def test_a_job_with_its_own_dataloader_is_balanced_and_resumes_bit_for_bit(small_dataset: Path, tmp_path: Path) -> None:
     # An epoch has 7 steps: the checkpoint after step 10 is in the middle of the second.
-    lines = lines_of("own_dataloader", small_dataset, tmp_path, "--steps", "20")
+    output = run("own_dataloader", small_dataset, tmp_path, "--steps", "20")
+    lines = output.splitlines()
     first, second, resuming, resumed, same = lines
     assert resuming == "resuming after step 10"
     assert same == "the 10 losses after the checkpoint are the same, bit for bit"
@@ -21,3 +23,4 @@ def test_a_job_with_its_own_dataloader_is_balanced_and_resumes_bit_for_bit(small
     load_before, load_after = numbers_of(first)[2:]
     assert 1 <= load_after < 1.01 < load_before
     assert not list(tmp_path.iterdir())
+    check_tutorial("own-dataloader", output)

@@ -9,6 +9,7 @@ import pytest
 from evenrank.datasets import read_manifest
 from tests.examples.next_item import losses_of
 from tests.examples.torchrun import run
+from tests.examples.tutorial import check_tutorial
 
 pytestmark = pytest.mark.examples
 
@@ -26,3 +27,4 @@ def test_a_table_sharded_by_rows_trains_on_balanced_batches(small_dataset: Path,
     assert max(after) < 1.05
     num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
     assert output.splitlines()[-1] == f"rank 0 has {-(-num_items // 2)} of the {num_items} rows of the table"
+    check_tutorial("torchrec-dmp", output)

@@ -24,11 +24,6 @@ def run(example: str, data: Path, cwd: Path, *arguments: object, num_ranks: int 
     return done.stdout
 
 
-def lines_of(example: str, data: Path, cwd: Path, *arguments: object) -> list[str]:
-    """Return the lines that an example prints."""
-    return run(example, data, cwd, *arguments).splitlines()
-
-
 def numbers_of(line: str) -> list[float]:
     """Return the numbers in a line, those next to letters, such as that of recall@10, left out."""
     words = line.replace("%", " ").replace(",", " ").split()

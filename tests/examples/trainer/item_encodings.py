@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -49,6 +48,8 @@ def encode_items(data: Path, out: Path, encoding: str) -> Path:
 
 
 def _encode_file(out: Path, file: DataFile, encode: Callable[[Ids], Ids]) -> DataFile:
+    import polars as pl  # hosts that only train lack it
+
     path = out / file.path
     frame = pl.read_parquet(path)
     items = frame.select(pl.col(ITEM_ID).explode()).to_series().drop_nulls().to_numpy()
