@@ -39,9 +39,9 @@ def _read_crafted(base: Path, folder: Path, first: int, end: int) -> None:
 
 
 def test_crafted_datasets_give_errors_or_valid_batches(base: Path, tmp_path: Path) -> None:
-    _read_crafted(base, tmp_path, 0, 500)
+    _read_crafted(base, tmp_path, 0, 200)
 
 
 @pytest.mark.long
 def test_many_crafted_datasets_give_errors_or_valid_batches(base: Path, tmp_path: Path) -> None:
-    _read_crafted(base, tmp_path, 500, 5000)
+    _read_crafted(base, tmp_path, 200, 5000)
