@@ -58,7 +58,8 @@ def largest_differencing(costs: NDArray[np.int64], order: NDArray[np.int64], wor
         _list_parts(heaviest_part[other], next_part, other_parts)
         # Part i joins part W - 1 - i of the other group. The heaviest parts of each join empty ones, if there are any.
         num_kept, num_changed = min(num, world_size - num_other), min(num_other, world_size - num)
-        changed[:num_changed] = other_parts[:num_changed]
+        for i in range(num_changed):
+            changed[i] = other_parts[i]
         for i in range(num_kept, num):
             part, joining = parts[i], other_parts[world_size - 1 - i]
             sums[part] += sums[joining]

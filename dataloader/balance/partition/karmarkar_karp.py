@@ -37,6 +37,7 @@ def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_siz
     next_slot = np.full(len(costs), -1, dtype=np.int64)
     spread = sums[:, 0] - sums[:, world_size - 1]
     alive = np.ones(num_groups, dtype=np.bool_)
+    scratch = np.empty(world_size, dtype=np.int64)
     for _ in range(num_groups - 1):
         first, second = -1, -1  # the groups with the largest spread, ties by the lower index
         for group in range(num_groups):
@@ -51,9 +52,8 @@ def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_siz
             next_slot[tails[first, part]] = heads[second, other]
             tails[first, part] = tails[second, other]
         descending = np.argsort(-sums[first], kind="mergesort")
-        sums[first] = sums[first][descending]
-        heads[first] = heads[first][descending]
-        tails[first] = tails[first][descending]
+        for row in (sums[first], heads[first], tails[first]):
+            _permute(row, descending, scratch)
         spread[first] = sums[first, 0] - sums[first, world_size - 1]
         alive[second] = False
     rank_of = np.empty(len(costs), dtype=np.int32)
@@ -64,3 +64,12 @@ def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_siz
             rank_of[slot] = part
             slot = next_slot[slot]
     return rank_of
+
+
+@compiled
+def _permute(values: NDArray[np.int64], order: NDArray[np.int64], scratch: NDArray[np.int64]) -> None:
+    """Put values[order] in place of `values`; all are int64 [W]."""
+    for i in range(len(order)):  # Numba takes seconds to compile the assignment of a slice
+        scratch[i] = values[order[i]]
+    for i in range(len(order)):
+        values[i] = scratch[i]
