@@ -7,7 +7,8 @@
 registered with `register_for_checkpointing`. Run the same command again: it resumes from the last checkpoint, which is
 that of step 80 of 100, as a job does that was killed, and prints the same loss for step 100.
 
-Do not pass the Balancer to `accelerator.prepare`: it has distributed the samples over the ranks already.
+Do not pass the Balancer to `accelerator.prepare`: it has distributed the samples over the ranks already. On GPUs, leave
+`cpu=True` out.
 """
 
 import argparse
@@ -45,10 +46,10 @@ class NextItem(nn.Module):
         x = self.items(ids)
         x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
         x = x + self.mlp(x)
-        has_next = torch.ones(len(ids), dtype=torch.bool)
+        has_next = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
         hidden, target = x[has_next], ids[has_next.roll(1)]
-        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,))
+        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), device=ids.device)
         positive = (hidden * self.items(target)).sum(-1, keepdim=True)
         negative = (hidden @ self.items(negatives).T).masked_fill(target[:, None] == negatives, -torch.inf)
         logits = torch.cat([positive, negative], dim=1)

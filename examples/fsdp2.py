@@ -12,8 +12,9 @@ and 2 are one group, ranks 1 and 3 another. Both read the same samples and compu
 peers get equal batches without communicating; the example checks that they do.
 
 In hybrid sharding, with `mesh_dim_names=("replicate", "shard")` and `fully_shard(model, mesh=mesh)`, each rank trains
-samples of its own: leave `group` out, and the Balancer balances over all ranks. On GPUs, initialize the process group
-with "cpu:gloo,cuda:nccl" and the mesh with "cuda", and pass the Balancer this rank's `device=`.
+samples of its own: leave `group` out, and the Balancer balances over all ranks. On GPUs, call `torch.cuda.set_device`,
+initialize the process group with "cpu:gloo,cuda:nccl" and the mesh with "cuda", and pass this rank's `device=` to the
+Balancer and to LossAverage.
 """
 
 import argparse
@@ -53,12 +54,12 @@ class NextItem(nn.Module):
         x = self.items(ids)
         x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
         x = x + self.mlp(x)
-        has_next = torch.ones(len(ids), dtype=torch.bool)
+        has_next = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
         hidden, target = x[has_next], ids[has_next.roll(1)]
         # The same on all ranks, and again when this step is trained again; others in each epoch.
         seeded = torch.Generator().manual_seed(batch.epoch << 32 | batch.position)
-        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
+        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded).to(ids.device)
         positive = (hidden * self.items(target)).sum(-1, keepdim=True)
         negative = (hidden @ self.items(negatives).T).masked_fill(target[:, None] == negatives, -torch.inf)
         logits = torch.cat([positive, negative], dim=1)

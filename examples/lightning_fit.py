@@ -48,12 +48,12 @@ class NextItem(nn.Module):
         x = self.items(ids)
         x = x + torch.cat([attend(sample) for sample in self.qkv(x).split(lengths.tolist())])
         x = x + self.mlp(x)
-        has_next = torch.ones(len(ids), dtype=torch.bool)
+        has_next = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         has_next[lengths.cumsum(0)[lengths > 0] - 1] = False
         hidden, target = x[has_next], ids[has_next.roll(1)]
         # The same on all ranks, and again when this step is trained again; others in each epoch.
         seeded = torch.Generator().manual_seed(batch.epoch << 32 | batch.position)
-        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded)
+        negatives = torch.randint(1, self.items.num_embeddings, (NUM_NEGATIVES,), generator=seeded).to(ids.device)
         positive = (hidden * self.items(target)).sum(-1, keepdim=True)
         negative = (hidden @ self.items(negatives).T).masked_fill(target[:, None] == negatives, -torch.inf)
         logits = torch.cat([positive, negative], dim=1)

@@ -58,13 +58,13 @@ class CodePredictor(nn.Module):
         """Return the encoded histories, [batch_size, 1 + tokens, HIDDEN], and which of their tokens are padding."""
         history = batch.features["semantic_id"]
         tokens = history.to_padded_dense(int(history.lengths().max())).long()
-        is_padding = torch.arange(tokens.shape[1] + 1) > history.lengths()[:, None]
+        is_padding = torch.arange(tokens.shape[1] + 1, device=tokens.device) > history.lengths()[:, None]
         return self.encoder(self._embed(tokens), src_key_padding_mask=is_padding), is_padding
 
     def decode(self, encoded: Tensor, is_padding: Tensor, codes: Tensor) -> Tensor:
         """Return the logits of the next code after each code: [rows, n + 1, codebook_size], given codes [rows, n]."""
-        x = self._embed(codes + self.codebook_size * torch.arange(codes.shape[1]))
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).isinf()
+        x = self._embed(codes + self.codebook_size * torch.arange(codes.shape[1], device=codes.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device).isinf()
         logits: Tensor = self.logits(self.decoder(x, encoded, tgt_mask=mask, memory_key_padding_mask=is_padding))
         return logits
 
@@ -80,8 +80,8 @@ class CodePredictor(nn.Module):
     def beam_search(self, batch: SemanticIdBatch, width: int) -> Tensor:
         """Return the most likely tuples of codes, which need not be items, best first: [batch_size, width, LEVELS]."""
         encoded, is_padding = self.encode(batch)
-        beams = torch.zeros(len(encoded), 1, 0, dtype=torch.int64)
-        scores = torch.zeros(len(encoded), 1)
+        beams = torch.zeros(len(encoded), 1, 0, dtype=torch.int64, device=encoded.device)
+        scores = torch.zeros(len(encoded), 1, device=encoded.device)
         for _ in range(LEVELS):
             width_so_far = beams.shape[1]
             logits = self.decode(
