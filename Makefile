@@ -18,7 +18,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-# One process per core; the tests of a file stay together, because they share fixtures.
+# tests/conftest.py says how many processes; the tests of a file stay together, because they share fixtures.
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 
 .DEFAULT_GOAL := help
