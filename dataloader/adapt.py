@@ -6,6 +6,7 @@ state_dict(), such as StatefulDataLoader's      counted here                a sn
 neither, such as DataLoader's                   counted here                an error, once it is asked for
 """
 
+import copy
 import inspect
 import pickle
 from collections import deque
@@ -27,7 +28,7 @@ from evenrank.dataloader.state import (
     FLAG,
     MAPPING,
     TEXT,
-    check_state,
+    StateFormat,
     check_value,
     decode,
     encode,
@@ -35,15 +36,24 @@ from evenrank.dataloader.state import (
 )
 from evenrank.dataloader.tensor_modes import outside_inference_mode
 
-_STATE_VERSION = 2
-_STATE_FIELDS = {
-    "epoch": EPOCH,
-    "position": integer(0, 1 << 62),  # to which an epoch's steps are added
-    "is_end": FLAG,
-    "world_size": COUNT,
-    "ranks": MAPPING,
-}
-_RANK_FIELDS = {"has_ended": FLAG, "state": ANYTHING}
+_FORMAT = StateFormat(
+    owner="the Balancer",
+    version=3,
+    fields={
+        "epoch": EPOCH,
+        "position": integer(0, 1 << 62),  # to which an epoch's steps are added
+        "is_end": FLAG,
+        "world_size": COUNT,
+        "ranks": MAPPING,
+    },
+    not_covered=frozenset({"ranks"}),  # torch.distributed.checkpoint joins those of all ranks; each has a checksum
+)
+_FORMAT_OF_RANK = StateFormat(
+    owner="a rank",
+    version=_FORMAT.version,
+    fields={"rank": COUNT, "has_ended": FLAG, "state": ANYTHING},
+    not_covered=frozenset({"state"}),  # the text that all of this becomes has a checksum
+)
 # Snapshots that are kept: more than a Balancer and a pipeline behind it pull ahead of training.
 _KEPT_SNAPSHOTS = 256
 
@@ -189,7 +199,7 @@ class Source(Generic[Batch]):
         if self._has_positions:
             if position is not None:
                 return cast(dict[str, Any], self._batches.state_dict(after=position))
-            return cast(dict[str, Any], self._state_at_start or self._batches.state_dict())
+            return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
         return self._state_of(self._find_snapshot(position))
 
     def bypass(self) -> None:
@@ -209,7 +219,7 @@ class Source(Generic[Batch]):
             self._batches.load_state_dict(state)
             self._state_at_start = None
             return
-        state = check_state(state, "the Balancer", _STATE_VERSION, _STATE_FIELDS)
+        state = _FORMAT.check(state)
         saved = state["ranks"].get(str(self._rank))
         if state["world_size"] != self._world_size or saved is None:
             saved_ranks = ", ".join(name[:20] for name in state["ranks"] if isinstance(name, str))
@@ -219,7 +229,12 @@ class Source(Generic[Batch]):
                 "ranks, each with its own state, or use build_loader, which resumes on any number"
             )
         check_value(saved, f"the state of the Balancer has, for rank {self._rank},", TEXT)
-        of_rank = check_state(decode(saved), f"rank {self._rank}", _STATE_VERSION, _RANK_FIELDS)
+        of_rank = _FORMAT_OF_RANK.check(decode(saved))
+        if of_rank["rank"] != self._rank:
+            raise StateError(
+                f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}; load an intact "
+                "one"
+            )
         position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
         if getattr(self._batches, "_iter_for_state_dict", False):
             # torchdata's Loader has made an iterator for `state_dict` alone, and would iterate over that next, whatever
@@ -280,13 +295,12 @@ class Source(Generic[Batch]):
         # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
         position, text = snapshot.position, snapshot.state
         if isinstance(text, bytes):
-            of_rank = {"state": pickle.loads(text), "has_ended": snapshot.has_ended}
-            text = encode({"version": _STATE_VERSION, **of_rank})
-        return {
-            "version": _STATE_VERSION,
-            "epoch": position.epoch,
-            "position": position.position,
-            "is_end": self._ends.get(position.epoch) == position.position,
-            "world_size": self._world_size,
-            "ranks": {str(self._rank): text},
-        }
+            state = pickle.loads(text)
+            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=snapshot.has_ended, state=state))
+        return _FORMAT.make(
+            epoch=position.epoch,
+            position=position.position,
+            is_end=self._ends.get(position.epoch) == position.position,
+            world_size=self._world_size,
+            ranks={str(self._rank): text},
+        )

@@ -281,12 +281,12 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         If no samples are left in that epoch, the next iteration is the next epoch.
 
         Raises:
-            StateError: the state is damaged, of another version, of other data or filters, or of other `key_maps`.
+            StateError: the state is damaged, of another version, or of other data, codes, filters or `key_maps`.
             ConfigError: what is left of the epoch cannot be packed.
 
         """
         saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
-        check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state", notify=self._rank == 0)
+        check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state")
         rest = self._picker.resume(self._order, saved)
         is_over = rest.position > 0 and self._picker.begin(self._order, rest, seed=saved.seed).schedule.num_steps == 0
         self._seed, self._after_last, self._resumed[rest.epoch] = saved.seed, (rest.epoch, rest.position), rest

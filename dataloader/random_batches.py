@@ -18,12 +18,16 @@ from evenrank.dataloader.mapped_stores import map_stores
 from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.random_data import RandomData, draw_samples
-from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, check_state, show
+from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, StateFormat, show
 from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import make_rng
 from evenrank.datasets.store import SequenceStore
 
-_STATE_VERSION = 1
+_FORMAT = StateFormat(
+    owner="random batches",
+    version=2,
+    fields={"epoch": EPOCH, "position": COUNT, "seed": SEED, "num_samples": COUNT, "fingerprint": TEXT},
+)
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -127,14 +131,13 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after a batch, or after the one yielded last; the same on all ranks."""
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        return {
-            "version": _STATE_VERSION,
-            "epoch": epoch,
-            "position": position,
-            "seed": self._config.seed,
-            "num_samples": self._num_batches * self._samples_per_step,
-            "fingerprint": self._fingerprint,
-        }
+        return _FORMAT.make(
+            epoch=epoch,
+            position=position,
+            seed=self._config.seed,
+            num_samples=self._num_batches * self._samples_per_step,
+            fingerprint=self._fingerprint,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -144,18 +147,14 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
                 and batch size are among these.
 
         """
-        state = check_state(
-            state,
-            "random batches",
-            _STATE_VERSION,
-            {"epoch": EPOCH, "position": COUNT, "seed": SEED, "num_samples": COUNT, "fingerprint": TEXT},
-        )
+        state = _FORMAT.check(state)
         expected = self.state_dict()
         for name in ("seed", "num_samples", "fingerprint"):
             if state[name] != expected[name]:
                 raise StateError(
                     f"the state of random batches has {name} {show(state[name])}, these batches {expected[name]!r}; "
-                    "load it with the seed, num_batches, num_distinct, batch_size and world_size that it was saved with"
+                    "load it with the seed, num_batches, num_distinct, batch_size, world_size, codes and key_maps that "
+                    "it was saved with"
                 )
         epoch, position = state["epoch"], state["position"]
         if position % self._samples_per_step or position > expected["num_samples"]:
@@ -176,9 +175,9 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of the settings that batches depend on, besides the rank and the distributions."""
-        names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size")
-        decisive = {"rank": None, **{name: self._shared[name] for name in names}}
+        """Return a hash of what batches depend on, besides the rank and the distributions."""
+        names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size", "key_maps")
+        decisive = {"rank": None, **{name: self._shared[name] for name in names}, "filters": self._collate.filters()}
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
     @outside_inference_mode()

@@ -12,10 +12,8 @@ it had not stopped.
 """
 
 import base64
-import binascii
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,21 +22,24 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
 from evenrank.dataloader.routing.dist_type import DIST_TYPE
-from evenrank.dataloader.state import COUNT, EPOCH, INT64_MAX, SEED, TEXT, check_state, check_value, integer, show
+from evenrank.dataloader.state import COUNT, EPOCH, INT64_MAX, SEED, TEXT, Check, StateFormat, integer
 from evenrank.datasets.order import SampleOrder
 
-_STATE_VERSION = 2
-_STATE_FIELDS = {
-    "epoch": EPOCH,
-    "position": COUNT,
-    "seed": SEED,
-    "num_samples": COUNT,
-    "fingerprint": TEXT,
-    "window": TEXT,
-}
-_OPTIONAL_FIELDS = {DIST_TYPE: TEXT}
+_FORMAT = StateFormat(
+    owner="the loader",
+    version=3,
+    fields={
+        "epoch": EPOCH,
+        "position": COUNT,
+        "seed": SEED,
+        "num_samples": COUNT,
+        "fingerprint": TEXT,
+        "pending": TEXT,
+        DIST_TYPE: TEXT,
+    },
+    not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
+)
 _SIZES = ("start", "world_size", "batch_size", "steps")
-_HAS = "the loader's state has a window with"
 
 Positions = NDArray[np.int64]
 
@@ -143,19 +144,18 @@ class Unfinished(NamedTuple):
             return cls()
         try:
             entries = json.loads(text)
-        except (ValueError, RecursionError):
-            entries = None
-        entries = _check_entries(entries, ("left", "window"))
-        left = _decode(entries["left"], position, num_samples)
-        if entries["window"] is None:
-            return cls(left=left)
-        window = _check_entries(entries["window"], (*_SIZES, "left"))
-        for name in _SIZES:
-            low, high = (0, position) if name == "start" else (1, INT64_MAX)
-            check_value(window[name], f"{_HAS} {name}", integer(low, high))
-        before = window.pop("left")
-        left_before = None if before is None else _decode(before, window["start"], num_samples)
-        return cls(left=left, window=OpenWindow(**window, left=left_before))
+            left, window = _decode(entries["left"], position, num_samples), entries["window"]
+            if window is None:
+                return cls(left=left)
+            sizes = {name: window[name] for name in _SIZES}
+            if any(check(sizes[name]) for name, check in _checks_of_sizes(position).items()):
+                raise ValueError
+            left_before = None if window["left"] is None else _decode(window["left"], sizes["start"], num_samples)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise StateError(
+                "corrupt loader state: field 'pending' cannot be decoded; load another checkpoint"
+            ) from None
+        return cls(left=left, window=OpenWindow(**sizes, left=left_before))
 
 
 class SavedPosition(NamedTuple):
@@ -169,21 +169,20 @@ class SavedPosition(NamedTuple):
     """Of the loader."""
     unfinished: Unfinished
     """What is left, besides all positions from that one on."""
-    dist_type: str | None = None
-    """How the keys of batches are mapped; see `routing.dist_type`. None: the state does not say."""
+    dist_type: str
+    """How the keys of batches are mapped; see `routing.dist_type`."""
 
     def to_state(self, num_samples: int, fingerprint: str) -> dict[str, Any]:
         """Return the state, given the number of samples of an epoch, and a hash of all that decides on their order."""
-        return {
-            "version": _STATE_VERSION,
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "num_samples": num_samples,
-            "fingerprint": fingerprint,
-            "window": self.unfinished.to_text(),
-            DIST_TYPE: self.dist_type,
-        }
+        return _FORMAT.make(
+            epoch=self.epoch,
+            position=self.position,
+            seed=self.seed,
+            num_samples=num_samples,
+            fingerprint=fingerprint,
+            pending=self.unfinished.to_text(),
+            dist_type=self.dist_type,
+        )
 
     @classmethod
     def from_state(cls, state: object, num_samples: int, fingerprint: str) -> "SavedPosition":
@@ -193,12 +192,12 @@ class SavedPosition(NamedTuple):
             StateError: the state is damaged, of another version, or of another number of samples or fingerprint.
 
         """
-        entries = check_state(state, "the loader", _STATE_VERSION, _STATE_FIELDS, _OPTIONAL_FIELDS)
+        entries = _FORMAT.check(state)
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
-                f"the loader's state is of other data or filters: it has {entries['num_samples']:,} samples and "
+                f"the loader's state is of other data, codes or filters: it has {entries['num_samples']:,} samples and "
                 f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and {fingerprint[:12]}; load "
-                "it with the dataset and the filters that it was saved with"
+                "it with the dataset, the codes and the filters that it was saved with"
             )
         position = entries["position"]
         if position > num_samples:
@@ -206,15 +205,12 @@ class SavedPosition(NamedTuple):
                 f"the loader's state has position {position} of {num_samples} samples; load a state that state_dict "
                 "returned"
             )
-        unfinished = Unfinished.from_text(entries["window"], position=position, num_samples=num_samples)
+        unfinished = Unfinished.from_text(entries["pending"], position=position, num_samples=num_samples)
         return cls(entries["epoch"], position, entries["seed"], unfinished, entries[DIST_TYPE])
 
 
-def _check_entries(entries: object, names: Sequence[str]) -> dict[str, Any]:
-    """Return entries that must have exactly these names."""
-    if not isinstance(entries, Mapping) or set(entries) != set(names):
-        raise StateError(f"{_HAS} damaged entries; load an intact one")
-    return dict(entries)
+def _checks_of_sizes(position: int) -> dict[str, Check]:
+    return dict.fromkeys(_SIZES, integer(1, INT64_MAX)) | {"start": integer(0, position)}
 
 
 def _encode(left: Positions) -> list[Any]:
@@ -224,19 +220,19 @@ def _encode(left: Positions) -> list[Any]:
     return [int(left[0]), len(left), base64.b64encode(np.packbits(bits).tobytes()).decode("ascii")]
 
 
-def _decode(value: object, start: int, num_samples: int) -> Positions:
-    """Return what `_encode` was given: positions of an epoch that are left after `start` samples."""
-    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], str)):
-        raise StateError(f"{_HAS} {show(value)} instead of positions; load an intact one")
+def _decode(value: Any, start: int, num_samples: int) -> Positions:
+    """Return what `_encode` was given: positions of an epoch that are left after `start` samples.
+
+    Raises:
+        ValueError, TypeError: the value is damaged.
+
+    """
     first, count, text = value
-    check_value(first, f"{_HAS} first position", integer(0, start))
-    check_value(count, f"{_HAS} number of positions", integer(1, num_samples - start))
-    try:
-        bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8))
-    except (binascii.Error, ValueError):
-        bits = np.empty(0, dtype=np.uint8)
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8))
+    if integer(0, start)(first) or integer(1, num_samples - start)(count):
+        raise ValueError
     left: Positions = first + np.flatnonzero(bits)
     # As many samples as come before the start are trained, all of them positions before the end of what is left.
     if len(left) != count or left[0] != first or left[-1] >= start + count:
-        raise StateError(f"{_HAS} damaged positions, {show(text)}; load an intact one")
+        raise ValueError
     return left

@@ -1,24 +1,28 @@
 """States of loaders as untrusted input: they come from files, of other programs and versions, perhaps damaged.
 
-A loader declares what each entry of its state must be, and loads nothing before all entries have been checked.
+A loader declares what each entry of its state must be, and loads nothing before all entries have been checked. A state
+also has a checksum: a position that has changed in a file may be as plausible as the one before.
 """
 
 import base64
-import binascii
+import hashlib
 import io
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from evenrank.core.errors import StateError, one_line
+from evenrank.core.errors import StateError
 
 Check = Callable[[object], str | None]
 """Returns what a value must be instead, as text; None if the value is valid."""
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 MAX_EPOCH = (1 << 31) - 1  # so that the samples that a mixture has drawn since the first epoch can be counted in int64
+_CHECKSUM = "checksum"
 _MAX_SHOWN = 60  # characters of a value in a message
 _RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]
 # What states may contain besides plain containers, numbers, text, bytes and tensors: NumPy's arrays and numbers.
@@ -62,46 +66,63 @@ MAPPING = instance(Mapping, "a mapping")
 ANYTHING = instance(object, "anything")
 
 
-def check_state(
-    state: object, owner: str, version: int, fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
-) -> dict[str, Any]:
-    """Check that a state has exactly these entries, besides its version, and that their values are valid.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateFormat:
+    """The entries of a state, besides its version and its checksum."""
 
-    Args:
-        state: any object.
-        owner: whose state it is, for messages, such as "the loader".
-        version: that the state must have.
-        fields: what each entry must be, by name.
-        optional: the same for entries that may be missing or None, because earlier releases did not save them.
+    owner: str
+    """Whose state it is, for messages, such as "the loader"."""
+    version: int
+    """That a state must have."""
+    fields: Mapping[str, Check]
+    """What each entry must be, by name."""
+    not_covered: frozenset[str] = frozenset()
+    """Entries that the checksum leaves out, because they are checked on their own."""
 
-    Returns:
-        The state; optional entries that it lacks are None.
+    def make(self, **entries: Any) -> dict[str, Any]:
+        """Return the state that has these entries."""
+        return {"version": self.version, **entries, _CHECKSUM: self._checksum(entries)}
 
-    Raises:
-        StateError: it is invalid; the message names the entry, its value and what it must be.
+    def check(self, state: object) -> dict[str, Any]:
+        """Return a state after checking that it has exactly these entries, with valid values and their checksum.
 
-    """
-    if not isinstance(state, Mapping):
-        raise StateError(
-            f"the state of {owner} must be a mapping, got {show(state)}; load a state that state_dict returned"
-        )
-    found = state.get("version")
-    if type(found) is not int or found != version:
-        raise StateError(
-            f"the state of {owner} has version {show(found)}, expected {version}; load it with the version of evenrank "
-            "that saved it"
-        )
-    if missing := [name for name in fields if name not in state]:
-        raise StateError(f"the state of {owner} has no {missing[0]}; load a state that state_dict returned")
-    known = {**fields, **(optional or {})}
-    for name, check in known.items():
-        if name in fields or state.get(name) is not None:
-            check_value(state[name], f"the state of {owner} has {name}", check)
-    if unknown := [name for name in state if name not in known and name != "version"]:
-        raise StateError(
-            f"the state of {owner} has the unknown entry {show(unknown[0])}; load a state that state_dict returned"
-        )
-    return dict.fromkeys(known) | dict(state)
+        Raises:
+            StateError: it is invalid; the message names the entry, its value and what it must be.
+
+        """
+        of_owner = f"the state of {self.owner}"
+        if not isinstance(state, Mapping):
+            raise StateError(f"{of_owner} must be a mapping, got {show(state)}; load a state that state_dict returned")
+        found = state.get("version")
+        if type(found) is not int or found != self.version:
+            raise StateError(
+                f"{of_owner} has version {show(found)}, expected {self.version}; load it with the version of evenrank "
+                "that saved it"
+            )
+        if missing := [name for name in (*self.fields, _CHECKSUM) if name not in state]:
+            raise StateError(f"{of_owner} has no {missing[0]}; load a state that state_dict returned")
+        for name, check in self.fields.items():
+            check_value(state[name], f"{of_owner} has {name}", check)
+        if unknown := [name for name in state if name not in (*self.fields, "version", _CHECKSUM)]:
+            raise StateError(
+                f"{of_owner} has the unknown entry {show(unknown[0])}; load a state that state_dict returned"
+            )
+        check_intact(state[_CHECKSUM] == self._checksum(state), of_owner)
+        return dict(state)
+
+    def _checksum(self, entries: Mapping[str, Any]) -> str:
+        return checksum(self.version, *(entries[name] for name in self.fields if name not in self.not_covered))
+
+
+def checksum(*values: object) -> str:
+    """Return a hash of values that JSON can hold: 16 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
+
+
+def check_intact(is_intact: bool, has: str) -> None:
+    """Raise a StateError if a checksum does not fit; `has` names what has it, such as "the state of the loader"."""
+    if not is_intact:
+        raise StateError(f"{has} is damaged: its checksum is not that of its contents; load an intact one")
 
 
 def check_value(value: object, has: str, check: Check) -> None:
@@ -126,10 +147,11 @@ def show(value: object) -> str:
 
 
 def encode(state: object) -> str:
-    """Return the state of anyone's loader as text, which every format of checkpoints can hold."""
+    """Return the state of anyone's loader as text with a checksum, which every format of checkpoints can hold."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    content = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return f"{checksum(content)}:{content}"
 
 
 def decode(text: str) -> Any:
@@ -142,10 +164,9 @@ def decode(text: str) -> Any:
         StateError: it contains something else, or is damaged.
 
     """
-    try:
-        content = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise StateError(f"the loader's part of the state is damaged ({one_line(error)}); load an intact one") from None
+    saved_checksum, _, encoded = text.partition(":")
+    check_intact(saved_checksum == checksum(encoded), "the loader's part of the state")
+    content = base64.b64decode(encoded)
     with torch.serialization.safe_globals(_NUMPY_GLOBALS):
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

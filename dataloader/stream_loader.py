@@ -24,13 +24,11 @@ from evenrank.dataloader.node import EpochNode
 from evenrank.dataloader.protocols import HasIdentity
 from evenrank.dataloader.routing.dist_type import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.stream_state import (
-    POSITIONS_KEY,
-    STATE_VERSION,
+    FORMAT,
     check_complete,
     check_position,
     decode_positions,
     encode_positions,
-    read_state,
 )
 from evenrank.dataloader.tensor_modes import outside_inference_mode
 from evenrank.dataloader.transform import Transform, apply, make_rng
@@ -216,16 +214,15 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         return self._state(known[-1]._replace(position=position))
 
     def _state(self, snapshot: _Snapshot) -> dict[str, Any]:
-        return {
-            "version": STATE_VERSION,
-            "epoch": snapshot.epoch,
-            "position": snapshot.position,
-            "seed": self._seed,
-            "num_shards": len(self._shards),
-            "fingerprint": self._fingerprint,
-            POSITIONS_KEY: encode_positions(snapshot.shard_positions),
-            DIST_TYPE: dist_type(self._config.key_maps),
-        }
+        return FORMAT.make(
+            epoch=snapshot.epoch,
+            position=snapshot.position,
+            seed=self._seed,
+            num_shards=len(self._shards),
+            fingerprint=self._fingerprint,
+            places=encode_positions(snapshot.shard_positions, fingerprint=self._fingerprint, epoch=snapshot.epoch),
+            dist_type=dist_type(self._config.key_maps),
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the positions of the merged states of all ranks.
@@ -236,14 +233,14 @@ class StreamLoader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             StateError: the state lacks shards, is of another version, or of other data, filters, shards or `key_maps`.
 
         """
-        state = read_state(state)
+        state = FORMAT.check(state)
         if state["fingerprint"] != self._fingerprint:
             raise StateError(
-                "the stream's state is of other data, filters or shards: it has fingerprint "
+                "the stream's state is of other data, codes, filters or shards: it has fingerprint "
                 f"{state['fingerprint'][:12]}, this stream {self._fingerprint[:12]}; load it with the dataset and the "
                 "settings that it was saved with"
             )
-        check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the stream's state", notify=self._rank == 0)
+        check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the stream's state")
         shard_positions = decode_positions(state, len(self._shards))
         for index, shard_position in shard_positions.items():
             check_position(shard_position, self._shards[index], seed=state["seed"], epoch=state["epoch"])

@@ -13,35 +13,33 @@ from evenrank.dataloader.state import (
     MAPPING,
     SEED,
     TEXT,
-    check_state,
+    StateFormat,
+    check_intact,
     check_value,
+    checksum,
     integer,
     show,
 )
 from evenrank.dataloader.windows import ShardPosition
 from evenrank.datasets.stream import Shard
 
-STATE_VERSION = 1
 POSITIONS_KEY = "places"  # part of the format of saved states
-_STATE_FIELDS = {
-    "epoch": EPOCH,
-    "position": integer(0, 1 << 62),  # to which an epoch's steps are added
-    "seed": SEED,
-    "num_shards": COUNT,
-    "fingerprint": TEXT,
-    POSITIONS_KEY: MAPPING,
-}
-_OPTIONAL_FIELDS = {DIST_TYPE: TEXT}
-
-
-def read_state(state: object) -> dict[str, Any]:
-    """Return a state after checking all but its positions.
-
-    Raises:
-        StateError: it is invalid.
-
-    """
-    return check_state(state, "the stream", STATE_VERSION, _STATE_FIELDS, _OPTIONAL_FIELDS)
+FORMAT = StateFormat(
+    owner="the stream",
+    version=2,
+    fields={
+        "epoch": EPOCH,
+        "position": integer(0, 1 << 62),  # to which an epoch's steps are added
+        "seed": SEED,
+        "num_shards": COUNT,
+        "fingerprint": TEXT,
+        POSITIONS_KEY: MAPPING,
+        DIST_TYPE: TEXT,
+    },
+    # The positions of all ranks are merged, so each of them has a checksum of its own. A remapped checkpoint has
+    # another dist_type, which is compared with the job's.
+    not_covered=frozenset({POSITIONS_KEY, DIST_TYPE}),
+)
 
 
 def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not states:
         raise StateError("there are no states to merge; pass those of all ranks")
-    states = [read_state(state) for state in states]
+    states = [FORMAT.check(state) for state in states]
     merged = states[0]
     shard_positions: dict[int, ShardPosition] = {}
     for index, state in enumerate(states):
@@ -70,12 +68,17 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     f"earlier one {list(shard_positions[shard])}; pass one state of each rank, after the same step"
                 )
     check_complete(shard_positions, merged["num_shards"])
-    return {**merged, POSITIONS_KEY: encode_positions(shard_positions)}
+    return {**merged, POSITIONS_KEY: {name: entry for state in states for name, entry in state[POSITIONS_KEY].items()}}
 
 
-def encode_positions(shard_positions: Mapping[int, ShardPosition]) -> dict[str, list[int]]:
-    """Return positions by shard as they are saved."""
-    return {str(index): list(position) for index, position in sorted(shard_positions.items())}
+def encode_positions(
+    shard_positions: Mapping[int, ShardPosition], *, fingerprint: str, epoch: int
+) -> dict[str, list[int | str]]:
+    """Return positions by shard as they are saved: windows done, samples taken, checksum."""
+    return {
+        str(index): [*position, checksum(fingerprint, epoch, index, *position)]
+        for index, position in sorted(shard_positions.items())
+    }
 
 
 def decode_positions(state: Mapping[str, Any], num_shards: int) -> dict[int, ShardPosition]:
@@ -86,16 +89,20 @@ def decode_positions(state: Mapping[str, Any], num_shards: int) -> dict[int, Sha
 
     """
     shard_positions: dict[int, ShardPosition] = {}
-    for name, pair in state[POSITIONS_KEY].items():
+    for name, entry in state[POSITIONS_KEY].items():
         is_index = isinstance(name, str) and re.fullmatch("0|[1-9][0-9]{0,17}", name) and int(name) < num_shards
-        if not is_index or not isinstance(pair, list | tuple) or len(pair) != 2:
+        if not is_index or not isinstance(entry, list | tuple) or len(entry) != 3:
             raise StateError(
-                f"the state of the stream has position {show(pair)} in shard {show(name)}, expected two integers in "
-                f"one of {num_shards} shards; load a state that state_dict returned"
+                f"the state of the stream has position {show(entry)} in shard {show(name)}, expected two integers and "
+                f"a checksum in one of {num_shards} shards; load a state that state_dict returned"
             )
-        for value in pair:
-            check_value(value, f"the state of the stream has, in the position in shard {name},", COUNT)
-        shard_positions[int(name)] = ShardPosition(*pair)
+        has = f"the state of the stream has, in the position in shard {name},"
+        for value in entry[:2]:
+            check_value(value, has, COUNT)
+        position = ShardPosition(*entry[:2])
+        expected = checksum(state["fingerprint"], state["epoch"], int(name), *position)
+        check_intact(entry[2] == expected, f"the position in shard {name} of the state of the stream")
+        shard_positions[int(name)] = position
     return shard_positions
 
 

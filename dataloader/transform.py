@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch
 
 _WORD_MASK = 0xFFFFFFFFFFFFFFFF
@@ -15,19 +16,26 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 
 
 def apply(transform: Transform[Batch], batch: Batch, rng: np.random.Generator) -> Batch:
-    """Return the batch that a transform makes of a batch.
+    """Return the batch that a transform makes of a batch, at the position of that batch, from which states follow.
 
     Raises:
+        ConfigError: it returned something else than a batch.
         RuntimeError: it raised StopIteration, which would be taken for the end of the epoch.
 
     """
+    position = {"epoch": batch.epoch, "step": batch.step, "position": batch.position}
     try:
-        return transform(batch, rng)
+        result = transform(batch, rng)
     except StopIteration as error:
         raise RuntimeError(
             f"the transform raised StopIteration in step {batch.step} of epoch {batch.epoch}; pass next() a default, "
             "or raise another error"
         ) from error
+    if not isinstance(result, JaggedBatch):
+        raise ConfigError(f"the transform returned a {type(result).__name__}; return the batch to yield")
+    for name, value in position.items():
+        setattr(result, name, value)
+    return result
 
 
 def make_rng(seed: int, *counters: int) -> np.random.Generator:

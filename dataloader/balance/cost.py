@@ -32,6 +32,8 @@ class Cost(Protocol):
     ) -> NDArray[np.int64]:
         """Return the cost of each sample.
 
+        The arrays are the function's own: it may write to them and keep them.
+
         Args:
             lengths: per jagged key, int64 [B]. A key that occurs in a second KeyedJaggedTensor is called `field.key`.
             num_candidates: int64 [B]; zeros for batches without candidates.
@@ -77,7 +79,7 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
     if not isinstance(cost, CountsTokens):
         total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
         return total
-    tokens = np.asarray(cost.tokens(lengths))
+    tokens = np.asarray(cost.tokens(_copied(lengths)))
     if tokens.shape != (num_samples,) or tokens.dtype.kind not in "iu":
         raise ConfigError(
             f"a cost's tokens() must return int64 of shape {(num_samples,)}, got {tokens.dtype} of shape {tokens.shape}"
@@ -123,7 +125,7 @@ def scaled_costs(
         ConfigError: the costs are not integers, one is negative, or so large that a step could overflow.
 
     """
-    costs = np.asarray(cost(lengths, num_candidates))
+    costs = np.asarray(cost(_copied(lengths), num_candidates.copy()))
     if costs.shape != num_candidates.shape or costs.dtype.kind not in "iu":
         raise ConfigError(
             f"a cost must return int64 of shape {num_candidates.shape}, got {costs.dtype} of shape {costs.shape}"
@@ -140,3 +142,8 @@ def scaled_costs(
             f"max_tokens of the cost, or return costs of at most {limit}"
         )
     return scaled
+
+
+def _copied(lengths: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
+    """Return copies for a user's function, which may work in place: the same lengths say where histories begin."""
+    return {key: lengths_of_key.copy() for key, lengths_of_key in lengths.items()}

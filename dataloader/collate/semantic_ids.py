@@ -186,9 +186,8 @@ class SemanticIdCollate:
         }
 
     def filters(self) -> tuple[object, ...]:
-        """Return the settings that decide which rows are samples."""
-        has_code = np.packbits(self.table.codes[:, 0] != _NO_CODE)
-        return ("codes", self.max_history_length, hashlib.sha256(has_code.tobytes()).hexdigest())
+        """Return the settings that decide which rows are samples, and the codes, with which weights are trained."""
+        return ("codes", self.max_history_length, self.table.describe())
 
     def _rows_without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
         first_shown = np.maximum(store.offsets[:-1], store.offsets[1:] - 1 - self.max_history_length)

@@ -39,7 +39,10 @@ class Collate(Protocol[Batch]):
         ...
 
     def filters(self) -> tuple[object, ...]:
-        """Return the settings that decide which rows are samples; part of the loader's fingerprint."""
+        """Return what decides which rows are samples, and what their values mean; part of the loader's fingerprint.
+
+        Cut-offs and labels are left out: a job may go on with others.
+        """
         ...
 
     def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:

@@ -212,7 +212,7 @@ def state_bytes(rank: OneRank, window: int) -> int:
     loader = rank.loader(_balance(window), num_workers=0, prefetch=1)
     for _ in islice(loader, window // 2):
         pass
-    return len(loader.state_dict()["window"]) if window > 1 else 0
+    return len(loader.state_dict()["pending"]) if window > 1 else 0
 
 
 def whole_numbers(text: str) -> list[int]:

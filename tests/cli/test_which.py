@@ -60,7 +60,7 @@ def _batches(
     is_same_epoch = loader.epoch == state["epoch"]
     return (
         before,
-        list(itertools.islice(loader, 0 if state["window"] else 3)),
+        list(itertools.islice(loader, 0 if state["pending"] else 3)),
         state["position"] if is_same_epoch else 0,
     )
 

@@ -8,9 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from evenrank.dataloader import SemanticIdBatch, SequenceBatch
+from evenrank.dataloader.state import StateFormat
 from tests.dataloader.batches import ids_of
 
 Batch = SequenceBatch | SemanticIdBatch
+
+
+def with_changes(state_format: StateFormat, state: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a state with other entries, and the checksum of these."""
+    return state_format.make(**{name: {**state, **changes}[name] for name in state_format.fields})
 
 
 class ResumableLoader(Protocol):

@@ -21,7 +21,7 @@ from evenrank.dataloader import (
     dense,
     jagged,
 )
-from evenrank.dataloader.adapt import Position
+from evenrank.dataloader.adapt import _FORMAT_OF_RANK, Position
 from evenrank.dataloader.balance import Balancer
 from evenrank.dataloader.state import encode
 from tests.dataloader.balance.costs import Ints, Lengths
@@ -259,7 +259,7 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
         (lambda s: s.update(ranks={"0": b"x"}), "the state of the Balancer has, for rank 0, b'x', expected text"),
         (lambda s: s.update(ranks={"0": "x"}), "the loader's part of the state is damaged"),
         (lambda s: s.update(ranks={"0": "abcd"}), "the loader's part of the state is damaged"),
-        (lambda s: s.update(ranks={"0": encode({})}), "the state of rank 0 has version None, expected 2"),
+        (lambda s: s.update(ranks={"0": encode({})}), "the state of a rank has version None, expected 3"),
         (
             lambda s: s.update(ranks={"0": encode(Position(1, 2))}),
             r"contains evenrank\.dataloader\.adapt\.Position, which is not loaded from files by default; if you",
@@ -297,7 +297,7 @@ def test_state_is_loaded_after_another_one_was_asked_for(kind: str) -> None:
 def test_state_that_the_loader_itself_cannot_load_is_refused(kind: str) -> None:
     with Balancer(STATEFUL[kind](MapStyle(0, 1)), cost=_tokens) as balancer:
         state = balancer.state_dict()
-        state["ranks"] = {"0": encode({"version": 2, "has_ended": False, "state": {"x": 1}})}
+        state["ranks"] = {"0": encode(_FORMAT_OF_RANK.make(rank=0, has_ended=False, state={"x": 1}))}
         balancer.load_state_dict(state)
         with pytest.raises(RankError, match=r"the (StatefulData)?Loader cannot load its part of the state \("):
             list(balancer)

@@ -20,8 +20,10 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.batch_schema import check_contents
+from evenrank.dataloader.random_batches import _FORMAT
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.resuming import with_changes
 from tests.ranks import RankPool
 
 DATA = RandomData(
@@ -187,11 +189,11 @@ def test_a_state_of_other_batches_is_refused() -> None:
             StateError, match=r"the state of random batches has (seed|num_samples|fingerprint) .*; load"
         ):
             other.load_state_dict(state)
-    with pytest.raises(StateError, match="version 2, expected 1"):
-        make().load_state_dict({**state, "version": 2})
+    with pytest.raises(StateError, match="version 1, expected 2"):
+        make().load_state_dict({**state, "version": 1})
     for position in (3, 48):
         with pytest.raises(StateError, match=f"has position {position}, which is not after a step of 8 samples"):
-            make().load_state_dict({**state, "position": position})
+            make().load_state_dict(with_changes(_FORMAT, state, position=position))
 
 
 def _both_as_rank_0(rank: int, world_size: int) -> None:

@@ -82,31 +82,32 @@ def test_the_format_of_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("x", "damaged entries"),
-        ("[" * 100_000, "damaged entries"),
-        (json.dumps({"left": LEFT}), "damaged entries"),
-        (json.dumps({"left": LEFT, "window": {}}), "damaged entries"),
-        (json.dumps({"left": LEFT, "window": {**WINDOW, "start": 5}}), "start 5, expected an integer from 0 to 4"),
-        (json.dumps({"left": LEFT, "window": {**WINDOW, "steps": 0}}), "steps 0, expected an integer from 1 to "),
-        (json.dumps({"left": LEFT, "window": {**WINDOW, "left": 7}}), "7 instead of positions"),
-        (json.dumps({"left": None, "window": None}), "None instead of positions"),
-        (json.dumps({"left": [2, 4, 7], "window": None}), "a list instead of positions"),
-        (json.dumps({"left": [5, 4, LEFT[2]], "window": None}), "first position 5, expected an integer from 0 to 4"),
-        (json.dumps({"left": [2, 6, LEFT[2]], "window": None}), "number of positions 6, expected an integer from 1 to"),
-        (json.dumps({"left": [2, 5, LEFT[2]], "window": None}), "damaged positions, 'tA=='"),
-        (json.dumps({"left": [4, 4, LEFT[2]], "window": None}), "damaged positions, 'tA=='"),  # 9 is past the end
-        (json.dumps({"left": [2, 4, "?"], "window": None}), "damaged positions, '?'"),
-        (json.dumps({"left": [1, 4, "Wg=="], "window": None}), "damaged positions, 'Wg=='"),  # does not begin at 1
+        "x",
+        "7",
+        "[" * 100_000,
+        json.dumps({"left": LEFT}),
+        json.dumps({"left": LEFT, "window": {}}),
+        json.dumps({"left": LEFT, "window": {**WINDOW, "start": 5}}),
+        json.dumps({"left": LEFT, "window": {**WINDOW, "steps": 0}}),
+        json.dumps({"left": LEFT, "window": {**WINDOW, "left": 7}}),
+        json.dumps({"left": None, "window": None}),
+        json.dumps({"left": [2, 4, 7], "window": None}),
+        json.dumps({"left": [5, 4, LEFT[2]], "window": None}),  # begins after 4 samples
+        json.dumps({"left": [2, 6, LEFT[2]], "window": None}),  # more than there are
+        json.dumps({"left": [2, 5, LEFT[2]], "window": None}),
+        json.dumps({"left": [4, 4, LEFT[2]], "window": None}),  # 9 is past the end
+        json.dumps({"left": [2, 4, "?"], "window": None}),
+        json.dumps({"left": [1, 4, "Wg=="], "window": None}),  # does not begin at 1
     ],
-    ids=range(15),
+    ids=range(16),
 )
-def test_damaged_text_is_refused(text: str, message: str) -> None:
-    with pytest.raises(StateError, match="the loader's state has a window with") as caught:
+def test_damaged_text_is_refused(text: str) -> None:
+    with pytest.raises(
+        StateError, match=r"^corrupt loader state: field 'pending' cannot be decoded; load another check"
+    ):
         Unfinished.from_text(text, position=4, num_samples=9)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_what_is_left_comes_first() -> None:

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,26 @@ from evenrank.dataloader import (
     LoaderConfig,
     Mixture,
     RandomBatches,
+    RandomData,
+    SemanticIdConfig,
     StreamConfig,
     build_loader,
     build_stream_loader,
     dense,
     jagged,
     merge_stream_states,
+    random_codes,
 )
+from evenrank.dataloader.adapt import _FORMAT_OF_RANK
 from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.routing import KeyMap
 from evenrank.dataloader.state import decode, encode
+from evenrank.dataloader.stream_state import FORMAT, encode_positions
+from evenrank.dataloader.windows import ShardPosition
+from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import Ints, Lengths
+from tests.dataloader.resuming import with_changes
 
 CONFIG = LoaderConfig(batch_size=32)
 COLLATE = JaggedCollate({"item_id": jagged(), "sample_ids": dense(dtype=torch.int64, shape=())})
@@ -196,6 +207,41 @@ def test_damaged_state_is_refused_or_yields_each_sample_at_most_once(small_datas
             each.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_with_one_other_character_never_loads(small_dataset: Path, kind: str) -> None:
+    loader = KINDS[kind](small_dataset)
+    iterator = iter(loader)
+    next(iterator)
+    text = json.dumps(loader.state_dict())
+    rng = random.Random(0)
+    loaded = refused = 0
+    for index, before in enumerate(text):
+        after = rng.choice([character for character in "0123456789abcXYZ+/={}" if character != before])
+        try:
+            damaged = json.loads(f"{text[:index]}{after}{text[index + 1 :]}")
+        except ValueError:
+            continue
+        try:
+            loader.load_state_dict(damaged)
+            loaded += 1
+        except StateError as error:
+            _check_message(error, "state")
+            refused += 1
+    assert loaded == 0 < refused
+    if isinstance(loader, Balancer):
+        loader.close()
+
+
+def test_the_state_of_a_rank_is_not_taken_for_that_of_another_one(small_dataset: Path) -> None:
+    loader = KINDS["balanced StatefulDataLoader"](small_dataset)
+    state = loader.state_dict()
+    inner = decode(state["ranks"]["0"])
+    other = encode(_FORMAT_OF_RANK.make(rank=1, has_ended=inner["has_ended"], state=inner["state"]))
+    with pytest.raises(StateError, match="the state of the Balancer has that of rank 1 under rank 0; load an intact"):
+        loader.load_state_dict({**state, "ranks": {"0": other}})
+    loader.close()
+
+
 def test_merged_states_are_checked(small_dataset: Path) -> None:
     loaders = [build_stream_loader(small_dataset, CONFIG, STREAM, rank=rank, world_size=2) for rank in range(2)]
     states = [loader.state_dict(after=next(iter(loader))) for loader in loaders]
@@ -211,13 +257,15 @@ def test_merged_states_are_checked(small_dataset: Path) -> None:
 
     check()
     shard = next(iter(states[0]["places"]))
-    twice = {**states[1], "places": {**states[1]["places"], shard: [1, 1]}}
+    fingerprint = states[0]["fingerprint"]
+    elsewhere = encode_positions({int(shard): ShardPosition(1, 1)}, fingerprint=fingerprint, epoch=0)
+    twice = {**states[1], "places": {**states[1]["places"], **elsewhere}}
     with pytest.raises(StateError, match=rf"state 1 has position \[1, 1\] in shard {shard}, an earlier one \["):
         merge_stream_states([states[0], twice])
     with pytest.raises(
         StateError, match="the state lacks 4611686018427387899 of 4611686018427387904 shards, among the"
     ):
-        merge_stream_states([{**state, "num_shards": 1 << 62} for state in states])
+        merge_stream_states([with_changes(FORMAT, state, num_shards=1 << 62) for state in states])
 
 
 @pytest.mark.parametrize(
@@ -232,6 +280,14 @@ def test_merged_states_are_checked(small_dataset: Path) -> None:
         ({"position": 10**5000}, "the state of the loader has position an integer of 16610 bits, expected an integer"),
         ({"fingerprint": [1]}, "the state of the loader has fingerprint a list, expected text of one line; load a sta"),
         ({"more": 1}, "the state of the loader has the unknown entry 'more'; load a state that state_dict returned"),
+        (
+            {"version": 2},
+            "the state of the loader has version 2, expected 3; load it with the version of evenrank that",
+        ),
+        (
+            {"position": 64},
+            "the state of the loader is damaged: its checksum is not that of its contents; load an inta",
+        ),
     ],
 )
 def test_refused_entry_is_named_with_its_value(small_dataset: Path, change: dict[str, Any], message: str) -> None:
@@ -239,6 +295,37 @@ def test_refused_entry_is_named_with_its_value(small_dataset: Path, change: dict
     with pytest.raises(StateError) as raised:
         loader.load_state_dict({**loader.state_dict(), **change})
     assert str(raised.value).startswith(message)
+
+
+CODES: dict[str, Callable[[Path, ReadConfig[Any]], Any]] = {
+    "loader": lambda path, config: build_loader(path, config, **RANK),
+    "stream": lambda path, config: build_stream_loader(path, config, STREAM, **RANK),
+    "random batches": lambda path, config: RandomBatches(
+        config, RandomData(items=Uniform(low=0, high=500)), num_batches=9, **RANK
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_a_state_is_refused_where_items_have_other_codes(small_dataset: Path, kind: str) -> None:
+    """The same items have a code in both tables, so the same rows are samples."""
+    codes = [random_codes(501, levels=2, codebook_size=8, seed=seed) for seed in (0, 0, 1)]
+    loader, same, other = (CODES[kind](small_dataset, SemanticIdConfig(batch_size=8, codes=table)) for table in codes)
+    next(iter(loader))
+    state = loader.state_dict()
+    same.load_state_dict(state)
+    with pytest.raises(StateError, match=r"codes.* fingerprint|fingerprint .* codes"):
+        other.load_state_dict(state)
+
+
+def test_a_state_of_random_batches_is_refused_where_keys_are_mapped_otherwise() -> None:
+    maps = [
+        {"item_id": KeyMap(num_embeddings=1 << 16, world_size=1, mode=mode)}
+        for mode in ("continuous", "hash_roundrobin")
+    ]
+    one, other = (RandomBatches(LoaderConfig(batch_size=8, key_maps=each), num_batches=9) for each in maps)
+    with pytest.raises(StateError, match=r"fingerprint .* key_maps"):
+        other.load_state_dict(one.state_dict())
 
 
 @pytest.mark.parametrize("seed", [1 << 63, 0.5, True, None])

@@ -23,9 +23,11 @@ from evenrank.dataloader import (
     merge_stream_states,
 )
 from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.stream_state import FORMAT
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.stream import StreamSource
 from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.resuming import with_changes
 from tests.datasets.in_parts import write_in_parts
 from tests.ranks import RankPool
 
@@ -156,14 +158,14 @@ def test_states_that_cannot_be_loaded_are_refused_with_the_reason(parts: Path) -
     with pytest.raises(StateError, match="lacks 3 of 6 shards"):
         merge_stream_states(states[:1])
     with pytest.raises(StateError, match="cannot be merged: position is 1 and 2"):
-        merge_stream_states([states[0], {**states[1], "position": 2}])
+        merge_stream_states([states[0], with_changes(FORMAT, states[1], position=2)])
     merged = merge_stream_states(states)
     for changed in (
         {"max_num_candidates": 1},
         {"stream": StreamConfig(num_shards=6, buffer_rows=9)},
         {"stream": StreamConfig(num_shards=5, buffer_rows=8)},
     ):
-        with pytest.raises(StateError, match="is of other data, filters or shards"):
+        with pytest.raises(StateError, match="is of other data, codes, filters or shards"):
             _loaders(parts, 1, **changed)[0].load_state_dict(merged)
     batch = next(iter(loaders[0]))
     batch.epoch = 7

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
-from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, row_bytes
+from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, make_read_only, row_bytes
 from evenrank.dataloader.batch import JaggedBatch
 from evenrank.dataloader.batch_schema import FieldSpec
 
@@ -39,6 +39,9 @@ class RowLayout:
 
     tensor_bytes: NDArray[np.int64]
     """[T]: bytes of each tensor, padding rows included."""
+
+    def __post_init__(self) -> None:
+        make_read_only(self)  # as the plan is
 
     @property
     def total_bytes(self) -> int:

@@ -9,9 +9,11 @@ of rows, each section aligned to 16 bytes.
     [item_id 7 3 9 4 | action 1 1 0 2 | ids 5 8][item_id | action | ids]
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +100,16 @@ class Plan:
 
     world_loss_tokens: int
     """Loss tokens of all ranks."""
+
+    def __post_init__(self) -> None:
+        make_read_only(self)  # a registered exchange is given the plan, which is used after it
+
+
+def make_read_only(record: Any) -> None:
+    """Make the arrays of a dataclass read-only."""
+    for entry in dataclasses.fields(record):
+        if isinstance(value := getattr(record, entry.name), np.ndarray):
+            value.flags.writeable = False
 
 
 def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, rank: int) -> Plan:

@@ -44,7 +44,7 @@ class PartitionProblem:
 Strategy = Callable[[PartitionProblem], NDArray[np.int32]]
 """Returns the rank of each slot: integers [n], in which each rank occurs B times or, without equal counts, at least
 once if there are W slots or more. Every rank calls it, so it must be a pure function: the same result for the same
-problem on all ranks."""
+problem on all ranks. The problem's arrays are its own: it may write to them."""
 
 _EXPECTED = "a function of a PartitionProblem"
 STRATEGIES: Registry[Strategy] = Registry("strategy", expected=_EXPECTED, accepts=callable)

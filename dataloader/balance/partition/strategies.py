@@ -3,6 +3,7 @@
 A pure function on integers, so every rank computes the same assignment from the same input.
 """
 
+import copy
 import dataclasses
 import warnings
 from dataclasses import dataclass
@@ -137,7 +138,9 @@ def assign(
         world_size=world_size,
         target=bound + int(bound * settings.tolerance),
     )
-    rank_of_slot = _call(problem, settings)
+    # A strategy of the user may work in place.
+    own = problem if settings.max_tokens_per_rank is None else copy.deepcopy(problem)
+    rank_of_slot = _call(own, settings)
     if settings.max_tokens_per_rank is not None:
         rank_of_slot = _within_token_limit(problem, rank_of_slot, settings, settings.max_tokens_per_rank)
     rank_of = np.full(is_real.size, PADDING, dtype=np.int32)
