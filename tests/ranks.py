@@ -78,16 +78,7 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self, num_processes: int) -> None:
-        import torch
-
-        # Forked from a process that has imported torch and TorchRec once, which takes seconds. With GPUs that import
-        # touches CUDA, which cannot be used after a fork.
-        forkserver.set_forkserver_preload(_PRELOADED)
-        context: SpawnContext | ForkServerContext = (
-            multiprocessing.get_context("spawn")
-            if torch.cuda.is_available()
-            else multiprocessing.get_context("forkserver")
-        )
+        context = rank_context()
         if not self._processes:
             atexit.register(self.stop)  # also of a test run that is interrupted
         for _ in range(num_processes):
@@ -97,6 +88,17 @@ class RankPool:
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
+
+
+def rank_context() -> SpawnContext | ForkServerContext:
+    """Return how ranks are started: forked from a process that has imported torch and TorchRec, which takes seconds."""
+    import torch
+
+    # With GPUs that import touches CUDA, which cannot be used after a fork.
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    forkserver.set_forkserver_preload(_PRELOADED)
+    return multiprocessing.get_context("forkserver")
 
 
 class RankFailure:

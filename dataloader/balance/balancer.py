@@ -117,7 +117,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         use_up_fx_warning()  # before the batches of any other loader
         warm_up()
-        members = members_of(group)
+        members = members_of(group, timeout)
         self._settings, self._device, self._source, settled = settle_arguments(
             lambda: BalancerSettings(
                 partition=PartitionSettings(

@@ -37,7 +37,7 @@ def create_alike(make: Callable[[], Created], *, group: Group | None, world_size
         Exception: what `make` raised on this rank.
 
     """
-    members = members_of(group, "loader")
+    members = members_of(group, timeout, "loader")
     if members.store is None:
         return make()
     created, error, identity = None, None, {}

@@ -3,11 +3,12 @@
 import contextlib
 from datetime import timedelta
 
-from evenrank.core.errors import one_line
+from evenrank.core.errors import RankLostError, one_line
+from evenrank.dataloader.balance.control.deadline import within
 from evenrank.dataloader.balance.control.process_group import Members
 
 _KEY = "reason"
-_WAIT = timedelta(seconds=2)  # also if the process that serves the store hangs
+_WAIT = timedelta(seconds=2)
 
 
 class FailureNote:
@@ -24,17 +25,21 @@ class FailureNote:
 
     def write(self, error: Exception) -> None:
         """Leave the reason, unless another rank has left one before."""
-        if self._store is not None:
+        if (store := self._store) is not None:
             # The store is lost if the process that serves it is; then there is nobody to tell.
-            with contextlib.suppress(RuntimeError):
-                self._store.compare_set(_KEY, "", f"rank {self._rank} failed: {one_line(error)}")
+            with contextlib.suppress(RankLostError):
+                within(_WAIT, lambda: store.compare_set(_KEY, "", f"rank {self._rank} failed: {one_line(error)}"))
 
     def read(self) -> str | None:
         """Return the reason of the first rank that failed; None if none has left one."""
-        if self._store is None:
+        if (store := self._store) is None:
             return None
+
+        def read() -> str:
+            store.wait([_KEY], _WAIT)
+            return store.get(_KEY).decode()
+
         try:
-            self._store.wait([_KEY], _WAIT)
-            return self._store.get(_KEY).decode()
-        except RuntimeError:
+            return within(_WAIT, read)
+        except RankLostError:
             return None

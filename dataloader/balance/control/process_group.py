@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from evenrank.core.errors import ConfigError, RankLostError, first_line
+from evenrank.dataloader.balance.control.deadline import within
 
 Group = dist.ProcessGroup | DeviceMesh
 """The ranks that balance together: a process group, or a device mesh of one dimension."""
@@ -71,17 +72,19 @@ def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
     return group
 
 
-def members_of(group: Group | None, user: str = "balancer") -> Members:
+def members_of(group: Group | None, timeout: timedelta, user: str = "balancer") -> Members:
     """Return the ranks of a group; their store is empty, however often this is called for the same group.
 
     Every rank of the group must call this equally often for the same user.
 
     Args:
         group: None: the default process group or, without one, this process alone.
+        timeout: how long to wait for the store of the group, but for no other rank.
         user: what the ranks are for; calls for one user do not count for another, which some ranks may lack.
 
     Raises:
         ConfigError: it is not a group of which this process is a rank.
+        RankLostError: the store does not respond.
 
     """
     process_group = process_group_of(group)
@@ -90,7 +93,7 @@ def members_of(group: Group | None, user: str = "balancer") -> Members:
     rank = process_group.rank()
     store = process_group.get_group_store()
     # Each rank counts for itself, so that the number does not depend on which rank comes first.
-    number = store.add(f"evenrank/{user}/calls/{rank}", 1)
+    number = within(timeout, lambda: store.add(f"evenrank/{user}/calls/{rank}", 1))
     return Members(rank=rank, world_size=process_group.size(), store=PrefixStore(f"evenrank/{user}/{number}", store))
 
 
@@ -129,17 +132,8 @@ class FailFastGroup:
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, backend: str = "gloo") -> None:
         self.world_size = world_size
         # Nothing else may refer to it; a traceback would keep that reference alive.
-        self._backend: Any = None
+        self._backend: Any = within(timeout, lambda: _create_backend(store, rank, world_size, timeout, backend))
         self._pending: weakref.WeakSet[_PendingWork] = weakref.WeakSet()
-        try:
-            if backend == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
-            else:
-                self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        except RuntimeError as error:
-            raise _rank_lost(error) from None
         _open_groups.add(self)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work | None:
@@ -235,6 +229,17 @@ class _PendingWork:
         work, self.work = self.work, None
         if work is not None:
             work.wait()
+
+
+def _create_backend(store: Store, rank: int, world_size: int, timeout: timedelta, backend: str) -> Any:
+    try:
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    except RuntimeError as error:
+        raise _rank_lost(error) from None
 
 
 _open_groups: "weakref.WeakSet[FailFastGroup]" = weakref.WeakSet()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed.distributed_c10d import Store
 
 from evenrank.core.errors import RankError, first_line, one_line
+from evenrank.dataloader.balance.control.deadline import within
 from evenrank.dataloader.balance.control.process_group import Members
 
 Report = TypeVar("Report")
@@ -39,12 +40,24 @@ def settle(
         of: what every rank creates, for the message if one has not.
 
     Raises:
-        RankError: what `judge` raised, on every rank; or a rank did not report in time.
+        RankError: what `judge` raised, on every rank; or a rank did not report in time, or the store is lost.
 
     """
-    if members.store is None:
-        return judge([report])
     store = members.store
+    if store is None:
+        return judge([report])
+    # Rank 0 names the ranks that are late, so it gets the time to do so.
+    return within(timeout + _WAIT, lambda: _settle(report, judge, members, store, timeout, of))
+
+
+def _settle(
+    report: Report,
+    judge: Callable[[Sequence[Report]], Verdict],
+    members: Members,
+    store: Store,
+    timeout: timedelta,
+    of: str,
+) -> Verdict:
     keys = [f"report/{rank}" for rank in range(members.world_size)]
     store.set(keys[members.rank], _as_text(report))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -57,7 +70,6 @@ def settle(
             verdict, message = None, one_line(error)
         store.set("verdict", _as_text((verdict, message)))
     else:
-        # Rank 0 names the ranks that are late, so it gets the time to do so.
         verdict, message = _get(store, "verdict", 0, deadline + _WAIT.total_seconds(), of)
     if message is not None:
         raise RankError(message)
@@ -76,13 +88,7 @@ def _get(store: Store, key: str, rank: int, deadline: float, of: str) -> Any:
             return pickle.loads(bytes.fromhex(store.get(key).decode()))
         except RuntimeError as error:
             reason = first_line(error)
-        try:
-            store.check([key])
-        except RuntimeError as error:
-            raise RankError(
-                f"the store of the process group does not respond ({first_line(error)}); the process that serves it, "
-                "usually rank 0, is lost; see its own error"
-            ) from None
+        store.check([key])  # raises if the store is lost
         if time.monotonic() >= deadline:
             raise RankError(
                 f"rank {rank} has not created its {of} in time ({reason}); create one on every rank of the group, "
