@@ -70,10 +70,19 @@ class BalancedPicker(Picker[Batch]):
             sample_ids = iteration.rows(iteration.schedule.positions_of_all(run))
             num_loaded = np.stack([iteration.schedule.num_loaded(step) for step in run])
             planned = self._sampler.plan(
-                self._lengths(sample_ids), run, num_loaded, epoch=iteration.rest.epoch, is_measured=is_measured
+                self._lengths(sample_ids),
+                run,
+                num_loaded,
+                sample_ids=sample_ids,
+                epoch=iteration.rest.epoch,
+                is_measured=is_measured,
             )
             for sampled in planned:
-                fields = {"world_loss_tokens": sampled.world_loss_tokens, "dp_size": self._shape.world_size}
+                fields = {
+                    "world_loss_tokens": sampled.world_loss_tokens,
+                    "dp_size": self._shape.world_size,
+                    "plan_hash": sampled.plan_hash,
+                }
                 picks.append(Pick(sample_ids[sampled.indices], sampled.num_rows, fields, sampled))
         return picks
 

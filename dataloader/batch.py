@@ -88,6 +88,9 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     """
     dp_size: int | None = host(None)
     """Ranks of the Balancer's group, over which the loss tokens are counted; None before a Balancer."""
+    plan_hash: int | None = host(None)
+    """63-bit hash of which rank trains which sample in this step, where each rank plans alone; equal on all ranks. None
+    where they confirm their plans, or nothing is balanced."""
     max_lengths: Mapping[str, int] | None = host(None)
     """Longest row of each key; names are those of `BatchSchema.lengths_by_key`."""
     length_limits: Mapping[str, int] | None = host(None)

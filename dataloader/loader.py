@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.control.alike import create_alike
+from evenrank.dataloader.balance.control.plan_check import PlanCheck
+from evenrank.dataloader.balance.control.process_group import Members
 from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.sampler import BalanceConfig
 from evenrank.dataloader.balanced_picks import make_picker
@@ -68,11 +70,12 @@ def build_loader(
     Raises:
         ConfigError: the rank is out of range, or the settings do not fit the dataset or each other.
         DataError: the dataset, or the file of codes, is missing or malformed.
-        RankError: with `balance`, another rank failed, or has other data or settings.
+        RankError: with `balance`, another rank failed, or has other data or settings; while iterating, or when a state
+            is asked for: ranks have planned differently.
 
     """
 
-    def make() -> Loader[Batch]:
+    def make(members: Members | None = None) -> Loader[Batch]:
         check_rank(rank, world_size)
         folders, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
         stores = [open_store(folder, config.split) for folder in folders]
@@ -85,6 +88,7 @@ def build_loader(
             mixture=mixture,
             transform=transform,
             balance=balance,
+            members=members,
         )
 
     if balance is None:
@@ -96,8 +100,8 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Every rank yields the same number of batches. If the samples of the last step do not fill it, its last ranks have
-    fewer samples or none, see `num_real`; with `balance` any rank may. A loader can be pickled, but for `on_step`;
-    unpickling maps the same files.
+    fewer samples or none, see `num_real`; with `balance` any rank may. A loader can be pickled, but for `on_step` and
+    the comparison of plans between ranks; unpickling maps the same files.
 
     Attributes:
         num_samples: samples of an epoch, over all ranks.
@@ -116,6 +120,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         mixture: Mixture | None = None,
         transform: Transform[Batch] | None = None,
         balance: BalanceConfig | None = None,
+        members: Members | None = None,
     ) -> None:
         super().__init__()
         if balance is not None and transform is not None:
@@ -140,6 +145,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._resumed: dict[int, Rest] = {}  # by epoch, what was left when a state was loaded; others begin at 0
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.on_step
+        self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_identity = {} if balance is None else balance.identity() | {"prefetch": config.prefetch}
         shape = StepShape(
@@ -236,13 +242,19 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             metrics = [None if pick.plan is None else pick.plan.metrics for pick in picks]
             return list(zip(batches, metrics, strict=True))
 
-        num_steps, prefetch = schedule.num_steps, self._config.prefetch
+        num_steps, prefetch, plan_check = schedule.num_steps, self._config.prefetch, self._plan_check
+        if plan_check is not None:
+            plan_check.begin_epoch(epoch, num_steps)
         step_ranges = (range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch))
         for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
+            if plan_check is not None and batch.plan_hash is not None:
+                plan_check.add(batch.plan_hash)
             if self._on_step is not None and metrics is not None:
                 self._on_step(metrics)
             self._after_last = (batch.epoch, batch.position)
             yield batch
+        if plan_check is not None:
+            plan_check.end_epoch(epoch)
 
     def _begin(self, rest: Rest) -> Iteration:
         return self._picker.begin(self._order, rest, seed=self._seed)
@@ -253,7 +265,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in super().__getstate__().items() if name != "_order"}
-        return state | {"_on_step": None}  # often an open file
+        return state | {"_on_step": None, "_plan_check": None}  # often an open file; a connection
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -266,7 +278,13 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         The state is the same on all ranks, and can be loaded with any world size, batch size and number of workers.
         Pass the batch trained last as `after` if something pulls batches ahead of training; one that was yielded since
         a state of its epoch was loaded, if one was.
+
+        Raises:
+            RankError: with `balance`, ranks have planned differently, as far as that is known already.
+
         """
+        if self._plan_check is not None:
+            self._plan_check.compare()
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
         rest = self._resumed.get(epoch)
         if rest is None or position < rest.position:

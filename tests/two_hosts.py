@@ -160,9 +160,7 @@ def make_two_hosts() -> TwoHosts:
         pytest.skip(f"this system makes no network namespaces: {error.stderr.strip()}")
 
 
-def _serve(
-    pipe: Connection, namespace: str, rank: int, function: Callable[..., Any], arguments: Sequence[Any]
-) -> None:
+def _serve(pipe: Connection, namespace: str, rank: int, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
     _enter(namespace)
     # Gloo would choose the interface that the name of the machine resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE

@@ -6,10 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader.balance.control.consistency import gather_checked
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 from evenrank.dataloader.batch import JaggedBatch
+
+# Squares of numbers below this are added up exactly in float64 over 32,768 ranks.
+_BELOW = 1 << 19
 
 
 class LossAverage:
@@ -27,6 +30,9 @@ class LossAverage:
     Sums and counts are those of this rank's own samples, so a step may also be one of several that are accumulated, and
     ranks may have different numbers of steps, or none. Peers in tensor parallelism, which have equal losses, are in
     different groups, each of which counts every sample once.
+
+    Where each rank plans its steps alone (`build_loader(balance=...)`), `compute` also compares these plans, if all
+    ranks have added equally many steps.
 
     Collective: every rank of the group must call the constructor.
 
@@ -49,10 +55,13 @@ class LossAverage:
         gather_checked({"num_tasks": num_tasks}, None, self._group)
         # Sums, then loss tokens. In float64, which adds up 2^53 tokens exactly.
         self._totals = torch.zeros(2, num_tasks, dtype=torch.float64, device=device)
+        self._steps = 0  # planned by this rank alone
+        self._plans = 0  # sum of their hashes
 
     def reset(self) -> None:
         """Start over."""
         self._totals.zero_()
+        self._steps = self._plans = 0
 
     @torch.no_grad()
     def update(self, loss_sums: Tensor, batch: JaggedBatch, *, task_tokens: Tensor | None = None) -> None:
@@ -78,6 +87,9 @@ class LossAverage:
             )
         self._totals[0] += sums
         self._totals[1] += batch.loss_tokens if task_tokens is None else task_tokens
+        if batch.plan_hash is not None:
+            self._steps += 1
+            self._plans += batch.plan_hash
 
     @torch.no_grad()
     def compute(self) -> list[float]:
@@ -86,8 +98,26 @@ class LossAverage:
         It is NaN for a task without loss tokens. It synchronizes with the device.
 
         Collective: every rank must call this, also without samples.
+
+        Raises:
+            RankError: ranks have planned these steps differently; on every rank.
+
         """
         totals = self._totals.clone()
         if self._group is not None:
-            dist.all_reduce(totals, group=self._group)
+            own = [value % _BELOW for value in (self._steps, self._plans)]
+            compared = totals.new_tensor([own, [value * value for value in own]])
+            flat = torch.cat([totals.flatten(), compared.flatten()])
+            dist.all_reduce(flat, group=self._group)
+            totals, (sums, squares) = flat[:-4].view_as(totals), flat[-4:].view(2, 2).tolist()
+            # Values are all equal if and only if the mean of their squares is the square of their mean.
+            has_equal_steps, has_equal_plans = (
+                self._group.size() * int(square) == int(total) ** 2 for total, square in zip(sums, squares, strict=True)
+            )
+            if has_equal_steps and not has_equal_plans:
+                raise RankError(
+                    f"ranks have planned the last {self._steps} steps differently: samples were left out or trained "
+                    "twice; make the cost and the strategy return the same on all ranks, or use a Balancer, which "
+                    "gathers costs, and resume from an earlier checkpoint"
+                )
         return [total / tokens if tokens else math.nan for total, tokens in zip(*totals.tolist(), strict=True)]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.core.source_hash import code_hash
 from evenrank.dataloader.balance.assigning import assign_step, measure_assignment
+from evenrank.dataloader.balance.control.confirm import digest
 from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.dataloader.balance.control.process_group import Group
 from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
@@ -133,6 +134,8 @@ class SampledStep:
     """Rows of its batch, padding included."""
     world_loss_tokens: int
     """Loss tokens of all ranks."""
+    plan_hash: int
+    """Hash of which rank trains which sample."""
     metrics: StepMetrics | None
     """What balancing did; None if it was not measured."""
 
@@ -176,6 +179,7 @@ class Sampler:
         steps: range,
         num_loaded: NDArray[np.int64],
         *,
+        sample_ids: NDArray[np.int64],
         epoch: int,
         is_measured: bool,
     ) -> list[SampledStep]:
@@ -185,6 +189,7 @@ class Sampler:
             samples: in blocks of any size, those of all ranks in all these steps, in the order of their positions.
             steps: their numbers.
             num_loaded: int64 [steps, W], how many of these each rank would load without balancing, rank by rank.
+            sample_ids: int64 [n], of all these samples.
             epoch: of the steps.
             is_measured: return metrics, too.
 
@@ -202,7 +207,14 @@ class Sampler:
             of_step = _Samples(*(values[..., first:end] for values in of_all))
             planned.append(
                 self._plan_step(
-                    of_step, loaded, first, seconds=seconds, epoch=epoch, step=step, is_measured=is_measured
+                    of_step,
+                    loaded,
+                    first,
+                    sample_ids=sample_ids[first:end],
+                    seconds=seconds,
+                    epoch=epoch,
+                    step=step,
+                    is_measured=is_measured,
                 )
             )
             first = end
@@ -279,6 +291,7 @@ class Sampler:
         num_loaded: NDArray[np.int64],
         first: int,
         *,
+        sample_ids: NDArray[np.int64],
         seconds: float,
         epoch: int,
         step: int,
@@ -315,6 +328,7 @@ class Sampler:
             tokens=samples.tokens[indices],
             num_rows=self._schema.batch_size if assignment.equal_counts else len(indices),
             world_loss_tokens=int(samples.loss_tokens.sum()),
+            plan_hash=digest(sample_ids, assignment.rank_of),
             metrics=metrics,
         )
 

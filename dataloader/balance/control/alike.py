@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from evenrank.core.errors import ConfigError, RankError, one_line
 from evenrank.dataloader.balance.control.consistency import check_settings, raise_reported_errors
-from evenrank.dataloader.balance.control.process_group import Group, members_of
+from evenrank.dataloader.balance.control.process_group import Group, Members, members_of
 from evenrank.dataloader.balance.control.settle import settle
 from evenrank.dataloader.protocols import HasIdentity
 
@@ -20,13 +20,15 @@ class _Report(NamedTuple):
     identity: Mapping[str, Any]
 
 
-def create_alike(make: Callable[[], Created], *, group: Group | None, world_size: int, timeout: timedelta) -> Created:
+def create_alike(
+    make: Callable[[Members], Created], *, group: Group | None, world_size: int, timeout: timedelta
+) -> Created:
     """Return what `make` returns, if it does on all ranks, with the same identity.
 
     Collective: every rank must call this; without a process group, it only calls `make`.
 
     Args:
-        make: creates a loader.
+        make: creates a loader, given the ranks.
         group: of the ranks; None: the default process group or, without one, none.
         world_size: for which the loader is created.
         timeout: how long to wait for other ranks.
@@ -39,7 +41,7 @@ def create_alike(make: Callable[[], Created], *, group: Group | None, world_size
     """
     members = members_of(group, timeout, "loader")
     if members.store is None:
-        return make()
+        return make(members)
     created, error, identity = None, None, {}
     try:
         if members.world_size != world_size:
@@ -47,7 +49,7 @@ def create_alike(make: Callable[[], Created], *, group: Group | None, world_size
                 f"the loader is created for world_size {world_size}, but {members.world_size} ranks would balance "
                 "together; pass the data-parallel ranks as group, and their number as world_size"
             )
-        created = make()
+        created = make(members)
         identity = dict(created.identity())
     except Exception as raised:  # reported to all ranks
         error = raised

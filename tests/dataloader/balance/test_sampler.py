@@ -40,9 +40,11 @@ Folders = list[tuple[Path, float]]
 
 
 def _bits(batch: JaggedBatch) -> list[Any]:
-    """Return every field of a batch, and every bit of its tensors."""
+    """Return every field of a batch, and every bit of its tensors, but not the hash of a plan that is not confirmed."""
     bits: list[Any] = []
     for field in dataclasses.fields(batch):
+        if field.name == "plan_hash":
+            continue
         value = getattr(batch, field.name)
         parts = [value]
         if isinstance(value, KeyedJaggedTensor):

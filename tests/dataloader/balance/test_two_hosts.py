@@ -2,22 +2,18 @@
 
 import contextlib
 import itertools
-import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
-from evenrank.dataloader.balance import balancer as balancer_module
-from evenrank.dataloader.balance.exchange.exchange import Exchange
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.batches import ids_of, rows_of
-from tests.dataloader.rich_batch import RichBatch, rich_batch
+from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankFailure
 from tests.two_hosts import WORLD_SIZE, Gate, TwoHosts, make_two_hosts
 
@@ -91,7 +87,7 @@ def _check_ends(failures: list[Any]) -> None:
     for failure in failures:
         assert failure.type_name in ("RankError", "RankLostError"), failure.trace
         assert "\n" not in failure.message
-        #print(failure.type_name, failure.message)
+        # print(failure.type_name, failure.message)
 
 
 @pytest.mark.parametrize("host", [0, 1])
