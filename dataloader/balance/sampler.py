@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.hashing import mix64
 from evenrank.core.source_hash import code_hash
 from evenrank.dataloader.balance.assigning import assign_step, measure_assignment
-from evenrank.dataloader.balance.control.confirm import digest
 from evenrank.dataloader.balance.control.consistency import describe_cost
 from evenrank.dataloader.balance.control.process_group import Group
 from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
@@ -161,6 +161,8 @@ class Sampler:
         self._schema = schema
         self._rank = rank
         self._world_size = world_size
+        slots = np.arange(world_size * schema.batch_size, dtype=np.uint64)
+        self._multipliers = mix64(slots) | np.uint64(1)  # of `_hash`
         self._max_tokens = config.max_tokens_per_rank if config.pack else None  # a longer sample counts as this many
         find_strategy(config.strategy, equal_counts=config.equal_counts)
         if config.window > 1:
@@ -306,7 +308,8 @@ class Sampler:
         costs, tokens = (_in_rows(values, is_real, is_full=is_full) for values in (samples.costs, samples.tokens))
         within = tokens if self._max_tokens is None else np.minimum(tokens, self._max_tokens)
         assignment = assign_step(self._settings, costs=costs, tokens=within, num_real=num_real)
-        indices = np.flatnonzero(assignment.rank_of[is_real] == self._rank)
+        trained_by = assignment.rank_of[is_real]
+        indices = np.flatnonzero(trained_by == self._rank)
         plan_seconds = seconds + time.perf_counter() - started
         metrics = None
         if is_measured:
@@ -328,9 +331,19 @@ class Sampler:
             tokens=samples.tokens[indices],
             num_rows=self._schema.batch_size if assignment.equal_counts else len(indices),
             world_loss_tokens=int(samples.loss_tokens.sum()),
-            plan_hash=digest(sample_ids, assignment.rank_of),
+            plan_hash=self._hash(sample_ids, trained_by),
             metrics=metrics,
         )
+
+    def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
+        """Return a 63-bit hash of which rank trains which sample, given both of the n samples of a step.
+
+        Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
+        """
+        words = sample_ids * self._world_size
+        words += trained_by
+        total = np.dot(words.view(np.uint64), self._multipliers[: len(words)])
+        return int(mix64(np.atleast_1d(total))[0]) >> 1
 
 
 class _Samples(NamedTuple):

@@ -42,8 +42,8 @@ def confirm(
     words = np.array(
         [
             STATUS_OK if error is None else STATUS_FAILED,
-            digest(metadata),
-            0 if rank_of is None else digest(rank_of),
+            _digest(metadata),
+            0 if rank_of is None else _digest(rank_of),
         ]
     )
     statuses, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
@@ -69,9 +69,6 @@ def _first_that_differs(digests: NDArray[np.int64]) -> int | None:
     return int(differing[0]) if len(differing) else None
 
 
-def digest(*arrays: NDArray[np.generic]) -> int:
-    """Return 63 bits of a hash of the arrays' bytes."""
-    hashed = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        hashed.update(np.ascontiguousarray(array).data)
-    return int.from_bytes(hashed.digest(), "little") >> 1
+def _digest(array: NDArray[np.generic]) -> int:
+    """Return 63 bits of a hash of an array's bytes."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=8).digest(), "little") >> 1
