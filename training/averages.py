@@ -11,8 +11,8 @@ from evenrank.dataloader.balance.control.consistency import gather_checked
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 from evenrank.dataloader.batch import JaggedBatch
 
-# Squares of numbers below this are added up exactly in float64 over 32,768 ranks.
-_BELOW = 1 << 19
+# Squares of numbers of so many bits are added up exactly in float64, over 32,768 ranks.
+_COMPARED_BITS = 19
 
 
 class LossAverage:
@@ -89,7 +89,7 @@ class LossAverage:
         self._totals[1] += batch.loss_tokens if task_tokens is None else task_tokens
         if batch.plan_hash is not None:
             self._steps += 1
-            self._plans += batch.plan_hash
+            self._plans += batch.plan_hash >> (63 - _COMPARED_BITS)  # the upper bits depend on all samples
 
     @torch.no_grad()
     def compute(self) -> list[float]:
@@ -105,7 +105,7 @@ class LossAverage:
         """
         totals = self._totals.clone()
         if self._group is not None:
-            own = [value % _BELOW for value in (self._steps, self._plans)]
+            own = [value % (1 << _COMPARED_BITS) for value in (self._steps, self._plans)]
             compared = totals.new_tensor([own, [value * value for value in own]])
             flat = torch.cat([totals.flatten(), compared.flatten()])
             dist.all_reduce(flat, group=self._group)

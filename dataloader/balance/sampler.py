@@ -336,14 +336,13 @@ class Sampler:
         )
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
-        """Return a 63-bit hash of which rank trains which sample, given both of the n samples of a step.
+        """Return a 63-bit hash of which rank trains which sample, given both for the n samples of a step.
 
         Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
         """
         words = sample_ids * self._world_size
         words += trained_by
-        total = np.dot(words.view(np.uint64), self._multipliers[: len(words)])
-        return int(mix64(np.atleast_1d(total))[0]) >> 1
+        return int(np.dot(words.view(np.uint64), self._multipliers[: len(words)])) >> 1
 
 
 class _Samples(NamedTuple):
