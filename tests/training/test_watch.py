@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.control.process_group import members_of
 from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
+from evenrank.training.arrivals import STORE_TIMEOUT
 from evenrank.training.watch import GIB, Alarm
 from tests.ranks import RankPool
 
@@ -132,7 +133,7 @@ def test_the_rank_that_stalls_shows_where(ranks: RankPool) -> None:
 def _share_a_store(rank: int, world_size: int) -> list[bool]:
     if rank == 0:
         StallWatch(SECONDS)
-    store = members_of(None).substore("test")  # as a Balancer's
+    store = members_of(None, STORE_TIMEOUT).substore("test")  # as a Balancer's
     store.set(str(rank), "here")
     dist.barrier()
     return [store.check([str(other)]) for other in range(world_size)]

@@ -41,20 +41,20 @@ def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="evenrank-store", daemon=True)
-    thread.start()
-    thread.join((timeout + _GRACE).total_seconds())
-    if thread.is_alive():
-        raise _store_lost(f"no answer within {timeout.total_seconds():g} s")
     try:
+        thread.start()
+        thread.join((timeout + _GRACE).total_seconds())
+        if thread.is_alive():
+            raise _no_response(f"no answer within {timeout.total_seconds():g} s")
         return outcome.result()
     except RankError:
         raise
     except RuntimeError as error:
-        raise _store_lost(first_line(error)) from None
+        raise _no_response(first_line(error)) from None
 
 
-def _store_lost(reason: str) -> RankLostError:
+def _no_response(reason: str) -> RankLostError:
     return RankLostError(
-        f"the store of the process group does not respond ({reason}); the process that serves it, usually rank 0, is "
-        "lost or cannot be reached; see its own error"
+        f"the process group does not respond ({reason}); a rank, or the process that serves its store, usually rank 0, "
+        "is lost or cannot be reached; see its own error"
     )
