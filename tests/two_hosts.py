@@ -174,7 +174,7 @@ def _serve(pipe: Connection, namespace: str, rank: int, function: Callable[..., 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(_START_SECONDS)
+    faulthandler.dump_traceback_later(_START_SECONDS, exit=True)  # also if the test itself is killed
     try:
         dist.init_process_group(
             "gloo",

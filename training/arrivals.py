@@ -6,7 +6,6 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from evenrank.core.errors import RankLostError
 from evenrank.dataloader.balance.control.deadline import within
 from evenrank.dataloader.balance.control.process_group import Members
 
@@ -41,14 +40,14 @@ class Arrivals:
             store = self._store
             within(STORE_TIMEOUT, lambda: store.set(str(self.rank), str(count)))
             self._published = count
-        except RankLostError:
+        except RuntimeError:
             self._shared = self._store = None
 
     def line(self, count: int) -> str | None:
         """Return which ranks are behind, given the heartbeats of this one; None if there is nobody to ask."""
         if (store := self._store) is None:
             return None
-        with contextlib.suppress(RankLostError):
+        with contextlib.suppress(RuntimeError):
             # Adding nothing reads a number without waiting for a rank that has not published one.
             counts = within(STORE_TIMEOUT, lambda: [store.add(str(rank), 0) for rank in range(self._world_size)])
             counts[self.rank] = count

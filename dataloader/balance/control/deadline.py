@@ -10,7 +10,9 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
-from evenrank.core.errors import RankError, RankLostError, first_line
+import torch.distributed as dist
+
+from evenrank.core.errors import RankLostError, first_line
 
 Result = TypeVar("Result")
 
@@ -41,15 +43,13 @@ def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="evenrank-store", daemon=True)
+    thread.start()
+    thread.join((timeout + _GRACE).total_seconds())
+    if thread.is_alive():
+        raise _no_response(f"no answer within {timeout.total_seconds():g} s")
     try:
-        thread.start()
-        thread.join((timeout + _GRACE).total_seconds())
-        if thread.is_alive():
-            raise _no_response(f"no answer within {timeout.total_seconds():g} s")
         return outcome.result()
-    except RankError:
-        raise
-    except RuntimeError as error:
+    except dist.DistError as error:
         raise _no_response(first_line(error)) from None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError
@@ -38,7 +39,11 @@ def test_a_call_that_returns_has_its_result() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("error", [ConfigError("a"), RankError("b"), RankLostError("c"), OSError("d")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("a"), RankError("b"), RankLostError("c"), OSError("d"), RuntimeError("out of memory")],
+    ids=repr,
+)
 def test_an_error_of_the_call_stays_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         within(TIMEOUT, lambda: _raise(error))
@@ -47,7 +52,9 @@ def test_an_error_of_the_call_stays_as_it_is(error: Exception) -> None:
 
 def test_an_error_of_the_store_is_one_line_that_says_so() -> None:
     with pytest.raises(RankLostError) as raised:
-        within(TIMEOUT, lambda: _raise(RuntimeError("Connection reset by peer\nException raised from recvBytes")))
+        within(
+            TIMEOUT, lambda: _raise(dist.DistNetworkError("Connection reset by peer\nException raised from recvBytes"))
+        )
     assert str(raised.value) == NO_ANSWER.replace("no answer within 0.5 s", "Connection reset by peer")
 
 
