@@ -2,11 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+from evenrank.dataloader.balance.control.deadline import within
 from evenrank.dataloader.balance.control.process_group import Members
 
+STORE_TIMEOUT = timedelta(seconds=5)
 _NAMED_RANKS = 16  # of those that have not arrived; the others are counted
 
 
@@ -27,25 +30,26 @@ class Arrivals:
 
     def publish(self, count: int) -> None:
         """Publish the heartbeats of this rank, if there are new ones."""
-        if self._shared is None or count == self._published:
+        if (shared := self._shared) is None or count == self._published:
             return
         # The store is lost if the process that serves it is; then there is nobody to tell.
         try:
             if self._store is None:
                 # A connection of its own: training may wait in the other one, which serves one thread at a time.
-                self._store = self._shared.clone()  # type: ignore[attr-defined]
-            self._store.set(str(self.rank), str(count))
+                self._store = within(STORE_TIMEOUT, lambda: shared.clone())  # type: ignore[attr-defined]
+            store = self._store
+            within(STORE_TIMEOUT, lambda: store.set(str(self.rank), str(count)))
             self._published = count
         except RuntimeError:
             self._shared = self._store = None
 
     def line(self, count: int) -> str | None:
         """Return which ranks are behind, given the heartbeats of this one; None if there is nobody to ask."""
-        if self._store is None:
+        if (store := self._store) is None:
             return None
         with contextlib.suppress(RuntimeError):
             # Adding nothing reads a number without waiting for a rank that has not published one.
-            counts = [self._store.add(str(rank), 0) for rank in range(self._world_size)]
+            counts = within(STORE_TIMEOUT, lambda: [store.add(str(rank), 0) for rank in range(self._world_size)])
             counts[self.rank] = count
             return arrivals_line(counts)
         return None

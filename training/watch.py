@@ -15,7 +15,7 @@ import torch
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.control.process_group import Group, members_of
-from evenrank.training.arrivals import Arrivals
+from evenrank.training.arrivals import STORE_TIMEOUT, Arrivals
 
 GIB = 2**30
 
@@ -52,6 +52,7 @@ class StallWatch:
 
     Raises:
         ConfigError: `seconds` is not positive, or this process is not a rank of the group.
+        RankLostError: the store of the group does not respond.
 
     """
 
@@ -59,7 +60,7 @@ class StallWatch:
         if not 0 < seconds < math.inf:
             raise ConfigError(f"seconds must be positive and finite, got {seconds}")
         self._alarm = Alarm(seconds)
-        self._arrivals = Arrivals(members_of(group, "stall-watch"))
+        self._arrivals = Arrivals(members_of(group, STORE_TIMEOUT, "stall-watch"))
         self._file = file
         self._period = min(_PERIOD, seconds / 4)
         self._closing = threading.Event()
@@ -85,7 +86,7 @@ class StallWatch:
         self._closing.set()
         atexit.unregister(self.close)
         if self._thread is not None:
-            # It may be waiting for a store whose server is gone; it is a daemon, so it ends with the process.
+            # It may be waiting for a store whose server is lost; it is a daemon, so it ends with the process.
             self._thread.join(timeout=2 * _PERIOD)
             self._thread = None
 

@@ -25,6 +25,7 @@ from evenrank.core.errors import RankError
 from evenrank.dataloader.adapt import Position
 from evenrank.dataloader.balance.arguments import settle_arguments
 from evenrank.dataloader.balance.control.connection import Connection
+from evenrank.dataloader.balance.control.deadline import within
 from evenrank.dataloader.balance.control.process_group import Group, members_of
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
@@ -158,7 +159,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
                 self._device,
                 world_size=members.world_size,
             )
-            self._exchange.connect()
+            within(timeout, self._exchange.connect)  # NCCL connects through the store, in its first collective
         self._planner = StepPlanner(
             self._source.identity,
             cost=cost,

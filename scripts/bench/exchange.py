@@ -75,7 +75,7 @@ def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
 def plan_steps(batch_size: int, steps: int, strategy: str) -> list[tuple[SequenceBatch, Plan]]:
     """All-gather and plan steps, as a Balancer does in the background."""
     settings = BalancerSettings(partition=PartitionSettings(strategy=strategy, tolerance=TOLERANCE))
-    all_gather = make_all_gather(members_of(None), None, TIMEOUT)
+    all_gather = make_all_gather(members_of(None, TIMEOUT), None, TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_cpu = Exchange(COLLECTIVES["all-to-all"](), None, make_device(None), world_size=world_size)
     planner = StepPlanner(
@@ -212,7 +212,7 @@ def send_order(plan: Plan, device: torch.device) -> tuple[Tensor, tuple[list[int
 def measure(batch_size: int, steps: int, strategy: str, device: torch.device) -> dict[str, Any]:
     """Time all variants on the same planned steps."""
     exchange_device = make_device(device)
-    members = members_of(None)
+    members = members_of(None, TIMEOUT)
     assert members.store is not None
     group = FailFastGroup(members.store, members.rank, members.world_size, TIMEOUT, backend=exchange_device.backend)
     baseline_group = dist.new_group(backend=exchange_device.backend)

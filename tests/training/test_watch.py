@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from typing import TextIO
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.control.process_group import members_of
 from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
+from evenrank.training.arrivals import STORE_TIMEOUT
 from evenrank.training.watch import GIB, Alarm
 from tests.ranks import RankPool
+from tests.stopped_store import StoreServer, store_server
 
 SECONDS = 0.2  # without a heartbeat; tests wait for reports, not for this long
 
@@ -129,10 +133,28 @@ def test_the_rank_that_stalls_shows_where(ranks: RankPool) -> None:
     assert "in _hang_here" in report
 
 
+def _stall_without_a_store(rank: int, world_size: int, server: StoreServer) -> str:
+    dist.destroy_process_group()
+    store = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=1))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    pipe = _Pipe()
+    with StallWatch(SECONDS, file=pipe.writer) as watch:
+        server.stop()
+        watch.beat()
+        return _hang_here(pipe, "in _stall_without_a_store")
+
+
+def test_a_stall_is_reported_although_the_store_does_not_answer(ranks: RankPool) -> None:
+    with store_server() as server:
+        (report,) = ranks.run(1, _stall_without_a_store, server)
+    assert "rank 0 has had no heartbeat for 0.2 s, since heartbeat 1" in report
+    assert "in _hang_here" in report
+
+
 def _share_a_store(rank: int, world_size: int) -> list[bool]:
     if rank == 0:
         StallWatch(SECONDS)
-    store = members_of(None).substore("test")  # as a Balancer's
+    store = members_of(None, STORE_TIMEOUT).substore("test")  # as a Balancer's
     store.set(str(rank), "here")
     dist.barrier()
     return [store.check([str(other)]) for other in range(world_size)]

@@ -10,7 +10,9 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
-from evenrank.core.errors import RankError, RankLostError, first_line
+import torch.distributed as dist
+
+from evenrank.core.errors import RankLostError, first_line
 
 Result = TypeVar("Result")
 
@@ -44,17 +46,15 @@ def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
     thread.start()
     thread.join((timeout + _GRACE).total_seconds())
     if thread.is_alive():
-        raise _store_lost(f"no answer within {timeout.total_seconds():g} s")
+        raise _no_response(f"no answer within {timeout.total_seconds():g} s")
     try:
         return outcome.result()
-    except RankError:
-        raise
-    except RuntimeError as error:
-        raise _store_lost(first_line(error)) from None
+    except dist.DistError as error:
+        raise _no_response(first_line(error)) from None
 
 
-def _store_lost(reason: str) -> RankLostError:
+def _no_response(reason: str) -> RankLostError:
     return RankLostError(
-        f"the store of the process group does not respond ({reason}); the process that serves it, usually rank 0, is "
-        "lost or cannot be reached; see its own error"
+        f"the process group does not respond ({reason}); a rank, or the process that serves its store, usually rank 0, "
+        "is lost or cannot be reached; see its own error"
     )

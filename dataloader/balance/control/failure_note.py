@@ -3,7 +3,7 @@
 import contextlib
 from datetime import timedelta
 
-from evenrank.core.errors import RankLostError, one_line
+from evenrank.core.errors import one_line
 from evenrank.dataloader.balance.control.deadline import within
 from evenrank.dataloader.balance.control.process_group import Members
 
@@ -27,7 +27,7 @@ class FailureNote:
         """Leave the reason, unless another rank has left one before."""
         if (store := self._store) is not None:
             # The store is lost if the process that serves it is; then there is nobody to tell.
-            with contextlib.suppress(RankLostError):
+            with contextlib.suppress(RuntimeError):
                 within(_WAIT, lambda: store.compare_set(_KEY, "", f"rank {self._rank} failed: {one_line(error)}"))
 
     def read(self) -> str | None:
@@ -41,5 +41,5 @@ class FailureNote:
 
         try:
             return within(_WAIT, read)
-        except RankLostError:
+        except RuntimeError:
             return None

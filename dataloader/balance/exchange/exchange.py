@@ -103,9 +103,10 @@ class Exchange:
     def connect(self) -> None:
         """Compile kernels and connect all ranks, so that the first step does not wait for it.
 
-        Collective: every rank must call this.
+        Collective: every rank must call this, on any thread.
         """
         device = self._device
+        device.use_in_thread()
         layout = self._collective.warmup_layout(self._world_size)
         with device.side_stream("connect"):
             descriptors = torch.from_numpy(device.descriptors(layout.pack)).to(device.device)

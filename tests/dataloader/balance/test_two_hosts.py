@@ -1,16 +1,20 @@
-"""Balancing over two hosts: exact, also over a slow link, and an error on every rank when the link or a host is lost."""
+"""Balancing over two hosts: exact, also over a slow link; an error on every rank when the link or a host is lost."""
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+import pkgutil
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance.warmup import warm_up
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.batches import ids_of, rows_of
 from tests.dataloader.rich_batch import rich_batch
@@ -20,16 +24,22 @@ from tests.two_hosts import WORLD_SIZE, Gate, TwoHosts, make_two_hosts
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 TIMEOUT = timedelta(seconds=4)
 LIMIT = TIMEOUT.total_seconds() + 15  # within which every rank ends
+CAUSES = ("a rank is lost or does not respond (", "the process group does not respond (", "rank ")
 WAYS = ("no exchange", "all-to-all", "all-gather")
 
 Samples = list[list[tuple[int, list[int], list[int]]]]  # id, items and actions of each sample, by step
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[TwoHosts]:
-    hosts = make_two_hosts()
-    yield hosts
-    hosts.close()
+def make_hosts() -> Iterator[Callable[[], TwoHosts]]:
+    with contextlib.ExitStack() as stack:
+
+        def make() -> TwoHosts:
+            hosts = make_two_hosts()
+            stack.callback(hosts.close)
+            return hosts
+
+        yield make
 
 
 def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
@@ -58,8 +68,8 @@ def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
     return seen
 
 
-def _check_exactness(two_hosts: TwoHosts, path: Path) -> None:
-    with two_hosts.job(_balance_in_all_ways, path) as job:
+def _check_exactness(hosts: TwoHosts, path: Path) -> None:
+    with hosts.job(_balance_in_all_ways, path) as job:
         by_rank = job.results()
     for failure in by_rank:
         assert not isinstance(failure, RankFailure), failure.trace
@@ -71,38 +81,114 @@ def _check_exactness(two_hosts: TwoHosts, path: Path) -> None:
             assert sorted(itertools.chain(*of_ranks)) == sorted(itertools.chain(*of_loaders))
 
 
-def test_every_sample_is_trained_once_over_two_hosts(two_hosts: TwoHosts, small_dataset: Path) -> None:
-    _check_exactness(two_hosts, small_dataset)
+def test_every_sample_is_trained_once_over_two_hosts(make_hosts: Callable[[], TwoHosts], small_dataset: Path) -> None:
+    _check_exactness(make_hosts(), small_dataset)
 
 
-def _train_forever(rank: int, gate: Gate, exchange: str) -> None:
+@pytest.mark.parametrize("discipline", ["netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
+def test_every_sample_is_trained_once_over_a_slow_link(
+    make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str
+) -> None:
+    hosts = make_hosts()
+    hosts.slow_down(discipline)
+    _check_exactness(hosts, small_dataset)
+
+
+def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
+    """Train without end; when the fault has come, leave the loop, or go on."""
     batch = rich_batch([[(1, 1), (1, 1)]], first_id=rank)
     with Balancer(itertools.repeat(batch), cost=_tokens, exchange=exchange, timeout=TIMEOUT) as balancer:
         for number, _ in enumerate(balancer):
             if number == 3:
+                if leaves:
+                    gate.wait()
+                    break
                 gate.reach()
+    if leaves:
+        # What it has started has failed, but it needed nothing of it.
+        Balancer([batch], cost=_tokens, exchange=exchange, timeout=TIMEOUT)
 
 
-def _check_ends(failures: list[Any]) -> None:
+def _construct(rank: int, gate: Gate, name: str) -> None:
+    """Create a Balancer, after the fault has come at a point in between."""
+    warm_up()
+
+    def after_fault(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            gate.wait()
+            return function(*arguments, **options)
+
+        return call
+
+    module, attribute = name.rsplit(".", 1)
+    owner = pkgutil.resolve_name(module)
+    with patch.object(owner, attribute, after_fault(getattr(owner, attribute))):
+        Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens, timeout=TIMEOUT)
+
+
+def _create_loader(rank: int, gate: Gate, path: Path) -> None:
+    gate.wait()
+    _loader(path, rank, BalanceConfig(cost=COST, timeout=TIMEOUT))
+
+
+def _check_ends(failures: Sequence[Any]) -> None:
     for failure in failures:
+        assert isinstance(failure, RankFailure), failure
         assert failure.type_name in ("RankError", "RankLostError"), failure.trace
         assert "\n" not in failure.message
-        # print(failure.type_name, failure.message)
+        assert failure.message.startswith(CAUSES), failure.message
 
 
-@pytest.mark.parametrize("host", [0, 1])
-def test_a_link_that_is_cut_ends_every_rank(two_hosts: TwoHosts, host: int) -> None:
-    with two_hosts.job(_train_forever, "all-to-all") as job:
-        job.await_gates()
-        two_hosts.cut(host)
-        _check_ends(job.results(LIMIT))
+def _check_cuts(
+    make_hosts: Callable[[], TwoHosts], cuts: Sequence[tuple[int, Callable[..., Any], *tuple[Any, ...]]]
+) -> None:
+    """Run jobs at the same time, each on two hosts of its own, and cut their links at one of the hosts."""
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for host, function, *arguments in cuts:
+            hosts = make_hosts()
+            job = stack.enter_context(hosts.job(function, *arguments))
+            job.await_gates()
+            hosts.cut(host)
+            job.open_gates()
+            jobs.append((job, time.monotonic() + LIMIT))
+        for job, deadline in jobs:
+            _check_ends(job.results(deadline))
 
 
-@pytest.mark.parametrize("host", [0, 1])
-def test_a_host_that_stops_ends_every_rank(two_hosts: TwoHosts, host: int) -> None:
-    with two_hosts.job(_train_forever, "all-gather") as job:
-        job.await_gates()
-        job.stop(host)
-        _check_ends(job.results(LIMIT, hosts=[1 - host]))
-        job.resume(host)
-        _check_ends(job.results(LIMIT, hosts=[host]))
+def test_a_link_that_is_cut_while_ranks_train_ends_all_of_them(make_hosts: Callable[[], TwoHosts]) -> None:
+    _check_cuts(
+        make_hosts,
+        [
+            (0, _train, "all-to-all", False),
+            (1, _train, "all-gather", False),
+            (1, _train, "all-to-all", True),
+        ],
+    )
+
+
+def test_a_link_that_is_cut_while_ranks_create_a_balancer_ends_all_of_them(
+    make_hosts: Callable[[], TwoHosts], small_dataset: Path
+) -> None:
+    balance = "evenrank.dataloader.balance"
+    steps = [
+        f"{balance}.balancer.members_of",
+        f"{balance}.arguments.settle",
+        f"{balance}.balancer.Connection",
+        f"{balance}.exchange.exchange.Exchange.connect",
+    ]
+    _check_cuts(make_hosts, [*((1, _construct, step) for step in steps), (1, _create_loader, small_dataset)])
+
+
+def test_a_host_that_stops_ends_the_other_one_and_itself_once_it_goes_on(make_hosts: Callable[[], TwoHosts]) -> None:
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for host in (0, 1):
+            job = stack.enter_context(make_hosts().job(_train, "all-to-all", False))
+            job.await_gates()
+            job.stop(host)
+            jobs.append((host, job, time.monotonic() + LIMIT))
+        for host, job, deadline in jobs:
+            _check_ends(job.results(deadline, hosts=[1 - host]))
+            job.resume(host)
+            _check_ends(job.results(time.monotonic() + LIMIT, hosts=[host]))

@@ -33,7 +33,7 @@ HOSTS = [
 
 
 def _gather_messages(rank: int, world_size: int, hosts: list[str] | None) -> tuple[list[list[int]], list[object]]:
-    members = members_of(None)
+    members = members_of(None, _TIMEOUT)
     gather: MetadataAllGather = (
         FlatAllGather(members, _TIMEOUT) if hosts is None else HierarchicalAllGather(members, hosts, _TIMEOUT)
     )
@@ -56,7 +56,7 @@ def test_every_rank_gets_all_messages_in_rank_order(ranks: RankPool, hosts: list
 
 
 def test_without_a_process_group_there_is_one_message() -> None:
-    gather = make_all_gather(members_of(None), None, _TIMEOUT)
+    gather = make_all_gather(members_of(None, _TIMEOUT), None, _TIMEOUT)
     assert isinstance(gather, SingleRankAllGather)
     assert gather.all_gather(np.array([1, 2], dtype=np.uint8)).tolist() == [[1, 2]]
     assert all_gather_objects(gather, "x") == ["x"]

@@ -140,7 +140,7 @@ def _confirm(rank: int, world_size: int, what: str) -> None:
         metadata[1, 7] ^= 1
     if rank == 2 and what == "assignment":
         rank_of[2, 1] = 1
-    gather = make_all_gather(members_of(None), None, DEFAULTS.timeout)
+    gather = make_all_gather(members_of(None, DEFAULTS.timeout), None, DEFAULTS.timeout)
     try:
         confirm(
             gather,
