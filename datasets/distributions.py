@@ -189,6 +189,8 @@ def parse_distribution(text: str) -> Distribution:
         key, _, value = pair.partition("=")
         if key not in parameters:
             raise ConfigError(f"{name} has no parameter {key!r} (in {text!r}); known: {', '.join(parameters)}")
+        if key in values:
+            raise ConfigError(f"{name} has {key} twice (in {text!r}); give it once")
         values[key] = _parse_value(key, value, parameters[key].annotation, text)
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     if missing := [key for key in required if key not in values]:

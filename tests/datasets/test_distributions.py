@@ -123,6 +123,7 @@ def test_extreme_parameters_give_values_in_range(text: str) -> None:
     ("text", "message"),
     [
         ("gamma", "unknown distribution 'gamma'.*known: uniform, normal, zipf, clipped-zipf, lognormal, histogram"),
+        ("zipf:low=1,high=5,low=2", "zipf has low twice .*; give it once"),
         ("zipf:alpha=2", "zipf has no parameter 'alpha'.*known: exponent, low, high, shift"),
         ("zipf:low=x", "low must be int, got 'x'"),
         ("uniform:low=5,high=4", "low=5 high=4"),

@@ -66,6 +66,14 @@ def test_invalid_toml_raises(tmp_path: Path, text: str, error: type[Exception], 
         read_toml(path)
 
 
+def test_options_are_fields_that_the_toml_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "log.toml"
+    path.write_text(TOML)
+    assert read_toml(path, events=(Path("a.csv"),)).events == (Path("a.csv"),)
+    with pytest.raises(ConfigError, match=r"--user-column is also in .*log\.toml \(user_column\); give it once"):
+        read_toml(path, user_column="user")
+
+
 def test_a_missing_toml_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"log\.toml cannot be read: No such file or directory; check the path"):
         read_toml(tmp_path / "log.toml")
