@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
-from evenrank.datasets.schema import check_names
+from evenrank.datasets.schema import check_new_names
 
 TimestampUnit = Literal["s", "ms", "us", "iso"]
 _MAX_FLAGS = 31  # the bits of a non-negative int32
@@ -48,7 +48,7 @@ class TabularConfig:
         for names in (self.event_columns, (self.user_column, *self.context_columns)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
-        check_names(self.context_columns)
+        check_new_names(self.context_columns)
 
     @property
     def event_columns(self) -> tuple[str, ...]:

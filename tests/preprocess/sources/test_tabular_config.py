@@ -20,6 +20,7 @@ from evenrank.preprocess.sources.tabular_config import TabularConfig, read_toml
         ({"item_column": "user"}, "column 'user' is given twice"),
         ({"context": Path("u.csv"), "context_columns": ("a", "a")}, "column 'a' is given twice"),
         ({"context": Path("u.csv"), "context_columns": ("length",)}, "no feature can be called 'length'"),
+        ({"context": Path("u.csv"), "context_columns": ("user.age",)}, "no feature can be called 'user.age', because"),
         ({"context": Path("u.csv"), "context_columns": ("a/b",)}, "'a/b' is not a name"),
     ],
 )
