@@ -217,6 +217,43 @@ def test_a_signal_leaves_no_partial_output(tmp_path: Path, number: signal.Signal
     assert list(tmp_path.iterdir()) == []
 
 
+# Runs the command with a further signal to stop wherever its new or old folder is about to be removed.
+STOPPED_TWICE = """
+import os, signal
+from evenrank.preprocess.output import atomic_folder
+remove = atomic_folder._remove
+def stop_again(partial):
+    if partial.exists():
+        os.kill(os.getpid(), signal.SIGTERM)
+    remove(partial)
+atomic_folder._remove = stop_again
+""" + STOPPED_COMMAND.replace("signal.pause()", "os.kill(os.getpid(), signal.SIGTERM)")
+
+
+@pytest.mark.parametrize(
+    ("program", "users"),
+    [(STOPPED_TWICE, 5), (STOPPED_TWICE.replace("_put_in_place = stop_here", "stop_here = None"), 9)],
+    ids=["new folder", "old folder"],
+)
+def test_a_signal_during_the_removal_of_a_folder_leaves_nothing_of_it(tmp_path: Path, program: str, users: int) -> None:
+    command = ("preprocess", "--dataset", "synthetic", "--split", "none", "--out", "out", "--users")
+    run = run_program(EVENRANK, *command, "5", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    run = run_program(sys.executable, "-c", program, *command, "9", cwd=tmp_path)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert run.stderr == "error: stopped by SIGTERM; no partial output is left\n"
+    assert len(open_store(tmp_path / "out")) == users
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_signal_while_python_exits_is_no_traceback(tmp_path: Path) -> None:
+    stop = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
+    program = f"{stop}; from evenrank.cli.main import main; main()"
+    run = run_program(sys.executable, "-c", program, "--version", cwd=tmp_path)
+    assert run.returncode == -signal.SIGTERM
+    assert run.stderr == ""
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     # A limit on the size of files stands in for a full disk: writing fails in the same places.
     command = f"ulimit -f 64; exec '{EVENRANK}' preprocess --dataset synthetic --users 3000 --out out"
