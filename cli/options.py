@@ -116,5 +116,7 @@ def hstu_cost(*, hidden: int, heads: int, layers: int) -> "HSTUCost":
     from evenrank.dataloader.balance.model_cost import HSTUCost
 
     if heads < 1 or hidden % heads:
-        raise ConfigError(f"--hidden must be a multiple of --heads, got {hidden} and {heads}; change one of them")
+        raise ConfigError(
+            f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
+        )
     return HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=layers, interleave_actions=True)

@@ -198,7 +198,7 @@ def test_the_installed_program_prints_no_warnings_and_fits_in_80_columns(small_d
         (["--order", "random"], "order must be one of shuffle, rows, time, got 'random'"),
         (["--strategy", "best"], "no strategy is called 'best'; known are identity, "),
         (["--strategy", "lpt-swap", "--tolerance", 2], "tolerance must be at least 0 and below 1, got 2.0"),
-        (["--hidden", 10, "--heads", 3], "--hidden must be a multiple of --heads, got 10 and 3"),
+        (["--hidden", 10, "--heads", 3], "--hidden must be a multiple of --heads, got --hidden 10 and --heads 3"),
         (["--window", 1], "--window applies to jobs that balance, not to --strategy identity; change one of them"),
         (["--tolerance", 0.001], "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy identity"),
         (["--seed", 0, "--order", "time"], "--seed applies to --order shuffle, not to --order time; change one of"),
