@@ -39,7 +39,6 @@ def inspect_command(
     \b
         evenrank inspect out/ml-20m --html ml-20m.html
     """
-    from evenrank.cli.reports.dataset_page import build_page
     from evenrank.cli.reports.html_page import page_path, write_page
     from evenrank.datasets.schema import read_manifest
 
@@ -49,6 +48,8 @@ def inspect_command(
     for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     with console.stages() as on_stage:
+        from evenrank.cli.reports.dataset_page import build_page  # imports matplotlib, which these tables do without
+
         report = build_page(path, manifest, on_stage=on_stage)
         write_page(page, report.html)
     if report.routing is not None:

@@ -75,12 +75,17 @@ class _Stopped(BaseException):
 
 
 def _stop(number: int, frame: object) -> None:
+    _handle_signals(signal.SIG_IGN)  # a second one would interrupt the removal
     raise _Stopped(number)
 
 
-def _run(app: typer.Typer) -> None:
+def _handle_signals(handler: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # of Ctrl-C, and of a job scheduler
-        signal.signal(number, _stop)
+        signal.signal(number, handler)
+
+
+def _run(app: typer.Typer) -> None:
+    _handle_signals(_stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
     try:
@@ -107,3 +112,5 @@ def _run(app: typer.Typer) -> None:
         (number,) = stopped.args
         console.print_error(f"stopped by {signal.Signals(number).name}; no partial output is left")
         sys.exit(128 + number)
+    finally:
+        _handle_signals(signal.SIG_DFL)  # all is done; an exception in the exit of the interpreter would be a traceback

@@ -43,8 +43,7 @@ def metrics_command(
     """
     with console.stages() as on_stage:
         on_stage(f"reading {log}")
-        from evenrank.cli.reports.balance_log import read_json_lines
-        from evenrank.cli.reports.balance_page import describe_log, render_page
+        from evenrank.cli.reports.balance_log import describe_log, read_json_lines
         from evenrank.cli.reports.html_page import page_path, write_page
 
         page = page_path(log, html)
@@ -55,6 +54,8 @@ def metrics_command(
     console.print_result(metrics_table(records))
     with console.stages() as on_stage:
         on_stage("drawing")
+        from evenrank.cli.reports.balance_page import render_page  # imports matplotlib, which the table does without
+
         write_page(page, render_page(records, name=log.name))
     console.print_result(f"report: {page}")
 

@@ -1,7 +1,9 @@
 """What the options of several commands share."""
 
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
 # Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
 STRATEGIES = ("identity", "karmarkar-karp", "lpt-swap", "min-move")
+TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 
 MAX_LENGTH = (1 << 31) - 1  # of a history
 MAX_PER_RANK = 1 << 20  # samples
@@ -30,6 +33,51 @@ CostFile = Annotated[
 Hidden = Annotated[int, typer.Option(help="Width of the HSTU layers.", min=1, max=1 << 20)]
 Heads = Annotated[int, typer.Option(help="Attention heads per layer, each hidden / heads wide.", min=1, max=1 << 20)]
 Layers = Annotated[int, typer.Option(help="Number of HSTU layers.", min=1, max=1 << 20)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """Options that have an effect only together with certain values of others."""
+
+    options: tuple[str, ...]
+    """Names of their parameters."""
+    apply_to: str
+    """What they apply to, for the message."""
+    holds: Callable[[Mapping[str, Any]], bool]
+    """Whether they apply, given the values of all parameters by name."""
+    decided_by: tuple[str, ...]
+    """The parameters that decide it."""
+
+
+MODEL_SHAPE = Condition(
+    options=("hidden", "heads", "layers"),
+    apply_to="the cost of an HSTU model",
+    holds=lambda values: values["cost"] is None,
+    decided_by=("cost",),
+)
+
+
+def check_conditions(context: typer.Context, *conditions: Condition) -> None:
+    """Raise a ConfigError if an option was given that has no effect, even with the value that is its default."""
+    parameters = {parameter.name: parameter for parameter in context.command.params}
+    for condition in conditions:
+        for name in given_options(context, condition.options):
+            if condition.holds(context.params):
+                continue
+            deciding = {name: context.params[name] for name in condition.decided_by}
+            chosen = " with ".join(
+                str(value) if parameters[name].param_type_name == "argument" else f"{parameters[name].opts[0]} {value}"
+                for name, value in deciding.items()
+                if value is not None
+            )
+            reason = f"not to {chosen}; change one of them" if chosen else "which is missing; add it"
+            raise ConfigError(f"{parameters[name].opts[0]} applies to {condition.apply_to}, {reason}")
+
+
+def given_options(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """Return which of these parameters were given on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def check_step_size(world_size: int, batch_size: int) -> None:
@@ -68,5 +116,7 @@ def hstu_cost(*, hidden: int, heads: int, layers: int) -> "HSTUCost":
     from evenrank.dataloader.balance.model_cost import HSTUCost
 
     if heads < 1 or hidden % heads:
-        raise ConfigError(f"--hidden must be a multiple of --heads, got {hidden} and {heads}; change one of them")
+        raise ConfigError(
+            f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
+        )
     return HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=layers, interleave_actions=True)

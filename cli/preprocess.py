@@ -1,24 +1,80 @@
 """`evenrank preprocess`: convert raw interaction logs to sequence Parquet."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from evenrank.cli import console
+from evenrank.cli.options import Condition, check_conditions, given_options
 from evenrank.core.errors import ConfigError
-from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
 if TYPE_CHECKING:
     from evenrank.preprocess import PreprocessConfig
     from evenrank.preprocess.build.reading import OnError
-    from evenrank.preprocess.sources.tabular_config import TimestampUnit
 
 _ALL = "all"
-_DEFAULT_SPLIT = "user:0.3"
+_DESCRIPTION = (  # of a custom log, besides its files a key of the file of --config each
+    "events",
+    "user_column",
+    "item_column",
+    "timestamp_column",
+    "timestamp_unit",
+    "action_columns",
+    "context",
+    "context_columns",
+)
+
+# The options that have no effect on some datasets, or without others.
+_CONDITIONS = (
+    Condition(
+        options=("raw_dir",),
+        apply_to="public datasets",
+        holds=lambda values: values["dataset"] not in (SYNTHETIC, CUSTOM),
+        decided_by=("dataset",),
+    ),
+    Condition(
+        options=("users", "items", "lengths"),
+        apply_to=f"--dataset {SYNTHETIC}",
+        holds=lambda values: values["dataset"] == SYNTHETIC,
+        decided_by=("dataset",),
+    ),
+    Condition(
+        options=("config_file", *_DESCRIPTION),
+        apply_to=f"--dataset {CUSTOM}",
+        holds=lambda values: values["dataset"] == CUSTOM,
+        decided_by=("dataset",),
+    ),
+    Condition(
+        options=("on_error",),
+        apply_to="datasets that are read from files",
+        holds=lambda values: values["dataset"] != SYNTHETIC,
+        decided_by=("dataset",),
+    ),
+    Condition(
+        options=("seed",),
+        apply_to=f"--split user:FRACTION and to --dataset {SYNTHETIC}",
+        holds=lambda values: values["split"].startswith("user:") or values["dataset"] == SYNTHETIC,
+        decided_by=("dataset", "split"),
+    ),
+    Condition(
+        options=("by_date",),
+        apply_to="--requests SECONDS",
+        holds=lambda values: values["requests"] is not None,
+        decided_by=("requests",),
+    ),
+    Condition(
+        options=("stride",),
+        apply_to="--window",
+        holds=lambda values: values["window"] is not None,
+        decided_by=("window",),
+    ),
+)
 
 
 def preprocess_command(
+    ctx: typer.Context,
     dataset: Annotated[
         str,
         typer.Option(
@@ -48,7 +104,7 @@ def preprocess_command(
             help="What goes to eval: user:FRACTION, that fraction of the users; leave-last:N, the last N events of "
             "each user; time:TIMESTAMP (milliseconds or ISO 8601), the events from that time on; or none."
         ),
-    ] = _DEFAULT_SPLIT,
+    ] = "user:0.3",
     eval_fraction: Annotated[
         float | None, typer.Option(help="The same as --split user:FRACTION.", show_default=False)
     ] = None,
@@ -144,35 +200,32 @@ def preprocess_command(
         evenrank preprocess --dataset custom --events log.csv --user-column uid --action-columns click,buy
         evenrank preprocess --dataset synthetic --users 1000000 --lengths zipf:exponent=1.2,high=4096
     """
-    if eval_fraction is not None and split != _DEFAULT_SPLIT:
+    check_conditions(ctx, *_CONDITIONS)
+    if eval_fraction is not None and given_options(ctx, ["split"]):
         raise ConfigError(
             f"--eval-fraction {eval_fraction} and --split {split} both define the split; pass one of them"
         )
-    if dataset != CUSTOM and (config_file is not None or events or context is not None):
-        raise ConfigError(
-            f"--config, --events and --context describe custom data, got --dataset {dataset}; pass --dataset {CUSTOM}"
-        )
-    if by_date and requests is None:
-        raise ConfigError("--by-date has no effect without requests; add --requests SECONDS")
 
     from evenrank.datasets.distributions import Zipf, parse_distribution
     from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig
     from evenrank.preprocess.sources.tabular_config import read_toml
 
     custom = None
-    if dataset == CUSTOM and config_file is not None:
-        custom = read_toml(config_file)
-    elif dataset == CUSTOM:
-        custom = TabularConfig(
-            events=tuple(events or ()),
-            user_column=user_column,
-            item_column=item_column,
-            timestamp_column=timestamp_column,
-            timestamp_unit=cast("TimestampUnit", timestamp_unit),
-            action_columns=_split_names(action_columns),
-            context=context,
-            context_columns=_split_names(context_columns),
-        )
+    if dataset == CUSTOM:
+        description: dict[str, Any] = {
+            "events": tuple(events or ()),
+            "user_column": user_column,
+            "item_column": item_column,
+            "timestamp_column": timestamp_column,
+            "timestamp_unit": timestamp_unit,
+            "action_columns": _split_names(action_columns),
+            "context": context,
+            "context_columns": _split_names(context_columns),
+        }
+        if config_file is None:
+            custom = TabularConfig(**description)
+        else:
+            custom = read_toml(config_file, **{name: description[name] for name in given_options(ctx, description)})
     for name in CATALOG if dataset == _ALL else (dataset,):
         folder = Path("out", name) if out is None else out / name if dataset == _ALL else out
         config = PreprocessConfig(

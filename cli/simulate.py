@@ -9,11 +9,15 @@ from evenrank.cli import console
 from evenrank.cli.options import (
     MAX_LENGTH,
     MAX_PER_RANK,
+    MODEL_SHAPE,
     STRATEGIES,
+    TOLERANT_STRATEGIES,
+    Condition,
     CostFile,
     Heads,
     Hidden,
     Layers,
+    check_conditions,
     check_step_size,
     make_cost,
 )
@@ -25,6 +29,22 @@ if TYPE_CHECKING:
     from evenrank.cli.simulation import LengthSource
     from evenrank.dataloader.balance.metrics import MetricsSummary
 
+_CONDITIONS = (
+    MODEL_SHAPE,
+    Condition(
+        options=("split",),
+        apply_to="datasets",
+        holds=lambda values: not _is_distribution(values["source"]),
+        decided_by=("source",),
+    ),
+    Condition(
+        options=("tolerance",),
+        apply_to=f"--strategy {' and '.join(TOLERANT_STRATEGIES)}",
+        holds=lambda values: not set(TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(values["strategy"])),
+        decided_by=("strategy",),
+    ),
+)
+
 _EXPLANATION = """\
 load      cost of the heaviest rank divided by the lower bound, mean over steps
 speed-up  expected from the cost: heaviest loads before balancing / after
@@ -35,6 +55,7 @@ plan      median time to plan a step, on one thread of this machine
 
 
 def simulate_command(
+    ctx: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -77,6 +98,7 @@ def simulate_command(
         evenrank simulate out/ml-20m --ranks 8,64 --batch-size 32
         evenrank simulate lognormal:mean=512,std=512 --ranks 1024 --strategy min-move --tolerance 0.01
     """
+    check_conditions(ctx, *_CONDITIONS)
     world_sizes = _parse_world_sizes(ranks)
     check_step_size(max(world_sizes), batch_size)
     strategies = _parse_strategies(strategy)
@@ -127,12 +149,18 @@ def _parse_strategies(text: str) -> list[str]:
     return names
 
 
+def _is_distribution(text: str) -> bool:
+    from evenrank.datasets.distributions import DISTRIBUTIONS
+
+    return text.partition(":")[0] in DISTRIBUTIONS and not Path(text).exists()
+
+
 def _open_source(text: str, split: str, max_history_length: int) -> "LengthSource":
     from evenrank.cli.simulation import LengthSource
     from evenrank.datasets.distributions import DISTRIBUTIONS, parse_distribution
     from evenrank.datasets.store import open_store
 
-    if text.partition(":")[0] in DISTRIBUTIONS and not Path(text).exists():
+    if _is_distribution(text):
         return LengthSource(distribution=parse_distribution(text), max_length=max_history_length)
     if not Path(text).is_dir():
         raise ConfigError(

@@ -9,11 +9,15 @@ from evenrank.cli import console
 from evenrank.cli.options import (
     MAX_LENGTH,
     MAX_PER_RANK,
+    MODEL_SHAPE,
     STRATEGIES,
+    TOLERANT_STRATEGIES,
+    Condition,
     CostFile,
     Heads,
     Hidden,
     Layers,
+    check_conditions,
     check_step_size,
     make_cost,
 )
@@ -31,8 +35,31 @@ if TYPE_CHECKING:
 # Of the loader, which tells a job which rows are left out.
 _HIDDEN = "evenrank"
 
+_CONDITIONS = (
+    MODEL_SHAPE,
+    Condition(
+        options=("seed",),
+        apply_to="--order shuffle",
+        holds=lambda values: values["order"] == "shuffle",
+        decided_by=("order",),
+    ),
+    Condition(
+        options=("tolerance",),
+        apply_to=f"--strategy {' and '.join(TOLERANT_STRATEGIES)}",
+        holds=lambda values: values["strategy"] in TOLERANT_STRATEGIES,
+        decided_by=("strategy",),
+    ),
+    Condition(
+        options=("window",),
+        apply_to="jobs that balance",
+        holds=lambda values: values["strategy"] != "identity",
+        decided_by=("strategy",),
+    ),
+)
+
 
 def which_command(
+    ctx: typer.Context,
     path: Annotated[
         Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
     ],
@@ -97,11 +124,10 @@ def which_command(
         evenrank which out/ml-20m --step 17 --rank 3 --world-size 8 --batch-size 32
         evenrank which out/ml-20m --step 17 --rank 3 --world-size 8 --batch-size 32 --strategy lpt-swap --cost cost.json
     """
+    check_conditions(ctx, *_CONDITIONS)
     if rank >= world_size:
         raise ConfigError(f"--rank must be below --world-size {world_size}, got {rank}; ranks are numbered from 0")
     check_step_size(world_size, batch_size)
-    if window > 1 and strategy == "identity":
-        raise ConfigError(f"--window {window} needs a job that balances; pass its --strategy, such as lpt-swap")
     with console.stages() as on_stage, console.without_warnings(_HIDDEN):
         on_stage("importing torch")
         from evenrank.dataloader import LoaderConfig, build_loader

@@ -67,7 +67,9 @@ class Normal:
     def __post_init__(self) -> None:
         _check_range(self.low, self.high)
         if not (math.isfinite(self.mean) and 0 <= self.std < math.inf):
-            raise ConfigError(f"mean and std must be finite and std at least 0, got {self.mean} and {self.std}")
+            raise ConfigError(
+                f"mean and std must be finite and std at least 0, got mean={self.mean} and std={self.std}"
+            )
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -92,7 +94,7 @@ class Lognormal:
         if not (0 < self.mean < math.inf and 0 <= self.std < math.inf and self.std / self.mean <= _MAX_STD_OVER_MEAN):
             raise ConfigError(
                 "mean must be positive, std at least 0 and at most 10^100 times the mean, and both finite; got "
-                f"{self.mean} and {self.std}"
+                f"mean={self.mean} and std={self.std}"
             )
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
@@ -189,6 +191,8 @@ def parse_distribution(text: str) -> Distribution:
         key, _, value = pair.partition("=")
         if key not in parameters:
             raise ConfigError(f"{name} has no parameter {key!r} (in {text!r}); known: {', '.join(parameters)}")
+        if key in values:
+            raise ConfigError(f"{name} has {key} twice (in {text!r}); give it once")
         values[key] = _parse_value(key, value, parameters[key].annotation, text)
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     if missing := [key for key in required if key not in values]:

@@ -243,7 +243,8 @@ class EpochSchedule(StepSchedule):
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < 1:
             raise ConfigError(
-                f"world_size and batch_size must be at least 1, got {self.world_size} and {self.batch_size}"
+                f"world_size and batch_size must be at least 1, got world_size={self.world_size} and "
+                f"batch_size={self.batch_size}"
             )
         if not 0 <= self.start <= self.num_samples:
             raise ConfigError(f"start must be between 0 and num_samples = {self.num_samples}, got {self.start}")

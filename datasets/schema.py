@@ -169,6 +169,22 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
+def check_new_names(names: Iterable[str]) -> None:
+    """Check the names of contextual features of a new dataset, which must also be names of parts of a model.
+
+    Raises:
+        ConfigError: a name contains a dot, which separates the names of modules, or `check_names` refuses it.
+
+    """
+    names = tuple(names)
+    check_names(names)
+    if dotted := [name for name in names if "." in name]:
+        raise ConfigError(
+            f"no feature can be called {dotted[0]!r}, because modules of models are named by features, without dots; "
+            f"rename it, for example to {dotted[0].replace('.', '_')!r}"
+        )
+
+
 def _check_distinct(names: Iterable[str]) -> None:
     """Check names that become file names, and that no two of them name the same file on any file system."""
     seen: dict[str, str] = {}
@@ -338,7 +354,7 @@ def _checked_name(value: object) -> str:
         or len(value.encode("utf-8")) > _MAX_NAME_BYTES
     ):
         raise ConfigError(
-            f"{value!r} is not a name; use letters, digits, _, . and -, at most {_MAX_NAME_BYTES} bytes, and begin "
+            f"{value!r} is not a name; use letters, digits, _ and -, at most {_MAX_NAME_BYTES} bytes, and begin "
             "with a letter, a digit or _"
         )
     return value

@@ -1,6 +1,7 @@
 """Read and summarize the log that `JsonLines` writes. Needs no torch: logs are read on machines without GPUs too."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,19 @@ def read_json_lines(path: Path) -> list[LogRecord]:
     if rest.endswith(b"}"):  # only its newline is missing
         records.append(_record(rest, f"{path}, line {len(lines)}"))
     return records
+
+
+def describe_log(records: Sequence[LogRecord]) -> str:
+    """Return the numbers of steps and ranks; several numbers of ranks if the job was resumed on another number."""
+    steps = int(cumulative_steps(records)[-1])
+    counts = [len(record.before) for record in records]
+    distinct_counts = [counts[0], *(count for previous, count in pairwise(counts) if count != previous)]
+    ranks = ", then ".join(f"{count:,}" for count in distinct_counts)
+    return f"{steps:,} step{_plural(steps)} on {ranks} rank{_plural(distinct_counts[-1])}"
+
+
+def _plural(number: int) -> str:
+    return "" if number == 1 else "s"
 
 
 def cumulative_steps(records: Sequence[LogRecord]) -> NDArray[np.float64]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from markupsafe import Markup
 
 from evenrank.cli.reports import balance_plots
-from evenrank.cli.reports.balance_log import cumulative_steps, typical_record
+from evenrank.cli.reports.balance_log import describe_log, typical_record
 from evenrank.cli.reports.html_page import render_template
 from evenrank.dataloader.balance.metrics import LogRecord, MetricsSummary, combine
 
@@ -68,19 +67,6 @@ def headline(records: Sequence[LogRecord], summary: MetricsSummary) -> str:
         f"times the lower bound in {describe_log(records)}; the cost model expects steps to be {summary.speedup:.2f} "
         "times as fast."
     )
-
-
-def describe_log(records: Sequence[LogRecord]) -> str:
-    """Return the numbers of steps and ranks; several numbers of ranks if the job was resumed on another number."""
-    steps = int(cumulative_steps(records)[-1])
-    counts = [len(record.before) for record in records]
-    distinct_counts = [counts[0], *(count for previous, count in pairwise(counts) if count != previous)]
-    ranks = ", then ".join(f"{count:,}" for count in distinct_counts)
-    return f"{steps:,} step{_plural(steps)} on {ranks} rank{_plural(distinct_counts[-1])}"
-
-
-def _plural(number: int) -> str:
-    return "" if number == 1 else "s"
 
 
 def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:

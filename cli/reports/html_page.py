@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from evenrank.core import atomic_file
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.text import escape_controls
@@ -55,6 +53,8 @@ def write_page(page: Path, html: str) -> None:
 
 def render_template(template: str, **values: object) -> str:
     """Return the HTML of a template of the folder `templates/`; the filter `number` formats numbers."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # which tables alone do without
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from torch import nn
 from torchrec import EmbeddingConfig
 
 from evenrank.core.errors import ConfigError
@@ -9,6 +10,8 @@ from evenrank.datasets.schema import ACTION, ITEM_ID
 from hstu.config import HSTUConfig
 
 NEGATIVE_ID = "negative_id"
+
+_MARK = ":"  # in no name of a feature
 
 
 def tables(
@@ -31,10 +34,21 @@ def tables(
             raise ConfigError(f"no vocabulary size of {key!r}; known are those of {', '.join(vocabulary_sizes)}")
     return [
         EmbeddingConfig(
-            name=key,
+            name=_table_name(key),
             num_embeddings=vocabulary_sizes[key],
             embedding_dim=config.embedding_dim,
             feature_names=[ITEM_ID, NEGATIVE_ID] if key == ITEM_ID and retrieval else [key],
         )
         for key in keys
     ]
+
+
+def _table_name(feature: str) -> str:
+    """Return a feature's name in the form of a key of an nn.ModuleDict: no dots, and not like its attributes."""
+    name = feature.replace(".", _MARK)
+    return f"{_MARK}{name}" if hasattr(nn.ModuleDict(), name) else name
+
+
+def feature_of(table: str) -> str:
+    """Return the feature of a table, given its name."""
+    return table.removeprefix(_MARK).replace(_MARK, ".")

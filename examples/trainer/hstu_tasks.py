@@ -16,7 +16,7 @@ from hstu.embeddings import Embeddings
 from hstu.layer import HSTUAttention
 from hstu.ranking import HSTURanking, at_least
 from hstu.retrieval import HSTURetrieval
-from hstu.tables import tables
+from hstu.tables import feature_of, tables
 from hstu.work import attention_flops
 from trainer.config import TrainConfig
 from trainer.evaluate import AUCEvaluation, RankingEvaluation
@@ -80,7 +80,8 @@ def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
 
 def _key_maps(config: TrainConfig, configs: list[EmbeddingConfig], world: World) -> dict[str, KeyMap]:
     """Return which row has which key, of the tables that `_embeddings` shards."""
-    rows = {table.name: table.num_embeddings for table in configs if table.num_embeddings >= config.min_sharded_rows}
+    large = [table for table in configs if table.num_embeddings >= config.min_sharded_rows]
+    rows = {feature_of(table.name): table.num_embeddings for table in large}
     return make_key_maps(rows if config.embeddings == "sharded" else {}, config.routing, world.data_size)
 
 

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing import DIST_TYPE, MODES, dist_type, read_dist_type, remap_checkpoint
 from evenrank.dataloader.routing.remap_checkpoint import read_metadata
+from hstu.tables import feature_of
 from trainer.checkpoints import complete_checkpoints, read_settings, write_settings
 from trainer.routing import make_key_maps
 
@@ -48,7 +49,7 @@ def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None
         raise ConfigError(f"{source} has no sharded tables, so it loads with any number of ranks as it is")
     before = read_dist_type(settings.get(DIST_TYPE), source=str(source))
     tensors = {
-        name: (match["table"], entry.size[0])
+        name: (feature_of(match["table"]), entry.size[0])
         for name, entry in read_metadata(source).state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and (match := _OF_SHARDED_TABLE.search(name))
     }

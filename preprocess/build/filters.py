@@ -36,7 +36,10 @@ class Filters:
             if value is not None and not 1 <= value <= _MAX_EVENTS:
                 raise ConfigError(f"{name} must be between 1 and {_MAX_EVENTS}, got {value}")
         if self.max_length is not None and self.max_length < self.min_length:
-            raise ConfigError(f"max_length must be at least min_length, got {self.max_length} and {self.min_length}")
+            raise ConfigError(
+                f"max_length must be at least min_length, got max_length={self.max_length} and "
+                f"min_length={self.min_length}"
+            )
         if self.stride is not None and self.window is None:
             raise ConfigError(f"stride {self.stride} has no effect without window; set both")
         if self.window is not None and self.stride is not None and self.stride > self.window:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_lock_file
-from evenrank.preprocess.output.replaceable import check_replaceable, find_foreign
+from evenrank.preprocess.output.replaceable import check_location, check_replaceable, find_foreign
 
 
 @contextlib.contextmanager
@@ -29,13 +29,14 @@ def replacing_folder(out: Path) -> Iterator[Path]:
 
     """
     out = out.resolve()  # a symbolic link is kept, and its target replaced
-    check_replaceable(out)
+    check_location(out)
     partial = out.with_name(f".{out.name}.partial")
     missing_parents = [folder for folder in out.parents if not folder.exists()]  # innermost first
     try:
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(out.with_name(f".{out.name}.lock"), out):
+            check_replaceable(out)  # under the lock, because another run may replace what is there
             with writing(out):
                 _remove(partial)
                 partial.mkdir()
@@ -47,7 +48,11 @@ def replacing_folder(out: Path) -> Iterator[Path]:
                 with writing(out):
                     _put_in_place(partial, out)
             finally:
-                _remove(partial)
+                try:
+                    _remove(partial)
+                except BaseException:  # a signal to stop
+                    _remove(partial)
+                    raise
     finally:
         for folder in missing_parents:
             with contextlib.suppress(OSError):  # not empty: the dataset was written

@@ -25,6 +25,22 @@ _CACHE_FOLDER = re.compile(rf"{_ENTRY}(\.partial)?(/(rows|events))?")
 _CACHE_FILE = re.compile(rf"{_ENTRY}(\.lock|(\.partial)?(/(rows|events))?/\w[\w.-]*\.npy)")
 
 
+def check_location(out: Path) -> None:
+    """Check that a path can be that of a dataset, whatever is in the folder.
+
+    Raises:
+        DataError: it is or contains the current folder or a mount point, or is a file.
+
+    """
+    if Path.cwd().is_relative_to(out):
+        raise DataError(f"{out} is or contains the current folder; choose another output folder")
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is a file; choose another output folder")
+    if mounted := _first_mount(out):
+        where = "is a mount point" if mounted == out else f"contains the mount point {mounted.relative_to(out)}"
+        raise DataError(f"{out} {where}, which cannot be replaced; choose a folder that is not mounted")
+
+
 def check_replaceable(out: Path) -> None:
     """Check that a path does not exist, is an empty folder, or is a dataset without any file that is not part of it.
 
@@ -32,15 +48,9 @@ def check_replaceable(out: Path) -> None:
         DataError: replacing the folder would lose something, or is impossible.
 
     """
-    if Path.cwd().is_relative_to(out):
-        raise DataError(f"{out} is or contains the current folder; choose another output folder")
+    check_location(out)
     if not out.exists():
         return
-    if not out.is_dir():
-        raise DataError(f"{out} is a file; choose another output folder")
-    if mounted := _first_mount(out):
-        where = "is a mount point" if mounted == out else f"contains the mount point {mounted.relative_to(out)}"
-        raise DataError(f"{out} {where}, which cannot be replaced; choose a folder that is not mounted")
     try:
         fault = find_foreign(out)
     except OSError as error:

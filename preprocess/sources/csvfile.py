@@ -137,4 +137,4 @@ def _count_separators(data: NDArray[np.uint8], separator: int) -> int:
 
 def integer_check(name: str) -> dict[str, pl.Expr]:
     """Return the check that a column contains 64-bit integers, keyed by the reason to report."""
-    return {f"{name} is not a 64-bit integer": pl.col(name).is_not_null()}
+    return {f"{name} is not an integer in -2^63..2^63-1": pl.col(name).is_not_null()}

@@ -8,7 +8,7 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_names
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
 from evenrank.preprocess.sources.interactions import IS_GOOD, Context, EventPart, Interactions
 
 _FIRST_MS = 1_600_000_000_000  # every history starts within 30 days from here, in September and October 2020
@@ -38,7 +38,7 @@ class SyntheticConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.num_users <= _MAX_USERS:
             raise ConfigError(f"num_users must be between 1 and {_MAX_USERS:,}, got {self.num_users}")
-        check_names(self.contextual)
+        check_new_names(self.contextual)
 
 
 def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:

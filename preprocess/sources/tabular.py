@@ -26,6 +26,7 @@ from evenrank.preprocess.sources.vocabulary import (
     as_integer,
     choose_encoders,
     has_bad_bytes,
+    integer_bits,
     is_plain_integer,
     raw_id,
 )
@@ -38,8 +39,11 @@ _TIME_FORMATS: Mapping[TimestampUnit, str] = {
     "us": "in whole us since 1970",
     "iso": "in ISO 8601",
 }
+# Not `\d`, which matches the digits of all scripts. Leap seconds cannot be expressed in ms since 1970.
 _ISO = (
-    r"^(\d{4}-\d{2}-\d{2})(?:[T ](\d{2}:\d{2})(?::(\d{2})(?:[.,](\d{1,3})\d*)?)?(?:Z|([+-])(\d{2})(?::?(\d{2}))?)?)?$"
+    "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
+    "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
+    "(?:Z|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
 )
 
 
@@ -132,7 +136,8 @@ def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
             checks[f"{name} is not 0 or 1"] = _flag(name, table.dtypes[name]).is_between(0, 1)
         else:
             action = as_integer(name, table.dtypes[name])
-            checks[f"{name} is not an integer in 0..{_MAX_ACTION}"] = action.is_between(0, _MAX_ACTION)
+            largest = min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
+            checks[f"{name} is not an integer in 0..{largest}"] = action.is_between(0, largest)
     return checks
 
 
@@ -149,10 +154,15 @@ def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEnc
             checks[f"{column} is empty"] = pl.col(column).is_not_null()
         is_numeric = encoders[name].vocabulary is None
         ids = raw.cast(pl.Int64, strict=False) if is_numeric else raw
-        checks[f"{column} is not a 64-bit integer"] = ids.is_not_null()
+        checks[f"{column} is not an integer in {_integer_range(dtype)}"] = ids.is_not_null()
         if is_numeric and name == ITEM_ID:
             checks[f"{column} must not be negative"] = ids >= 0
     return checks
+
+
+def _integer_range(dtype: pl.DataType) -> str:
+    bits = integer_bits(dtype)
+    return f"-2^{bits}+1..2^{bits}-1, where {dtype} is exact" if dtype.is_float() else f"-2^{bits}..2^{bits}-1"
 
 
 def _timestamp_ms(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
@@ -167,6 +177,10 @@ def _timestamp_ms(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> p
         return _iso_ms(time)
     if dtype != pl.String and not dtype.is_numeric():
         raise DataError(f"column {name!r} of type {dtype} cannot hold times; convert it to numbers or text")
+    if integer_bits(dtype) < integer_bits(pl.Float64()):
+        raise DataError(
+            f"column {name!r} of type {dtype} is too coarse for times; store the times as Float64 or integers"
+        )
     if unit == "s":
         # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
         seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
@@ -185,8 +199,7 @@ def _iso_ms(text: pl.Expr) -> pl.Expr:
     millis = part.field("4").str.pad_end(3, "0").cast(pl.Int64).fill_null(0)
     minutes = part.field("6").cast(pl.Int64) * 60 + part.field("7").cast(pl.Int64).fill_null(0)
     offset = pl.when(part.field("5") == "-").then(-minutes).otherwise(minutes).fill_null(0)
-    is_clock = part.field("3").fill_null("00") < "60"  # leap seconds cannot be expressed in ms since 1970
-    return pl.when(is_clock).then(local + millis - offset * 60_000)
+    return local + millis - offset * 60_000
 
 
 def _action(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
-from evenrank.datasets.schema import check_names
+from evenrank.datasets.schema import check_new_names
 
 TimestampUnit = Literal["s", "ms", "us", "iso"]
 _MAX_FLAGS = 31  # the bits of a non-negative int32
@@ -48,7 +48,7 @@ class TabularConfig:
         for names in (self.event_columns, (self.user_column, *self.context_columns)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
-        check_names(self.context_columns)
+        check_new_names(self.context_columns)
 
     @property
     def event_columns(self) -> tuple[str, ...]:
@@ -56,12 +56,16 @@ class TabularConfig:
         return (self.user_column, self.item_column, self.timestamp_column, *self.action_columns)
 
 
-def read_toml(path: Path) -> TabularConfig:
+def read_toml(path: Path, **options: Any) -> TabularConfig:
     """Read a configuration from a TOML file whose keys are the names of the fields; paths are relative to the file.
+
+    Args:
+        path: of the file.
+        options: further fields, from the command line.
 
     Raises:
         DataError: the file cannot be read, or is not TOML.
-        ConfigError: a key is missing or unknown, or a value has the wrong type or is invalid.
+        ConfigError: a key is missing, unknown or also among the options, or a value has the wrong type or is invalid.
 
     """
     with open_regular(path) as file:
@@ -72,9 +76,9 @@ def read_toml(path: Path) -> TabularConfig:
     known = {field.name: field.default is MISSING for field in fields(TabularConfig)}
     if unknown := sorted(raw.keys() - known):
         raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    if missing := [name for name, is_required in known.items() if is_required and name not in raw]:
-        raise ConfigError(f"{path} lacks {missing[0]}; add it")
-    values: dict[str, Any] = {}
+    if twice := [name for name in options if name in raw]:
+        raise ConfigError(f"--{twice[0].replace('_', '-')} is also in {path} ({twice[0]}); give it once")
+    values = dict(options)
     for key, value in raw.items():
         is_list = key in ("events", "action_columns", "context_columns")
         items = value if is_list and isinstance(value, list) else [value]
@@ -83,4 +87,6 @@ def read_toml(path: Path) -> TabularConfig:
         if key in ("events", "context"):
             items = [path.parent / name for name in items]
         values[key] = tuple(items) if is_list else items[0]
+    if missing := [name for name, is_required in known.items() if is_required and name not in values]:
+        raise ConfigError(f"{path} lacks {missing[0]}; add it")
     return TabularConfig(**values)

@@ -10,8 +10,11 @@ from evenrank.core.errors import DataError
 
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
 
-# "007" and "1e3" are strings: as integers they would be the same ids as "7" and "1000".
-_PLAIN_INTEGER = "^[+-]?(?:0|[1-9][0-9]*)$"
+# "007", "+7" and "-0" are strings: as integers they would be the same ids as "7" and "0".
+_PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
+
+# Floats represent all integers of so many bits; from 2^bits on they are rounded.
+_FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +62,7 @@ def has_bad_bytes(text: pl.Expr) -> pl.Expr:
 
 
 def as_integer(column: str, dtype: pl.DataType) -> pl.Expr:
-    """Return an expression for text, numbers or booleans as int64, null where the value is not a 64-bit integer.
+    """Return an expression for text, numbers or booleans as int64; null where that would not be the exact value.
 
     Raises:
         DataError: the column has another type.
@@ -70,11 +73,18 @@ def as_integer(column: str, dtype: pl.DataType) -> pl.Expr:
     value = pl.col(column)
     if dtype.is_float() or dtype.is_decimal():  # pandas and data warehouses store integers with missing values so
         value = pl.when(value == value.floor()).then(value)
+    if dtype.is_float():
+        value = pl.when(value.abs() < 1 << integer_bits(dtype)).then(value)
     return value.cast(pl.Int64, strict=False).alias(column)
 
 
+def integer_bits(dtype: pl.DataType) -> int:
+    """Return how many bits the integers have that `as_integer` returns for a type, besides their sign."""
+    return _FLOAT_BITS.get(str(dtype), 63)
+
+
 def is_plain_integer(text: pl.Expr) -> pl.Expr:
-    """Return whether a string is an int64 in decimal digits, with an optional sign and without leading zeros."""
+    """Return whether a string is an int64 in decimal digits, without leading zeros, plus signs and -0."""
     return text.str.contains(_PLAIN_INTEGER) & text.cast(pl.Int64, strict=False).is_not_null()
 
 

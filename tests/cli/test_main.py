@@ -91,12 +91,8 @@ def test_all_public_datasets_are_made_from_their_raw_files(
             "error: --eval-fraction 0.5 and --split none both define the split; pass one of them\n",
         ),
         (
-            ["preprocess", "--dataset", "ml-1m", "--events", "log.csv"],
-            "error: --config, --events and --context describe custom data, got --dataset ml-1m; pass --dataset custom",
-        ),
-        (
-            ["preprocess", "--dataset", "synthetic", "--by-date"],
-            "error: --by-date has no effect without requests; add --requests SECONDS\n",
+            ["preprocess", "--dataset", "synthetic", "--eval-fraction", "0.5", "--split", "user:0.3"],
+            "error: --eval-fraction 0.5 and --split user:0.3 both define the split; pass one of them\n",
         ),
         (["preprocess"], "Error: Missing option '--dataset'.\n"),
         (["preprocess", "--dataset", "synthetic", "--seed", "x"], "Error: Invalid value for '--seed'"),
@@ -117,6 +113,74 @@ def test_a_mistake_is_one_line_and_exits_with_2(
     assert run.stderr.count("\n") == (1 if message.startswith("error: ") else 4)  # Typer's errors show the usage
     assert run.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dataset custom --users 20000", "--users applies to --dataset synthetic, not to --dataset custom"),
+        ("--dataset ml-1m --items 5", "--items applies to --dataset synthetic, not to --dataset ml-1m"),
+        ("--dataset all --lengths zipf", "--lengths applies to --dataset synthetic, not to --dataset all"),
+        ("--dataset ml-1m --events a.csv", "--events applies to --dataset custom, not to --dataset ml-1m"),
+        ("--dataset all --config a.toml", "--config applies to --dataset custom, not to --dataset all"),
+        (
+            "--dataset synthetic --timestamp-unit s",
+            "--timestamp-unit applies to --dataset custom, not to --dataset synth",
+        ),
+        ("--dataset synthetic --context a.csv", "--context applies to --dataset custom, not to --dataset synthetic"),
+        ("--dataset custom --raw-dir raw", "--raw-dir applies to public datasets, not to --dataset custom"),
+        (
+            "--dataset synthetic --on-error fail",
+            "--on-error applies to datasets that are read from files, not to --dat",
+        ),
+        (
+            "--dataset ml-1m --split leave-last:1 --seed 0",
+            "--seed applies to --split user:FRACTION and to --dataset synthetic, not to --dataset ml-1m with --split "
+            "leave-last:1; change one of them",
+        ),
+        ("--dataset synthetic --by-date", "--by-date applies to --requests SECONDS, which is missing; add it"),
+        ("--dataset synthetic --stride 4", "--stride applies to --window, which is missing; add it"),
+    ],
+)
+def test_options_without_effect_are_refused_even_with_their_default_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evenrank: Callable[..., Finished], arguments: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = evenrank("preprocess", *arguments.split())
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert run.stderr.startswith(f"error: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seeds_apply_to_synthetic_data_and_to_the_split_by_user(
+    tmp_path: Path, evenrank: Callable[..., Finished]
+) -> None:
+    synthetic = ("--dataset", "synthetic", "--users", 9, "--seed", 1, "--out", tmp_path / "synthetic")
+    public = ("--dataset", "ml-20m", "--raw-dir", _write_raw_files(tmp_path), "--seed", 1, "--out", tmp_path / "public")
+    for arguments in ((*synthetic, "--split", "none"), (*public, "--eval-fraction", 0.5)):
+        run = evenrank("preprocess", *arguments)
+        assert run.returncode == 0, run.stderr
+
+
+def test_options_complete_the_file_of_a_custom_log_and_do_not_repeat_it(
+    tmp_path: Path, evenrank: Callable[..., Finished]
+) -> None:
+    (tmp_path / "log.csv").write_text("uid,item_id,time,click,buy\n1,10,5000,0,1\n1,11,6000,1,1\n")
+    config = tmp_path / "log.toml"
+    config.write_text('events = "log.csv"\nuser_column = "uid"\ntimestamp_column = "time"\n')
+    command = ("preprocess", "--dataset", "custom", "--config", config, "--out", tmp_path / "out", "--split", "none")
+    run = evenrank(*command, "--timestamp-unit", "ms", "--action-columns", "click,buy")
+    assert run.stderr == f"error: {config} lacks item_column; add it\n"
+    run = evenrank(*command, "--timestamp-unit", "ms", "--action-columns", "click,buy", "--item-column", "item_id")
+    assert run.returncode == 0, run.stderr
+    store = open_store(tmp_path / "out")
+    assert store.events["action"].tolist() == [2, 3]
+    assert store.events["timestamp_ms"].tolist() == [5000, 6000]
+    with config.open("a") as file:
+        file.write('item_column = "item_id"\ntimestamp_unit = "s"\n')
+    run = evenrank(*command, "--timestamp-unit", "s")
+    assert run.returncode == 2
+    assert run.stderr == f"error: --timestamp-unit is also in {config} (timestamp_unit); give it once\n"
 
 
 def test_the_installed_program_prints_errors_without_a_traceback(tmp_path: Path) -> None:
@@ -151,6 +215,43 @@ def test_a_signal_leaves_no_partial_output(tmp_path: Path, number: signal.Signal
     assert process.returncode == code
     assert errors == f"error: stopped by {number.name}; no partial output is left\n"
     assert list(tmp_path.iterdir()) == []
+
+
+# Runs the command with a further signal to stop wherever its new or old folder is about to be removed.
+STOPPED_TWICE = """
+import os, signal
+from evenrank.preprocess.output import atomic_folder
+remove = atomic_folder._remove
+def stop_again(partial):
+    if partial.exists():
+        os.kill(os.getpid(), signal.SIGTERM)
+    remove(partial)
+atomic_folder._remove = stop_again
+""" + STOPPED_COMMAND.replace("signal.pause()", "os.kill(os.getpid(), signal.SIGTERM)")
+
+
+@pytest.mark.parametrize(
+    ("program", "users"),
+    [(STOPPED_TWICE, 5), (STOPPED_TWICE.replace("_put_in_place = stop_here", "stop_here = None"), 9)],
+    ids=["new folder", "old folder"],
+)
+def test_a_signal_during_the_removal_of_a_folder_leaves_nothing_of_it(tmp_path: Path, program: str, users: int) -> None:
+    command = ("preprocess", "--dataset", "synthetic", "--split", "none", "--out", "out", "--users")
+    run = run_program(EVENRANK, *command, "5", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    run = run_program(sys.executable, "-c", program, *command, "9", cwd=tmp_path)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert run.stderr == "error: stopped by SIGTERM; no partial output is left\n"
+    assert len(open_store(tmp_path / "out")) == users
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_signal_while_python_exits_is_no_traceback(tmp_path: Path) -> None:
+    stop = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
+    program = f"{stop}; from evenrank.cli.main import main; main()"
+    run = run_program(sys.executable, "-c", program, "--version", cwd=tmp_path)
+    assert run.returncode == -signal.SIGTERM
+    assert run.stderr == ""
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

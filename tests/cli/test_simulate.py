@@ -140,8 +140,20 @@ def test_help_lists_all_strategies(evenrank: Callable[..., Finished]) -> None:
         (["zipf", "--ranks", "8,x"], "--ranks must be comma-separated integers such as 8,64, got '8,x'"),
         (["zipf", "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["zipf", "--strategy", "best"], "unknown strategy 'best'; known: identity, karmarkar-karp, lpt-swap"),
-        (["zipf", "--hidden", "10", "--heads", "3"], "--hidden must be a multiple of --heads, got 10 and 3"),
+        (
+            ["zipf", "--hidden", "10", "--heads", "3"],
+            "--hidden must be a multiple of --heads, got --hidden 10 and --heads 3",
+        ),
         (["zipf", "--tolerance", "2"], "tolerance must be at least 0 and below 1, got 2.0"),
+        (["zipf", "--split", "train"], "--split applies to datasets, not to zipf; change one of them"),
+        (
+            ["zipf", "--strategy", "identity,karmarkar-karp", "--tolerance", "0.01"],
+            "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy identity,karmarkar-karp;",
+        ),
+        (
+            ["zipf", "--layers", "8", "--cost", "c.json"],
+            "--layers applies to the cost of an HSTU model, not to --cost c",
+        ),
         (["zipf", "--cost", "none.json"], "none.json cannot be read as a measured cost"),
     ],
 )

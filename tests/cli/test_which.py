@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,8 +37,10 @@ def _ids(output: str) -> list[int]:
 
 
 def _which(path: Path, **options: Any) -> str:
+    app = typer.Typer()
+    app.command()(which_command)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        which_command(path, **options)
+        which_command(typer.Context(typer.main.get_command(app)), path, **options)
     return output.getvalue()
 
 
@@ -194,8 +197,12 @@ def test_the_installed_program_prints_no_warnings_and_fits_in_80_columns(small_d
         (["--position", 10**6], "--position must be between 0 and "),
         (["--order", "random"], "order must be one of shuffle, rows, time, got 'random'"),
         (["--strategy", "best"], "no strategy is called 'best'; known are identity, "),
-        (["--tolerance", 2], "tolerance must be at least 0 and below 1, got 2.0"),
-        (["--hidden", 10, "--heads", 3], "--hidden must be a multiple of --heads, got 10 and 3"),
+        (["--strategy", "lpt-swap", "--tolerance", 2], "tolerance must be at least 0 and below 1, got 2.0"),
+        (["--hidden", 10, "--heads", 3], "--hidden must be a multiple of --heads, got --hidden 10 and --heads 3"),
+        (["--window", 1], "--window applies to jobs that balance, not to --strategy identity; change one of them"),
+        (["--tolerance", 0.001], "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy identity"),
+        (["--seed", 0, "--order", "time"], "--seed applies to --order shuffle, not to --order time; change one of"),
+        (["--heads", 4, "--cost", "c.json"], "--heads applies to the cost of an HSTU model, not to --cost c.json"),
         (["--cost", "none.json"], "none.json cannot be read as a measured cost"),
         (["--world-size", 10**9], "1,000,000,000 ranks with --batch-size 4 are more than 67,108,864 samples per step"),
     ],

@@ -10,6 +10,8 @@ from packaging.requirements import Requirement
 
 from evenrank.core.errors import EvenrankError, MissingPackageError
 from evenrank.core.extras import EXTRAS, naming_extras
+from tests.dataloader.balance.test_writers import STEPS
+from tests.dataloader.balance.test_writers import write as write_log
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -50,8 +52,6 @@ def test_training_needs_neither_preprocessing_nor_plots() -> None:
     [
         (["preprocess", "--dataset", "synthetic"], "polars", "pip install 'evenrank[preprocess]'"),
         (["preprocess", "--dataset", "ml-20m"], "pooch", "pip install 'evenrank[preprocess]'"),
-        (["inspect", "data"], "matplotlib", "pip install 'evenrank[reports]'"),
-        (["metrics", "log.jsonl"], "jinja2", "pip install 'evenrank[reports]'"),
         (
             ["which", "data", "--step", "0", "--rank", "0", "--world-size", "1", "--batch-size", "2"],
             "torch",
@@ -68,6 +68,18 @@ def test_a_command_names_the_extra_that_is_missing(
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == f"error: the package {hidden} is not installed; run {remedy}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("hidden", ["matplotlib", "jinja2", "markupsafe"])
+def test_tables_do_without_what_pages_need(tmp_path: Path, small_dataset: Path, hidden: str) -> None:
+    write_log(tmp_path / "log.jsonl", *STEPS)
+    for command, path, shown in (("metrics", "log.jsonl", "load before"), ("inspect", str(small_dataset), "p50")):
+        run = _run(
+            "from evenrank.cli.main import main; main()", command, path, "--html", "a.html", hidden=hidden, cwd=tmp_path
+        )
+        assert (run.returncode, shown in run.stdout) == (2, True), run.stdout
+        assert run.stderr == f"error: the package {hidden} is not installed; run pip install 'evenrank[reports]'\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 LIGHT = """

@@ -123,6 +123,7 @@ def test_extreme_parameters_give_values_in_range(text: str) -> None:
     ("text", "message"),
     [
         ("gamma", "unknown distribution 'gamma'.*known: uniform, normal, zipf, clipped-zipf, lognormal, histogram"),
+        ("zipf:low=1,high=5,low=2", "zipf has low twice .*; give it once"),
         ("zipf:alpha=2", "zipf has no parameter 'alpha'.*known: exponent, low, high, shift"),
         ("zipf:low=x", "low must be int, got 'x'"),
         ("uniform:low=5,high=4", "low=5 high=4"),
@@ -134,11 +135,11 @@ def test_extreme_parameters_give_values_in_range(text: str) -> None:
         ("clipped-zipf:high=none", "high must be int, got 'none'"),
         ("histogram:column=length", "histogram needs path .*; write histogram:path="),
         ("lognormal:mean=0", "mean must be positive"),
-        ("lognormal:mean=nan", "mean must be positive, .*; got nan and 256.0"),
-        ("lognormal:std=inf", "mean must be positive, .*; got 128.0 and inf"),
+        ("lognormal:mean=nan", "mean must be positive, .*; got mean=nan and std=256.0"),
+        ("lognormal:std=inf", "mean must be positive, .*; got mean=128.0 and std=inf"),
         ("lognormal:mean=1e-308,std=1e308", "std at least 0 and at most 10.100 times the mean"),
-        ("normal:mean=nan", "mean and std must be finite and std at least 0, got nan and 64.0"),
-        ("normal:std=inf", "mean and std must be finite and std at least 0, got 128.0 and inf"),
+        ("normal:mean=nan", "mean and std must be finite and std at least 0, got mean=nan and std=64.0"),
+        ("normal:std=inf", "mean and std must be finite and std at least 0, got mean=128.0 and std=inf"),
         ("zipf:exponent=nan", "exponent must be at least 0, and at most 100, got nan"),
     ],
 )

@@ -65,7 +65,7 @@ def test_with_drop_last_all_steps_are_full() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"world_size": 0}, "at least 1, got 0 and 2"),
+        ({"world_size": 0}, "at least 1, got world_size=0 and batch_size=2"),
         ({"start": 11}, "start must be between 0 and num_samples = 10, got 11"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.collate.semantic_ids import CANDIDATE_ID, SEMANTIC_ID
 from evenrank.dataloader.collate.sequences import LABEL
-from evenrank.datasets.schema import check_names, read_manifest, user_hash
+from evenrank.datasets.schema import check_names, check_new_names, read_manifest, user_hash
 
 
 def test_user_hash_never_changes() -> None:
@@ -120,6 +120,14 @@ def test_names_of_the_format_and_of_batches_are_reserved(name: str) -> None:
 def test_names_that_are_no_file_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a name; use letters, digits"):
         check_names([name])
+
+
+def test_names_with_dots_are_those_of_older_datasets_alone() -> None:
+    check_names(["user.age"])
+    check_new_names(["user_age", "user-age", "2"])
+    message = r"no feature can be called 'user\.age', because .*; rename it, for example to 'user_age'"
+    with pytest.raises(ConfigError, match=message):
+        check_new_names(["sex", "user.age"])
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", "e\u0301")])

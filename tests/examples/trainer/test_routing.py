@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 import trainer.checkpoints
 import trainer.remap
 from evenrank.core.errors import ConfigError, DataError, StateError
+from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import ACTION
+from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
+from evenrank.preprocess.sources import synthetic
 from tests.examples.trainer.item_encodings import encode_items, run_encoded
 from tests.examples.trainer.jobs import run, settings, together
 from tests.ranks import RankPool
@@ -105,6 +109,40 @@ def test_a_remapped_job_goes_on_with_equal_losses_and_another_one_not_at_all(
     remap_job(tmp_path / "on 2", tmp_path / "stock", routing="continuous")
     check("stock", 2, "continuous", 10, 11)
     assert _auc(tmp_path / "stock") == pytest.approx(_auc(whole), abs=1e-3)
+
+
+def test_features_that_cannot_name_modules_train_and_are_remapped(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of older datasets may have dots, and modules have an attribute `type`."""
+    monkeypatch.setattr(synthetic, "check_new_names", lambda names: None)
+    features = {name: Uniform(low=1, high=200) for name in ("user.age", "type", "type-")}
+    config = SyntheticConfig(num_users=100, lengths=Uniform(low=5, high=20), contextual=features)
+    data = tmp_path / "data"
+    preprocess(PreprocessConfig(dataset="synthetic", out=data, synthetic=config))
+    job = {"embeddings": "replicated", "max_steps": 4, "learning_rate": 0.01}
+    _, expected = together(ranks.run(2, run, settings(tmp_path / "replicated", data, batch_size=6, **job)))
+    assert all(map(math.isfinite, expected.values()))
+    whole, first, then = (
+        _job(tmp_path / out, data, 2, min_sharded_rows=150, max_steps=steps, routing=routing)
+        for out, steps, routing in (("whole", 4, "continuous"), ("first", 2, "continuous"), ("then", 4, "roundrobin"))
+    )
+    _, expected = together(ranks.run(2, run, whole))
+    ranks.run(2, run, first)
+    remap_job(tmp_path / "first", tmp_path / "then", routing="roundrobin", ranks=2)
+    _, losses = together(ranks.run(2, run, then))
+    assert losses == pytest.approx({step: expected[step] for step in (3, 4)}, rel=OTHER_RANKS)
+    (settings_of_then,) = (json.loads(path.read_text()) for path in (tmp_path / "then").glob("*/step-*4/settings.json"))
+    assert all(f'"{name}"' in json.dumps(settings_of_then["dist_type"]).replace("\\", "") for name in features)
+
+
+def test_ranks_without_effect_are_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "a", "b", "--routing", "continuous", "--ranks", "2"]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert finished.stderr == (
+        "error: --ranks applies to --routing roundrobin, not to --routing continuous; change one of them\n"
+    )
 
 
 def _run_without_entry(rank: int, world_size: int, options: dict[str, Any]) -> None:

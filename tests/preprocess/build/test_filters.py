@@ -86,7 +86,10 @@ def test_windows_cover_every_event_in_as_few_rows_as_the_stride_allows(
     ("options", "message"),
     [
         ({"min_length": 0}, "min_length must be between 1 and 2147483647, got 0"),
-        ({"min_length": 5, "max_length": 4}, "max_length must be at least min_length, got 4 and 5"),
+        (
+            {"min_length": 5, "max_length": 4},
+            "max_length must be at least min_length, got max_length=4 and min_length=5",
+        ),
         ({"stride": 4}, "stride 4 has no effect without window; set both"),
         ({"window": 4, "stride": 5}, r"stride must be at most window \(4\), or events are lost; got 5"),
     ],

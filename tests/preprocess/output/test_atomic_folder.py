@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import read_manifest
+from evenrank.datasets.schema import read_manifest, sha256_of
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 from evenrank.preprocess.output import atomic_folder
 
@@ -37,8 +39,10 @@ def test_a_killed_run_keeps_the_old_dataset_and_the_next_one_cleans_up(tmp_path:
     process.start()
     sender.close()
     assert receiver.recv() == "written"  # raises EOFError if the process fails
+    (out / "new.parquet").touch()  # of a run that replaces the folder while another one looks at it
     with pytest.raises(DataError, match=r"out is being written by another process; wait for it"):
         preprocess(PreprocessConfig(dataset="synthetic", out=out))
+    (out / "new.parquet").unlink()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -47,6 +51,43 @@ def test_a_killed_run_keeps_the_old_dataset_and_the_next_one_cleans_up(tmp_path:
     assert read_manifest(out) == new
     assert sum(split.rows for split in new.splits.values()) == 30
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _preprocess_when_all_are_ready(out: Path, num_users: int, ready: Barrier, results: "Queue[str]") -> None:
+    ready.wait()
+    try:
+        preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=num_users)))
+        results.put(str(num_users))
+    except DataError as error:
+        results.put(str(error))
+
+
+def test_of_runs_at_the_same_time_one_writes_the_folder(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    context = multiprocessing.get_context("spawn")
+    ready, results = context.Barrier(3), context.Queue()
+    processes = [
+        context.Process(target=_preprocess_when_all_are_ready, args=(out, num_users, ready, results))
+        for num_users in (10, 20, 30)
+    ]
+    for process in processes:
+        process.start()
+    ended = [results.get(timeout=200) for _ in processes]
+    for process in processes:
+        process.join()
+    complete = [result for result in ended if result.isdecimal()]
+    assert {result for result in ended if result not in complete} <= {
+        f"{out} is being written by another process; wait for it, or choose another output folder"
+    }
+    manifest = read_manifest(out)
+    assert str(sum(split.rows for split in manifest.splits.values())) in complete
+    files = [file for split in manifest.splits.values() for file in split.files]
+    assert [sha256_of(out / file.path) for file in files] == [file.sha256 for file in files]
+    assert {path for path in out.rglob("*") if path.is_file()} == {
+        out / "manifest.json",
+        *(out / f.path for f in files),
+    }
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:

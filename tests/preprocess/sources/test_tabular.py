@@ -4,6 +4,7 @@ import gzip
 import random
 import re
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,10 @@ def test_parquet_with_several_numeric_types(tmp_path: Path) -> None:
     frame.write_parquet(tmp_path / "log.parquet")
     interactions = read_tabular(_config(tmp_path / "log.parquet"))
     assert _rows(interactions) == [(7, 30, 0, 1_700_000_000_123)]
-    assert _bad(interactions) == [(2, "user is not a 64-bit integer"), (3, "item is not a 64-bit integer")]
+    assert _bad(interactions) == [
+        (2, "user is not an integer in -2^53+1..2^53-1, where Float64 is exact"),
+        (3, "item is not an integer in -2^63..2^63-1"),
+    ]
     assert interactions.parts[0].find_bad(1) == [BadRow(line=2, text="8.5,10,1.0", reason=_bad(interactions)[0][1])]
     assert interactions.parts[0].size == max((tmp_path / "log.parquet").stat().st_size, 3 * 28)
 
@@ -137,7 +141,60 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
     assert written.rows() == [(1, "12"), (2, "7"), (3, "b"), (4, "zoë")]
 
 
-@pytest.mark.parametrize("value", ["007", "1e3", "1.0", " 5", "9223372036854775808", "a", "0x1"])
+@pytest.mark.parametrize(
+    ("dtype", "good", "bad", "integers"),
+    [
+        (pl.Float32, [2**24 - 1, 1 - 2**24], [2**24, -(2**24), 1.5], "-2^24+1..2^24-1, where Float32 is exact"),
+        (pl.Float64, [2**53 - 1, 1 - 2**53], [2.0**53, -(2.0**53), 1e300], "-2^53+1..2^53-1, where Float64 is exact"),
+        (pl.Float64, [7], [float("nan"), float("inf"), -float("inf")], "-2^53+1..2^53-1, where Float64 is exact"),
+        (pl.Int64, [2**63 - 1, -(2**63)], [], ""),
+        (pl.UInt64, [2**63 - 1], [2**63, 2**64 - 1], "-2^63..2^63-1"),
+        (pl.Int128, [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1], "-2^63..2^63-1"),
+        (pl.Decimal(38, 0), [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 10**30], "-2^63..2^63-1"),
+    ],
+)
+def test_numbers_are_ids_if_they_are_exact_as_64_bit_integers(
+    tmp_path: Path, dtype: Any, good: list[int], bad: list[float], integers: str
+) -> None:
+    users = pl.Series([*map(Decimal, good), *map(Decimal, bad)] if dtype == pl.Decimal else [*good, *bad], dtype=dtype)
+    pl.DataFrame({"user": users, "item": 1, "time": 0}).write_parquet(tmp_path / "log.parquet")
+    interactions = read_tabular(_config(tmp_path / "log.parquet"))
+    assert _rows(interactions) == [(user, 1, 0, 0) for user in good]
+    assert [reason for _, reason in _bad(interactions)] == [f"user is not an integer in {integers}"] * len(bad)
+    assert interactions.vocabularies == {}
+
+
+@pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
+@pytest.mark.parametrize("name", ["log.csv", "log.parquet"])
+def test_different_texts_are_different_ids(tmp_path: Path, name: str, dtype: Any) -> None:
+    texts = ["+7", "-0", "0", "00", "7", "7.0"]
+    frame = pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0})
+    frame.write_parquet(tmp_path / name) if name.endswith("parquet") else frame.write_csv(tmp_path / name)
+    interactions = read_tabular(_config(tmp_path / name))
+    assert _rows(interactions) == [(number, number, 0, 0) for number in range(1, 7)]
+    assert interactions.vocabularies["user_id"].rows() == list(enumerate(texts, start=1))
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us"])
+def test_times_in_single_precision_are_refused(tmp_path: Path, unit: str) -> None:
+    frame = pl.DataFrame({"user": 1, "item": 2, "time": pl.Series([1.7e9], dtype=pl.Float32)})
+    frame.write_parquet(tmp_path / "log.parquet")
+    message = (
+        "log.parquet: column 'time' of type Float32 is too coarse for times; store the times as Float64 or integers"
+    )
+    with pytest.raises(DataError, match=message):
+        read_tabular(_config(tmp_path / "log.parquet", timestamp_unit=unit))
+
+
+def test_actions_in_single_precision_are_exact_or_bad_rows(tmp_path: Path) -> None:
+    actions = pl.Series([2**24 - 1, 2**24], dtype=pl.Float32)
+    pl.DataFrame({"user": 1, "item": 2, "time": 0, "action": actions}).write_parquet(tmp_path / "log.parquet")
+    interactions = read_tabular(_config(tmp_path / "log.parquet", action_columns=("action",)))
+    assert _rows(interactions) == [(1, 2, 2**24 - 1, 0)]
+    assert _bad(interactions) == [(2, f"action is not an integer in 0..{2**24 - 1}")]
+
+
+@pytest.mark.parametrize("value", ["007", "+7", "-0", "1e3", "1.0", " 5", "9223372036854775808", "a", "0x1"])
 def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path: Path, value: str) -> None:
     lines = [f"1,{item},0\n" for item in (10, 9)]
     interactions = _read(tmp_path, "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n")
@@ -149,7 +206,7 @@ def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path
 
 def test_the_largest_and_smallest_integers_stay_integers(tmp_path: Path) -> None:
     low, high = -(2**63), 2**63 - 1
-    interactions = _read(tmp_path, f"user,item,time\n{low},+{high},0\n-0,0,0\n")
+    interactions = _read(tmp_path, f"user,item,time\n{low},{high},0\n0,0,0\n")
     assert _rows(interactions) == [(low, high, 0, 0), (0, 0, 0, 0)]
     assert interactions.vocabularies == {}
 
@@ -174,6 +231,8 @@ def test_rows_with_other_faults_do_not_affect_the_type_of_ids(tmp_path: Path) ->
         ("iso", "2024-02-29T12:00:00.1239Z", 1_709_208_000_123),
         ("iso", "2024-02-29T12:00:00+02:30", 1_709_199_000_000),
         ("iso", "2024-02-29T12:00:00-0100", 1_709_211_600_000),
+        ("iso", "2024-02-29T12:00:00+23:59", 1_709_208_000_000 - 86_340_000),
+        ("iso", "2024-02-29T12:00:00-2359", 1_709_208_000_000 + 86_340_000),
         ("iso", "9999-12-31T23:59:59.999", 253_402_300_799_999),
     ],
 )
@@ -203,6 +262,21 @@ def test_expected_times_match_the_standard_library() -> None:
                 "1969-12-31T23:59:59.999",
                 "1970-01-01T00:00:00+00:01",
                 "2024-01-01 and more",
+                "2024-02-30",
+                "2024-13-01",
+                "2024-01-01T00:60",
+                "2024-01-01T00:00:00.",
+                "2024-01-01T00:00:00.\u0663",
+                "2024-01-01T00",
+                "2024-01-01Z",
+                "2024-01-01T00:00+5",
+                "2024-01-01T00:00+05:3",
+                "2024-01-01T00:00+05:60",
+                "2024-01-01T00:00+24:00",
+                "2024-01-01T00:00-99:99",
+                "2024-01-01T00:00+0\u0663:00",
+                "0000-01-01",
+                "\u0662024-01-01",
             ],
         ),
     ],

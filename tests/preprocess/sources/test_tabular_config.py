@@ -20,6 +20,7 @@ from evenrank.preprocess.sources.tabular_config import TabularConfig, read_toml
         ({"item_column": "user"}, "column 'user' is given twice"),
         ({"context": Path("u.csv"), "context_columns": ("a", "a")}, "column 'a' is given twice"),
         ({"context": Path("u.csv"), "context_columns": ("length",)}, "no feature can be called 'length'"),
+        ({"context": Path("u.csv"), "context_columns": ("user.age",)}, "no feature can be called 'user.age', because"),
         ({"context": Path("u.csv"), "context_columns": ("a/b",)}, "'a/b' is not a name"),
     ],
 )
@@ -64,6 +65,14 @@ def test_invalid_toml_raises(tmp_path: Path, text: str, error: type[Exception], 
     path.write_text(text)
     with pytest.raises(error, match=re.escape(message)):
         read_toml(path)
+
+
+def test_options_are_fields_that_the_toml_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "log.toml"
+    path.write_text(TOML)
+    assert read_toml(path, events=(Path("a.csv"),)).events == (Path("a.csv"),)
+    with pytest.raises(ConfigError, match=r"--user-column is also in .*log\.toml \(user_column\); give it once"):
+        read_toml(path, user_column="user")
 
 
 def test_a_missing_toml_raises(tmp_path: Path) -> None:
