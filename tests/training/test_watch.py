@@ -78,7 +78,8 @@ def test_the_stacks_of_a_stalled_process_are_written_and_the_next_stall_as_well(
             report = _hang_here(pipe, "in test_the_stacks_of_a_stalled")
             assert f"rank 0 has had no heartbeat for 0.2 s, since heartbeat {count}" in report
             assert "in _hang_here" in report
-    assert "evenrank" not in pipe.close()  # no ranks to name, and no further report
+    rest = pipe.close()  # the frames above this test's, whose paths can have any names
+    assert not [line for line in rest.splitlines() if not line.startswith("  File ")]  # no ranks, no further report
 
 
 def _stall_twice(rank: int, world_size: int) -> list[str]:
