@@ -39,13 +39,20 @@ class RankLostError(RankError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message that is not blank, or the name of its type, safe to print."""
-    lines = (line.strip() for line in str(error).splitlines())
+    lines = (line.strip() for line in _message(error).splitlines())
     return escape_controls(next(filter(None, lines), type(error).__name__))
 
 
 def one_line(error: BaseException) -> str:
     """Return an exception as one printable line: its message, preceded by its type unless it is evenrank's own."""
-    message = escape_controls(" ".join(str(error).split()))
+    message = escape_controls(" ".join(_message(error).split()))
     if isinstance(error, EvenrankError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of a class of others; a rank that failed here could not tell the others why it leaves
+        return ""

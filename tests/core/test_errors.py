@@ -47,3 +47,11 @@ def test_errors_of_others_are_printed_as_one_line(kind: type[Exception]) -> None
     assert first_line(kind(f"\n \n{HOSTILE}")) == "a"
     assert first_line(kind("\n")) == kind.__name__
     assert one_line(kind(HOSTILE)) == kind.__name__ + r": a b\x1b[31m \u202e\x00\udcff"
+
+
+def test_an_error_that_has_no_text_is_named_by_its_type() -> None:
+    class WithoutTextError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert first_line(WithoutTextError()) == one_line(WithoutTextError()) == "WithoutTextError"
