@@ -1,8 +1,16 @@
 """The exceptions that users see. Each message is one line: what is wrong, where, and how to fix it."""
 
+from evenrank.core.text import escape_controls
+
 
 class EvenrankError(Exception):
-    """Base of every error that evenrank raises on purpose; command lines print its message and exit with 2."""
+    """Base of every error that evenrank raises on purpose; command lines print its message and exit with 2.
+
+    Messages contain names, values and messages of others: as text, an error is one printable line whatever they are.
+    """
+
+    def __str__(self) -> str:
+        return escape_controls(super().__str__())
 
 
 class ConfigError(EvenrankError, ValueError):
@@ -30,13 +38,21 @@ class RankLostError(RankError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return the first line of an exception's message that is not blank, or the name of its type, safe to print."""
+    lines = (line.strip() for line in _message(error).splitlines())
+    return escape_controls(next(filter(None, lines), type(error).__name__))
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one line: its message, preceded by its type unless the message is evenrank's own."""
-    message = " ".join(str(error).split())
+    """Return an exception as one printable line: its message, preceded by its type unless it is evenrank's own."""
+    message = escape_controls(" ".join(_message(error).split()))
     if isinstance(error, EvenrankError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of a class of others; a rank that failed here could not tell the others why it leaves
+        return ""

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
-from evenrank.dataloader.batch_schema import BatchSchema, FieldSpec
+from evenrank.dataloader.batch_schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.tensor_modes import outside_inference_mode
 
 Sample = TypeVar("Sample")
@@ -24,12 +24,12 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     """Return the batch padded to `batch_size` rows: length 0 in every key, the fill value in dense fields.
 
     Raises:
-        ValueError: the batch has more rows than `batch_size`.
+        ConfigError: the batch has more rows than `batch_size`.
 
     """
     num_padding = batch_size - batch.batch_size
     if num_padding < 0:
-        raise ValueError(f"a batch of {batch.batch_size} rows cannot be padded to {batch_size}; raise batch_size")
+        raise ConfigError(f"a batch of {batch.batch_size} rows cannot be padded to {batch_size}; raise batch_size")
     if num_padding == 0:
         return batch
     fills = batch.fill_values()
@@ -78,13 +78,15 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
     Args:
         samples: of any type that `collate` accepts; iterated over once per iteration over the batches.
         batch_size: rows of every batch.
-        collate: makes a batch of 0..batch_size samples, with one row each.
+        collate: makes a batch of 1..batch_size samples, with one row each. Only if `num_batches` asks for batches where
+            there are no samples at all is it called with none: `JaggedCollate` then needs each dtype and shape.
         drop_last: leave out a last group that is smaller than `batch_size`.
         num_batches: yield empty batches after the last sample until there are this many, so that ranks with fewer
-            samples take as many steps as the others.
+            samples take as many steps as the others. A Balancer does so itself.
 
     Raises:
-        ConfigError: `batch_size` is below 1.
+        ConfigError: `batch_size` is below 1. While iterating: `collate` has made more rows, or cannot make a batch of
+            no samples.
 
     """
 
@@ -117,8 +119,15 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         return max(num_full + (num_left > 0 and not self._drop_last), self._num_batches or 0)
 
     def __iter__(self) -> Iterator[Batch]:
+        schema = None
         for group in self._groups():
-            yield pad_batch(self._collate(group), self._batch_size)
+            if group or schema is None:
+                batch = pad_batch(self._collate(group), self._batch_size)
+                if self._num_batches is not None and schema is None:
+                    schema = schema_of(batch)
+                yield batch
+            else:
+                yield empty_batch(schema)
 
     def _groups(self) -> Iterator[list[Sample]]:
         """Yield the samples of each batch."""

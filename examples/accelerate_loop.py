@@ -5,7 +5,9 @@
 
 `accelerator.save_state` saves the position in the data along with model and optimizer, because the Balancer is
 registered with `register_for_checkpointing`. Run the same command again: it resumes from the last checkpoint, which is
-that of step 80 of 100, as a job does that was killed, and prints the same loss for step 100.
+that of step 80 of 100, as a job does that was killed, and prints the same loss for step 100. `save_state` writes one
+file after the other, so each checkpoint has a folder of its own, which gets its name when it is complete: a job that is
+killed meanwhile resumes from the one before.
 
 Do not pass the Balancer to `accelerator.prepare`: it has distributed the samples over the ranks already. On GPUs, leave
 `cpu=True` out.
@@ -13,6 +15,7 @@ Do not pass the Balancer to `accelerator.prepare`: it has distributed the sample
 
 import argparse
 import math
+import shutil
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -62,8 +65,25 @@ def attend(qkv: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
 
 
+def newest(folder: Path) -> Path | None:
+    """Return the checkpoint of the last step, None if there is none."""
+    return max(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def save(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Save a checkpoint, and delete the one before once it is complete. Collective: every rank must call this."""
+    partial = folder / "partial"
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()  # all ranks have written their files
+    if accelerator.is_main_process:
+        complete = partial.rename(folder / f"step-{step}")
+        for path in folder.glob("step-*"):
+            if path != complete:
+                shutil.rmtree(path)
+
+
 def train(args: argparse.Namespace) -> None:
-    """Train on this rank, from the checkpoint if there is one."""
+    """Train on this rank, from the last checkpoint if there is one."""
     num_items = read_manifest(args.data).vocabulary_sizes["item_id"]
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
@@ -77,8 +97,8 @@ def train(args: argparse.Namespace) -> None:
     average = LossAverage(device=accelerator.device)
     with Balancer(loader, cost=cost, device=accelerator.device) as balancer:
         accelerator.register_for_checkpointing(balancer)
-        if args.checkpoint.exists():
-            accelerator.load_state(str(args.checkpoint))
+        if (last := newest(args.checkpoints)) is not None:
+            accelerator.load_state(str(last))
             state = balancer.state_dict()
             accelerator.print(f"resumed in epoch {state['epoch']} after {state['position']:,} samples")
         for batch in chain.from_iterable(repeat(balancer)):  # epoch after epoch
@@ -93,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
                 average.reset()
                 accelerator.print(f"step {step} | loss {loss:.4f} | epoch {batch.epoch}, sample {batch.position:,}")
             if step % args.save_every == 0:
-                accelerator.save_state(str(args.checkpoint))
+                save(accelerator, args.checkpoints, step)
             if step >= args.steps:
                 break
     accelerator.end_training()
@@ -103,7 +123,7 @@ def main() -> None:
     """Run this process as one of torchrun's ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("out/synthetic"), help="written by `evenrank preprocess`")
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/accelerate-loop"), help="folder to resume from")
+    parser.add_argument("--checkpoints", type=Path, default=Path("out/accelerate-loop"), help="folder to resume from")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=40)
     parser.add_argument("--log-every", type=int, default=20)

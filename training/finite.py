@@ -20,8 +20,9 @@ from evenrank.core.errors import RankError
 from evenrank.dataloader.balance.control.process_group import Group, process_group_of
 from evenrank.dataloader.batch import JaggedBatch
 
-# Of a batch, in an error's message; ids beyond them are counted only.
+# In an error's message; ids and losses beyond them are counted only.
 _NAMED_SAMPLES = 64
+_NAMED_LOSSES = 64
 
 
 class FiniteCheck:
@@ -156,12 +157,16 @@ class _Pending:
 
     def report(self) -> str | None:
         """Return what is wrong with this rank's loss, if anything; it synchronizes with the device."""
-        if self.losses.isfinite().all():
+        num_bad = int((~self.losses.isfinite()).sum())
+        if num_bad == 0:
             return None
+        num_losses = self.losses.numel()
+        is_long = num_losses > _NAMED_LOSSES
+        losses = f"not finite in {num_bad} of {num_losses} entries" if is_long else self.losses.tolist()
         if self.sample_ids is None:
             samples = f"its {self.num_samples} samples have no ids"
         else:
             ids = self.sample_ids.tolist()
             rest = f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else ""
             samples = f"its samples are {', '.join(map(str, ids[:_NAMED_SAMPLES])) or 'none'}{rest}"
-        return f"the loss of rank {self.rank} in {self.place} is {self.losses.tolist()}; {samples}"
+        return f"the loss of rank {self.rank} in {self.place} is {losses}; {samples}"

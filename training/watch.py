@@ -1,6 +1,7 @@
 """Watchdogs of a training process: `StallWatch` for steps that do not end, `MemoryWatch` for a GPU that runs full."""
 
 import atexit
+import contextlib
 import faulthandler
 import logging
 import math
@@ -48,7 +49,7 @@ class StallWatch:
     Args:
         seconds: longer than any step, evaluation or checkpoint between two heartbeats; see `disarm`.
         group: the ranks that wait for one another; None: the default process group or, without one, this process alone.
-        file: what is written to instead of standard error, with a file descriptor.
+        file: what is written to instead of standard error, as long as it has a file descriptor.
 
     Raises:
         ConfigError: `seconds` is not positive, or this process is not a rank of the group.
@@ -109,10 +110,12 @@ class StallWatch:
         while not self._closing.wait(self._period):
             self._arrivals.publish(self._alarm.count)
             if self._alarm.rings(time.monotonic()):
-                self._report()
+                # A full disk, or a pipe that nobody reads any more: heartbeats of this rank still count for the others.
+                with contextlib.suppress(OSError, ValueError):
+                    self._report()
 
     def _report(self) -> None:
-        file = self._file or _with_descriptor(sys.stderr) or sys.__stderr__
+        file = _with_descriptor(self._file) or _with_descriptor(sys.stderr) or sys.__stderr__
         if file is None:
             return
         rank, count = self._arrivals.rank, self._alarm.count
@@ -164,7 +167,7 @@ class Alarm:
 
 
 def _with_descriptor(file: TextIO | None) -> TextIO | None:
-    """Return the file if faulthandler can write to it, which it cannot to what notebooks put in place of stderr."""
+    """Return the file if faulthandler can write to it: it is not closed, nor what notebooks put in place of stderr."""
     try:
         return file if file is not None and file.fileno() >= 0 else None
     except (OSError, ValueError, AttributeError):

@@ -184,7 +184,7 @@ class JaggedCollate:
             max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
             length_limits=dict(self._limits) or None,
             values=values,
-            fills=self._fills,
+            fills=dict(self._fills),
             counted=self._loss_key,
         )
         return batch if self._batch_size is None else pad_batch(batch, self._batch_size)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evenrank.core.errors import ConfigError, StateError, one_line
+from evenrank.core.text import escape_controls
 from evenrank.dataloader.routing.key_map import KeyMap
 
 DIST_TYPE = "dist_type"
@@ -38,7 +39,9 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
     """
     if saved is None and notify:
         _log.warning(
-            "%s has no %s, so its tables count as continuous: row k has key k, as in stock TorchRec", source, DIST_TYPE
+            "%s has no %s, so its tables count as continuous: row k has key k, as in stock TorchRec",
+            escape_controls(source),
+            DIST_TYPE,
         )
     of_saved = {} if saved is None else _parse(saved, source)
     of_job = json.loads(dist_type(key_maps))

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenrank.core.errors import ConfigError, DataError, one_line
-from evenrank.dataloader.routing.dist_type import DIST_TYPE, read_dist_type
+from evenrank.dataloader.routing.dist_type import DIST_TYPE, dist_type, read_dist_type
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.remap import remap
 
@@ -32,73 +32,100 @@ _PART_BYTES = 256 << 20
 def remap_checkpoint(
     source: Path | str,
     target: Path | str,
-    tables: Mapping[str, tuple[KeyMap | None, KeyMap | None]],
+    tables: Mapping[str, Iterable[str]],
     *,
+    before: Mapping[str, KeyMap],
+    after: Mapping[str, KeyMap],
     values: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint like another one, in which the rows of some tables are moved from one KeyMap to another.
 
-    It appears with all of its contents, or not at all. Everything is in host memory at once. Of the folder, only what
-    torch.distributed.checkpoint has written is read.
+    Entries `dist_type`, such as that of the loader's state, are replaced by `dist_type(after)`; the loader keeps its
+    position. The new checkpoint appears with all of its contents, or not at all. Everything is in host memory at once.
+    Of the folder, only what torch.distributed.checkpoint has written is read.
 
     Args:
         source: folder of the checkpoint, saved by any number of ranks; it stays as it is.
         target: folder to write, which must not exist yet.
-        tables: for tensors [num_embeddings, ...], by name in the checkpoint, where rows are now and where they are to
-            be, as for `remap`. Optimizers have tensors by row too, such as `...item_id.momentum1` of row-wise Adagrad.
-        values: replaces or adds entries by name, such as `{"loader.dist_type": dist_type(key_maps)}` for the loader's
-            state, which keeps its position. Where this replaces a `dist_type`, the tables have to be those that it
-            changes.
+        tables: by feature, the names in the checkpoint of the tensors [num_embeddings, ...] of its table, none if it
+            has no table. Optimizers have tensors by row too, such as `...item_id.momentum1` of row-wise Adagrad. Of a
+            table that several features share, each of them names the tensors.
+        before: by feature, where rows are now, as for `remap`; a feature that is not named is `continuous`.
+        after: by feature, where they are to be.
+        values: replaces or adds entries by name, such as `{"dist_type": dist_type(after)}` where there was none.
 
     Raises:
-        ConfigError: the target exists, the checkpoint has no such tensor, a KeyMap is for a table of another size, or
-            `tables` are not what a replaced `dist_type` changes.
+        ConfigError: the target exists, the checkpoint has no such tensor, `tables` lacks a feature whose KeyMap
+            changes, features that share a table change differently, a KeyMap is for a table of another size, or an
+            entry `dist_type` differs from `before`, or a new value of one from `after`.
         StateError: an entry `dist_type` is damaged.
         DataError: the checkpoint is damaged or missing, or the new one cannot be written.
 
     """
-    source, target = Path(source), Path(target)
+    source, target, values = Path(source), Path(target), values or {}
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another target, or delete it")
+    moves = _moves(tables, before, after)
     metadata = read_metadata(source)
     tensors = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
-    if unknown := [name for name in tables if name not in tensors]:
+    if unknown := [name for name in moves if name not in tensors]:
         raise ConfigError(f"{source} has no tensor {unknown[0]!r}; it has {', '.join(sorted(tensors))}")
     entries = _read(source, metadata)
-    for name, value in (values or {}).items():
-        if name.split(".")[-1] == DIST_TYPE and isinstance(entries.get(name), str):
-            _check_changes(tables, entries[name], value, source=f"{name} of {source}")
-    for name, (before, after) in tables.items():
+    for name in _dist_types(entries):
+        _check_entry(entries[name], before, "before", source=f"{name} of {source}")
+        entries[name] = dist_type(after)
+    for name in _dist_types(values):
+        _check_entry(values[name], after, "after", source=f"the new {name}")
+    for name, feature in moves.items():
         try:
-            entries[name] = remap(entries[name], before, after)
+            entries[name] = remap(entries[name], before.get(feature), after.get(feature))
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
     paths = dict(metadata.planner_data or {})
-    for name, value in (values or {}).items():
+    for name, value in values.items():
         entries[name] = value
         paths.setdefault(name, tuple(name.split(".")))
     _write(target, entries, paths)
 
 
-def _check_changes(
-    tables: Mapping[str, tuple[KeyMap | None, KeyMap | None]], saved: str, new: str, *, source: str
-) -> None:
-    """Check that the tables change as an entry `dist_type` does that is replaced."""
-    before, after = read_dist_type(saved, source=source), read_dist_type(new, source="its replacement")
-    of_entry = _changes((before.get(name), after.get(name)) for name in {*before, *after})
-    of_tables = _changes(tables.values())
-    for old, new_map in sorted(of_tables ^ of_entry):
-        is_table = (old, new_map) in of_tables
-        raise ConfigError(
-            f"{'a table' if is_table else source} changes from {old} to {new_map}, but "
-            f"{source + ' does not' if is_table else 'no table does'}; pass every table that changes, with the key map "
-            "that the checkpoint has for it"
-        )
+def _moves(
+    tables: Mapping[str, Iterable[str]], before: Mapping[str, KeyMap], after: Mapping[str, KeyMap]
+) -> dict[str, str]:
+    """Return, for each tensor, a feature whose maps say where its rows move."""
+    described = {name: (_describe(before.get(name)), _describe(after.get(name))) for name in {*before, *after, *tables}}
+    for feature, (old, new) in sorted(described.items()):
+        if old != new and feature not in tables:
+            raise ConfigError(
+                f"{feature} changes from {old} to {new}, but `tables` does not name it; add the tensors of its table, "
+                "an empty list if it has none"
+            )
+    changes = {feature: f"changes from {old} to {new}" for feature, (old, new) in described.items() if old != new}
+    moves: dict[str, str] = {}
+    for feature, names in tables.items():
+        for name in names:
+            first = moves.setdefault(name, feature)
+            if changes.get(first) != changes.get(feature):
+                raise ConfigError(
+                    f"{name} is the table of {first}, which {changes.get(first, 'stays')}, and of {feature}, which "
+                    f"{changes.get(feature, 'stays')}; give all features of a table the same key maps"
+                )
+    return moves
 
 
-def _changes(pairs: Iterable[tuple[KeyMap | None, KeyMap | None]]) -> set[tuple[str, str]]:
-    described = {(_describe(before), _describe(after)) for before, after in pairs}
-    return {(before, after) for before, after in described if before != after}
+def _dist_types(entries: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in entries.items() if name.split(".")[-1] == DIST_TYPE and isinstance(value, str)]
+
+
+def _check_entry(entry: str, key_maps: Mapping[str, KeyMap], argument: str, *, source: str) -> None:
+    """Check that an entry `dist_type` says of each feature what an argument says of it."""
+    said = read_dist_type(entry, source=source)
+    for feature in sorted({*said, *key_maps}):
+        in_entry, passed = _describe(said.get(feature)), _describe(key_maps.get(feature))
+        if in_entry != passed:
+            raise ConfigError(
+                f"{source} has {feature} as {in_entry}, but `{argument}` has it as {passed}; pass the key maps that "
+                "the entry was made from"
+            )
 
 
 def _describe(key_map: KeyMap | None) -> str:

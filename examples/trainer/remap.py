@@ -56,15 +56,15 @@ def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None
     if missing := set(before) - {table for table, _ in tensors.values()}:
         raise DataError(f"{source} has no table {min(missing)!r}, whose keys are mapped; pass an intact checkpoint")
     after = make_key_maps(dict(tensors.values()), routing, ranks or 1)
+    tables: dict[str, list[str]] = {}
+    for name, (table, _) in tensors.items():
+        tables.setdefault(table, []).append(name)
     new = target / "checkpoints" / source.name
     partial = new.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    remap_checkpoint(
-        source,
-        partial,
-        {name: (before.get(table), after.get(table)) for name, (table, _) in tensors.items()},
-        values={f"loader.{DIST_TYPE}": dist_type(after)},
-    )
+    # Checkpoints of earlier releases have no such entry to replace.
+    values = {f"loader.{DIST_TYPE}": dist_type(after)}
+    remap_checkpoint(source, partial, tables, before=before, after=after, values=values)
     try:
         write_settings(partial, settings, after)
         return partial.rename(new)

@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from evenrank.cli import console
+from evenrank.cli.main import run_command
 from evenrank.cli.reports.dataset_data import LengthHistogram
 from evenrank.cli.reports.dataset_plots import lengths_svg
+from evenrank.core.errors import ConfigError, MissingPackageError, RankLostError
 from evenrank.datasets.schema import MANIFEST_NAME
 from tests.cli.programs import Finished
 
@@ -34,6 +38,24 @@ def test_results_and_tables_and_errors_are_escaped(capsys: pytest.CaptureFixture
     assert output.out.count(ESCAPED) == 3
     assert f"{ESCAPED}\n[/x] :warning:\n" in output.out
     assert output.err == f"error: {ESCAPED}\\n[/x]\n"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, MissingPackageError, RankLostError, OSError])
+def test_a_command_that_fails_prints_one_printable_line(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command() -> None:
+        raise kind(f"a\r\nb{EVIL}")
+
+    monkeypatch.setattr(sys, "argv", ["command"])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        run_command(command)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+    assert line.startswith("error: ")
+    assert rf"a\r\nb{ESCAPED}" in line
 
 
 def test_warnings_are_hidden_only_inside_the_context(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged
 from evenrank.dataloader.batch_schema import lengths_of, schema_of
 from evenrank.dataloader.pad import PaddedBatches, empty_batch, pad_batch
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
@@ -28,7 +30,7 @@ def test_a_sample_with_an_empty_history_stays_a_sample() -> None:
 
 
 def test_a_batch_with_too_many_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="a batch of 2 rows cannot be padded to 1; raise batch_size"):
+    with pytest.raises(ConfigError, match="a batch of 2 rows cannot be padded to 1; raise batch_size"):
         pad_batch(rich_batch([[(1, 2), (0, 3)]] * 2), 1)
 
 
@@ -63,6 +65,37 @@ def test_the_last_group_can_be_dropped() -> None:
 def test_empty_batches_are_added_up_to_num_batches() -> None:
     batches = list(PaddedBatches([1], batch_size=2, collate=_collate, num_batches=3))
     assert [(_first_lengths(batch), batch.num_real) for batch in batches] == [([1, 0], 1), ([0, 0], 0), ([0, 0], 0)]
+
+
+@pytest.mark.parametrize("num_samples", [1, 4, 5])
+def test_empty_batches_are_like_the_others_whatever_is_declared(num_samples: int) -> None:
+    declarations = {
+        "items": jagged(max_length=9),
+        "ratings": jagged(torch.float32, field="labels"),
+        "number": dense(),
+        "matrix": dense(fill=-1),
+        "small": dense(dtype=torch.int16, shape=(3,)),
+    }
+    sample = {"items": [1, 2], "ratings": [0.5], "number": 7, "matrix": [[1.0, 2.0]], "small": [1, 2, 3]}
+    collate = JaggedCollate(declarations, loss_key=LossKey("features", "items"))
+    batches = list(PaddedBatches([sample] * num_samples, batch_size=2, collate=collate, num_batches=5))
+    assert [batch.num_real for batch in batches] == ([2] * (num_samples // 2) + [1] * (num_samples % 2) + [0] * 5)[:5]
+    assert len({schema_of(batch) for batch in batches}) == 1
+    empty = batches[-1]
+    assert empty.loss_tokens == 0
+    assert empty.matrix.tolist() == [[[-1.0, -1.0]]] * 2
+    assert empty.max_lengths == {"items": 0, "ratings": 0}
+    assert empty.length_limits == {"items": 9}
+
+
+def test_a_rank_without_samples_says_what_to_declare() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a batch without samples needs dense\(dtype=..., shape=...\) of 'y'; declar"
+    ):
+        list(PaddedBatches([], batch_size=2, collate=JaggedCollate({"y": dense()}), num_batches=1))
+    declared = JaggedCollate({"y": dense(dtype=torch.float32, shape=(2,))})
+    (batch,) = PaddedBatches([], batch_size=2, collate=declared, num_batches=1)
+    assert batch.y.tolist() == [[0.0, 0.0]] * 2
 
 
 def test_each_iteration_iterates_over_the_samples_again() -> None:

@@ -15,8 +15,12 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
 def test_the_same_command_resumes_in_the_middle_of_an_epoch(small_dataset: Path, tmp_path: Path) -> None:
-    options = ["--checkpoint", tmp_path / "checkpoints", "--steps", 11, "--save-every", 9]  # epochs have 7 steps
+    options = ["--checkpoints", tmp_path / "checkpoints", "--steps", 11, "--save-every", 9]  # epochs have 7 steps
     first = run("accelerate_loop", small_dataset, tmp_path, "--log-every", 1, *options)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-9"]
+    partial = tmp_path / "checkpoints" / "partial"  # of a job that was killed while it saved
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
     second = run("accelerate_loop", small_dataset, tmp_path, "--log-every", 1, *options)
 
     config = LoaderConfig(batch_size=32, max_history_length=200)

@@ -157,6 +157,13 @@ def test_only_so_many_samples_are_named() -> None:
     assert "; its samples are none; load" in _message_alone(_batch(0, 0, num_real=0))
 
 
+def test_only_so_many_losses_are_shown() -> None:
+    check = FiniteCheck()
+    check.update(torch.tensor([1.0, math.nan, math.inf]).repeat(30), _batch(0, 0, num_real=90))
+    with pytest.raises(RankError, match="in epoch 2, step 0 is not finite in 60 of 90 entries; its samples are 0, 1, "):
+        check.finish()
+
+
 def test_samples_without_ids_are_counted() -> None:
     message = _message_alone(JaggedBatch(batch_size=4, num_real=3))
     assert message.startswith("the loss of rank 0 in epoch 0, step 0 is nan; its 3 samples have no ids; load")

@@ -69,6 +69,26 @@ def test_an_error_of_one_loader_is_raised_on_all_ranks(ranks: RankPool, culprit:
         assert failure.message == f"rank {culprit} failed: OSError: cannot read row 17"
 
 
+class _WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def _fail_without_text(rank: int, world_size: int) -> str:
+    def cost(lengths: Lengths, num_candidates: Ints) -> Ints:
+        if rank == 1:
+            raise _WithoutTextError
+        return lengths["a"]
+
+    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 4, cost=cost) as balancer, pytest.raises(RankError) as raised:
+        list(balancer)
+    return str(raised.value)
+
+
+def test_an_error_whose_text_cannot_be_made_is_raised_on_all_ranks_too(ranks: RankPool) -> None:
+    assert ranks.run(2, _fail_without_text) == ["rank 1 failed: _WithoutTextError"] * 2
+
+
 def _writer_fails(rank: int, world_size: int) -> list[str]:
     def write(metrics: StepMetrics) -> None:
         if rank == 1 and metrics.step == 2:

@@ -149,3 +149,21 @@ def test_values_that_another_dtype_would_change_are_an_error() -> None:
     assert JaggedCollate({"a": dense(dtype=torch.bfloat16)})([{"a": 0.5}]).a.tolist() == [0.5]
     with pytest.raises(ConfigError, match="'a' cannot be jagged"):
         JaggedCollate({"a": jagged(torch.bfloat16)})
+
+
+@pytest.mark.parametrize("declared", [dense(), dense(dtype=torch.float32)])
+def test_what_is_done_to_a_batch_changes_neither_the_samples_nor_other_batches(declared: Any) -> None:
+    samples = [{"a": np.arange(3), "b": torch.tensor([0.5])}]
+    collate = JaggedCollate({"a": jagged(max_length=4), "b": declared}, batch_size=2)
+    batch = collate(samples)
+    batch.features.values().fill_(9)
+    batch.features.keys().append("c")
+    batch.b.fill_(9)
+    for own in (batch.fills, batch.length_limits, batch.max_lengths):
+        own["a"] = own["b"] = 9
+    after = collate(samples)
+    assert after.features.values().tolist() == samples[0]["a"].tolist() == [0, 1, 2]
+    assert after.features.keys() == ["a"]
+    assert after.b.tolist() == [[0.5], [0]]
+    assert samples[0]["b"].tolist() == [0.5]
+    assert (after.length_limits, after.max_lengths) == ({"a": 4}, {"a": 3})
