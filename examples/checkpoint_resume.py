@@ -15,6 +15,7 @@ never stopped, up to rounding.
 
 import argparse
 import math
+import shutil
 import sys
 from itertools import islice
 from pathlib import Path
@@ -129,7 +130,11 @@ def train(args: argparse.Namespace) -> None:
         dist.all_reduce(mine)
         trained += mine
         if args.steps is not None:
-            dcp.save(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]
+            partial = args.checkpoint.with_suffix(".partial")  # what stays if the job is killed here is never loaded
+            dcp.save(job, checkpoint_id=partial)  # type: ignore[attr-defined]
+            if rank == 0:  # where it returns when all ranks have written
+                shutil.rmtree(args.checkpoint, ignore_errors=True)
+                partial.rename(args.checkpoint)
     once, repeated = int((trained == 1).sum()), int((trained > 1).sum())
     if rank == 0:
         print(f"{once:,} of {loader.num_samples:,} samples were trained exactly once, {repeated:,} more often")

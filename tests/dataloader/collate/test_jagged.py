@@ -153,9 +153,9 @@ def test_values_that_another_dtype_would_change_are_an_error() -> None:
 
 @pytest.mark.parametrize("declared", [dense(), dense(dtype=torch.float32)])
 def test_what_is_done_to_a_batch_changes_neither_the_samples_nor_other_batches(declared: Any) -> None:
-    samples = [{"a": np.arange(3), "b": torch.tensor([0.5])}]
+    samples: list[dict[str, Any]] = [{"a": np.arange(3), "b": torch.tensor([0.5])}]
     collate = JaggedCollate({"a": jagged(max_length=4), "b": declared}, batch_size=2)
-    batch = collate(samples)
+    batch: Any = collate(samples)
     batch.features.values().fill_(9)
     batch.features.keys().append("c")
     batch.b.fill_(9)
