@@ -1,8 +1,8 @@
 """Checkpoints of a job: written in the background by torch.distributed.checkpoint, complete or not there at all.
 
-    OUT/checkpoints/step-00000200/           complete: what torch.distributed.checkpoint wrote, `settings.json`,
-                                             and `checksums.json` of all other files
-    OUT/checkpoints/step-00000300.partial/   being written, or left by a job that was killed; never read
+    OUT/checkpoints/step-00000200/                 complete: what torch.distributed.checkpoint wrote, `settings.json`,
+                                                   and `checksums.json` of all other files
+    OUT/checkpoints/step-00000300.TOKEN.partial/   being written, or left by a job that was killed; never read
 
 Rank 0 renames a folder when all ranks have written their parts, then deletes the oldest ones. Nothing is loaded before
 all checksums have been found right.
@@ -90,11 +90,16 @@ class Checkpoints:
         has_dist_type = DIST_TYPE in on_all_ranks(lambda: self._check_settings(path))
         if not has_dist_type:  # nor has its loader's state
             state[_LOADER].pop(DIST_TYPE, None)
-        # Warnings of torch.distributed.checkpoint are about its own internals.
-        with _naming(path), warnings.catch_warnings(action="ignore"):
-            # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
-            planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-            load(state, checkpoint_id=path, planner=planner, process_group=self._group)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of torch.distributed.checkpoint about its own internals
+                # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
+                planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+                load(state, checkpoint_id=path, planner=planner, process_group=self._group)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            raise StateError(
+                f"{path} is as it was saved, but cannot be loaded ({_reason(error)}); choose another --out, or the "
+                "versions of evenrank and PyTorch that saved it"
+            ) from error
         if not has_dist_type:
             state[_LOADER][DIST_TYPE] = dist_type({})  # which has been checked
         self._last_step = step_of(path)
@@ -201,7 +206,7 @@ class _ChecksumWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata; on rank 0."""
         of_all_ranks = [result for of_rank in results for result in of_rank]
-        self.checksums = {name: sum_ for result in of_all_ranks for name, sum_ in result.storage_data[1].items()}
+        self.checksums = {name: digest for result in of_all_ranks for name, digest in result.storage_data[1].items()}
         plain = [dataclasses.replace(result, storage_data=result.storage_data[0]) for result in of_all_ranks]
         super().finish(metadata, [plain])
 
@@ -221,11 +226,13 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Replace an error in reading a checkpoint by a `StateError` that names it."""
+    """Replace an error in reading the files of a checkpoint by a `StateError` that names it."""
     try:
         yield
-    except (Exception, CheckpointException) as error:  # the latter is no Exception; a damaged file can raise anything
-        raise StateError(f"{path} is damaged ({_reason(error)}); delete it to resume from the one before") from error
+    except (DataError, OSError) as error:
+        raise StateError(
+            f"{path} is damaged ({one_line(error)}); restore it, or delete it to resume from the one before"
+        ) from error
 
 
 def clean(folder: Path) -> None:
@@ -273,10 +280,11 @@ def write_settings(path: Path, settings: Mapping[str, Any], key_maps: Mapping[st
 
 def _read_json(path: Path) -> dict[str, Any]:
     with open_regular(path) as file:
-        content = json.load(file)
-    if not isinstance(content, dict):
-        raise DataError(f"{path.name} must be an object of JSON")
-    return content
+        text = file.read()
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:  # it may be any JSON, or none
+        raise DataError(f"{path.name} cannot be read as JSON") from error
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -72,6 +72,20 @@ def test_a_checkpoint_of_another_job_is_an_error_on_all_ranks(ranks: RankPool, t
         assert "was saved with hidden = 8, this job has 16; choose another --out" in failure.message
 
 
+def _load_other_weights(rank: int, world_size: int, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS)
+    checkpoints.load(folder / "step-00000007", {**_state(0), "model": {"other": torch.zeros(5)}})
+
+
+def test_an_intact_checkpoint_that_does_not_fit_is_not_called_damaged(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save, tmp_path, 2, [7])
+    for failure in ranks.try_run(2, _load_other_weights, tmp_path):
+        assert failure.type_name == StateError.__name__
+        assert "step-00000007 is as it was saved, but cannot be loaded (rank 0: " in failure.message
+        assert "model.other" in failure.message
+        assert "\n" not in failure.message
+
+
 def _truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -123,7 +137,7 @@ def test_damage_to_any_file_is_an_error_on_all_ranks_before_anything_is_loaded(r
             messages = [failure.message for failure in ranks.try_run(2, _load, tmp_path, SETTINGS)]
             for message in messages:
                 assert f"{newest} is damaged (" in message
-                assert message.endswith("; delete it to resume from the one before")
+                assert message.endswith("); restore it, or delete it to resume from the one before")
                 assert "\n" not in message
         shutil.rmtree(newest)
         shutil.copytree(tmp_path / "intact", newest)
