@@ -82,6 +82,8 @@ class Checkpoints:
     def load(self, path: Path, state: dict[str, Any]) -> None:
         """Replace what is in `state`, of the structure that was saved, by what the checkpoint has; on any world size.
 
+        The entry `step` must be that of the checkpoint's name.
+
         Raises:
             StateError: the checkpoint is of another job, or damaged.
 
@@ -102,6 +104,8 @@ class Checkpoints:
             ) from error
         if not has_dist_type:
             state[_LOADER][DIST_TYPE] = dist_type({})  # which has been checked
+        if state["step"] != step_of(path):
+            raise StateError(f"{path} has the state of step {state['step']}; rename it to {_name(state['step'])}")
         self._last_step = step_of(path)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -116,7 +120,7 @@ class Checkpoints:
         if step == self._last_step:
             return
         self.finish()
-        path = self._folder / f"step-{step:08}"
+        path = self._folder / _name(step)
         with warnings.catch_warnings(action="ignore"):
             # The writer copies the state itself: the default stager does not know ShardedTensors.
             writer = _ChecksumWriter(self._partial(path))
@@ -290,6 +294,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a job, oldest first."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08}"
 
 
 def step_of(path: Path) -> int:

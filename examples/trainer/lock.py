@@ -30,17 +30,18 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         holder = folder / ".lock-holder"
-        self._file = open_lock_file(folder / ".lock")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            if not isinstance(error, BlockingIOError):
-                raise DataError(f"{folder} cannot be locked: {error.strerror}; choose another file system") from error
-            raise DataError(
-                f"{folder} is in use by {_read(holder) or 'another process'}; wait for it, or choose another folder"
-            ) from None
-        write_text(holder, f"process {os.getpid()} on host {socket.gethostname()}")
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open_lock_file(folder / ".lock"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(
+                    f"{folder} is in use by {_read(holder) or 'another process'}; wait for it, or choose another folder"
+                ) from None
+            except OSError as error:
+                raise DataError(f"{folder} cannot be locked: {error.strerror}; choose another folder") from error
+            write_text(holder, f"process {os.getpid()} on host {socket.gethostname()}")
+            self._open = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -48,7 +49,7 @@ class FolderLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._open.close()
 
 
 def _read(path: Path) -> str:

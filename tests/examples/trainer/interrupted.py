@@ -63,13 +63,12 @@ def draw_round(seed: int, number: int) -> Round:
         options |= {"code_levels": pick(2, 3), "codebook_size": 8, "k": 4}
     else:
         options |= {"embedding_dim": 8, "recompute": pick(False, True)}
-        # TorchRec plans shards for all ranks of the job, and its pipelines need a model with sharded tables.
         if pick(False, True):
             options |= {"embeddings": "sharded", "min_sharded_rows": pick(1, 300)}
             options |= {"routing": pick("continuous", "roundrobin", "hash_roundrobin")}
     if task == "ranking":
         options |= pick({"num_tasks": 2}, {"positive_action": 1})
-        if "embeddings" in options:
+        if "embeddings" in options:  # TorchRec's pipelines need sharded tables
             options |= {"pipeline": pick("none", "sparse-dist")}
         if ranks == 2:
             options |= {"tensor_parallel": pick(1, 1, 2)}

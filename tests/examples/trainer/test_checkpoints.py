@@ -86,6 +86,14 @@ def test_an_intact_checkpoint_that_does_not_fit_is_not_called_damaged(ranks: Ran
         assert "\n" not in failure.message
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save, tmp_path, 2, [7])
+    (tmp_path / "step-00000007").rename(tmp_path / "step-00000009")
+    for failure in ranks.try_run(2, _load, tmp_path, SETTINGS):
+        assert failure.type_name == StateError.__name__
+        assert failure.message == f"{tmp_path / 'step-00000009'} has the state of step 7; rename it to step-00000007"
+
+
 def _truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 

@@ -44,3 +44,10 @@ def test_a_lock_whose_holder_is_not_known_is_held_all_the_same(tmp_path: Path) -
         (tmp_path / ".lock-holder").unlink()
         with pytest.raises(DataError, match="is in use by another process; wait for it, or choose another folder"):
             FolderLock(tmp_path)
+
+
+def test_a_file_in_its_place_is_an_error_and_stays(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("precious")
+    with pytest.raises(DataError, match=f"{tmp_path} cannot be locked: {tmp_path}/.lock is not a lock file; choose an"):
+        FolderLock(tmp_path)
+    assert (tmp_path / ".lock").read_text() == "precious"
