@@ -137,9 +137,7 @@ def _rank(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, env=_environment(**variables), stderr=subprocess.PIPE, text=True)
 
 
-def test_a_second_job_on_a_folder_ends_on_all_ranks_until_the_first_is_killed(
-    small_dataset: Path, tmp_path: Path
-) -> None:
+def test_a_second_job_on_a_folder_ends_on_all_ranks_and_names_the_first(small_dataset: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--data", str(small_dataset), "--out", str(out), "--batch-size", "2", "--epochs", "1000", *SMALL]
     with subprocess.Popen([sys.executable, str(SCRIPT), *arguments], env=_environment()) as first:
@@ -147,6 +145,7 @@ def test_a_second_job_on_a_folder_ends_on_all_ranks_until_the_first_is_killed(
             deadline = time.monotonic() + 240
             while not _lines(out) and time.monotonic() < deadline:
                 time.sleep(0.02)
+            first.send_signal(signal.SIGSTOP)  # it holds the lock, and no longer a core
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
@@ -157,8 +156,6 @@ def test_a_second_job_on_a_folder_ends_on_all_ranks_until_the_first_is_killed(
             assert errors == [f"error: {out} is in use by {holder}; wait for it, or choose another folder\n", ""]
         finally:
             first.kill()
-    finished = _run(*arguments, "--max-steps", "1")
-    assert finished.returncode == 0, finished.stderr
 
 
 # Runs a job until it is about to make its data, prints a line, and waits there.
