@@ -110,7 +110,7 @@ def _run(app: typer.Typer) -> None:
         sys.exit(2)
     except _Stopped as stopped:
         (number,) = stopped.args
-        console.print_error(f"stopped by {signal.Signals(number).name}; no partial output is left")
+        console.print_error(f"stopped by {signal.Signals(number).name}")
         sys.exit(128 + number)
     finally:
         _handle_signals(signal.SIG_DFL)  # all is done; an exception in the exit of the interpreter would be a traceback

@@ -30,7 +30,7 @@ def remap(
     target: Annotated[Path, typer.Argument(help="Folder of the new job, without checkpoints.")],
     routing: Annotated[str, typer.Option(help=f"--routing of the new job: {', '.join(MODES)}.")],
     ranks: Annotated[
-        int | None, typer.Option(help="Data-parallel ranks of the new job, on which roundrobin depends.", min=1)
+        int | None, typer.Option(help="With roundrobin: data-parallel ranks of the new job.", min=1)
     ] = None,
 ) -> None:
     """Copy the newest checkpoint of a job, with the rows of its sharded tables where another --routing looks for them.

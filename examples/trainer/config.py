@@ -5,7 +5,7 @@ The fields of the record are the only list of settings: the command line and the
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -20,11 +20,35 @@ PRECISIONS = ("auto", "fp32", "bf16")
 EMBEDDINGS = ("replicated", "sharded")
 
 
+class AllBut(tuple[str, ...]):
+    """All values of a setting but these; of one whose values users register, others cannot be listed."""
+
+    def __contains__(self, value: object) -> bool:
+        return not super().__contains__(value)
+
+
+# What settings apply to: another one that applies too, with one of these values. With several, one of them is enough.
+HSTU = {"model": ("hstu",)}
+SEMANTIC_IDS = {"model": ("semantic-ids",)}
+RANKING = {"task": ("ranking",)}
+RETRIEVAL = {"task": ("retrieval",)}
+SHARDED = {"embeddings": ("sharded",)}
+
+
 def setting(
-    default: Any, text: str, *, choices: tuple[str, ...] = (), at_least: float | None = None, kept: bool = False
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    kept: bool = False,
+    applies_to: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
-    """Declare a setting: its default, its help, what it may be, and whether a job that resumes must keep it."""
-    metadata = {"help": text, "choices": choices, "at_least": at_least, "kept": kept}
+    """Declare a setting: its default, its help, what it may be, whether a job that resumes must keep it, and its use.
+
+    One that does not apply to the others is an error if it is given, as it would be ignored.
+    """
+    metadata = {"help": text, "choices": choices, "at_least": at_least, "kept": kept, "applies_to": applies_to or {}}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -48,22 +72,41 @@ class TrainConfig:
         "item and is measured by Recall@K and NDCG@K, as semantic-id models are.",
         choices=TASKS,
         kept=True,
+        applies_to=HSTU,
     )
 
-    positive_action: int = setting(1, "Ranking, one task: events with at least this action are positive.", kept=True)
-    num_tasks: int = setting(
-        1, "Ranking: number of tasks. Above 1, each of the low bits of an action is a task.", at_least=1, kept=True
+    positive_action: int = setting(
+        1,
+        "Ranking, one task: events with at least this action are positive.",
+        kept=True,
+        applies_to={"num_tasks": (1,)},
     )
-    num_negatives: int = setting(128, "Retrieval: random items per step among which the next one is found.", at_least=1)
+    num_tasks: int = setting(
+        1,
+        "Ranking: number of tasks. Above 1, each of the low bits of an action is a task.",
+        at_least=1,
+        kept=True,
+        applies_to=RANKING,
+    )
+    num_negatives: int = setting(
+        128,
+        "Retrieval: random items per step among which the next one is found.",
+        at_least=1,
+        applies_to=RETRIEVAL,
+    )
     user_id: bool = setting(False, "Put the user's id in front of the history, as a token.", kept=True)
     max_history_length: int = setting(
         512, "Events per sample; longer histories keep their newest.", at_least=1, kept=True
     )
     codes: str | None = setting(
-        None, "Semantic ids: .pt or .npy file of codes, integers [levels, items]. Default: random codes.", kept=True
+        None,
+        "Semantic ids: .pt or .npy file of codes, integers [levels, items]. Default: random codes.",
+        applies_to=SEMANTIC_IDS,
     )
-    code_levels: int = setting(3, "Semantic ids: levels of random codes.", at_least=1, kept=True)
-    codebook_size: int = setting(64, "Semantic ids: random codes of each level.", at_least=2, kept=True)
+    code_levels: int = setting(3, "Semantic ids: levels of random codes.", at_least=1, applies_to={"codes": (None,)})
+    codebook_size: int = setting(
+        64, "Semantic ids: random codes of each level.", at_least=2, applies_to={"codes": (None,)}
+    )
 
     balance: str = setting(
         "all-to-all",
@@ -71,33 +114,59 @@ class TrainConfig:
         "each rank trains what it loads.",
     )
     strategy: str = setting(
-        "lpt-swap", "How samples are distributed: `lpt-swap` balances best, `min-move` moves least."
+        "lpt-swap",
+        "How samples are distributed: `lpt-swap` balances best, `min-move` moves least.",
+        applies_to={"balance": AllBut(["none"])},
     )
-    window: int = setting(1, "Sampler: steps whose samples may change steps, to make them more even.", at_least=1)
+    window: int = setting(
+        1,
+        "Sampler: steps whose samples may change steps, to make them more even.",
+        at_least=1,
+        applies_to={"balance": ("sampler",)},
+    )
     batch_size: int = setting(32, "Samples per data-parallel rank and step.", at_least=1)
     num_workers: int = setting(1, "Threads per rank that collate batches.", at_least=0)
 
     hidden: int = setting(64, "Width of the layers.", at_least=1, kept=True)
     heads: int = setting(2, "Attention heads of a layer, each hidden / heads wide.", at_least=1, kept=True)
     layers: int = setting(2, "Number of layers.", at_least=1, kept=True)
-    attention: str = setting("auto", "HSTU: attention by `padded` tensors, jagged `triton` kernels, or `auto`.")
-    fused_norms: bool = setting(True, "HSTU: layers by fused Triton kernels, on GPUs.")
-    recompute: bool = setting(False, "HSTU: compute LayerNorm and SiLU again in the backward pass, to save memory.")
-    embedding_dim: int = setting(32, "Width of the embedding tables.", at_least=1, kept=True)
+    attention: str = setting(
+        "auto", "HSTU: attention by `padded` tensors, jagged `triton` kernels, or `auto`.", applies_to=HSTU
+    )
+    fused_norms: bool = setting(True, "HSTU: layers by fused Triton kernels, on GPUs.", applies_to=HSTU)
+    recompute: bool = setting(
+        False, "HSTU: compute LayerNorm and SiLU again in the backward pass, to save memory.", applies_to=HSTU
+    )
+    embedding_dim: int = setting(32, "HSTU: width of the embedding tables.", at_least=1, kept=True, applies_to=HSTU)
     dropout: float = setting(0.0, "Share of activations that training drops.", at_least=0)
     embeddings: str = setting(
-        "replicated", "HSTU: all tables on each rank, or large ones sharded.", choices=EMBEDDINGS, kept=True
+        "replicated",
+        "HSTU: all tables on each rank, or large ones sharded.",
+        choices=EMBEDDINGS,
+        kept=True,
+        applies_to=HSTU,
     )
-    min_sharded_rows: int = setting(1000, "Tables with at least so many rows are sharded.", at_least=1, kept=True)
+    min_sharded_rows: int = setting(
+        1000,
+        "Sharded tables: those with at least so many rows are sharded.",
+        at_least=1,
+        kept=True,
+        applies_to=SHARDED,
+    )
     routing: str = setting(
         "continuous",
         "Sharded tables: which ranks have which keys. `continuous`: ranges of them; `roundrobin`: key modulo ranks; "
         "`hash_roundrobin`: at random, so that no pattern of keys is on few ranks. A job that resumes must keep it, or "
         "be copied by scripts/remap.py.",
         choices=MODES,
+        applies_to=SHARDED,
     )
+    # The evaluation of retrieval uses parameters outside the model's forward, where no rank has whole ones.
     tensor_parallel: int = setting(
-        1, "HSTU, ranking: ranks among which the heads of each layer are divided, on equal batches.", at_least=1
+        1,
+        "HSTU, ranking: ranks among which the heads of each layer are divided, on equal batches.",
+        at_least=1,
+        applies_to=RANKING,
     )
     pipeline: str = setting("none", "TorchRec's training pipeline: none, sparse-dist, or prefetch (GPU only).")
     precision: str = setting("auto", "Of the layers; `auto`: bf16 on GPUs, else fp32.", choices=PRECISIONS)
@@ -105,13 +174,15 @@ class TrainConfig:
     epochs: int = setting(1, "Passes over the training split.", at_least=1)
     max_steps: int | None = setting(None, "End after this many steps, if the epochs have more.", at_least=1)
     learning_rate: float = setting(1e-3, "Of AdamW, after the warm-up.", at_least=0)
-    embedding_learning_rate: float = setting(0.02, "Of row-wise Adagrad, for sharded tables.", at_least=0)
+    embedding_learning_rate: float = setting(
+        0.02, "Of row-wise Adagrad, for sharded tables.", at_least=0, applies_to=SHARDED
+    )
     warmup_steps: int = setting(0, "Steps in which the learning rate rises linearly.", at_least=0)
     weight_decay: float = setting(0.0, "Of AdamW.", at_least=0)
-    seed: int = setting(0, "Of weights, order and dropout.", at_least=0)
+    seed: int = setting(0, "Of weights, order, dropout and random codes.", at_least=0)
 
     eval_every: int | None = setting(None, "Steps between evaluations. Default: after each epoch.", at_least=1)
-    k: int = setting(10, "K of Recall@K and NDCG@K.", at_least=1)
+    k: int = setting(10, "K of Recall@K and NDCG@K.", at_least=1, applies_to=RETRIEVAL | SEMANTIC_IDS)
     checkpoint_every: int | None = setting(None, "Steps between checkpoints. Default: after each epoch.", at_least=1)
     keep: int = setting(2, "Checkpoints that are kept; older ones are deleted.", at_least=1)
     log_every: int = setting(10, "Steps between lines of the log.", at_least=1)
@@ -129,24 +200,35 @@ class TrainConfig:
             raise ConfigError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}; change one")
         if self.dropout >= 1:
             raise ConfigError(f"dropout must be below 1, got {self.dropout}")
-        if self.routing != "continuous" and self.embeddings != "sharded":
-            raise ConfigError(
-                f"routing = {self.routing!r} needs embeddings = 'sharded', got {self.embeddings!r}, where all ranks "
-                "have all keys; choose that, or leave out routing"
-            )
-        if self.tensor_parallel > 1:
-            self._check_tensor_parallel()
-
-    def _check_tensor_parallel(self) -> None:
-        asked = f"tensor_parallel = {self.tensor_parallel}"
-        # The evaluation of retrieval uses parameters outside the model's forward, where no rank has whole ones.
-        for name, needed in (("model", "hstu"), ("task", "ranking")):
-            if (value := getattr(self, name)) != needed:
-                raise ConfigError(
-                    f"{asked} works with {name} = {needed!r} alone, got {value!r}; choose that, or tensor_parallel = 1"
-                )
         if self.heads % self.tensor_parallel:
-            raise ConfigError(f"{asked} cannot divide heads = {self.heads}; choose a divisor")
+            raise ConfigError(
+                f"tensor_parallel = {self.tensor_parallel} cannot divide heads = {self.heads}; choose a divisor"
+            )
+        changed = (entry.name for entry in dataclasses.fields(self) if getattr(self, entry.name) != entry.default)
+        self.check_that_apply(changed)
+
+    def check_that_apply(self, given: Iterable[str]) -> None:
+        """Check that settings that were given, maybe with their defaults, apply to the others.
+
+        Raises:
+            ConfigError: one does not, so that it would be ignored.
+
+        """
+        for name in given:
+            if (other := self._excluded_by(name)) is not None:
+                applies_to = " or ".join(_shown(*one) for one in _FIELDS[name].metadata["applies_to"].items())
+                excluding = _shown(other, (getattr(self, other),))
+                raise ConfigError(f"{_option(name)} applies to {applies_to}, not to {excluding}; leave it out")
+
+    def _excluded_by(self, name: str) -> str | None:
+        """Return a setting with whose value this one does not apply; None if it applies."""
+        excluding = None
+        for other, values in _FIELDS[name].metadata["applies_to"].items():
+            found = self._excluded_by(other) or (None if getattr(self, other) in values else other)
+            if found is None:
+                return None
+            excluding = excluding or found
+        return excluding
 
     def uses_bf16(self, device_type: str) -> bool:
         """Return whether layers compute in bfloat16 on a type of device."""
@@ -155,6 +237,20 @@ class TrainConfig:
     def kept(self) -> dict[str, Any]:
         """Return the settings that a job must keep when it resumes."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.metadata["kept"]}
+
+
+_FIELDS = {entry.name: entry for entry in dataclasses.fields(TrainConfig)}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _shown(name: str, values: tuple[Any, ...]) -> str:
+    """Return a setting and its values as on a command line."""
+    if values == (None,):
+        return f"a job without {_option(name)}"
+    return f"{_option(name)} {'other than ' if isinstance(values, AllBut) else ''}{' or '.join(map(str, values))}"
 
 
 def types_of_settings() -> dict[str, Any]:
@@ -174,9 +270,11 @@ def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
 
     """
     settings = {} if file is None else _read_toml(file)
-    given = {name: value for name, value in options.items() if value is not None}
+    settings |= {name: value for name, value in options.items() if value is not None}
     try:
-        return TrainConfig(**{**settings, **given})
+        config = TrainConfig(**settings)
+        config.check_that_apply(settings)
+        return config
     except ConfigError as error:
         if file is None:
             raise

@@ -106,17 +106,12 @@ def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options
 
 
 def check_names(config: TrainConfig) -> None:
-    """Check the names of implementations that a job chooses, and what these need, before anything is made or opened.
+    """Check the names of implementations that a job chooses, before anything is made or opened.
 
     Raises:
-        ConfigError: there is no such strategy or exchange, or it has no windows.
+        ConfigError: there is no such strategy or exchange.
 
     """
     STRATEGIES.check(config.strategy)
     if config.balance not in ("none", SAMPLER, *EXCHANGES):
         raise ConfigError(f"balance must be one of none, {SAMPLER}, {', '.join(EXCHANGES)}, got {config.balance!r}")
-    if config.window > 1 and config.balance != SAMPLER:
-        raise ConfigError(
-            f"window={config.window} needs balance = {SAMPLER!r}, which plans several steps at once, got "
-            f"{config.balance!r}; choose it, or leave out window"
-        )

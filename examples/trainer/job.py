@@ -19,6 +19,7 @@ from evenrank.training import make_pipeline
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
 from trainer.data import Batches, check_names, find_data, open_batches, open_loader
+from trainer.lock import FolderLock
 from trainer.logs import JobLog
 from trainer.loop import Training
 from trainer.monitors import Monitors
@@ -53,6 +54,12 @@ def quiet() -> None:
 def train(config: TrainConfig, world: World) -> signal.Signals | None:
     """Train on the ranks of the default process group; return the signal that stopped it, if one did."""
     out = Path(config.out)
+    # Another job would delete the checkpoints that this one is writing, and log its steps among those of this one.
+    with on_all_ranks(lambda: FolderLock(out) if world.rank == 0 else nullcontext()):
+        return _train(config, world, out)
+
+
+def _train(config: TrainConfig, world: World, out: Path) -> signal.Signals | None:
     world = divide(world, config.tensor_parallel)
     data = find_data(config)
     torch.manual_seed(config.seed)  # for equal weights on all ranks
@@ -79,7 +86,10 @@ def train(config: TrainConfig, world: World) -> signal.Signals | None:
             batches=batches,
             evaluation=task.evaluation(model=parallel.model, pipeline=pipeline, batches=eval_batches),
             checkpoints=Checkpoints(
-                out / "checkpoints", keep=config.keep, settings=config.kept(), key_maps=task.key_maps
+                out / "checkpoints",
+                keep=config.keep,
+                settings={**config.kept(), **task.kept},
+                key_maps=task.key_maps,
             ),
             eval_every=_eval_every(config, batches),
             monitors=monitors,

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from evenrank.core.errors import ConfigError
@@ -69,6 +70,16 @@ class JobLog:
         if self._scalars is not None:
             for name, value in values.items():
                 self._scalars.add_scalar(f"{kind}/{name}", value, step)
+
+    def has(self, kind: str, step: int) -> bool:
+        """Return whether `record` has written such a line, in this run or an earlier one. Collective."""
+        found = [False]
+        if self._file is not None:
+            self._file.seek(0)
+            start_of_line = json.dumps({"kind": kind, "step": step})[:-1] + ","
+            found = [f"\n{start_of_line}".encode() in b"\n" + self._file.read()]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
 
     def close(self) -> None:
         """Remove the progress bar and close the files."""

@@ -69,6 +69,8 @@ class Training:
         self.log.start(self.step, last_step)
         batches = chain.from_iterable(repeat(self.batches))  # of one epoch after the other
         stopped_by = None
+        if self._lacks_evaluation(last_step):
+            self._evaluate()
         while self.step < last_step and stopped_by is None:
             until = min(last_step, self.step - self.step % self.eval_every + self.eval_every)
             stopped_by = self._train(islice(batches, until - self.step))
@@ -107,6 +109,11 @@ class Training:
         progress = min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
         for group, full in zip(self.parallel.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = full * progress
+
+    def _lacks_evaluation(self, last_step: int) -> bool:
+        """Return whether the run before ended between a step and its evaluation."""
+        is_due = self.step > 0 and (self.step % self.eval_every == 0 or self.step >= last_step)
+        return is_due and not self.log.has("eval", self.step)
 
     def _evaluate(self) -> None:
         self.monitors.pause()

@@ -1,16 +1,26 @@
 """`remap_job`: the newest checkpoint of a job, for one with another `--routing`, or `roundrobin` on other ranks."""
 
 import re
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.routing import DIST_TYPE, MODES, dist_type, read_dist_type, remap_checkpoint
+from evenrank.dataloader.routing import DIST_TYPE, MODES, KeyMap, read_dist_type, remap_checkpoint
 from evenrank.dataloader.routing.remap_checkpoint import read_metadata
 from hstu.tables import feature_of
-from trainer.checkpoints import complete_checkpoints, read_settings, write_settings
+from trainer.checkpoints import (
+    PARTIAL,
+    check_files,
+    clean,
+    complete_checkpoints,
+    read_settings,
+    write_checksums,
+    write_settings,
+)
+from trainer.lock import FolderLock
 from trainer.routing import make_key_maps
 
 _OF_SHARDED_TABLE = re.compile(r"\.sharded\.embeddings\.(?P<table>[^.]+)\.weight")
@@ -33,14 +43,16 @@ def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None
 
     Raises:
         ConfigError: an argument is wrong or missing, the new job has checkpoints, or the tables are not sharded.
-        DataError: there is no checkpoint, or it is damaged, or the new one cannot be written.
-        StateError: the checkpoint's settings are missing or damaged.
+        DataError: there is no checkpoint, another process writes to the folder, or the new one cannot be written.
+        StateError: a file of the checkpoint is missing or damaged.
 
     """
     if routing not in MODES:
         raise ConfigError(f"routing must be one of {', '.join(MODES)}, got {routing!r}")
     if routing == "roundrobin" and ranks is None:
         raise ConfigError("routing = 'roundrobin' depends on the number of ranks; pass the new job's as --ranks")
+    if routing != "roundrobin" and ranks is not None:
+        raise ConfigError(f"--ranks applies to --routing roundrobin, not to --routing {routing}; leave it out")
     source = _newest(out)
     if complete_checkpoints(target / "checkpoints"):
         raise ConfigError(f"{target} has checkpoints already; choose another folder")
@@ -59,14 +71,25 @@ def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None
     tables: dict[str, list[str]] = {}
     for name, (table, _) in tensors.items():
         tables.setdefault(table, []).append(name)
-    new = target / "checkpoints" / source.name
-    partial = new.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    # Checkpoints of earlier releases have no such entry to replace.
-    values = {f"loader.{DIST_TYPE}": dist_type(after)}
-    remap_checkpoint(source, partial, tables, before=before, after=after, values=values)
+    with FolderLock(target):
+        return _write(source, target / "checkpoints" / source.name, settings, tables, before, after)
+
+
+def _write(
+    source: Path,
+    new: Path,
+    settings: Mapping[str, Any],
+    tables: Mapping[str, list[str]],
+    before: Mapping[str, KeyMap],
+    after: Mapping[str, KeyMap],
+) -> Path:
+    """Write the new checkpoint; it gets its name once it is complete."""
+    partial = new.with_suffix(PARTIAL)
     try:
+        clean(new.parent)
+        remap_checkpoint(source, partial, tables, before=before, after=after)
         write_settings(partial, settings, after)
+        write_checksums(partial, {})
         return partial.rename(new)
     except OSError as error:
         raise DataError(f"{new} could not be written: {error.strerror}; check the space and permissions") from error
@@ -76,4 +99,5 @@ def _newest(out: Path) -> Path:
     found = complete_checkpoints(out / "checkpoints")
     if not found:
         raise DataError(f"{out} has no complete checkpoint; pass the --out of a job that has saved one")
+    check_files(found[-1])
     return found[-1]

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, random_codes
 from evenrank.dataloader.collate.semantic_ids import CodeTable, read_codes
 from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest
@@ -20,8 +19,6 @@ from trainer.world import World
 
 def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
     """Predict the codes of each next item; measured by the place of the last item in a beam search."""
-    if config.embeddings != "replicated":
-        raise ConfigError("semantic-id models have no large tables to shard; use --embeddings replicated")
     table = _code_table(config, manifest)
     contextual = (*((USER_ID,) if config.user_id else ()), *manifest.contextual)
     shape = DecoderConfig(
@@ -39,6 +36,7 @@ def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
             SemanticIdConfig, codes=table, user_id=config.user_id, history_labels=True, candidate_feature=True
         ),
         key_maps={},
+        kept={"codes": table.describe()},  # not the file's path, or the seed that draws them
         model=model,
         dense=model,
         attention=DecoderLayer,

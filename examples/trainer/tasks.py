@@ -1,7 +1,7 @@
 """What a job learns: a model, the batches that it reads, and how it is measured."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Task:
     """What a batch gives the model to do."""
     evaluation: Callable[..., Evaluation]
     """From the trained model, its pipeline and the batches to evaluate."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """What decides on its batches besides the settings, by content: a job that resumes must keep it."""
 
 
 def make_task(config: TrainConfig, data: Path, world: World) -> Task:
@@ -59,4 +61,6 @@ def make_task(config: TrainConfig, data: Path, world: World) -> Task:
     from trainer.semantic_id_task import semantic_ids
 
     make = semantic_ids if config.model == "semantic-ids" else {"ranking": ranking, "retrieval": retrieval}[config.task]
-    return make(config, read_manifest(data), world)
+    manifest = read_manifest(data)
+    task = make(config, manifest, world)
+    return replace(task, kept={"dataset": f"{manifest.dataset} {manifest.content_hash[:16]}", **task.kept})

@@ -213,7 +213,7 @@ def test_a_signal_leaves_no_partial_output(tmp_path: Path, number: signal.Signal
         process.send_signal(number)
         _, errors = process.communicate(timeout=250)
     assert process.returncode == code
-    assert errors == f"error: stopped by {number.name}; no partial output is left\n"
+    assert errors == f"error: stopped by {number.name}\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from trainer.loop import Training
 from trainer.monitors import Monitors
 from trainer.world import World
 
-SETTINGS = {"hidden": 16, "heads": 2, "layers": 1, "embedding_dim": 8, "max_history_length": 40, "log_every": 4}
+SETTINGS = {"hidden": 16, "heads": 2, "layers": 1, "max_history_length": 40, "log_every": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,8 @@ def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, 
         training.checkpoints.finish()  # so that a crash comes after it
 
     reset_torchrec()
-    config = TrainConfig(**{**SETTINGS, **options})
+    of_model = {} if options.get("model") == "semantic-ids" else {"embedding_dim": 8}
+    config = TrainConfig(**SETTINGS | of_model | options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitors, "note", record)
         patch.setattr(Training, "_save", save)

@@ -1,6 +1,9 @@
 """Checkpoints are complete or not there, and load on any number of ranks."""
 
+import itertools
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenrank.core.errors import DataError, StateError
+from evenrank.core.errors import DataError, RankError, StateError
 from evenrank.dataloader.routing import KeyMap
 from tests.ranks import RankPool
 from trainer.checkpoints import Checkpoints, complete_checkpoints
@@ -27,7 +30,6 @@ def _save(rank: int, world_size: int, folder: Path, keep: int, steps: list[int])
         checkpoints.save(step, state)
         state["model"]["weight"].zero_()  # as the next step of training does, while the checkpoint is being written
     checkpoints.finish()
-    dist.barrier()  # only rank 0 knows that the last one is complete
     return [path.name for path in complete_checkpoints(folder)]
 
 
@@ -63,45 +65,123 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over_and_removed(ranks: RankPoo
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
-@pytest.mark.parametrize(
-    ("damage", "settings", "message"),
-    [
-        (None, {**SETTINGS, "hidden": 16}, "was saved with hidden = 8, this job has 16; choose another --out"),
-        ("settings.json", SETTINGS, "has no readable settings.json; delete it"),
-        (".metadata", SETTINGS, "cannot be loaded"),
-    ],
-)
-def test_a_checkpoint_of_another_job_or_a_damaged_one_is_an_error_on_all_ranks(
-    ranks: RankPool, tmp_path: Path, damage: str | None, settings: dict[str, Any], message: str
-) -> None:
+def test_a_checkpoint_of_another_job_is_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _save, tmp_path, 2, [7])
-    if damage is not None:
-        (tmp_path / "step-00000007" / damage).write_text("{")
-    for failure in ranks.try_run(2, _load, tmp_path, settings):
+    for failure in ranks.try_run(2, _load, tmp_path, {**SETTINGS, "hidden": 16}):
         assert failure.type_name == StateError.__name__
-        assert message in failure.message
+        assert "was saved with hidden = 8, this job has 16; choose another --out" in failure.message
+
+
+def _load_other_weights(rank: int, world_size: int, folder: Path) -> None:
+    checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS)
+    checkpoints.load(folder / "step-00000007", {**_state(0), "model": {"other": torch.zeros(5)}})
+
+
+def test_an_intact_checkpoint_that_does_not_fit_is_not_called_damaged(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save, tmp_path, 2, [7])
+    for failure in ranks.try_run(2, _load_other_weights, tmp_path):
+        assert failure.type_name == StateError.__name__
+        assert "step-00000007 is as it was saved, but cannot be loaded (rank 0: " in failure.message
+        assert "model.other" in failure.message
         assert "\n" not in failure.message
 
 
-def _save_where_a_file_is(rank: int, world_size: int, folder: Path) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save, tmp_path, 2, [7])
+    (tmp_path / "step-00000007").rename(tmp_path / "step-00000009")
+    for failure in ranks.try_run(2, _load, tmp_path, SETTINGS):
+        assert failure.type_name == StateError.__name__
+        assert failure.message == f"{tmp_path / 'step-00000009'} has the state of step 7; rename it to step-00000007"
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _flip(file: Path) -> None:
+    """Flip one bit of the byte in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _replace_by_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _swap(file: Path) -> None:
+    """Replace a file by that of the checkpoint before."""
+    shutil.copy(file.parents[1] / "step-00000003" / file.name, file)
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _delete(file: Path) -> None:
+    file.unlink()
+
+
+DAMAGES: list[Callable[[Path], None]] = [_truncate, _empty, _flip, _delete, _replace_by_folder, _replace_by_pipe, _swap]
+FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "settings.json"]
+
+
+def test_damage_to_any_file_is_an_error_on_all_ranks_before_anything_is_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _save, tmp_path, 2, [3, 7])
+    newest = tmp_path / "step-00000007"
+    assert sorted(file.name for file in newest.iterdir()) == FILES
+    shutil.copytree(newest, tmp_path / "intact")
+    num_damaged = 0
+    for name, damage in itertools.product(FILES, DAMAGES):
+        damage(newest / name)
+        if not (newest / name).is_file() or (newest / name).read_bytes() != (tmp_path / "intact" / name).read_bytes():
+            num_damaged += 1
+            messages = [failure.message for failure in ranks.try_run(2, _load, tmp_path, SETTINGS)]
+            for message in messages:
+                assert f"{newest} is damaged (" in message
+                assert message.endswith("); restore it, or delete it to resume from the one before")
+                assert "\n" not in message
+        shutil.rmtree(newest)
+        shutil.copytree(tmp_path / "intact", newest)
+    assert num_damaged >= len(FILES) * len(DAMAGES) - 2  # the settings of both are the same, and maybe some metadata
+    assert ranks.run(2, _load, tmp_path, SETTINGS)[0][:2] == ("step-00000007", [7.0] * 5)
+    shutil.rmtree(newest)
+    newest.write_text("a file")
+    assert all(f"{newest} is damaged (" in failure.message for failure in ranks.try_run(2, _load, tmp_path, SETTINGS))
+    newest.unlink()
+    assert ranks.run(2, _load, tmp_path, SETTINGS)[0][:2] == ("step-00000003", [3.0] * 5)
+
+
+def _save_where_something_is(rank: int, world_size: int, folder: Path, stage: str) -> None:
     checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS)
     checkpoints.save(1, _state(1))
     checkpoints.finish()
-    dist.barrier()
-    if rank == 0:
-        (folder / "step-00000002.partial").write_text("in the way")
+    new = folder / "step-00000002"
+    if rank == 0 and stage == "writing":
+        checkpoints._partial(new).write_text("in the way")
+    elif rank == 0:
+        new.mkdir()
+        (new / "file").write_text("in the way")
     dist.barrier()
     checkpoints.save(2, _state(2))  # fails in the background
     checkpoints.finish()
 
 
+@pytest.mark.parametrize("stage", ["writing", "completing"])
 def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks_and_the_one_before_stays(
-    ranks: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path, stage: str
 ) -> None:
-    for failure in ranks.try_run(2, _save_where_a_file_is, tmp_path):
-        assert failure.type_name == DataError.__name__
+    for failure in ranks.try_run(2, _save_where_something_is, tmp_path, stage):
+        assert failure.type_name in (DataError.__name__, RankError.__name__)
         assert "step-00000002 could not be written" in failure.message
         assert "\n" not in failure.message
+    shutil.rmtree(tmp_path / "step-00000002", ignore_errors=True)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
 
 
@@ -113,7 +193,6 @@ def _save_routed(rank: int, world_size: int, folder: Path, key_maps: dict[str, K
     checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS, key_maps=key_maps)
     checkpoints.save(1, _state(1))
     checkpoints.finish()
-    dist.barrier()
 
 
 def _load_routed(rank: int, world_size: int, folder: Path, key_maps: dict[str, KeyMap]) -> int:

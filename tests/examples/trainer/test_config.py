@@ -38,19 +38,14 @@ def test_options_override_the_file_and_the_file_the_defaults(toml: Path) -> None
         ("batch_size = 0", "batch_size must be at least 1, got 0"),
         ('model = "sasrec"', "model must be one of hstu, semantic-ids, got 'sasrec'"),
         ("heads = 3", "hidden must be a multiple of heads, got 64 and 3"),
-        (
-            'routing = "roundrobin"',
-            "routing = 'roundrobin' needs embeddings = 'sharded', got 'replicated', where all ranks have all keys; ",
-        ),
         ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
         ("tensor_parallel = 0", "tensor_parallel must be at least 1, got 0"),
         ("tensor_parallel = 4", "tensor_parallel = 4 cannot divide heads = 2; choose a divisor"),
         (
-            'tensor_parallel = 2\nmodel = "semantic-ids"',
-            "= 2 works with model = 'hstu' alone, got 'semantic-ids'; choose that, or tensor_parallel = 1",
+            'num_negatives = 7\nmodel = "semantic-ids"',
+            "--num-negatives applies to --task retrieval, not to --model semantic-ids; leave it out (settings are from",
         ),
-        ('tensor_parallel = 2\ntask = "retrieval"', "works with task = 'ranking' alone, got 'retrieval'"),
     ],
 )
 def test_a_mistake_in_the_file_is_an_error_with_its_value_and_the_file(toml: Path, text: str, message: str) -> None:
@@ -60,6 +55,56 @@ def test_a_mistake_in_the_file_is_an_error_with_its_value_and_the_file(toml: Pat
     assert message in str(caught.value)
     assert str(toml) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+SEMANTIC_IDS = {"model": "semantic-ids"}
+RETRIEVAL = {"task": "retrieval"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "message"),
+    [
+        (SEMANTIC_IDS, "task", "--task applies to --model hstu, not to --model semantic-ids"),
+        (SEMANTIC_IDS, "num_tasks", "--num-tasks applies to --task ranking, not to --model semantic-ids"),
+        (RETRIEVAL, "num_tasks", "--num-tasks applies to --task ranking, not to --task retrieval"),
+        ({"num_tasks": 2}, "positive_action", "--positive-action applies to --num-tasks 1, not to --num-tasks 2"),
+        (RETRIEVAL, "positive_action", "--positive-action applies to --num-tasks 1, not to --task retrieval"),
+        ({}, "num_negatives", "--num-negatives applies to --task retrieval, not to --task ranking"),
+        (SEMANTIC_IDS, "num_negatives", "--num-negatives applies to --task retrieval, not to --model semantic-ids"),
+        ({}, "code_levels", "--code-levels applies to a job without --codes, not to --model hstu"),
+        (
+            {**SEMANTIC_IDS, "codes": "x.pt"},
+            "codebook_size",
+            "--codebook-size applies to a job without --codes, not to --codes x.pt",
+        ),
+        ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
+        ({}, "window", "--window applies to --balance sampler, not to --balance all-to-all"),
+        (SEMANTIC_IDS, "attention", "--attention applies to --model hstu, not to --model semantic-ids"),
+        (SEMANTIC_IDS, "fused_norms", "--fused-norms applies to --model hstu, not to --model semantic-ids"),
+        (SEMANTIC_IDS, "recompute", "--recompute applies to --model hstu, not to --model semantic-ids"),
+        (SEMANTIC_IDS, "embedding_dim", "--embedding-dim applies to --model hstu, not to --model semantic-ids"),
+        (SEMANTIC_IDS, "embeddings", "--embeddings applies to --model hstu, not to --model semantic-ids"),
+        ({}, "min_sharded_rows", "--min-sharded-rows applies to --embeddings sharded, not to --embeddings replicated"),
+        (SEMANTIC_IDS, "routing", "--routing applies to --embeddings sharded, not to --model semantic-ids"),
+        ({}, "embedding_learning_rate", "applies to --embeddings sharded, not to --embeddings replicated"),
+        (RETRIEVAL, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --task retrieval"),
+        (SEMANTIC_IDS, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --model semantic-ids"),
+        ({}, "k", "--k applies to --task retrieval or --model semantic-ids, not to --task ranking"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_an_error_even_with_its_default(
+    mode: dict[str, Any], given: str, message: str
+) -> None:
+    config = read_config(None, mode)
+    with pytest.raises(ConfigError) as caught:
+        read_config(None, {**mode, given: getattr(config, given)})
+    assert message in str(caught.value)
+    assert str(caught.value).endswith("; leave it out")
+
+
+def test_codes_of_another_model_are_an_error_before_they_are_read() -> None:
+    with pytest.raises(ConfigError, match="--codes applies to --model semantic-ids, not to --model hstu; leave it ou"):
+        TrainConfig(codes="missing.pt")
 
 
 def test_a_file_that_is_missing_is_an_error(toml: Path) -> None:
@@ -81,23 +126,38 @@ def test_every_setting_is_an_option_with_its_type(toml: Path) -> None:
         float: (["0.25"], 0.25),
         bool: ([], True),
     }
-    given = ["--config", str(toml)]
-    expected: dict[str, Any] = {"layers": 7}
-    for entry in dataclasses.fields(TrainConfig):
-        choices = entry.metadata["choices"]
-        text, value = examples.get(types_of_settings()[entry.name], (["x"], "x"))
-        if choices:
-            text, value = [choices[-1]], choices[-1]
-        if entry.name in ("layers", "stall_seconds"):
-            continue
-        if entry.name == "tensor_parallel":  # more of them fit no other model and task
-            text, value = ["1"], 1
-        given += [f"--{entry.name.replace('_', '-')}", *text]
-        expected[entry.name] = value
     seen: list[TrainConfig] = []
-    result = CliRunner().invoke(_app(seen), given)
-    assert result.exit_code == 0, result.output
-    assert seen == [TrainConfig(**expected)]
+    tried = {"layers", "stall_seconds"}
+    # No job has all of them.
+    modes: list[dict[str, Any]] = [
+        {"model": "hstu", "task": "ranking", "embeddings": "sharded", "balance": "sampler"},
+        {**RETRIEVAL, "balance": "all-gather"},
+        {**SEMANTIC_IDS, "codes": "x"},
+        SEMANTIC_IDS,
+    ]
+    for mode in modes:
+        expected: dict[str, Any] = {"layers": 7, **mode}
+        given = ["--config", str(toml), *(text for name, value in mode.items() for text in (f"--{name}", value))]
+        for entry in dataclasses.fields(TrainConfig):
+            if entry.name in expected or entry.name in tried:
+                continue
+            choices = entry.metadata["choices"]
+            text, value = examples.get(types_of_settings()[entry.name], (["x"], "x"))
+            if choices:
+                text, value = [choices[-1]], choices[-1]
+            if entry.name in ("tensor_parallel", "num_tasks"):  # more of them fit no other heads, and no threshold
+                text, value = ["1"], 1
+            try:
+                TrainConfig(**mode).check_that_apply([entry.name])
+            except ConfigError:
+                continue
+            given += [f"--{entry.name.replace('_', '-')}", *text]
+            expected[entry.name] = value
+        tried |= expected.keys()
+        result = CliRunner().invoke(_app(seen), given)
+        assert result.exit_code == 0, result.output
+        assert seen[-1] == TrainConfig(**expected)
+    assert tried == types_of_settings().keys()
 
 
 def _app(seen: list[TrainConfig]) -> Any:

@@ -6,15 +6,23 @@ import shutil
 import signal
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 
-from evenrank.core.errors import ConfigError, DataError, RankError
-from tests.examples.trainer.jobs import run, settings, together
+from evenrank.core.errors import ConfigError, DataError, RankError, StateError
+from evenrank.dataloader import random_codes
+from evenrank.dataloader.collate.semantic_ids import read_codes
+from evenrank.datasets import read_manifest
+from tests.examples.trainer.item_encodings import encode_items
+from tests.examples.trainer.jobs import reset_torchrec, run, settings, together
 from tests.ranks import RankPool
-from trainer.config import TrainConfig
-from trainer.job import run_job
+from trainer.config import TrainConfig, types_of_settings
+from trainer.data import check_names
+from trainer.job import run_job, train
+from trainer.world import World
 
 SHARDED = {"embeddings": "sharded", "min_sharded_rows": 300, "pipeline": "sparse-dist"}
 
@@ -135,6 +143,114 @@ def test_a_signal_on_one_rank_ends_all_of_them_after_the_same_step_with_a_checkp
     assert [min(part.samples) for part in ranks.run(2, run, options)] == [5, 5]
 
 
+def test_an_evaluation_that_a_signal_has_prevented_is_made_up_for_once(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    def job(out: str) -> dict[str, Any]:
+        return settings(tmp_path / out, small_dataset, batch_size=12, eval_every=4, max_steps=8, epochs=2, **SHARDED)
+
+    ranks.run(2, run, job("whole"))
+    ranks.run(2, run, job("parts"), 0, 3)  # ends after step 4
+    assert _log(tmp_path / "parts", "eval") == []
+    for first, signal_at in ((5, 7), (9, 0), (9, 0)):
+        parts = ranks.run(2, run, job("parts"), 0, signal_at)
+        assert all(min(part.samples, default=9) == first for part in parts)
+    assert [line["step"] for line in _log(tmp_path / "parts", "eval")] == [4, 8]
+    assert _log(tmp_path / "parts", "eval") == _log(tmp_path / "whole", "eval")
+
+
+def _check_refused(failures: list[Any], name: str, saved: str, new: str) -> None:
+    for failure in failures:
+        assert failure.type_name == StateError.__name__
+        assert f"was saved with {name} = {saved!r}, this job has {new!r}; choose another --out" in failure.message
+        assert "\n" not in failure.message
+
+
+def test_a_job_of_semantic_ids_resumes_with_its_codes_wherever_they_are_and_with_no_others(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
+    table = np.arange(2 * num_items).reshape(2, num_items) % 30
+    first, moved = tmp_path / "first.npy", tmp_path / "moved.npy"
+    np.save(first, table)
+
+    def job(out: str, steps: int, **more: Any) -> dict[str, Any]:
+        options = {"model": "semantic-ids", "batch_size": 12, "max_steps": steps, **more}
+        return settings(tmp_path / out, small_dataset, **options)
+
+    ranks.run(2, run, job("file", 1, codes=str(first)))
+    codes = read_codes(first).describe()
+    first.rename(moved)
+    assert list(ranks.run(2, run, job("file", 2, codes=str(moved), seed=3))[0].samples) == [2]
+    np.save(moved, table[:, ::-1])
+    others = job("file", 3, codes=str(moved))
+    _check_refused(ranks.try_run(2, run, others), "codes", codes, read_codes(moved).describe())
+
+    def drawn(seed: int) -> str:
+        return random_codes(num_items, levels=2, codebook_size=8, seed=seed).describe()
+
+    ranks.run(2, run, job("drawn", 1, code_levels=2, codebook_size=8, seed=3))
+    failures = ranks.try_run(2, run, job("drawn", 2, code_levels=2, codebook_size=8, seed=4))
+    _check_refused(failures, "codes", drawn(3), drawn(4))
+
+
+def test_a_job_resumes_with_its_own_dataset_alone(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
+    ranks.run(2, run, settings(tmp_path / "out", small_dataset, batch_size=12, max_steps=1))
+    other = tmp_path / "other"
+    encode_items(small_dataset, other, "multiples of 8")
+    names = [f"synthetic {read_manifest(data).content_hash[:16]}" for data in (small_dataset, other)]
+    failures = ranks.try_run(2, run, settings(tmp_path / "out", other, batch_size=12, max_steps=2))
+    _check_refused(failures, "dataset", *names)
+    assert list(
+        ranks.run(2, run, settings(tmp_path / "out", small_dataset, batch_size=12, max_steps=2))[1].samples
+    ) == [2]
+
+
+class _Watched(TrainConfig):
+    """Notes the settings that are looked at."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        _Watched.seen.add(name)
+        return super().__getattribute__(name)
+
+
+def _settings_looked_at(rank: int, world_size: int, options: dict[str, Any]) -> set[str]:
+    """Run a job; return the settings that it has looked at after it has checked them."""
+    config = _Watched(**options)
+    _Watched.seen.clear()
+    reset_torchrec()
+    check_names(config)
+    train(config, World(rank=rank, size=world_size, device=torch.device("cpu")))
+    return set(_Watched.seen)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_tasks": 2, **SHARDED},
+        {"balance": "sampler"},
+        {"task": "retrieval", "balance": "none"},
+        {"model": "semantic-ids"},
+        {"model": "semantic-ids", "codes": "codes.npy"},
+    ],
+    ids=["several tasks, sharded", "ranking", "retrieval", "semantic ids", "codes of a file"],
+)
+def test_no_option_that_applies_is_ignored(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    if "codes" in options:
+        options = {**options, "codes": str(tmp_path / options["codes"])}
+        num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
+        np.save(options["codes"], np.arange(2 * num_items).reshape(2, num_items) % 30)
+    options = settings(tmp_path, small_dataset, batch_size=12, max_steps=1, hidden=8, layers=1, **options)
+    (seen,) = ranks.run(1, _settings_looked_at, options)
+    for name in types_of_settings().keys() - seen:
+        with pytest.raises(ConfigError, match="applies to"):
+            TrainConfig(**options).check_that_apply([name])
+
+
 def test_a_job_that_is_done_trains_nothing(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     options = settings(tmp_path, small_dataset, batch_size=100)
     assert list(ranks.run(2, run, options)[0].samples) == [1]
@@ -158,7 +274,6 @@ def test_a_job_without_data_makes_a_dataset_once(ranks: RankPool, tmp_path: Path
         ({"codes": "missing.npy", "model": "semantic-ids"}, DataError, "missing.npy"),
         ({"task": "retrieval", "pipeline": "sparse-dist"}, ConfigError, "use --pipeline none"),
         ({"pipeline": "fast"}, ConfigError, "no pipeline is called 'fast'; known are none, sparse-dist, prefetch"),
-        ({"model": "semantic-ids", "embeddings": "sharded"}, ConfigError, "use --embeddings replicated"),
     ],
 )
 def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
@@ -174,11 +289,6 @@ def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
     ("options", "message"),
     [
         ({"strategy": "best"}, "no strategy is called 'best'; known are identity, "),
-        ({"strategy": "best", "balance": "none"}, "no strategy is called 'best'; known are identity, "),
-        (
-            {"window": 4},
-            "window=4 needs balance = 'sampler', which plans several steps at once, got 'all-to-a",
-        ),
         ({"balance": "some"}, "balance must be one of none, sampler, all-to-all, all-gather, got 'some'"),
     ],
 )

@@ -4,8 +4,10 @@ import json
 import logging
 import math
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from evenrank.preprocess.sources import synthetic
 from tests.examples.trainer.item_encodings import encode_items, run_encoded
 from tests.examples.trainer.jobs import run, settings, together
 from tests.ranks import RankPool
+from trainer.checkpoints import check_files, complete_checkpoints
 from trainer.loop import Training
 from trainer.remap import remap_job
 from trainer.routing import make_key_maps
@@ -230,6 +233,13 @@ def replicated(ranks: RankPool, small_dataset: Path, tmp_path_factory: pytest.Te
             ConfigError,
             "depends on the number of ranks; pass the new job's as --r",
         ),
+        (
+            "",
+            "new",
+            {"routing": "continuous", "ranks": 2},
+            ConfigError,
+            "--ranks applies to --routing roundrobin, not to --routing continuous; leave it out",
+        ),
         ("missing", "new", {"routing": "continuous"}, DataError, "missing has no complete checkpoint; pass the --out"),
         ("", "", {"routing": "continuous"}, ConfigError, "has checkpoints already; choose another folder"),
         ("", "new", {"routing": "continuous"}, ConfigError, "has no sharded tables, so it loads with any number of r"),
@@ -251,3 +261,41 @@ def test_the_command_passes_its_arguments_on(tmp_path: Path) -> None:
     assert done.stderr == (
         f"error: {tmp_path / 'old'} has no complete checkpoint; pass the --out of a job that has saved one\n"
     )
+
+
+def test_a_copy_that_is_killed_leaves_none_or_a_whole_one_and_the_next_one_completes(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    ranks.run(2, run, _job(tmp_path / "old", small_dataset, 2, max_steps=2))
+    source, folder = tmp_path / "old" / "checkpoints" / "step-00000002", tmp_path / "new" / "checkpoints"
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        str(tmp_path / "old"),
+        str(tmp_path / "new"),
+        "--routing",
+        "hash_roundrobin",
+    ]
+    for seen in ("*.partial", "*.partial/.metadata", "*.partial/settings.json"):
+        with subprocess.Popen(command) as copying:
+            while copying.poll() is None and not list(folder.glob(seen)):
+                time.sleep(0.0005)
+            copying.kill()
+        for complete in complete_checkpoints(folder):  # it was faster
+            check_files(complete)
+            shutil.rmtree(complete)
+        assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    subprocess.run(command, check=True, timeout=280)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]  # and nothing of those that were killed
+    new = _job(tmp_path / "new", small_dataset, 2, max_steps=3, routing="hash_roundrobin")
+    assert [list(part.samples) for part in ranks.run(2, run, new)] == [[3], [3]]
+
+
+def test_a_damaged_checkpoint_is_not_copied(replicated: Path, tmp_path: Path) -> None:
+    shutil.copytree(replicated, tmp_path / "old")
+    (checkpoint,) = complete_checkpoints(tmp_path / "old" / "checkpoints")
+    part = checkpoint / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(StateError, match=f"{checkpoint} is damaged .__0_0.distcp is not as it was saved"):
+        remap_job(tmp_path / "old", tmp_path / "new", routing="continuous")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,6 +128,65 @@ def test_divided_heads_and_sharded_tables_on_gpus_give_the_losses_of_one_gpu_and
     )
     assert divided == pytest.approx(whole[:5], rel=1e-3)
     assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1, *sharded, *batch) == pytest.approx(whole, rel=1e-3)
+
+
+def _rank(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
+    """Start a rank of two, as torchrun does."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.Popen(command, env=_environment(**variables), stderr=subprocess.PIPE, text=True)
+
+
+def test_a_second_job_on_a_folder_ends_on_all_ranks_and_names_the_first(small_dataset: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--data", str(small_dataset), "--out", str(out), "--batch-size", "2", "--epochs", "1000", *SMALL]
+    with subprocess.Popen([sys.executable, str(SCRIPT), *arguments], env=_environment()) as first:
+        try:
+            deadline = time.monotonic() + 240
+            while not _lines(out) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            first.send_signal(signal.SIGSTOP)  # it holds the lock, and no longer a core
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            with _rank(0, port, *arguments) as second, _rank(1, port, *arguments) as peer:
+                errors = [process.communicate(timeout=240)[1] for process in (second, peer)]
+            assert (second.returncode, peer.returncode, first.poll()) == (2, 2, None)
+            holder = f"process {first.pid} on host {socket.gethostname()}"
+            assert errors == [f"error: {out} is in use by {holder}; wait for it, or choose another folder\n", ""]
+        finally:
+            first.kill()
+
+
+# Runs a job until it is about to make its data, prints a line, and waits there.
+STOPPED_JOB = f"""
+import runpy, signal, sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import trainer.data
+def stop_here(folder):
+    print("opening", flush=True)
+    signal.pause()
+trainer.data._make_synthetic = stop_here
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+def test_a_signal_before_training_begins_is_one_line_that_promises_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STOPPED_JOB, "--out", str(tmp_path)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=_environment(), **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "opening\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=240)
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, "error: stopped by SIGTERM\n")
+
+
+def test_an_option_that_would_be_ignored_is_one_line(tmp_path: Path) -> None:
+    failed = _run("--model", "semantic-ids", "--attention", "nonsense", "--out", str(tmp_path / "out"))
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == "error: --attention applies to --model hstu, not to --model semantic-ids; leave it out\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path: Path) -> None:
