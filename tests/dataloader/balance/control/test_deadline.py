@@ -34,9 +34,9 @@ def _raise(error: Exception) -> None:
 
 
 def test_a_call_that_returns_has_its_result() -> None:
-    before = threading.active_count()
-    assert within(TIMEOUT, lambda: 5) == 5
-    assert threading.active_count() == before
+    thread = within(TIMEOUT, threading.current_thread)
+    assert thread.daemon
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,17 @@ def test_all_that_uses_a_store_ends_although_its_server_does_not_answer() -> Non
         stores = [TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=1)) for _ in ENDS]
         server.stop()
         assert list(threads.map(use, stores, ENDS)) == list(ENDS.values())
+
+
+def test_all_that_uses_a_store_ends_once_its_server_has_ended() -> None:
+    with store_server() as server:
+        stores = [TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=1)) for _ in ENDS]
+    for store, (call, message) in zip(stores, ENDS.items(), strict=True):
+        if message is None:
+            assert call(store) is None
+        else:
+            with pytest.raises(RankLostError, match=r"^(the process group|a rank is lost or) does not respond \("):
+                call(store)
 
 
 PROGRAM = """
