@@ -23,8 +23,8 @@ def _settings(rank: int, world_size: int, data: Path) -> list[list[Any]]:
     reset_torchrec()
     world = World(rank=rank, size=world_size, device=torch.device("cpu"))
     found = []
-    for embeddings in ("replicated", "sharded"):
-        config = TrainConfig(embeddings=embeddings, min_sharded_rows=300, hidden=8)
+    for tables in ({}, {"embeddings": "sharded", "min_sharded_rows": 300}):
+        config = TrainConfig(**tables, hidden=8)  # type: ignore[arg-type]
         parallel = distribute(ranking(config, read_manifest(data), world).model, config, world)
         (wrapped,) = (module for module in parallel.model.modules() if isinstance(module, DistributedDataParallel))
         found.append([getattr(wrapped, name) for name in (*FLAGS, "bucket_bytes_cap")])
