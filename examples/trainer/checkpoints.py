@@ -43,7 +43,6 @@ _NAME = re.compile(r"step-\d{8,}")
 PARTIAL = ".partial"
 _SETTINGS = "settings.json"
 _CHECKSUMS = "checksums.json"
-_LOADER = "loader"  # the entry of a state that is a loader's
 
 
 class Checkpoints:
@@ -89,9 +88,7 @@ class Checkpoints:
 
         """
         on_all_ranks(lambda: check_files(path, dist.get_rank(), dist.get_world_size()))
-        has_dist_type = DIST_TYPE in on_all_ranks(lambda: self._check_settings(path))
-        if not has_dist_type:  # nor has its loader's state
-            state[_LOADER].pop(DIST_TYPE, None)
+        on_all_ranks(lambda: self._check_settings(path))
         try:
             with warnings.catch_warnings(action="ignore"):  # of torch.distributed.checkpoint about its own internals
                 # Without this planner, a rank that has no part of a sharded table expects a checkpoint of PyTorch 2.3.
@@ -102,8 +99,6 @@ class Checkpoints:
                 f"{path} is as it was saved, but cannot be loaded ({_reason(error)}); choose another --out, or the "
                 "versions of evenrank and PyTorch that saved it"
             ) from error
-        if not has_dist_type:
-            state[_LOADER][DIST_TYPE] = dist_type({})  # which has been checked
         if state["step"] != step_of(path):
             raise StateError(f"{path} has the state of step {state['step']}; rename it to {_name(state['step'])}")
         self._last_step = step_of(path)
@@ -168,8 +163,8 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:
             written.set_exception(error)
 
-    def _check_settings(self, path: Path) -> dict[str, Any]:
-        """Return the settings of a checkpoint if this job has the same."""
+    def _check_settings(self, path: Path) -> None:
+        """Raise a StateError unless this job has the settings of a checkpoint."""
         saved = read_settings(path)
         for name, value in self._settings.items():
             if saved.get(name) != value:
@@ -177,13 +172,10 @@ class Checkpoints:
                     f"{path} was saved with {name} = {saved.get(name)!r}, this job has {value!r}; "
                     "choose another --out, or the settings of that job"
                 )
-        # A missing entry counts as continuous everywhere, but one rank is enough to say so.
-        known = saved.get(DIST_TYPE, None if dist.get_rank() == 0 else dist_type({}))
         try:
-            check_dist_type(known, self._key_maps, source=str(path))
+            check_dist_type(saved.get(DIST_TYPE), self._key_maps, source=str(path), notify=dist.get_rank() == 0)
         except StateError as error:
             raise StateError(f"{error}; for a job of this trainer: scripts/remap.py") from error
-        return saved
 
 
 class _ChecksumWriter(FileSystemWriter):

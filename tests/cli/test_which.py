@@ -19,9 +19,11 @@ from evenrank.cli.options import STRATEGIES, hstu_cost
 from evenrank.cli.which import which_command
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, MeasuredCost, StepMetrics
+from evenrank.dataloader.rest import _FORMAT
 from evenrank.datasets import open_store
 from tests.cli.programs import EVENRANK, Finished, run_program
 from tests.dataloader.batches import ids_of
+from tests.dataloader.resuming import with_changes
 
 BASE = ("--step", 0, "--rank", 0, "--world-size", 2, "--batch-size", 4)
 
@@ -56,7 +58,7 @@ def _batches(
     cost = hstu_cost(hidden=1024, heads=4, layers=8)
     balance = None if balancing["strategy"] == "identity" else BalanceConfig(cost=cost, **balancing)
     loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
-    loader.load_state_dict({**loader.state_dict(), "epoch": epoch})
+    loader.load_state_dict(with_changes(_FORMAT, loader.state_dict(), epoch=epoch))
     before = list(itertools.islice(loader, stop))
     state = loader.state_dict()
     loader.load_state_dict(state)

@@ -20,8 +20,10 @@ from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, sampler
 from evenrank.dataloader.balance.window import assign_to_steps
+from evenrank.dataloader.rest import _FORMAT
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.batches import ids_of
+from tests.dataloader.resuming import with_changes
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
@@ -232,7 +234,7 @@ def test_a_window_that_would_be_assigned_otherwise_is_finished_like_that_of_othe
 
 def test_between_windows_a_state_tells_of_none(small_dataset: Path) -> None:
     loader = _loaders(small_dataset, 2, {"window": 3})[0]
-    told = [loader.state_dict()["window"] != "" for _ in loader]
+    told = [loader.state_dict()["pending"] != "" for _ in loader]
     assert len(told) > 20
     num_full = loader.num_samples // 8
     assert told == [step % 3 != 2 and step + 1 < num_full for step in range(len(told))]
@@ -257,7 +259,8 @@ def test_the_state_after_a_batch_from_before_a_later_state_was_loaded_is_still_k
     _iterate(other_ranks, 3)  # up to position 36, within a window
     _load([loader], _state(other_ranks))
     assert [loader.state_dict(after=batch) for batch in batches] == states
-    assert loader.state_dict() == _state(other_ranks) | {"window": loader.state_dict()["window"]}
+    own = {name: loader.state_dict()[name] for name in ("pending", "checksum")}
+    assert loader.state_dict() == _state(other_ranks) | own
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 3, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 50}], ids=str)
@@ -310,7 +313,9 @@ def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_d
     ):
         assert state["position"] == 16
         used, new = (_loaders(small_dataset, 1, balance) for _ in range(2))
-        _iterate(_load(used, {**state, "seed": 3, "window": ""}))  # has planned what comes from position 16 on
+        _iterate(
+            _load(used, with_changes(_FORMAT, state, seed=3, pending=""))
+        )  # has planned what comes from position 16 on
         assert _iterate(_load(used, state)) == _iterate(_load(new, state))
         pick = _loaders(small_dataset, 1, balance)[0].pick(0, start=state)
         assert pick.sample_ids.tolist() == _iterate(_load(new, state), 1)[0][0]
@@ -342,8 +347,8 @@ def test_picks_are_the_batches_also_within_a_window(small_dataset: Path) -> None
         assert other.pick(batch.step, start=state).sample_ids.tolist() == ids_of(batch)
     with pytest.raises(ConfigError, match="start is a state of epoch 0, not 2; pass the state that this epoch resumed"):
         other.pick(0, epoch=2, start=state)
-    with pytest.raises(StateError, match="the state of the loader has no window"):
-        other.pick(0, start={name: value for name, value in state.items() if name != "window"})
+    with pytest.raises(StateError, match="the state of the loader has no pending"):
+        other.pick(0, start={name: value for name, value in state.items() if name != "pending"})
 
 
 @pytest.mark.parametrize(

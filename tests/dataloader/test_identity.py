@@ -26,7 +26,9 @@ from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.dataloader.balance.control.consistency import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.identity import PER_RANK
+from evenrank.dataloader.rest import _FORMAT
 from evenrank.dataloader.routing import KeyMap
+from tests.dataloader.resuming import with_changes
 from tests.ranks import RankFailure, RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -158,7 +160,7 @@ def test_identity_is_computed_once_and_follows_the_seed_of_a_state(
     with monkeypatch.context() as patched:
         patched.setattr("evenrank.dataloader.loader.hashlib.sha256", None)
         assert loader.identity() == identity
-        loader.load_state_dict({**loader.state_dict(), "seed": 5})
+        loader.load_state_dict(with_changes(_FORMAT, loader.state_dict(), seed=5))
         assert loader.identity() == {**identity, "seed": 5}
     assert pickle.loads(pickle.dumps(loader)).identity() == loader.identity()
 

@@ -120,50 +120,9 @@ def test_states_say_how_keys_are_mapped(small_dataset: Path) -> None:
             assert refusing.state_dict() == before
 
 
-def test_a_state_without_the_entry_counts_as_continuous(small_dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for make in (_plain, _streamed):
-        loader: Any = make(small_dataset, {})
-        next(iter(loader))
-        state = loader.state_dict()
-        expected = [batch.sample_ids.tolist() for batch in _resumed(make(small_dataset, {}), state)]
-        assert not caplog.records
-        del state["dist_type"]
-        resumed = _resumed(make(small_dataset, _maps("continuous")), state)
-        assert "state has no dist_type, so its tables count as continuous" in caplog.text
-        caplog.clear()
-        assert [batch.sample_ids.tolist() for batch in resumed] == expected
-        with pytest.raises(
-            StateError, match=r"stores item_id with routing continuous, but this job uses hash_roundrobin"
-        ):
-            _resumed(make(small_dataset, _maps("hash_roundrobin")), state)
-        caplog.clear()
-
-
 def _resumed(loader: Any, state: Mapping[str, Any]) -> Any:
     loader.load_state_dict(state)
     return loader
-
-
-def test_states_of_streams_that_were_saved_without_the_entry_are_merged(small_dataset: Path) -> None:
-    loaders = [
-        build_stream_loader(small_dataset, _config({}), StreamConfig(num_shards=4), rank=rank, world_size=2)
-        for rank in range(2)
-    ]
-    states = []
-    for loader in loaders:
-        next(iter(loader))
-        states.append({name: value for name, value in loader.state_dict().items() if name != "dist_type"})
-    merged = merge_stream_states(states)
-    alone = build_stream_loader(small_dataset, _config({}), StreamConfig(num_shards=4), rank=0, world_size=1)
-    alone.load_state_dict(merged)
-    num_left = sum(batch.num_real for batch in alone)
-    assert num_left == sum(batch.num_real for loader in loaders for batch in _whole(loader)) - 2 * 8
-
-
-def _whole(loader: Any) -> list[Any]:
-    """Return the batches of a whole epoch."""
-    list(loader)
-    return list(loader)
 
 
 def test_a_loader_keeps_the_maps_that_it_was_given(small_dataset: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_state_of_other_data_or_filters_is_refused(small_dataset: Path) -> Non
     state = _loaders(small_dataset, 1, max_num_candidates=3)[0].state_dict()
     with pytest.raises(StateError, match="is of other data, codes or filters"):
         _loaders(small_dataset, 1)[0].load_state_dict(state)
-    with pytest.raises(StateError, match="version 9, expected 2; load it with the version of evenrank that saved it"):
+    with pytest.raises(StateError, match="version 9, expected 3; load it with the version of evenrank that saved it"):
         _loaders(small_dataset, 1)[0].load_state_dict({**state, "version": 9})
 
 

@@ -261,7 +261,7 @@ def test_a_column_that_appears_twice_is_refused(small_dataset: Path, tmp_path: P
         open_store(dataset)
 
 
-@pytest.mark.parametrize("name", ["offsets", "time_order", "events", "rows", "timestamp", "Offsets.npy"])
+@pytest.mark.parametrize("name", ["offsets", "time_order", "events", "rows", "timestamp", "Offsets_npy"])
 def test_features_can_have_the_names_of_the_caches_own_files(tmp_path: Path, name: str) -> None:
     pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess

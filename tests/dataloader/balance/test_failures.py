@@ -24,7 +24,9 @@ from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
 from evenrank.dataloader.pad import pad_batch
+from evenrank.dataloader.rest import _FORMAT
 from tests.dataloader.balance.costs import Ints, Lengths
+from tests.dataloader.resuming import with_changes
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankFailure, RankPool
 
@@ -284,7 +286,7 @@ def test_loaders_that_differ_between_ranks_are_found(
     ranks: RankPool, small_dataset: Path, what: str, message: str
 ) -> None:
     state = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=0, world_size=1).state_dict()
-    state = {**state, "seed": 5 if what == "seed in state" else 0, "position": 16, "epoch": 1}
+    state = with_changes(_FORMAT, state, seed=5 if what == "seed in state" else 0, position=16, epoch=1)
     failures = ranks.try_run(3, _loaders_disagree, small_dataset, what, state)
     assert [failure.type_name for failure in failures] == ["RankError"] * 3
     assert all(failure.message.startswith(message) for failure in failures), failures[0].message

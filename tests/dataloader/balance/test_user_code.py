@@ -75,7 +75,7 @@ def _steps(batches: Any) -> list[Any]:
 
 def _every_way(rank: int, world_size: int, path: Path, cost: Any, options: dict[str, Any]) -> list[Any]:
     """Return the steps without an exchange and with either exchange."""
-    ranks = {"rank": rank, "world_size": world_size}
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
     balance = BalanceConfig(cost=cost, on_step=_mangle, **options)
     ways = [_steps(build_loader(path, CONFIG, **ranks, balance=balance))]
     for exchange in ("all-to-all", "all-gather"):

@@ -1,7 +1,6 @@
 """Routing decides which rank has a row, and nothing else; a job can only go on with the one that it has."""
 
 import json
-import logging
 import math
 import re
 import shutil
@@ -24,7 +23,6 @@ from tests.examples.trainer.item_encodings import encode_items, run_encoded
 from tests.examples.trainer.jobs import run, settings, together
 from tests.ranks import RankPool
 from trainer.checkpoints import check_files, complete_checkpoints
-from trainer.loop import Training
 from trainer.remap import remap_job
 from trainer.routing import make_key_maps
 
@@ -146,57 +144,6 @@ def test_ranks_without_effect_are_refused(tmp_path: Path) -> None:
     assert finished.stderr == (
         "error: --ranks applies to --routing roundrobin, not to --routing continuous; change one of them\n"
     )
-
-
-def _run_without_entry(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """Run a job whose checkpoints do not say how keys are mapped, as those of earlier releases."""
-    state_of, write = Training._state, trainer.checkpoints.write_settings
-
-    def state(training: Training) -> dict[str, Any]:
-        whole = state_of(training)
-        del whole["loader"]["dist_type"]
-        return whole
-
-    def write_settings(path: Path, *arguments: Any) -> None:
-        write(path, *arguments)
-        saved = json.loads((path / "settings.json").read_text())
-        del saved["dist_type"]
-        (path / "settings.json").write_text(json.dumps(saved))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "_state", state)
-        patch.setattr(trainer.checkpoints, "write_settings", write_settings)
-        run(rank, world_size, options)
-
-
-def _run_and_listen(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[int], list[str]]:
-    """Return the steps of a job, and what it has logged."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("evenrank")
-    logger.addHandler(handler)
-    try:
-        return list(run(rank, world_size, options).samples), messages
-    finally:
-        logger.removeHandler(handler)
-
-
-def test_a_checkpoint_without_the_entry_counts_as_continuous_and_says_so_once(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
-    ranks.run(2, _run_without_entry, _job(tmp_path / "old", small_dataset, 2, max_steps=2))
-    for failure in ranks.try_run(2, run, _job(tmp_path / "old", small_dataset, 2, routing="hash_roundrobin")):
-        assert "stores item_id with routing continuous, but this job uses hash_roundrobin" in failure.message
-    remap_job(tmp_path / "old", tmp_path / "new", routing="hash_roundrobin")
-    results = ranks.run(2, _run_and_listen, _job(tmp_path / "old", small_dataset, 2, max_steps=3))
-    assert [steps for steps, _ in results] == [[3], [3]]
-    (notice,) = [message for _, messages in results for message in messages if "dist_type" in message]
-    assert notice.startswith(
-        f"{tmp_path / 'old' / 'checkpoints' / 'step-00000002'} has no dist_type, so its tables cou"
-    )
-    new = _job(tmp_path / "new", small_dataset, 2, max_steps=3, routing="hash_roundrobin")
-    assert ranks.run(2, _run_and_listen, new) == [([3], [])] * 2
 
 
 def test_tables_of_all_features_but_actions_have_key_maps() -> None:
