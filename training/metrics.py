@@ -67,7 +67,8 @@ class BinaryAUC:
         """
         if scores.shape != targets.shape or scores.shape[1:] != (self._num_tasks,):
             raise ConfigError(
-                f"scores and targets must be [n, {self._num_tasks}], got {list(scores.shape)} and {list(targets.shape)}"
+                f"scores and targets must be [n, {self._num_tasks}], got scores {list(scores.shape)} "
+                f"and targets {list(targets.shape)}"
             )
         # Copies, because callers may write the next batch's scores to the same buffer.
         self._scores.append(scores.detach().to(self._device, torch.float32, copy=True))

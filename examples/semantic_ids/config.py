@@ -42,7 +42,9 @@ class DecoderConfig:
                 "from names to sizes"
             )
         if self.hidden % (2 * self.heads):
-            raise ConfigError(f"hidden must be a multiple of 2 * heads, got {self.hidden} and {self.heads} heads")
+            raise ConfigError(
+                f"hidden must be a multiple of 2 * heads, got hidden={self.hidden} and heads={self.heads}"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 

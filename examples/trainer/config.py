@@ -197,7 +197,7 @@ class TrainConfig:
         for entry in dataclasses.fields(self):
             _check(entry.name, getattr(self, entry.name), types[entry.name], entry.metadata)
         if self.hidden % self.heads:
-            raise ConfigError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}; change one")
+            raise ConfigError(f"hidden must be a multiple of heads, got hidden={self.hidden} and heads={self.heads}")
         if self.dropout >= 1:
             raise ConfigError(f"dropout must be below 1, got {self.dropout}")
         if self.heads % self.tensor_parallel:

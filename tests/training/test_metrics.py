@@ -211,9 +211,11 @@ def test_gpus_over_nccl_give_equal_bits() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
         BinaryAUC(0)
-    with pytest.raises(ConfigError, match=r"scores and targets must be \[n, 2\], got \[3\] and \[3\]"):
+    with pytest.raises(ConfigError, match=r"scores and targets must be \[n, 2\], got scores \[3\] and targets \[3\]"):
         BinaryAUC(2).update(torch.zeros(3), torch.zeros(3))
-    with pytest.raises(ConfigError, match=r"scores and targets must be \[n, 2\], got \[3, 2\] and \[4, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"scores and targets must be \[n, 2\], got scores \[3, 2\] and targets \[4, 2\]"
+    ):
         BinaryAUC(2).update(torch.zeros(3, 2), torch.zeros(4, 2))
     with pytest.raises(ConfigError, match=r"ks must be numbers of at least 1, got \[5, 0\]"):
         RankingMetrics((5, 0))

@@ -181,7 +181,9 @@ def rows_per_rank(costs: NDArray[np.int64], world_size: int) -> int:
 
     """
     if world_size < 1 or costs.size == 0 or costs.size % world_size:
-        raise ConfigError(f"costs must be batch_size for each of world_size ranks, got {costs.size} for {world_size}")
+        raise ConfigError(
+            f"costs must be batch_size for each of world_size ranks, got {costs.size} costs for world_size={world_size}"
+        )
     return costs.size // world_size
 
 

@@ -91,7 +91,7 @@ class Workload:
         if type(self.item_exponent) not in (int, float) or not self.item_exponent >= 0:  # which NaN is not, either
             raise ConfigError(f"item_exponent must be a number of at least 0, got {self.item_exponent!r}")
         if self.steps < self.rounds:
-            raise ConfigError(f"steps must be at least rounds, got {self.steps} and {self.rounds}; change one")
+            raise ConfigError(f"steps must be at least rounds, got steps={self.steps} and rounds={self.rounds}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

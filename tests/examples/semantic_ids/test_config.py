@@ -26,7 +26,7 @@ def test_the_cost_counts_contextual_tokens_the_history_and_the_candidate() -> No
     [
         ({"codebook_sizes": (4, 0)}, r"codebook_sizes must be numbers of at least 1, got \[4, 0\]"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
-        ({"hidden": 20, "heads": 4}, r"hidden must be a multiple of 2 \* heads, got 20 and 4 heads"),
+        ({"hidden": 20, "heads": 4}, r"hidden must be a multiple of 2 \* heads, got hidden=20 and heads=4"),
         ({"contextual": ("user_id",)}, r"the size of each feature's vocabulary, got \('user_id',\); pass a mapping"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
     ],

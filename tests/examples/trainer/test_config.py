@@ -37,7 +37,7 @@ def test_options_override_the_file_and_the_file_the_defaults(toml: Path) -> None
         ("learning_rate = nan", "learning_rate must be at least 0, got nan"),
         ("batch_size = 0", "batch_size must be at least 1, got 0"),
         ('model = "sasrec"', "model must be one of hstu, semantic-ids, got 'sasrec'"),
-        ("heads = 3", "hidden must be a multiple of heads, got 64 and 3"),
+        ("heads = 3", "hidden must be a multiple of heads, got hidden=64 and heads=3"),
         ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
         ("tensor_parallel = 0", "tensor_parallel must be at least 1, got 0"),

@@ -170,7 +170,7 @@ def test_a_report_can_be_made_alone(command: Command, tmp_path: Path, table: Pat
         ("--report-only --dry-run", "--report-only and --dry-run are two different things to do; choose one"),
         ("--gpus 3", "run 'halved heads' divides heads among 2 GPUs"),
         ("--gpus 2 --routing roundrobin", "--routing is for sharded tables, which no run has; leave it out"),
-        ("--gpus 2 --steps 1", "steps must be at least rounds, got 1 and 2"),
+        ("--gpus 2 --steps 1", "steps must be at least rounds, got steps=1 and rounds=2"),
         ("--gpus 2 --only measured-cost", "needs the times of 'baseline'"),
         ("--gpus 2 --partition x", "are for --runner slurm; add it"),
         ("--runner slurm", "--runner slurm takes --gpus-per-node, and not --gpus"),

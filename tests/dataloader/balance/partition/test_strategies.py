@@ -233,7 +233,7 @@ def test_the_limit_is_kept_wherever_balancing_by_tokens_keeps_it() -> None:
     ("arguments", "message"),
     [
         ({"strategy": "random"}, "'random'; known are identity, karmarkar-karp, lpt-swap, min-move"),
-        ({"world_size": 4}, "got 6 for 4"),
+        ({"world_size": 4}, "got 6 costs for world_size=4"),
         ({"num_real": np.array([4, 0])}, r"num_real must be 0..3 for each of 2 ranks, got \[4, 0\]"),
         ({"tokens": np.arange(5)}, "tokens must have one value for each of 6 rows, got 5"),
         ({"tokens": np.arange(6) - 1}, r"tokens must not be negative and must sum to at most 2\^62, got -1..4"),
