@@ -99,8 +99,9 @@ def build_loader(
 class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
-    Every rank yields the same number of batches. If the samples of the last step do not fill it, its last ranks have
-    fewer samples or none, see `num_real`; with `balance` any rank may. A loader can be pickled, but for `on_step` and
+    Every rank yields the same number of batches; with `balance`, the end of an epoch waits for all ranks, up to
+    `BalanceConfig.timeout`. If the samples of the last step do not fill it, its last ranks have fewer samples or none,
+    see `num_real`; with `balance` any rank may. A loader can be pickled, but for `on_step` and
     the comparison of plans between ranks; unpickling maps the same files.
 
     Attributes:
@@ -242,19 +243,18 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             metrics = [None if pick.plan is None else pick.plan.metrics for pick in picks]
             return list(zip(batches, metrics, strict=True))
 
-        num_steps, prefetch, plan_check = schedule.num_steps, self._config.prefetch, self._plan_check
-        if plan_check is not None:
-            plan_check.begin_epoch(epoch, num_steps)
+        num_steps, prefetch = schedule.num_steps, self._config.prefetch
+        plans = None if self._plan_check is None else self._plan_check.begin_epoch(epoch, num_steps)
         step_ranges = (range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch))
         for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
-            if plan_check is not None and batch.plan_hash is not None:
-                plan_check.add(batch.plan_hash)
+            if plans is not None and batch.plan_hash is not None:
+                plans.add(batch.plan_hash)
             if self._on_step is not None and metrics is not None:
                 self._on_step(metrics)
             self._after_last = (batch.epoch, batch.position)
             yield batch
-        if plan_check is not None:
-            plan_check.end_epoch(epoch)
+        if self._plan_check is not None and plans is not None:
+            self._plan_check.end_epoch(plans)
 
     def _begin(self, rest: Rest) -> Iteration:
         return self._picker.begin(self._order, rest, seed=self._seed)
@@ -280,11 +280,18 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         a state of its epoch was loaded, if one was.
 
         Raises:
-            RankError: with `balance`, ranks have planned differently, as far as that is known already.
+            RankError: with `balance`, ranks that have asked after as many steps have planned differently.
 
         """
         if self._plan_check is not None:
             self._plan_check.compare()
+        return self._state(after)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return `state_dict()` without comparing plans: some nodes of torchdata ask for it after every batch."""
+        return self._state(None)
+
+    def _state(self, after: JaggedBatch | None) -> dict[str, Any]:
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
         rest = self._resumed.get(epoch)
         if rest is None or position < rest.position:

@@ -32,7 +32,7 @@ class LossAverage:
     different groups, each of which counts every sample once.
 
     Where each rank plans its steps alone (`build_loader(balance=...)`), `compute` also compares these plans, if all
-    ranks have added equally many steps.
+    ranks have added the same steps.
 
     Collective: every rank of the group must call the constructor.
 
@@ -55,8 +55,8 @@ class LossAverage:
         gather_checked({"num_tasks": num_tasks}, None, self._group)
         # Sums, then loss tokens. In float64, which adds up 2^53 tokens exactly.
         self._totals = torch.zeros(2, num_tasks, dtype=torch.float64, device=device)
-        self._steps = 0  # planned by this rank alone
-        self._plans = 0  # sum of their hashes
+        self._steps = 0  # sum of hashes of which steps they are, of those that this rank has planned alone
+        self._plans = 0  # sum of hashes of their plans
 
     def reset(self) -> None:
         """Start over."""
@@ -88,7 +88,7 @@ class LossAverage:
         self._totals[0] += sums
         self._totals[1] += batch.loss_tokens if task_tokens is None else task_tokens
         if batch.plan_hash is not None:
-            self._steps += 1
+            self._steps += hash((batch.epoch, batch.position))
             self._plans += batch.plan_hash >> (63 - _COMPARED_BITS)  # the upper bits depend on all samples
 
     @torch.no_grad()
@@ -111,13 +111,13 @@ class LossAverage:
             dist.all_reduce(flat, group=self._group)
             totals, (sums, squares) = flat[:-4].view_as(totals), flat[-4:].view(2, 2).tolist()
             # Values are all equal if and only if the mean of their squares is the square of their mean.
-            has_equal_steps, has_equal_plans = (
+            has_same_steps, has_equal_plans = (
                 self._group.size() * int(square) == int(total) ** 2 for total, square in zip(sums, squares, strict=True)
             )
-            if has_equal_steps and not has_equal_plans:
+            if has_same_steps and not has_equal_plans:
                 raise RankError(
-                    f"ranks have planned the last {self._steps} steps differently: samples were left out or trained "
-                    "twice; make the cost and the strategy return the same on all ranks, or use a Balancer, which "
-                    "gathers costs, and resume from an earlier checkpoint"
+                    "ranks have planned the steps of this average differently: samples were left out or trained twice; "
+                    "make the cost and the strategy return the same on all ranks, or use a Balancer, which gathers "
+                    "costs, and resume from an earlier checkpoint with new loaders"
                 )
         return [total / tokens if tokens else math.nan for total, tokens in zip(*totals.tolist(), strict=True)]

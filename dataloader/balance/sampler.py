@@ -65,7 +65,7 @@ class BalanceConfig:
     """The data-parallel ranks, which compare their loaders when these are created. None: the default process group or,
     without one, nothing is compared."""
     timeout: timedelta = DEFAULTS.timeout
-    """How long the comparison waits for other ranks."""
+    """How long comparisons wait for other ranks: when loaders are created, and at the end of an epoch."""
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
     """Called by the consumer's thread with the metrics of each step, before its batch is handed out. What would have
     moved between ranks counts as moved; nothing is gathered or exchanged, so these times are 0."""

@@ -7,20 +7,42 @@ is asked for, and with all ranks when an epoch ends. The rank that comes first t
 with; it learns of a difference from the note that the others leave, at the next one.
 """
 
+import contextlib
+import os
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
-from evenrank.core.errors import RankError
+from evenrank.core.errors import RankError, RankLostError
 from evenrank.dataloader.balance.control.deadline import within
 from evenrank.dataloader.balance.control.process_group import Members
 
-_WAIT = timedelta(seconds=10)  # at a time, because a client of a TCPStore serves no other thread while it waits
+_WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
 _MASK = (1 << 61) - 1
 
 
+@dataclass(kw_only=True, slots=True)
+class PlannedIteration:
+    """The plans of one iteration over a loader. One that is abandoned may still be added to by a thread of its own."""
+
+    number: int
+    """How many iterations this rank has begun, this one included."""
+
+    epoch: int
+    """Of the iteration."""
+
+    plans: tuple[int, int] = (0, 0)
+    """Steps that were handed out, and a hash of their plans."""
+
+    def add(self, plan_hash: int) -> None:
+        """Add the plan of the next step that is handed out, given a hash of it."""
+        steps, total = self.plans
+        self.plans = steps + 1, (total * 1_000_003 + plan_hash) & _MASK
+
+
 class PlanCheck:
-    """The plans of one rank since its loader was created.
+    """Compares the plans of one rank with those of the others. In another process than its own, it does nothing.
 
     Args:
         members: the ranks; None, or without a store: nothing is compared.
@@ -29,95 +51,88 @@ class PlanCheck:
     """
 
     def __init__(self, members: Members | None, timeout: timedelta) -> None:
-        self._members = members
-        self._store = None if members is None or members.store is None else members.substore("plans")
+        self._members = None if members is None or members.store is None else members
         self._timeout = timeout
-        self._steps = 0
-        self._hash = 0
-        self._agreed_steps = 0  # when all ranks were compared last
-        self._epochs = 0  # that this rank has begun or ended, each of which counts
+        self._process = os.getpid()  # a fork shares the connection to the store
+        self._latest = PlannedIteration(number=0, epoch=0)
 
-    def add(self, plan_hash: int) -> None:
-        """Add the plan of the next step that is handed out, given a hash of it."""
-        self._steps += 1
-        self._hash = (self._hash * 1_000_003 + plan_hash) & _MASK
-
-    def begin_epoch(self, epoch: int, num_steps: int) -> None:
-        """Compare the plans so far, and the number of steps of an epoch, with ranks that have begun it.
+    def begin_epoch(self, epoch: int, num_steps: int) -> PlannedIteration:
+        """Compare the steps of an iteration with those of ranks that have begun it.
 
         Raises:
             RankError: they differ.
 
         """
-        self._epochs += 1
-        self._compare(f"epochs/{self._epochs}", f"at the start of epoch {epoch} of {num_steps} steps")
+        self._latest = iteration = PlannedIteration(number=self._latest.number + 1, epoch=epoch)
+        where = f"at the start of epoch {epoch} with {num_steps} steps"
+        self._compare(f"{iteration.number}/start", where, 0, self._timeout)
+        return iteration
 
-    def end_epoch(self, epoch: int) -> None:
-        """Wait for all ranks, and compare the plans so far. Collective: every rank must call this.
+    def end_epoch(self, iteration: PlannedIteration) -> None:
+        """Wait for all ranks, and compare the plans of the iteration. Collective: every rank must call this.
 
         Raises:
             RankError: they differ, or a rank has not come in time; on every rank.
 
         """
-        if (store := self._store) is None:
+        if self._members is None or self._process != os.getpid():
             return
-        assert self._members is not None
-        self._epochs += 1
-        key, world_size = f"epochs/{self._epochs}", self._members.world_size
-        self._compare(key, f"at the end of epoch {epoch}")
+        store, world_size, epoch = self._members.substore("plans"), self._members.world_size, iteration.epoch
+        self._compare(f"{iteration.number}/end", f"at the end of epoch {epoch}", iteration.plans[1], self._timeout)
+        ranks, complete = (f"{iteration.number}/{name}" for name in ("ranks", "complete"))
 
         def wait() -> None:
-            if store.add(f"{key}/ranks", 1) == world_size:
-                store.set(f"{key}/complete", "")
+            if store.add(ranks, 1) == world_size:
+                store.set(complete, "")
             deadline = time.monotonic() + self._timeout.total_seconds()
-            while (left := deadline - time.monotonic()) > 0:
+            while time.monotonic() < deadline:
                 try:
-                    return store.wait([f"{key}/complete"], min(_WAIT, timedelta(seconds=left)))
+                    return store.wait([complete], _WAIT)
                 except RuntimeError:  # not yet complete, or the store is lost, in which case the next call raises
                     if store.check([_NOTE]):
                         raise RankError(store.get(_NOTE).decode()) from None
-            missing = world_size - store.add(f"{key}/ranks", 0)
             raise RankError(
-                f"{missing} of {world_size} ranks have not reached the end of epoch {epoch} within {self._timeout}; "
-                "leave loops at the same step on all ranks, or raise timeout"
+                f"{world_size - store.add(ranks, 0)} of {world_size} ranks have not reached the end of epoch {epoch} "
+                f"within {self._timeout}; leave loops at the same step on all ranks, or raise timeout"
             )
 
-        within(self._timeout, wait)
-        self._agreed_steps = self._steps
+        within(self._timeout + _WAIT, wait)
 
     def compare(self) -> None:
-        """Compare the plans so far with those of ranks that have done so after as many steps.
+        """Compare the plans so far with those of ranks that have done so after as many steps, if the store answers.
 
         Raises:
             RankError: they differ.
 
         """
-        self._compare(f"steps/{self._steps}", "in an epoch")
+        iteration = self._latest
+        with contextlib.suppress(RankLostError):  # a state of this rank needs no other one
+            steps, total = iteration.plans
+            where = f"in epoch {iteration.epoch} after {steps} steps"
+            self._compare(f"{iteration.number}/steps/{steps}", where, total, 10 * _WAIT)
 
-    def _compare(self, key: str, where: str) -> None:
-        if (store := self._store) is None:
+    def _compare(self, key: str, where: str, total: int, timeout: timedelta) -> None:
+        if self._members is None or self._process != os.getpid():
             return
-        assert self._members is not None
-        rank, where = self._members.rank, f"{where}, after {self._steps} steps"
-        mine = f"{rank}|{where}|{self._hash}"
+        store, rank = self._members.substore("plans"), self._members.rank
 
-        def exchange() -> list[str]:
+        def exchange() -> tuple[str, str]:
             note = store.get(_NOTE).decode() if store.check([_NOTE]) else ""
-            return [note, *store.compare_set(key, "", mine).decode().split("|")]
+            return note, store.compare_set(key, "", f"{rank}|{where}|{total}").decode()
 
-        note, first, where_of_first, hash_of_first = within(_WAIT, exchange)
-        if not note and where_of_first != where:
+        note, first = within(timeout, exchange)
+        other, where_of_other, total_of_other = first.split("|")
+        if not note and where_of_other != where:
             note = (
-                f"ranks are out of step: rank {first} is {where_of_first}, rank {rank} {where}; iterate over the same "
+                f"ranks are out of step: rank {other} is {where_of_other}, rank {rank} {where}; iterate over the same "
                 "epochs, load the same state, and leave loops at the same step on all ranks"
             )
-        if not note and hash_of_first != str(self._hash):
+        if not note and total_of_other != str(total):
             note = (
-                f"ranks {first} and {rank} have planned steps differently, which are among the last "
-                f"{self._steps - self._agreed_steps}: samples were left out or trained twice; make the cost and the "
-                "strategy return the same on all ranks, or use a Balancer, which gathers costs, and resume from an "
-                "earlier checkpoint"
+                f"ranks {other} and {rank} have planned steps differently, {where}: samples were "
+                "left out or trained twice; make the cost and the strategy return the same on all ranks, or use a "
+                "Balancer, which gathers costs, and resume from an earlier checkpoint with new loaders"
             )
         if note:
-            within(_WAIT, lambda: store.compare_set(_NOTE, "", note))
+            within(timeout, lambda: store.compare_set(_NOTE, "", note))
             raise RankError(note)

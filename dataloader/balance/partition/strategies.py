@@ -278,9 +278,8 @@ def _within_token_limit(
             rank_of = relabel(rank_of, problem.tokens, problem.home, world_size)
         else:  # by tokens alone
             order = argsort_descending(problem.tokens)
-            rank_of = _call(
-                dataclasses.replace(problem, costs=problem.tokens, order=order, target=max_tokens), settings
-            )
+            by_tokens = dataclasses.replace(problem, costs=problem.tokens, order=order, target=max_tokens)
+            rank_of = _call(copy.deepcopy(by_tokens), settings)
         most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size=world_size).max())
         if most_tokens <= max_tokens:
             return rank_of

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenrank.core.errors import RankError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import (
     STRATEGIES,
@@ -19,6 +19,7 @@ from evenrank.dataloader.balance import (
     register_strategy,
 )
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES, AllToAll, CollectiveLayout
+from evenrank.dataloader.balance.partition.registry import UNEQUAL_STRATEGIES
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.batches import ids_of, rows_of
 from tests.ranks import RankFailure, RankPool
@@ -125,6 +126,24 @@ def test_a_strategy_that_works_in_place_assigns_the_same(max_tokens: int | None)
     if max_tokens is not None:  # which the strategy alone does not keep
         assert np.bincount(np.arange(24) // 6, weights=tokens).max() > max_tokens
         assert expected.loads(tokens).max() <= max_tokens
+
+
+def test_a_strategy_that_works_in_place_cannot_hide_that_a_limit_is_exceeded() -> None:
+    def all_to_the_first(problem: PartitionProblem) -> Ints:
+        problem.costs[:] = 0
+        return np.array([0, 0, 1, 1])
+
+    with restored(UNEQUAL_STRATEGIES):
+        register_strategy("mine", equal_counts=False)(all_to_the_first)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="max_tokens_per_rank = 120 cannot be kept"):
+            partition(
+                np.array([4, 3, 2, 1]),
+                2,
+                tokens=np.array([100, 90, 10, 5]),
+                strategy="mine",
+                equal_counts=False,
+                max_tokens_per_rank=120,
+            )
 
 
 class MovesRows(AllToAll):

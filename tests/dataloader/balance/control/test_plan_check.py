@@ -1,6 +1,8 @@
 """Ranks that plan alone, and plan differently, learn of it. Real Gloo groups, and the stores of these."""
 
 import itertools
+import multiprocessing
+import threading
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -9,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig
+from evenrank.dataloader.balance.control.plan_check import PlanCheck
+from evenrank.dataloader.balance.control.process_group import Members
+from evenrank.dataloader.rest import _FORMAT
 from evenrank.training import LossAverage
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
 from tests.dataloader.batches import ids_of
+from tests.dataloader.resuming import with_changes
 from tests.ranks import RankPool
 
 
@@ -69,7 +76,7 @@ def test_the_end_of_an_epoch_tells_all_ranks_that_plans_differed(
     else:
         assert set(trained.values()) > {1}  # some twice, and others never
         assert all(
-            error is not None and "have planned steps differently, which are among the last" in error
+            error is not None and "have planned steps differently, at the end of epoch 0: samples" in error
             for error in errors
         )
         assert len(set(errors)) == 1
@@ -114,8 +121,13 @@ def _average(rank: int, world_size: int, path: Path) -> list[str | None]:
             average.reset()
         if batch.step == 4:
             cost.power = 2 - rank
-    if rank == 1:  # of other numbers of steps nothing is known
+    if rank == 1:  # of other steps nothing is known
         average.update(torch.tensor(1.0), batch)
+    errors.append(_error(average.compute))
+    average.reset()
+    for skipped in range(2):
+        if skipped != rank:
+            average.update(torch.tensor(1.0), batch.replace(position=skipped, plan_hash=(1 + skipped) << 50))
     errors.append(_error(average.compute))
     return errors
 
@@ -124,30 +136,76 @@ def test_the_average_of_losses_tells_all_ranks_at_once(ranks: RankPool, small_da
     for errors in ranks.run(2, _average, small_dataset):
         assert errors[0] is None
         assert errors[1] is not None
-        assert errors[1].startswith("ranks have planned the last 3 steps differently: samples were left out or trained")
+        assert errors[1].startswith(
+            "ranks have planned the steps of this average differently: samples were left out or"
+        )
         assert errors[2] is not None
-        assert errors[3] is None
+        assert errors[3:] == [None, None]
 
 
-def _out_of_step(rank: int, world_size: int, path: Path, how: str) -> str | None:
+def _out_of_step(rank: int, world_size: int, path: Path, changes: dict[str, int]) -> str | None:
     loader = _loader(path, rank, world_size, Refitted())
-    if how == "another state" and rank == 1:
-        next(iter(loader))
-        loader.load_state_dict(loader.state_dict())
-    if how == "another epoch" and rank == 1:
-        next(iter(loader))
-    if how == "another end":
-        list(itertools.islice(loader, 5 - rank))
+    changed = {name: rank * value for name, value in changes.items()}
+    loader.load_state_dict(with_changes(_FORMAT, loader.state_dict(), **changed))
     return _error(lambda: list(loader))
 
 
-@pytest.mark.parametrize("how", ["another state", "another epoch", "another end"])
-def test_ranks_that_are_out_of_step_learn_of_it_by_the_end_of_the_epoch(
-    ranks: RankPool, small_dataset: Path, how: str
+@pytest.mark.parametrize("changes", [{"position": 16}, {"epoch": 1}], ids=str)
+def test_ranks_that_load_other_states_learn_of_it_by_the_end_of_the_epoch(
+    ranks: RankPool, small_dataset: Path, changes: dict[str, int]
 ) -> None:
-    errors = ranks.run(2, _out_of_step, small_dataset, how)
+    errors = ranks.run(2, _out_of_step, small_dataset, changes)
     assert all(error is not None and error.startswith("ranks are out of step: rank ") for error in errors)
     assert errors[0] == errors[1]
+
+
+def _abandon(rank: int, world_size: int, path: Path) -> list[str | None]:
+    """Leave an epoch of which each rank has pulled another number of steps, as threads do that read ahead."""
+    loader = _loader(path, rank, world_size, Refitted())
+    abandoned = iter(loader)
+    list(itertools.islice(abandoned, 3 + rank))
+    whole = iter(loader)
+    next(whole)
+    list(itertools.islice(abandoned, 3))  # a thread may go on for a while
+    error = _error(lambda: list(whole))
+    dist.barrier()
+    return [error, _error(loader.state_dict), _error(lambda: list(loader))]
+
+
+def test_an_epoch_that_is_abandoned_is_not_compared(ranks: RankPool, small_dataset: Path) -> None:
+    assert ranks.run(2, _abandon, small_dataset) == [[None] * 3] * 2
+
+
+def test_plans_can_be_compared_while_another_thread_adds_some() -> None:
+    check = PlanCheck(Members(rank=0, world_size=1, store=HashStore()), timedelta(seconds=30))
+    iteration, is_over = check.begin_epoch(0, 10), threading.Event()
+
+    def add() -> None:
+        while not is_over.is_set():
+            iteration.add(7)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(100):
+            check.compare()
+    finally:
+        is_over.set()
+        thread.join()
+    assert iteration.plans[0] > 0
+
+
+def _compare_elsewhere(check: PlanCheck) -> None:
+    check.compare()
+    check.end_epoch(check.begin_epoch(1, 5))  # would wait for the other rank
+
+
+def test_a_forked_process_leaves_the_connection_alone() -> None:
+    check = PlanCheck(Members(rank=0, world_size=2, store=HashStore()), timedelta(seconds=60))
+    process = multiprocessing.get_context("fork").Process(target=_compare_elsewhere, args=(check,))
+    process.start()
+    process.join(50)
+    assert process.exitcode == 0
 
 
 def _resumed(rank: int, world_size: int, path: Path, options: dict[str, Any]) -> list[int]:
