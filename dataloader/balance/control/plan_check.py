@@ -134,5 +134,5 @@ class PlanCheck:
                 "Balancer, which gathers costs, and resume from an earlier checkpoint with new loaders"
             )
         if note:
-            within(timeout, lambda: store.compare_set(_NOTE, "", note))
-            raise RankError(note)
+            # All ranks raise the first note.
+            raise RankError(within(timeout, lambda: store.compare_set(_NOTE, "", note)).decode())

@@ -167,6 +167,7 @@ def test_a_link_that_is_cut_while_ranks_train_ends_all_of_them(make_hosts: Calla
     )
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_while_ranks_create_a_balancer_ends_all_of_them(
     make_hosts: Callable[[], TwoHosts], small_dataset: Path
 ) -> None:
