@@ -210,6 +210,7 @@ def test_the_command_passes_its_arguments_on(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_copy_that_is_killed_leaves_none_or_a_whole_one_and_the_next_one_completes(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
