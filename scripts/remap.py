@@ -13,19 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from evenrank.cli import console
 from evenrank.cli.main import run_command
-from evenrank.cli.options import Condition, check_conditions
 from evenrank.dataloader.routing.modes import MODES
-
-_RANKS = Condition(
-    options=("ranks",),
-    apply_to="--routing roundrobin",
-    holds=lambda values: values["routing"] == "roundrobin",
-    decided_by=("routing",),
-)
 
 
 def remap(
-    ctx: typer.Context,
     out: Annotated[Path, typer.Argument(help="Folder of the job (its --out), which stays as it is.")],
     target: Annotated[Path, typer.Argument(help="Folder of the new job, without checkpoints.")],
     routing: Annotated[str, typer.Option(help=f"--routing of the new job: {', '.join(MODES)}.")],
@@ -42,7 +33,6 @@ def remap(
         torchrun scripts/train.py --out out/hashed --embeddings sharded --routing hash_roundrobin --epochs 2
         python scripts/remap.py out/train out/on-8 --routing roundrobin --ranks 8
     """
-    check_conditions(ctx, _RANKS)
     with console.stages() as on_stage:
         on_stage("importing torch")  # here, because `--help` does not need it
         from trainer.remap import remap_job

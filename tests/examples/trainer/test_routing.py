@@ -142,7 +142,7 @@ def test_ranks_without_effect_are_refused(tmp_path: Path) -> None:
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert finished.returncode == 2
     assert finished.stderr == (
-        "error: --ranks applies to --routing roundrobin, not to --routing continuous; change one of them\n"
+        "error: --ranks applies to --routing roundrobin, not to --routing continuous; leave it out\n"
     )
 
 
