@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from evenrank.core.text import escape_controls
+from evenrank.core.errors import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

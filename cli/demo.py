@@ -22,7 +22,11 @@ _BATCH_SIZE = 32  # per rank
 # Strategies, and whether samples are exchanged.
 _WAYS = [*((strategy, True) for strategy in STRATEGIES), ("lpt-swap", False)]
 # What the ranks need of torch, which takes seconds to import: imported once, in the process that they are forked from.
-_RANK_MODULES = ["evenrank.dataloader.loader", "evenrank.dataloader.pad", "evenrank.dataloader.balance.balancer"]
+_RANK_MODULES = [
+    "evenrank.dataloader.loader",
+    "evenrank.dataloader.batches.padding",
+    "evenrank.dataloader.balance.balancer",
+]
 
 
 def demo_command(

@@ -10,7 +10,7 @@ from evenrank.cli import console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.cli.reports.dataset_routing import RoutingLoads
+    from evenrank.cli.reports.dataset_data import RoutingLoads
     from evenrank.datasets.schema import Manifest
 
 _MAX_LABELS = 8  # shown of a contextual feature
@@ -48,7 +48,7 @@ def inspect_command(
     for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     with console.stages() as on_stage:
-        from evenrank.cli.reports.dataset_page import build_page  # imports matplotlib, which these tables do without
+        from evenrank.cli.reports.dataset_page import build_page
 
         report = build_page(path, manifest, on_stage=on_stage)
         write_page(page, report.html)

@@ -20,9 +20,8 @@ from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
 from evenrank.cli.which import which_command
-from evenrank.core.errors import EvenrankError
-from evenrank.core.extras import naming_extras
-from evenrank.core.text import escape_controls
+from evenrank.core.errors import EvenrankError, escape_controls
+from evenrank.core.optional_imports import naming_extras
 
 Command = Callable[..., None]
 

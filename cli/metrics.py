@@ -54,7 +54,7 @@ def metrics_command(
     console.print_result(metrics_table(records))
     with console.stages() as on_stage:
         on_stage("drawing")
-        from evenrank.cli.reports.balance_page import render_page  # imports matplotlib, which the table does without
+        from evenrank.cli.reports.balance_page import render_page
 
         write_page(page, render_page(records, name=log.name))
     console.print_result(f"report: {page}")

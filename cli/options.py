@@ -10,11 +10,10 @@ import typer
 from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evenrank.dataloader.balance.cost import Cost
-    from evenrank.dataloader.balance.model_cost import HSTUCost
+    from evenrank.dataloader.balance.cost import Cost, HSTUCost
 
 # Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
-STRATEGIES = ("identity", "karmarkar-karp", "lpt-swap", "min-move")
+STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
 TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 
 MAX_LENGTH = (1 << 31) - 1  # of a history
@@ -113,7 +112,7 @@ def hstu_cost(*, hidden: int, heads: int, layers: int) -> "HSTUCost":
         ConfigError: `hidden` is not a multiple of `heads`.
 
     """
-    from evenrank.dataloader.balance.model_cost import HSTUCost
+    from evenrank.dataloader.balance.cost import HSTUCost
 
     if heads < 1 or hidden % heads:
         raise ConfigError(

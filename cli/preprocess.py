@@ -12,7 +12,7 @@ from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTH
 
 if TYPE_CHECKING:
     from evenrank.preprocess import PreprocessConfig
-    from evenrank.preprocess.build.reading import OnError
+    from evenrank.preprocess.build.buckets import OnError
 
 _ALL = "all"
 _DESCRIPTION = (  # of a custom log, besides its files a key of the file of --config each
@@ -208,7 +208,7 @@ def preprocess_command(
 
     from evenrank.datasets.distributions import Zipf, parse_distribution
     from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig
-    from evenrank.preprocess.sources.tabular_config import read_toml
+    from evenrank.preprocess.sources.custom import read_toml
 
     custom = None
     if dataset == CUSTOM:

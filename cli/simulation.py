@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
+from evenrank.dataloader.balance.cost import Cost, TokenCost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.metrics import MetricsSummary, measure_step, summarize
-from evenrank.dataloader.balance.model_cost import TokenCost
 from evenrank.dataloader.balance.partition.strategies import Assignment, partition
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.datasets.distributions import Distribution

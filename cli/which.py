@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from evenrank.dataloader import Loader, SequenceBatch
-    from evenrank.dataloader.balance.sampler import SampledStep
+    from evenrank.dataloader.balance.no_exchange import LocalPlan
     from evenrank.dataloader.config import Order
 
 # Of the loader, which tells a job which rows are left out.
@@ -52,7 +52,7 @@ _CONDITIONS = (
     Condition(
         options=("window",),
         apply_to="jobs that balance",
-        holds=lambda values: values["strategy"] != "identity",
+        holds=lambda values: values["strategy"] != "none",
         decided_by=("strategy",),
     ),
 )
@@ -96,10 +96,10 @@ def which_command(
     strategy: Annotated[
         str,
         typer.Option(
-            help=f"How steps are balanced: one of {', '.join(STRATEGIES)}. identity is what a loader without balancing "
+            help=f"How steps are balanced: one of {', '.join(STRATEGIES)}. none is what a loader without balancing "
             "yields."
         ),
-    ] = "identity",
+    ] = "none",
     tolerance: Annotated[
         float, typer.Option(help="Relative tolerance above the lower bound at which balancing stops.")
     ] = 0.001,
@@ -132,7 +132,7 @@ def which_command(
         on_stage("importing torch")
         from evenrank.dataloader import LoaderConfig, build_loader
         from evenrank.dataloader.balance import BalanceConfig
-        from evenrank.dataloader.balance.model_cost import TokenCost
+        from evenrank.dataloader.balance.cost import TokenCost
         from evenrank.datasets.schema import USER_ID
         from evenrank.datasets.store import open_store
 
@@ -176,7 +176,7 @@ def _check_position(loader: "Loader[SequenceBatch]", position: int, name: str) -
         )
 
 
-def _samples_table(batch: "SequenceBatch", user_ids: "NDArray[np.int64]", plan: "SampledStep") -> "Table":
+def _samples_table(batch: "SequenceBatch", user_ids: "NDArray[np.int64]", plan: "LocalPlan") -> "Table":
     """Return a table with one line per sample of a batch without padding.
 
     Args:
@@ -203,7 +203,7 @@ def _samples_table(batch: "SequenceBatch", user_ids: "NDArray[np.int64]", plan: 
     return table
 
 
-def _describe_loads(plan: "SampledStep", rank: int) -> str:
+def _describe_loads(plan: "LocalPlan", rank: int) -> str:
     metrics = plan.metrics
     assert metrics is not None  # because Loader.pick measures
     heaviest = int(metrics.after.argmax())

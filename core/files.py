@@ -1,8 +1,11 @@
 """Opening files that others may have put in place: no links where ours should be, no pipes where data should be."""
 
+import contextlib
 import errno
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
@@ -83,3 +86,51 @@ def _check_mode(path: Path | str, mode: int) -> None:
 def _unreadable(path: Path | str, error: OSError | ValueError) -> DataError:
     reason = getattr(error, "strerror", None) or error
     return DataError(f"{path} cannot be read: {reason}; check the path and its permissions")
+
+
+# Write a file such that it appears with all of its contents, or not at all.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, replacing an existing one only once the new one is complete and on disk.
+
+    Raises:
+        OSError: the file could not be written; an existing one is unchanged, and nothing half-written is left.
+
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.unlink(missing_ok=True)  # left by a process that was killed
+        with partial.open("x", encoding="utf-8") as file:  # "x" never follows a link that another user has put there
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash could leave the renamed file without its contents
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# Folders of this user, for what can be made again.
+
+
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def user_folders() -> Iterator[Path]:
+    """Yield `~/.cache/evenrank`, then `TEMPORARY-FOLDER/evenrank-UID`; neither may exist, or be writable."""
+    with contextlib.suppress(RuntimeError):  # there is no home folder: HOME is not set, and the user is unknown
+        home = Path.home()
+        if home.is_absolute():
+            yield home / ".cache" / "evenrank"
+    with contextlib.suppress(OSError):  # there is no temporary folder
+        yield Path(tempfile.gettempdir()) / f"evenrank-{os.geteuid()}"
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether a folder belongs to this user, and nobody else can write to it; False if there is none."""
+    try:
+        link, target = folder.lstat(), folder.stat()
+    except OSError:
+        return False
+    is_own = link.st_uid == target.st_uid == os.geteuid()
+    return stat.S_ISDIR(target.st_mode) and is_own and not target.st_mode & WRITABLE_BY_OTHERS

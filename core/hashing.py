@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
+from evenrank.core.numba_cache import compiled
 
 # Of the finalizer of SplitMix64, in their order.
 MIX_SHIFTS = 30, 27, 31

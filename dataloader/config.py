@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
+from evenrank.dataloader.batches.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.state import SEED, show
+from evenrank.dataloader.state.checks import SEED, show
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS
 
 Batch = TypeVar("Batch", bound=JaggedBatch)

@@ -12,26 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.alike import create_alike
-from evenrank.dataloader.balance.control.plan_check import PlanCheck
-from evenrank.dataloader.balance.control.process_group import Members
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.sampler import BalanceConfig
-from evenrank.dataloader.balanced_picks import make_picker
-from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.balance.no_exchange import BalanceConfig
+from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
+from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
+from evenrank.dataloader.balance.ranks.process_group import Members
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.transform import Transform, apply, make_rng
+from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.dataloader.config import ReadConfig, check_rank
-from evenrank.dataloader.identity import name_of, shared_settings
-from evenrank.dataloader.mapped_stores import map_stores
-from evenrank.dataloader.node import EpochNode
-from evenrank.dataloader.picks import Iteration, Pick, StepShape
-from evenrank.dataloader.protocols import HasIdentity
-from evenrank.dataloader.rest import Rest, SavedPosition
 from evenrank.dataloader.routing.dist_type import check_dist_type, dist_type
-from evenrank.dataloader.samples import Mixture, find_samples, make_order
-from evenrank.dataloader.tensor_modes import outside_inference_mode
-from evenrank.dataloader.transform import Transform, apply, make_rng
+from evenrank.dataloader.sampling.balanced_steps import make_picker
+from evenrank.dataloader.sampling.samples import Mixture, find_samples, make_order, remapped_stores
+from evenrank.dataloader.sampling.steps import Iteration, StepSamples, StepShape
+from evenrank.dataloader.state.invariants import name_of, shared_settings
+from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
 
@@ -93,10 +91,10 @@ def build_loader(
 
     if balance is None:
         return make()
-    return create_alike(make, group=balance.group, world_size=world_size, timeout=balance.timeout)
+    return create_on_all_ranks(make, group=balance.group, world_size=world_size, timeout=balance.timeout)
 
 
-class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
+class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Every rank yields the same number of batches; with `balance`, the end of an epoch waits for all ranks, up to
@@ -138,17 +136,17 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._transform = transform
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
         self._samples, self.left_out = find_samples(self._stores, collate)
-        self._stores = map_stores(self._stores, collate, config.key_maps)
+        self._stores = remapped_stores(self._stores, collate, config.key_maps)
         self._order = make_order(config.order, self._stores, self._samples, mixture)
         self.num_samples = self._order.num_samples
         self._seed = config.seed
-        self._next = Rest()  # what the next iteration is over
-        self._resumed: dict[int, Rest] = {}  # by epoch, what was left when a state was loaded; others begin at 0
+        self._next = ResumePoint()  # what the next iteration is over
+        self._resumed: dict[int, ResumePoint] = {}  # by epoch, what was left when a state was loaded; others begin at 0
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.on_step
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
-        self._balance_identity = {} if balance is None else balance.identity() | {"prefetch": config.prefetch}
+        self._balance_identity = {} if balance is None else balance.rank_invariants() | {"prefetch": config.prefetch}
         shape = StepShape(
             rank=rank,
             world_size=world_size,
@@ -172,7 +170,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
 
         With `BalanceConfig(pack=True)` epochs differ in this; it is that of the next iteration's epoch.
         """
-        return self._begin(Rest(epoch=self.epoch)).schedule.num_steps
+        return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
@@ -189,7 +187,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
         return batch
 
-    def pick(self, step: int, *, epoch: int = 0, start: int | Mapping[str, Any] = 0) -> Pick:
+    def pick(self, step: int, *, epoch: int = 0, start: int | Mapping[str, Any] = 0) -> StepSamples:
         """Return which samples this rank trains in a step, without reading their events or changing the position.
 
         Args:
@@ -203,7 +201,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             StateError: see `load_state_dict`.
 
         """
-        rest, seed = Rest(epoch=epoch), self._seed
+        rest, seed = ResumePoint(epoch=epoch), self._seed
         if isinstance(start, Mapping):
             saved = SavedPosition.from_state(start, self.num_samples, self._fingerprint)
             rest, seed = self._picker.resume(self._order, saved), saved.seed
@@ -213,7 +211,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
                     "from, or 0 if it began at its start"
                 )
         elif start:
-            rest = Rest(epoch=epoch, start=start, position=start)
+            rest = ResumePoint(epoch=epoch, start=start, position=start)
         iteration = self._picker.begin(self._order, rest, seed=seed)
         num_steps = iteration.schedule.num_steps
         if not 0 <= step < num_steps:
@@ -227,7 +225,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         epoch, iteration, is_measured = self.epoch, self._begin(self._next), self._on_step is not None
         schedule, seed = iteration.schedule, self._seed
-        self._next = Rest(epoch=epoch + 1)
+        self._next = ResumePoint(epoch=epoch + 1)
 
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
@@ -256,7 +254,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         if self._plan_check is not None and plans is not None:
             self._plan_check.end_epoch(plans)
 
-    def _begin(self, rest: Rest) -> Iteration:
+    def _begin(self, rest: ResumePoint) -> Iteration:
         return self._picker.begin(self._order, rest, seed=self._seed)
 
     def close(self) -> None:
@@ -295,7 +293,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
         rest = self._resumed.get(epoch)
         if rest is None or position < rest.position:
-            rest = Rest(epoch=epoch)
+            rest = ResumePoint(epoch=epoch)
         unfinished = self._picker.unfinished(self._order, rest, position, seed=self._seed)
         saved = SavedPosition(epoch, position, self._seed, unfinished, dist_type(self._config.key_maps))
         return saved.to_state(self.num_samples, self._fingerprint)
@@ -315,12 +313,12 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         rest = self._picker.resume(self._order, saved)
         is_over = rest.position > 0 and self._picker.begin(self._order, rest, seed=saved.seed).schedule.num_steps == 0
         self._seed, self._after_last, self._resumed[rest.epoch] = saved.seed, (rest.epoch, rest.position), rest
-        self._next = Rest(epoch=rest.epoch + 1) if is_over else rest
+        self._next = ResumePoint(epoch=rest.epoch + 1) if is_over else rest
 
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])
 
-    def identity(self) -> dict[str, Any]:
+    def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return {**self._shared, "seed": self._seed}
 
@@ -332,7 +330,7 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
             "world_size": self._world_size,
             **shared_settings(self._config, self._collate),
             **self._balance_identity,
-            **self._picker.identity(self._order, seed=self._config.seed),
+            **self._picker.rank_invariants(self._order, seed=self._config.seed),
             "transform": name_of(self._transform),
             "num_samples": self.num_samples,
             "fingerprint": self._fingerprint,
@@ -345,5 +343,5 @@ class Loader(EpochNode[Batch], HasIdentity, Generic[Batch]):
         for store, samples in zip(self._stores, self._samples, strict=True):
             digest.update(f"{store.manifest.content_hash} {store.split} {len(samples.left_out)} ".encode())
             digest.update(samples.left_out.astype("<i8").tobytes())
-        digest.update(repr((self._collate.filters(), self._order.identity())).encode())
+        digest.update(repr((self._collate.filters(), self._order.fingerprint())).encode())
         return digest.hexdigest()

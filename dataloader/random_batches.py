@@ -3,25 +3,142 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+from evenrank.dataloader.batches.transform import make_rng
+from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.collate.spans import StoreRows
 from evenrank.dataloader.config import ReadConfig, check_rank
-from evenrank.dataloader.identity import shared_settings
-from evenrank.dataloader.mapped_stores import map_stores
-from evenrank.dataloader.node import EpochNode
-from evenrank.dataloader.protocols import HasIdentity
-from evenrank.dataloader.random_data import RandomData, draw_samples
-from evenrank.dataloader.state import COUNT, EPOCH, SEED, TEXT, StateFormat, show
-from evenrank.dataloader.tensor_modes import outside_inference_mode
-from evenrank.dataloader.transform import make_rng
-from evenrank.datasets.store import SequenceStore
+from evenrank.dataloader.sampling.samples import remapped_stores
+from evenrank.dataloader.state.checks import COUNT, EPOCH, SEED, TEXT, StateFormat, show
+from evenrank.dataloader.state.invariants import shared_settings
+from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    SCHEMA_VERSION,
+    TIMESTAMP_MS,
+    USER_ID,
+    Manifest,
+    check_names,
+)
+from evenrank.datasets.store import MultiValued, SequenceStore
+
+# Samples drawn from distributions, as the rows of a store in memory.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomFeature:
+    """A contextual feature of random batches with any number of values per sample."""
+
+    values: Distribution
+    """Of each value."""
+    lengths: Distribution
+    """Values of a sample."""
+    max_length: int
+    """Larger draws of `lengths` are set to it."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 0:
+            raise ConfigError(f"max_length must be at least 0, got {self.max_length}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomData:
+    """The distributions of the samples of random batches."""
+
+    lengths: Distribution = Lognormal()
+    """Events of a sample, including its candidates or its target."""
+    items: Distribution = Zipf(exponent=1.05, high=100_000)
+    """Item ids."""
+    actions: Distribution = Uniform(low=0, high=9)
+    """Actions, 0..2^31-1."""
+    contextual: Mapping[str, Distribution | RandomFeature] = field(default_factory=dict)
+    """Each contextual feature, by name; given as a distribution, it has one value per sample."""
+    users: Distribution = Uniform(low=0, high=999_999)
+    """User ids, of which batches have the feature `user_id` if the config says so."""
+    num_real: Distribution | None = None
+    """Samples of a batch, clipped to batch_size; None: all rows are samples."""
+
+    def __post_init__(self) -> None:
+        check_names(self.contextual)
+
+
+def draw_samples(
+    data: RandomData, rng: np.random.Generator, num_samples: int, *, min_length: int, split: str
+) -> SequenceStore:
+    """Draw samples, as the rows of a store.
+
+    Args:
+        data: distributions of the samples.
+        rng: where random numbers come from.
+        num_samples: rows of the store.
+        min_length: smaller draws of lengths are raised to it.
+        split: name of the split.
+
+    Raises:
+        ConfigError: an action is out of range.
+
+    """
+    lengths = np.maximum(data.lengths.sample(rng, num_samples), min_length)
+    offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+    num_events = int(offsets[-1])
+    actions = draw_actions(data.actions, rng, num_events)
+    contextual, multi_valued = _draw_context(data, rng, num_samples)
+    events: dict[str, NDArray[np.integer]] = {
+        ITEM_ID: data.items.sample(rng, num_events),
+        ACTION: actions,
+        TIMESTAMP_MS: np.arange(num_events),
+    }
+    users = data.users.sample(rng, num_samples)
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        dataset="random",
+        sources=(),
+        options={},
+        splits={},
+        contextual=tuple(contextual),
+        extra_events={},
+        vocabulary_sizes={},
+        context_labels={},
+        content_hash="",
+    )
+    return SequenceStore(
+        manifest=manifest,
+        split=split,
+        offsets=offsets,
+        events={name: values.astype(EVENT_DTYPES[name]) for name, values in events.items()},
+        rows={USER_ID: users, **contextual},
+        multi_valued=multi_valued,
+    )
+
+
+def _draw_context(
+    data: RandomData, rng: np.random.Generator, num_samples: int
+) -> tuple[dict[str, NDArray[np.int64]], dict[str, MultiValued]]:
+    """Draw the values of all contextual features, and where those of each sample begin in multi-valued ones."""
+    values: dict[str, NDArray[np.int64]] = {}
+    multi_valued: dict[str, MultiValued] = {}
+    for name, feature in data.contextual.items():
+        if isinstance(feature, RandomFeature):
+            lengths = np.clip(feature.lengths.sample(rng, num_samples), 0, feature.max_length)
+            offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+            values[name] = feature.values.sample(rng, int(offsets[-1]))
+            multi_valued[name] = MultiValued(offsets=offsets, max_length=feature.max_length)
+        else:
+            values[name] = feature.sample(rng, num_samples)
+    return values, multi_valued
+
 
 _FORMAT = StateFormat(
     owner="random batches",
@@ -32,7 +149,7 @@ _FORMAT = StateFormat(
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
+class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     """Random batches of one rank; each iteration is one epoch, and all epochs have the same batches.
 
     Rank r's batch of step s depends only on seed, r and s. Lengths are raised to the number of candidates, or to 1 for
@@ -80,7 +197,7 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         store = self._draw(np.random.default_rng(0), 0)
         self._collate.check(store)
-        map_stores([store], self._collate, config.key_maps)
+        remapped_stores([store], self._collate, config.key_maps)
         self._cycle = [self._make(step) for step in range(min(num_distinct or 0, num_batches))]
 
     def __len__(self) -> int:
@@ -110,7 +227,7 @@ class RandomBatches(EpochNode[Batch], HasIdentity, Generic[Batch]):
         made = self._cycle[step % len(self._cycle)] if self._cycle else self._make(step)
         return dataclasses.replace(made, step=step, position=(step + 1) * self._samples_per_step)
 
-    def identity(self) -> dict[str, Any]:
+    def rank_invariants(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, and this process's `rank`.
 
         The distributions are not among them: ranks may draw from different ones.

@@ -10,10 +10,12 @@ A window is a shuffle buffer. In each epoch a shard's windows, and the rows with
 Both orders are stateless permutations, so two numbers give the position in a shard and the contents of the buffer.
 """
 
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +25,64 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.datasets.file_versions import Version, has_sha256, version_of, versions_of
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, DataFile, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, unreadable
+
+# Whether the files of a dataset are still those that were seen when it was opened, on any file system of pyarrow.
+
+
+Version = tuple[Any, ...]
+"""Changes with every write to a file. Locally: its size, and the times of its last change in nanoseconds, of which no
+program can set the second. In an object store: its size, and the time of the upload in seconds.
+"""
+_CHUNK = 1 << 20  # bytes
+
+
+def version_of(files: fs.FileSystem, path: str) -> Version | None:
+    """Return the version of a file; None if there is none."""
+    if isinstance(files, fs.LocalFileSystem):
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return None
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return _remote_version(files.get_file_info(path))
+
+
+def versions_of(files: fs.FileSystem, paths: Iterable[str]) -> dict[str, Version | None]:
+    """Return the versions of files; in an object store with a request per thousand files, not one per file."""
+    paths = list(paths)
+    if isinstance(files, fs.LocalFileSystem):
+        return {path: version_of(files, path) for path in paths}
+    try:
+        listed: Mapping[str, fs.FileInfo] = {
+            info.path: info
+            for folder in {path.rpartition("/")[0] for path in paths}
+            for info in files.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+        }
+    except OSError:  # those who may read a bucket may not always list it
+        return {path: version_of(files, path) for path in paths}
+    return {path: _remote_version(listed[path]) if path in listed else None for path in paths}
+
+
+def _remote_version(info: fs.FileInfo) -> Version | None:
+    # Listings have fractions of seconds that requests for a single object lack.
+    return None if info.type != fs.FileType.File else (info.size, (info.mtime_ns or 0) // 1_000_000_000)
+
+
+def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
+    """Return whether a file can be read and has this SHA-256, in hexadecimal."""
+    digest = hashlib.sha256()
+    try:
+        with files.open_input_stream(path) as opened:
+            while chunk := opened.read(_CHUNK):
+                digest.update(chunk)
+    except (OSError, pa.ArrowException):
+        return False
+    return digest.hexdigest() == sha256
+
 
 _EMPTY = np.empty(0, dtype=np.int64)
 

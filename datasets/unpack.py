@@ -9,11 +9,17 @@ used for other data. Columns have folders of their own, so that they may have an
 """
 
 import contextlib
+import errno
+import fcntl
 import hashlib
-from collections.abc import Iterator
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,11 +27,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
-from evenrank.core.files import open_regular
-from evenrank.datasets.cache import find_or_build
-from evenrank.datasets.column_file import ColumnWriter
+from evenrank.core.files import WRITABLE_BY_OTHERS, open_lock_file, open_regular, user_folders
 from evenrank.datasets.schema import (
     ACTION,
+    CACHE_NAME,
     ITEM_ID,
     LENGTH,
     NUM_TARGETS,
@@ -35,6 +40,183 @@ from evenrank.datasets.schema import (
     Manifest,
     Split,
 )
+
+# Where unpacked columns are kept: next to the dataset, or in a folder of this user.
+#
+#     OUT/.cache/NAME                   if OUT can be written
+#     ~/.cache/evenrank/NAME            otherwise
+#     TEMPORARY-FOLDER/evenrank-UID     if there is no home folder that can be written
+#
+# An entry is built under a lock and renamed into place, so no process maps a file that is still being written. Entries
+# that others could have changed are not used.
+
+
+# Of a folder that this user cannot write to, rather than of a disk that is full or damaged.
+_NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Root:
+    """A folder of cache entries."""
+
+    path: Path
+    """The folder."""
+    owners: frozenset[int]
+    """The users whose entries are trusted."""
+    mode: int
+    """With which the folder is created. Entries that others could write to although this mode does not let them are not
+    trusted.
+    """
+
+    def trusts(self, path: Path) -> bool:
+        """Return whether only trusted users could have written the folder or entry at `path`."""
+        try:
+            link, target = path.lstat(), path.stat()
+        except OSError:
+            return False
+        if not stat.S_ISDIR(target.st_mode) or target.st_mode & WRITABLE_BY_OTHERS & ~self.mode:
+            return False
+        return {link.st_uid, target.st_uid} <= self.owners
+
+
+def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Path:
+    """Return the folder of a cache entry, and build it if there is none.
+
+    Args:
+        folder: of the dataset.
+        name: of the entry; it must identify the contents, because datasets share the folders of users.
+        build: writes the entry to an empty folder.
+
+    Raises:
+        DataError: what `build` raises, or the entry cannot be written.
+
+    """
+    for root in _roots(folder):
+        if root.trusts(root.path) and root.trusts(root.path / name):
+            return root.path / name
+    tried = []
+    for root in _roots(folder):
+        tried.append(str(root.path))
+        try:
+            root.path.mkdir(mode=root.mode & 0o755, parents=True, exist_ok=True)
+            if not root.trusts(root.path):
+                continue
+            with _lock(root.path / f"{name}.lock"):
+                if not os.path.lexists(root.path / name):  # else another process has built it in the meantime
+                    _build_entry(root.path / name, build)
+            if root.trusts(root.path / name):
+                return root.path / name
+        except OSError as error:
+            if error.errno not in _NOT_PERMITTED:
+                raise DataError(
+                    f"the cache {root.path} could not be written: {error.strerror or error}; free space, or clear that "
+                    "path"
+                ) from error
+    raise DataError(
+        f"{folder} has no place for its unpacked columns: none of {', '.join(tried)} can be written and belongs to "
+        "this user alone; change the permissions of one of them"
+    )
+
+
+def _roots(folder: Path) -> Iterator[_Root]:
+    """Yield the folders in which a dataset's entries may be, best first."""
+    dataset, user = folder.stat(), os.geteuid()
+    # What is in the dataset's folder is as trustworthy as the dataset if its owner wrote it.
+    yield _Root(
+        path=folder / CACHE_NAME,
+        owners=frozenset((user, dataset.st_uid, 0)),
+        mode=0o755 | dataset.st_mode & WRITABLE_BY_OTHERS,
+    )
+    for path in user_folders():
+        yield _Root(path=path, owners=frozenset((user,)), mode=0o700)
+
+
+def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
+    partial = entry.with_name(f"{entry.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    partial.mkdir(mode=0o755)
+    try:
+        build(partial)
+        partial.rename(entry)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock among the processes of this machine; the kernel releases it if the holder dies."""
+    with open_lock_file(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# A column as a `.npy` file (version 1.0 of the format): written in parts, then mapped into memory.
+#
+# Headers are compared rather than parsed: type and length are known from the manifest, so a file with another header is
+# not the expected one.
+
+
+_HEADER_BYTES = 128  # a multiple of 64, as the format demands, with room for any length
+
+
+class ColumnWriter:
+    """Writes a column, as a context manager.
+
+    The file is written to rather than mapped, because a store to a mapped file on a full disk ends the process.
+
+    Args:
+        path: of a file that does not exist.
+        dtype: of the values.
+        length: how many values will be appended.
+
+    """
+
+    def __init__(self, path: Path, dtype: str, length: int) -> None:
+        self._file = path.open("xb")
+        self._dtype = np.dtype(dtype)
+        self._file.write(_header(self._dtype, length))
+
+    def append(self, values: NDArray[np.integer]) -> None:
+        """Append values [n] of the column's dtype."""
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+
+    def __enter__(self) -> "ColumnWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())  # some file systems report only now that the disk is full
+
+
+def map_column(path: Path, dtype: str, length: int) -> NDArray[Any]:
+    """Map a column into memory, read-only: [length].
+
+    Raises:
+        DataError: the file is missing, or is no such column.
+
+    """
+    expected = np.dtype(dtype)
+    header = _header(expected, length)
+    with open_regular(path) as file:
+        if file.read(len(header)) != header:
+            raise DataError(f"{path} is not a column of {length:,} {dtype}; unpack it again")
+        if os.fstat(file.fileno()).st_size != len(header) + length * expected.itemsize:
+            raise DataError(f"{path} does not have the size that its header says; unpack it again")
+    if not length:  # nothing to map
+        return np.empty(0, expected)
+    column = np.memmap(path, expected, mode="r", offset=len(header), shape=(length,))
+    view: NDArray[Any] = column.view(np.ndarray)  # methods of np.memmap cost several times as much
+    return view
+
+
+def _header(dtype: np.dtype[Any], length: int) -> bytes:
+    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
+    prefix = np.lib.format.magic(1, 0)
+    num_bytes = _HEADER_BYTES - len(prefix) - 2  # the two bytes say how many follow
+    return prefix + num_bytes.to_bytes(2, "little") + text.ljust(num_bytes - 1).encode() + b"\n"
+
 
 OFFSETS = "offsets"
 TIME_ORDER = "time_order"

@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, SelfAttentionCost
-from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
 WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64

@@ -30,9 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
-from evenrank.datasets import ConfigError, EvenrankError, read_manifest
+from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
 WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64

@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, SelfAttentionCost
-from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
 WIDTH, HEADS, NUM_NEGATIVES = 32, 2, 64

@@ -104,7 +104,7 @@ def main(data: Path = Path("out/synthetic"), steps: int = 20) -> None:
     full = SelfAttentionCost(hidden=HIDDEN, heads=2, head_dim=HIDDEN // 2, layers=LAYERS, ffn_multiplier=4)
     dist.init_process_group("gloo")
     runs: list[tuple[str, Cost, str]] = [
-        ("not balanced", own_cost, "identity"),
+        ("not balanced", own_cost, "none"),
         ("cost of full attention", full, "lpt-swap"),
         ("own cost, lpt-swap", own_cost, "lpt-swap"),
         ("own cost, min-move", own_cost, "min-move"),

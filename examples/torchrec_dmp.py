@@ -32,9 +32,10 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
-from evenrank.datasets import EvenrankError, read_manifest
+from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, make_pipeline, run_pipeline, scale_loss
 
 WIDTH, HEADS = 32, 2

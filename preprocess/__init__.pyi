@@ -3,7 +3,7 @@ from .build.inference_requests import RequestRule as RequestRule
 from .pipeline import PreprocessConfig as PreprocessConfig
 from .pipeline import preprocess as preprocess
 from .sources.catalog import DATASETS as DATASETS
+from .sources.custom import TabularConfig as TabularConfig
 from .sources.synthetic import SyntheticConfig as SyntheticConfig
-from .sources.tabular_config import TabularConfig as TabularConfig
 
 __all__ = ["DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "TabularConfig", "preprocess"]

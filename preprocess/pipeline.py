@@ -13,22 +13,18 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, Manifest, Split
 from evenrank.preprocess.build.audit import Audit
-from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.buckets import Buckets, OnError, fill_buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.inference_requests import RequestRule, RequestWriter
-from evenrank.preprocess.build.reading import OnError, fill_buckets
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, parse_split
-from evenrank.preprocess.output.atomic_folder import replacing_folder, writing
-from evenrank.preprocess.output.manifest import make_manifest
-from evenrank.preprocess.output.replaceable import REQUESTS_NAME
-from evenrank.preprocess.output.writer import SplitWriter
+from evenrank.preprocess.output.replace import REQUESTS_NAME, replacing_folder, writing
+from evenrank.preprocess.output.writer import SplitWriter, make_manifest
 from evenrank.preprocess.sources.catalog import DATASETS
-from evenrank.preprocess.sources.context import ContextLookup
+from evenrank.preprocess.sources.custom import TabularConfig
 from evenrank.preprocess.sources.interactions import Interactions
-from evenrank.preprocess.sources.registry import read_source
+from evenrank.preprocess.sources.registry import ContextLookup, read_source
 from evenrank.preprocess.sources.synthetic import SyntheticConfig
-from evenrank.preprocess.sources.tabular_config import TabularConfig
 from evenrank.preprocess.sources.vocabulary import write_vocabularies
 
 # A low estimate, since a few buckets too many cost little: a row of MovieLens, the densest log known, has 27 bytes.

@@ -31,7 +31,7 @@ PROGRAM = """
 import evenrank
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.datasets import ConfigError
+from evenrank.core.errors import ConfigError
 from evenrank.training import scale_loss
 
 loader = build_loader("data", LoaderConfig(batch_size=8, max_num_candidates=1), rank=0, world_size=1)

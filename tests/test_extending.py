@@ -19,7 +19,7 @@ from evenrank.dataloader.balance import (
 )
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES, AllToAll
 from tests.dataloader.balance.costs import one_per_sample
-from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.ranks import RankFailure, RankPool
 from tests.registrations import restored
 
@@ -93,7 +93,7 @@ def _register_on_some_ranks(rank: int, world_size: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("strategy", "no strategy is called 'mine'; known are identity, karmarkar-karp, lpt-swap, min-move"),
+        ("strategy", "no strategy is called 'mine'; known are none, karmarkar-karp, lpt-swap, min-move"),
         ("exchange", "no exchange is called 'mine'; known are all-to-all, all-gather"),
     ],
 )

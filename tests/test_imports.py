@@ -28,7 +28,7 @@ FORBIDDEN = {
     "training": ("polars",),
 }
 # Only these may start collectives.
-COLLECTIVES = ("dataloader/balance/control/", "dataloader/balance/exchange/", "training/", "cli/")
+COLLECTIVES = ("dataloader/balance/ranks/", "dataloader/balance/exchange/", "training/", "cli/")
 
 
 def _imports(path: Path) -> set[str]:

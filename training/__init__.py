@@ -1,9 +1,9 @@
 """What a training loop needs besides the batches: scaling of the loss, and labels of several tasks."""
 
-from evenrank.core import extras
-from evenrank.core.torch_check import check_torch
+from evenrank.core import optional_imports
+from evenrank.core.optional_imports import check_torch
 
 check_torch()
 
 # The names of `__init__.pyi` are imported at their first use: importing the package does not wait for torch.
-__getattr__, __dir__, __all__ = extras.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = optional_imports.attach_stub(__name__, __file__)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import RankError
-from evenrank.dataloader.balance.control.process_group import Group, process_group_of
-from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
+from evenrank.dataloader.batches.batch import JaggedBatch
 
 # In an error's message; ids and losses beyond them are counted only.
 _NAMED_SAMPLES = 64

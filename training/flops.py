@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batch import SequenceBatch
+from evenrank.dataloader.batches.batch import SequenceBatch
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
 Count = int | Tensor

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.consistency import gather_checked
-from evenrank.dataloader.balance.control.process_group import Group, process_group_of
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 
 
 class BinaryAUC:

@@ -1,5 +1,6 @@
 """`ThroughputMeter`: step time, tokens and TFLOP/s of training, and the share of the devices' peak that it uses."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.consistency import gather_checked
-from evenrank.dataloader.balance.control.process_group import Group, process_group_of
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
+from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.flops import ModelFlops, Work
 
 
@@ -151,3 +152,218 @@ class ThroughputMeter:
         )
         self.restart()
         return throughput
+
+
+# Peak FLOP/s and memory bandwidth of devices, by the name that `torch.cuda.get_device_name` returns.
+#
+# Peaks are dense, with fp32 accumulation: datasheets often print twice as much, which needs weights with 2:4 sparsity.
+# They hold at the datasheet's boost clock, which a device under load need not reach. Of a device that is not in the
+# table, or part of one (MIG), they are computed from its multiprocessors and maximum clock.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicePeaks:
+    """What a device can do at most."""
+
+    fp32: float
+    """FLOP/s without tensor cores."""
+
+    tf32: float | None = None
+    """FLOP/s of float32 on tensor cores (`torch.set_float32_matmul_precision("high")`); None: it has none for it."""
+
+    fp16: float
+    """FLOP/s in float16."""
+
+    bf16: float | None = None
+    """FLOP/s in bfloat16; None: no tensor cores for it."""
+
+    fp8: float | None = None
+    """FLOP/s in 8-bit floating point; None: no tensor cores for it."""
+
+    bandwidth: float | None
+    """Bytes per second of the device's memory; None: unknown."""
+
+    source: str
+    """Where the figures are from."""
+
+    def flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """Return the FLOP/s in matrix products of a dtype.
+
+        Args:
+            dtype: of the operands.
+            tf32: whether products of float32 use TF32.
+
+        Raises:
+            ConfigError: the device has no peak for the dtype.
+
+        """
+        peaks = {
+            torch.float32: self.tf32 if tf32 else self.fp32,
+            torch.float16: self.fp16,
+            torch.bfloat16: self.bf16,
+            torch.float8_e4m3fn: self.fp8,
+            torch.float8_e5m2: self.fp8,
+        }
+        peak = peaks.get(dtype)
+        if peak is None:
+            kind = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+            raise ConfigError(f"no peak is known for {kind} on this device ({self.source}); pass it in FLOP/s")
+        return peak
+
+
+def _peaks(
+    fp32: float,
+    tf32: float | None,
+    fp16: float,
+    fp8: float | None,
+    gigabytes: float,
+    source: str,
+    *,
+    has_bf16: bool = True,
+) -> DevicePeaks:
+    """Make a row of the table, in TFLOP/s and GB/s."""
+    return DevicePeaks(
+        fp32=fp32 * 1e12,
+        tf32=None if tf32 is None else tf32 * 1e12,
+        fp16=fp16 * 1e12,
+        bf16=fp16 * 1e12 if has_bf16 else None,
+        fp8=None if fp8 is None else fp8 * 1e12,
+        bandwidth=gigabytes * 1e9,
+        source=source,
+    )
+
+
+_VOLTA = "NVIDIA V100 datasheet, January 2020"
+_TURING = "NVIDIA T4 datasheet, 2019"
+_A100 = "NVIDIA A100 datasheet, June 2021"
+_H100 = "NVIDIA H100 datasheet, 2023, and H100 whitepaper, table 2"
+_H200 = "NVIDIA H200 datasheet, 2024"
+_BLACKWELL = "NVIDIA Blackwell architecture technical brief, 2024, table 3, and HGX B200 datasheet"
+_ULTRA = "NVIDIA HGX B300 and GB300 NVL72 datasheets, 2025"
+_GEFORCE = "NVIDIA Ada and RTX Blackwell whitepapers, appendix A"
+_CDNA3 = "AMD Instinct MI300X and MI325X data sheets, 2023 and 2024"
+
+# The whole name without "NVIDIA", "Tesla" or "AMD" in front: "L4" must not match an L40, nor "H200" a MIG slice of it.
+#                                         fp32   tf32   fp16    fp8  GB/s
+_TABLE: tuple[tuple[str, DevicePeaks], ...] = (
+    (r"V100-SXM\d-\d+GB(-LS)?", _peaks(15.7, None, 125, None, 900, _VOLTA, has_bf16=False)),
+    (r"V100-PCIE-\d+GB", _peaks(14, None, 112, None, 900, _VOLTA, has_bf16=False)),
+    (r"V100S-PCIE-\d+GB", _peaks(16.4, None, 130, None, 1134, _VOLTA, has_bf16=False)),
+    (r"T4", _peaks(8.1, None, 65, None, 320, _TURING, has_bf16=False)),
+    (r"A[18]00-SXM\d?-80GB", _peaks(19.5, 156, 312, None, 2039, _A100)),
+    (r"A[18]00-SXM\d?-\d+GB", _peaks(19.5, 156, 312, None, 1555, _A100)),
+    (r"A[18]00 80GB PCIe", _peaks(19.5, 156, 312, None, 1935, _A100)),
+    (r"A[18]00-PCI[Ee]-40GB", _peaks(19.5, 156, 312, None, 1555, _A100)),
+    (r"A30", _peaks(10.3, 82, 165, None, 933, "NVIDIA A30 datasheet, 2021")),
+    (r"A10", _peaks(31.2, 62.5, 125, None, 600, "NVIDIA A10 datasheet, 2021")),
+    # Another chip than the A10, with half its tensor cores' rate.
+    (r"A10G", _peaks(35, 35, 70, None, 600, "NVIDIA A10G datasheet, 2021")),
+    (r"A40", _peaks(37.4, 74.8, 149.7, None, 696, "NVIDIA A40 datasheet, 2021")),
+    (r"L4", _peaks(30.3, 60, 121, 242.5, 300, "NVIDIA L4 datasheet, 2023")),
+    (r"L40", _peaks(90.5, 90.5, 181.05, 362, 864, "NVIDIA L40 datasheet, 2022")),
+    (r"L40S", _peaks(91.6, 183, 362.05, 733, 864, "NVIDIA L40S datasheet, 2023")),
+    (r"GeForce RTX 4090", _peaks(82.6, 82.6, 165.2, 330.3, 1008, _GEFORCE)),
+    (r"GeForce RTX 5090", _peaks(104.8, 104.8, 209.5, 419, 1792, _GEFORCE)),
+    (r"H100 80GB HBM3|H800", _peaks(66.9, 494.7, 989.4, 1978.9, 3350, _H100)),
+    (r"H[18]00 PCIe", _peaks(51.2, 378, 756, 1513, 2000, _H100)),
+    (r"H100 NVL", _peaks(60, 417.5, 835.5, 1670.5, 3900, _H100)),
+    (r"GH200 (120|480)GB", _peaks(66.9, 494.7, 989.4, 1978.9, 4000, "NVIDIA GH200 datasheet, 2023")),
+    (r"GH200 144G HBM3e", _peaks(66.9, 494.7, 989.4, 1978.9, 4900, "NVIDIA GH200 datasheet, 2023")),
+    (r"H200", _peaks(66.9, 494.7, 989.4, 1978.9, 4800, _H200)),
+    (r"H200 NVL", _peaks(60, 417.5, 835.5, 1670.5, 4800, _H200)),
+    (r"H20", _peaks(44, 74, 148, 296, 4000, "NVIDIA H20 product brief, 2024")),
+    (r"H20-3e", _peaks(44, 74, 148, 296, 4800, "NVIDIA H20 product brief, 2024, with the memory of the H200")),
+    (r"B100", _peaks(60, 900, 1750, 3500, 8000, _BLACKWELL)),
+    (r"B200", _peaks(75, 1125, 2250, 4500, 7700, _BLACKWELL)),
+    (r"GB200", _peaks(80, 1250, 2500, 5000, 8000, _BLACKWELL)),
+    (r"B300( SXM6( AC)?)?", _peaks(75, 1125, 2250, 4500, 8000, _ULTRA)),
+    (r"GB300", _peaks(80, 1250, 2500, 5000, 8000, _ULTRA)),
+    (r"Instinct MI300X( OAM)?( VF)?", _peaks(163.4, 653.7, 1307.4, 2614.9, 5300, _CDNA3)),
+    (r"Instinct MI325X( OAM)?( VF)?", _peaks(163.4, 653.7, 1307.4, 2614.9, 6000, _CDNA3)),
+)
+
+# Operations per clock and multiprocessor, by compute capability: without tensor cores, and on tensor cores in 16 bits
+# (NVIDIA's whitepapers of V100, T4, A100, GA102, AD102, H100 and Blackwell). GeForce chips of 8.6, 8.9 and 12.0 reach
+# half of that on tensor cores, so that their utilization is computed too low.
+_PER_CLOCK = {
+    (7, 0): (128, 1024),
+    (7, 5): (128, 1024),
+    (8, 0): (128, 2048),
+    (8, 6): (256, 1024),
+    (8, 9): (256, 1024),
+    (9, 0): (256, 4096),
+    (10, 0): (256, 8192),
+    (10, 3): (256, 8192),
+    (12, 0): (256, 1024),
+}
+
+
+def peaks_by_name(name: str) -> DevicePeaks | None:
+    """Return the peaks of a device that `torch.cuda.get_device_name` calls so; None if it is not in the table."""
+    bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name.strip())
+    for pattern, peaks in _TABLE:
+        if re.fullmatch(pattern, bare):
+            return peaks
+    return None
+
+
+def computed_peaks(
+    capability: tuple[int, int], multiprocessors: int, clock: float, *, bandwidth: float | None = None
+) -> DevicePeaks:
+    """Compute the peaks of an NVIDIA device: operations per clock and multiprocessor, times both.
+
+    Args:
+        capability: compute capability, such as (9, 0).
+        multiprocessors: how many it has.
+        clock: of the multiprocessors, in Hz.
+        bandwidth: of its memory, in bytes per second, if it is known.
+
+    Raises:
+        ConfigError: the compute capability is unknown.
+
+    """
+    if capability not in _PER_CLOCK:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _PER_CLOCK)
+        raise ConfigError(
+            f"the compute capability is {capability[0]}.{capability[1]}, whose operations per clock are not "
+            f"known, only those of {known}; pass the device's peak in FLOP/s"
+        )
+    plain, tensor = (operations * multiprocessors * clock for operations in _PER_CLOCK[capability])
+    return DevicePeaks(
+        fp32=plain,
+        tf32=tensor / 2 if capability >= (8, 0) else None,
+        fp16=tensor,
+        bf16=tensor if capability >= (8, 0) else None,
+        fp8=2 * tensor if capability >= (8, 9) else None,
+        bandwidth=bandwidth,
+        source=f"computed from {multiprocessors} multiprocessors at {clock / 1e9:.2f} GHz",
+    )
+
+
+def device_peaks(device: torch.device | str | int | None = None) -> DevicePeaks:
+    """Return the peaks of a CUDA device: from the table or, if it is not there, computed at its maximum clock.
+
+    Args:
+        device: None: the current one.
+
+    Raises:
+        ConfigError: it is no CUDA device, or it is not in the table, and this version of PyTorch does not know its
+            clock, or its compute capability is unknown.
+
+    """
+    if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
+        raise ConfigError(f"no peaks are known of the device {device}; pass a CUDA device, or its peak in FLOP/s")
+    properties = torch.cuda.get_device_properties(device)
+    known = peaks_by_name(properties.name)
+    if known is not None:
+        return known
+    clock = getattr(properties, "clock_rate", None)  # kHz; not in all versions of PyTorch, nor on all platforms
+    if torch.version.hip or not clock:
+        raise ConfigError(f"the peaks of {properties.name!r} are not known; pass its peak in FLOP/s")
+    memory_clock = getattr(properties, "memory_clock_rate", 0)  # kHz, with two transfers per clock
+    return computed_peaks(
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        clock * 1e3,
+        bandwidth=2 * memory_clock * 1e3 * getattr(properties, "memory_bus_width", 0) / 8 or None,
+    )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.log_format import parse_record
+from evenrank.dataloader.balance.log_reader import parse_record
 from evenrank.dataloader.balance.metrics import LogRecord
 
 

@@ -11,14 +11,15 @@ from evenrank.cli.reports.dataset_data import (
     DAY_MS,
     ContextValues,
     ItemCounts,
+    RoutingLoads,
     balancing_gains,
     context_values,
     count_items,
     item_popularity,
     length_histogram,
+    routing_loads,
     timeline,
 )
-from evenrank.cli.reports.dataset_routing import RoutingLoads, routing_loads
 from evenrank.cli.reports.html_page import render_template, to_text
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore, open_store

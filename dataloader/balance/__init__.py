@@ -7,24 +7,17 @@ computes the same assignment (`partition/`), and one collective moves the sample
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from evenrank.core.extras import naming_extras
-from evenrank.dataloader.balance.cost import Cost
+from evenrank.core.optional_imports import naming_extras
+from evenrank.dataloader.balance.cost import Cost, HSTUCost, SelfAttentionCost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
-from evenrank.dataloader.balance.model_cost import HSTUCost, SelfAttentionCost
 from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem, register_strategy
-from evenrank.dataloader.balance.partition.strategies import (
-    Assignment,
-    TokenLimitWarning,
-    lower_bound,
-    partition,
-)
+from evenrank.dataloader.balance.partition.strategies import Assignment, TokenLimitWarning, lower_bound, partition
 
 if TYPE_CHECKING:
-    from evenrank.dataloader.balance.balancer import Balancer
+    from evenrank.dataloader.balance.balancer import Balancer, Handle
     from evenrank.dataloader.balance.exchange.collectives import register_exchange
-    from evenrank.dataloader.balance.handle import Handle
-    from evenrank.dataloader.balance.sampler import BalanceConfig
+    from evenrank.dataloader.balance.no_exchange import BalanceConfig
 
 __all__ = [
     "STRATEGIES",
@@ -51,9 +44,9 @@ __all__ = [
 # By the module that defines them. Imported when they are used: they need torch, which takes seconds to import, and
 # planning and costs do without.
 _MODULES = {
-    "BalanceConfig": "sampler",
+    "BalanceConfig": "no_exchange",
     "Balancer": "balancer",
-    "Handle": "handle",
+    "Handle": "balancer",
     "register_exchange": "exchange.collectives",
 }
 

@@ -11,36 +11,156 @@ at the same points: step t+lookahead is started when step t is handed out, and a
 loader failed, takes part in the all-gathers like any other, so no rank waits for one that left.
 """
 
+import contextlib
 import dataclasses
+import enum
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import RankError
-from evenrank.dataloader.adapt import Position
-from evenrank.dataloader.balance.arguments import settle_arguments
-from evenrank.dataloader.balance.control.connection import Connection
-from evenrank.dataloader.balance.control.deadline import within
-from evenrank.dataloader.balance.control.process_group import Group, members_of
+from evenrank.core.errors import ConfigError, RankError, one_line
+from evenrank.core.numba_cache import code_hash
+from evenrank.dataloader.balance.config import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings, check_topology
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
-from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
-from evenrank.dataloader.balance.handle import Handle, State, check_state, drain
-from evenrank.dataloader.balance.log_line import StepLogger
+from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
+from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.settings import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings
+from evenrank.dataloader.balance.partition.registry import find_strategy
+from evenrank.dataloader.balance.ranks.connection import Connection
+from evenrank.dataloader.balance.ranks.consistency import HandshakeResult, RankReport, describe_cost, validate_reports
+from evenrank.dataloader.balance.ranks.handshake import handshake
+from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
+from evenrank.dataloader.balance.source import LoaderAdapter, Position
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.fx_warning import use_up_fx_warning
-from evenrank.dataloader.node import EpochNode
+from evenrank.dataloader.balance.writers import StepLogger
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+from evenrank.dataloader.state.node import EpochNode
+
+# A step on its way through a Balancer's `start`, `launch` and `finish`.
+
+
+class State(enum.StrEnum):
+    """The last thing that was done to a step."""
+
+    STARTED = "started"
+    LAUNCHED = "launched"
+    FINISHED = "finished"
+
+
+@dataclass(kw_only=True, slots=True)
+class Handle:
+    """A step on its way through `start`, `launch` and `finish`."""
+
+    state: State = State.STARTED
+    """The last thing that was done to it."""
+
+    planned: Future[PlannedStep]
+    """Its plan, made in the background."""
+
+    in_flight: StepInFlight | None = None
+    """Its exchange, once it is launched; None if no rank has batches left."""
+
+    waited_seconds: float = 0.0
+    """Time that the training thread waited for the plan."""
+
+    exchange_seconds: float = 0.0
+    """Time to pack, to wait for the collective and to unpack, on the training thread."""
+
+
+def check_state(handle: Handle, state: State, rule: str) -> None:
+    """Check that this was the last thing done to a step.
+
+    Raises:
+        ConfigError: it was not; the message has the rule, which begins with a verb.
+
+    """
+    if handle.state != state:
+        raise ConfigError(f"a step {rule}; this one is {handle.state}")
+
+
+def drain(handles: Iterable[Handle]) -> None:
+    """Wait for plans, and for collectives on the CPU, so that the collectives of all ranks stay in step.
+
+    Their results no longer matter. On a GPU, collectives follow each other on their stream without the host.
+    """
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            handle.planned.result()
+        if handle.in_flight is not None and handle.in_flight.work is not None:
+            with contextlib.suppress(RuntimeError):
+                handle.in_flight.work.wait()
+
+
+# The arguments of a Balancer: checked on each rank and compared between ranks, before any process group is created.
+
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+def check_arguments(
+    make_settings: Callable[[], BalancerSettings],
+    batches: Iterable[Batch],
+    *,
+    device: torch.device | str | None,
+    cost: Cost,
+    members: Members,
+    timeout: timedelta,
+) -> tuple[BalancerSettings, ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
+    """Check this rank's arguments and compare them between ranks.
+
+    Collective: every rank must call this.
+
+    Raises:
+        ConfigError: the arguments are invalid on this rank.
+        RankError: they are invalid on another rank, or differ between ranks.
+
+    """
+    settings, exchange_device, source, num_batches, error = None, None, None, None, None
+    shared: dict[str, Any] = {}
+    try:
+        settings = make_settings()
+        find_strategy(settings.partition.strategy, equal_counts=settings.partition.equal_counts)
+        COLLECTIVES.check(settings.exchange)
+        if settings.topology is not None:
+            check_topology(settings.topology, members.world_size)
+        source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size)
+        num_batches = source.length()
+        exchange_device = make_device(device)
+        shared = settings.shared() | {
+            "cost": describe_cost(cost),
+            "device": exchange_device.device.type,
+            "the code of evenrank": code_hash(),
+        }
+    except Exception as raised:  # reported to all ranks
+        error = raised
+    report = RankReport(
+        error=None if error is None else one_line(error),
+        settings=shared,
+        hardware=None if exchange_device is None else exchange_device.hardware,
+        num_batches=num_batches,
+        host=socket.gethostname(),
+    )
+    try:
+        settled = handshake(report, validate_reports, members, timeout)
+    except RankError:
+        if error is not None:
+            raise error from None
+        raise
+    assert settings is not None
+    assert source is not None
+    assert exchange_device is not None
+    return settings, exchange_device, source, settled
 
 
 class Balancer(EpochNode[Batch], Generic[Batch]):
@@ -54,7 +174,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             epoch. Ranks may have different numbers of batches.
         cost: what a sample costs; see `evenrank.dataloader.balance.cost`.
         strategy: `lpt-swap` balances best; `min-move` moves the fewest tokens that bring ranks within `tolerance`;
-            `karmarkar-karp` is the baseline; `identity` moves nothing; see `partition`. Or the name of your own; see
+            `karmarkar-karp` is the baseline; `none` moves nothing; see `partition`. Or the name of your own; see
             `register_strategy`.
         tolerance: relative tolerance: a heaviest load of (1 + tolerance) * lower bound is good enough.
         max_tokens_per_rank: limit to the tokens of a rank in a step, so that it fits in device memory. The tokens of a
@@ -83,7 +203,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         timeout: how long a collective waits for other ranks.
         on_step: called on the training thread with the metrics of each step, before its batch is handed out; see
             `evenrank.dataloader.balance.writers`.
-        log_every: rank 0 logs a line for people every so many steps; see `evenrank.dataloader.balance.log_line`.
+        log_every: rank 0 logs a line for people every so many steps; see `evenrank.dataloader.balance.writers`.
         log_window: (start, stop): of the steps start..stop-1 only, counted from 0 over the epochs of this Balancer.
             Both may differ between ranks.
 
@@ -116,10 +236,10 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     ) -> None:
         super().__init__()
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
-        use_up_fx_warning()  # before the batches of any other loader
+        suppress_fx_tracing_warning()  # before the batches of any other loader
         warm_up()
         members = members_of(group, timeout)
-        self._settings, self._device, self._source, settled = settle_arguments(
+        self._settings, self._device, self._source, settled = check_arguments(
             lambda: BalancerSettings(
                 partition=PartitionSettings(
                     strategy=strategy,
@@ -161,7 +281,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             )
             within(timeout, self._exchange.connect)  # NCCL connects through the store, in its first collective
         self._planner = StepPlanner(
-            self._source.identity,
+            self._source.rank_invariants,
             cost=cost,
             settings=self._settings,
             all_gather=self._connection.all_gather,

@@ -9,13 +9,17 @@ rounds. They are shifted right by a number of bits that follows from the configu
 whole step add up below 2^62.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.datasets.schema import ACTION, ITEM_ID
 
 # The costs of a step are summed in int64: one bit is the sign, one is left for the sum of two sums.
 COST_BITS = 62
@@ -147,3 +151,222 @@ def scaled_costs(
 def _copied(lengths: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
     """Return copies for a user's function, which may work in place: the same lengths say where histories begin."""
     return {key: lengths_of_key.copy() for key, lengths_of_key in lengths.items()}
+
+
+# Costs that follow from the shape of a model: the floating-point operations of a sample's tokens.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenCost(ABC):
+    """Base of costs that depend on the numbers of a sample's history and candidate tokens.
+
+    The tokens of a sample are, in this order, the values of the `contextual` keys, then those of `history_key`, with
+    each action after its item if actions are interleaved. The last `num_candidates` values of `history_key` are the
+    candidates, together with their actions if the batch has them; everything else is the history.
+    """
+
+    interleave_actions: bool
+    """Each action is a token of its own after its item. A batch has actions whether or not a model reads them, so this
+    does not follow from the batch."""
+
+    contextual: tuple[str, ...] = ()
+    """Keys whose values are tokens in front of the history."""
+
+    history_key: str = ITEM_ID
+    """Key whose values are the tokens of the history; `semantic_id` for a SemanticIdBatch."""
+
+    max_tokens: int = 131_072
+    """Largest number of tokens of one sample; sets the scale on which costs are summed without overflow."""
+
+    _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens",)
+
+    def __post_init__(self) -> None:
+        for name in self._AT_LEAST_ONE:
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def max_cost(self) -> int:
+        """The cost of a sample of `max_tokens`."""
+        return int(self._of_history(self.max_tokens))
+
+    def __call__(
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the cost of each sample: int64 [B].
+
+        Raises:
+            ConfigError: the batch lacks a key whose values are tokens, a sample has more candidates than values of
+                `history_key`, or a cost would overflow.
+
+        """
+        tokens = self.tokens(lengths)
+        candidates = self.candidate_tokens(lengths, num_candidates)
+        # In int64 a cost that is too large would wrap around, possibly to a plausible one.
+        longest = int(tokens.max(initial=0))
+        if self._of_history(longest).bit_length() > COST_BITS + 1:
+            raise ConfigError(
+                f"the cost of a sample of {longest:,} tokens does not fit in int64; max_tokens is {self.max_tokens:,}: "
+                "create the cost with a larger max_tokens, or cut histories to it"
+            )
+        return self.of_tokens(tokens - candidates, candidates)
+
+    def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the number of tokens of each sample in the model: int64 [B]."""
+        keys = (self.history_key, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
+        missing = [key for key in keys if key not in lengths]
+        if missing:
+            raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
+        tokens = lengths[keys[0]].astype(np.int64)
+        for key in keys[1:]:
+            tokens += lengths[key]
+        return tokens
+
+    def candidate_tokens(
+        self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return how many of each sample's tokens are candidates: int64 [B]; the others are the history.
+
+        Raises:
+            ConfigError: a sample has more candidates than values of `history_key`.
+
+        """
+        history_items = lengths[self.history_key] - num_candidates
+        if int(history_items.min(initial=0)) < 0:
+            row = int(np.argmin(history_items))
+            raise ConfigError(
+                f"row {row} has {num_candidates[row]} candidates, but {lengths[self.history_key][row]} values of "
+                f"{self.history_key!r}, the last of which are the candidates; correct num_candidates or history_key"
+            )
+        if not self.interleave_actions:
+            return num_candidates
+        # Actions are those of the first items: of the history alone, or of the candidates as well.
+        tokens: NDArray[np.int64] = num_candidates + np.clip(lengths[ACTION] - history_items, 0, num_candidates)
+        return tokens
+
+    @abstractmethod
+    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the cost of samples with these numbers of history and candidate tokens, of the same shape.
+
+        Of samples with equally many tokens, one without candidates must cost most.
+        """
+
+    def _of_history(self, tokens: int) -> int:
+        """Return the cost of a sample with this many tokens of history and no candidates, without overflow."""
+        return int(self.of_tokens(np.array([tokens], dtype=object), np.zeros(1, dtype=object))[0])
+
+
+def attended_pairs(history: NDArray[np.int64], candidates: NDArray[np.int64], *, causal: bool) -> NDArray[np.int64]:
+    """Return twice the number of pairs of tokens in which one attends to the other, of the same shape.
+
+    Candidates attend to the history and to themselves, not to one another, and the history does not attend to them.
+    Where attention is causal, a token's pair with itself counts half, so that h tokens have half as many pairs as in
+    full attention. With h history and c candidate tokens, here 3 and 2:
+
+        causal   h^2 / 2 + c (h + 1/2)       full   h^2 + c (h + 1)
+                 1/2                                1 1 1
+                 1   1/2                            1 1 1
+                 1   1   1/2                        1 1 1
+                 1   1   1   1/2                    1 1 1 1
+                 1   1   1       1/2                1 1 1   1
+    """
+    if causal:
+        return history * history + candidates * (2 * history + 1)
+    return 2 * (history * history + candidates * (history + 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HSTUCost(TokenCost):
+    """Floating-point operations of the forward and backward pass through an HSTU encoder (Zhai et al., 2024).
+
+    For a sample with s tokens in p attended pairs (see `attended_pairs`), width d = `hidden` and w = `heads *
+    head_dim`, the matrix products of a layer take, with 2 operations for a multiplication and an addition,
+
+        U, V, Q, K projections   s rows, d -> 4 w      8 s d w
+        scores Q K^T             p pairs, over w       2 p w
+        weighted values          p pairs, over w       2 p w
+        output projection        s rows, w -> d        2 s w d
+
+    in the forward pass, and twice that in the backward pass: each product A B needs the gradients of A and of B, of the
+    same size. Norms, gates and activations are linear in s and small next to the projections; they are left out.
+    """
+
+    hidden: int
+    """Width of the residual stream."""
+
+    heads: int
+    """Attention heads of a layer."""
+
+    head_dim: int
+    """Width of a head, for U, V, Q and K alike."""
+
+    layers: int
+    """Number of layers."""
+
+    causal: bool = True
+    """Each token of the history attends to earlier ones only, and the kernel skips the others."""
+
+    _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")
+
+    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the operations of samples with these numbers of history and candidate tokens, of the same shape."""
+        width = self.heads * self.head_dim
+        projections = (history + candidates) * (10 * self.hidden * width)
+        attention = attended_pairs(history, candidates, causal=self.causal) * (2 * width)
+        return (projections + attention) * (3 * self.layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfAttentionCost(TokenCost):
+    """Floating-point operations of the forward and backward pass through a transformer: SASRec, semantic-id models.
+
+    For a sample with s tokens in p attended pairs (see `attended_pairs`), width d = `hidden`, w = `heads *
+    head_dim` and a feed-forward network of inner width f = int(`ffn_multiplier` * d), the matrix products of a layer
+    take, with 2 operations for a multiplication and an addition,
+
+        Q, K, V projections      s rows, d -> 3 w      6 s d w
+        scores Q K^T             p pairs, over w       2 p w
+        weighted values          p pairs, over w       2 p w
+        output projection        s rows, w -> d        2 s w d
+        feed-forward             s rows, d -> f -> d   4 s d f
+
+    in the forward pass, and twice that in the backward pass, as for `HSTUCost`. The scores of one head are over
+    `head_dim`, so those of all heads are over w. Norms, softmax and activations are left out.
+    """
+
+    hidden: int
+    """Width of the residual stream."""
+
+    heads: int
+    """Attention heads of a layer."""
+
+    head_dim: int
+    """Width of a head."""
+
+    layers: int
+    """Number of layers."""
+
+    interleave_actions: bool = False
+    """Each action is a token of its own after its item; SASRec and semantic-id models have no tokens for actions."""
+
+    ffn_multiplier: float
+    """Inner width of the feed-forward network as a multiple of `hidden`, rounded down: 4, or 8/3."""
+
+    causal: bool = True
+    """Each token of the history attends to earlier ones only, and the kernel skips the others."""
+
+    _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")
+
+    def __post_init__(self) -> None:
+        TokenCost.__post_init__(self)
+        if not 0 < self.ffn_multiplier < math.inf:
+            raise ConfigError(f"ffn_multiplier must be positive and finite, got {self.ffn_multiplier}")
+
+    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the operations of samples with these numbers of history and candidate tokens, of the same shape."""
+        width = self.heads * self.head_dim
+        tokens = history + candidates
+        projections = 8 * tokens * self.hidden * width
+        attention = 2 * attended_pairs(history, candidates, causal=self.causal) * width
+        feed_forward = 4 * tokens * self.hidden * int(self.ffn_multiplier * self.hidden)
+        return 3 * self.layers * (projections + attention + feed_forward)

@@ -11,9 +11,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core import atomic_file
+from evenrank.core import files
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.model_cost import TokenCost, attended_pairs
+from evenrank.dataloader.balance.cost import TokenCost, attended_pairs
 from evenrank.datasets.schema import ITEM_ID
 
 _FORMAT, _VERSION = "evenrank measured cost", 1
@@ -98,7 +98,7 @@ class MeasuredCost(TokenCost):
 
         Time the forward and backward pass of one rank, between two synchronizations of its device and before gradients
         are reduced: a synchronous step lasts as long as its slowest rank, which says little about a rank's own samples.
-        Use steps that are not balanced (`strategy="identity"`), because balanced ones are too similar. Leave out the
+        Use steps that are not balanced (`strategy="none"`), because balanced ones are too similar. Leave out the
         first steps, which compile and allocate. Far too long times, such as those of steps that wrote a checkpoint, do
         no harm up to a quarter of the steps.
 
@@ -181,7 +181,7 @@ class MeasuredCost(TokenCost):
         target = Path(path)
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
         try:
-            atomic_file.write_text(target, text)
+            files.write_text(target, text)
         except OSError as error:
             raise DataError(f"{target} could not be written: {error.strerror or error}") from error
 
@@ -275,7 +275,7 @@ def _check_variation(sums: NDArray[np.float64]) -> None:
     if spread < _MIN_SPREAD:  # sums that hardly vary cannot be told from the constant a
         raise ConfigError(
             f"the timed steps are too similar: their tokens vary by {spread:.1%}, at least {_MIN_SPREAD:.0%} is "
-            'needed; time steps that are neither balanced (strategy="identity") nor packed to a number of tokens'
+            'needed; time steps that are neither balanced (strategy="none") nor packed to a number of tokens'
         )
     tokens, pairs = tokens / tokens.max() - np.mean(tokens / tokens.max()), pairs / pairs.max()
     pairs -= pairs.mean()

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.config import OnOverflow
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 from evenrank.dataloader.balance.partition.strategies import TokenLimitWarning
 from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens, tokens_by_rank
-from evenrank.dataloader.balance.settings import OnOverflow
 from evenrank.datasets.order import StepSchedule
 
 # Samples whose tokens are in memory at a time. Those after the last step of a window are read again with the next one.

@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import one_line
-from evenrank.dataloader.balance.assigning import assign_step, measure_assignment
-from evenrank.dataloader.balance.control.all_gather import MetadataAllGather, all_gather_objects
-from evenrank.dataloader.balance.control.confirm import confirm
-from evenrank.dataloader.balance.control.consistency import (
+from evenrank.dataloader.balance.config import BalancerSettings
+from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
+from evenrank.dataloader.balance.exchange.exchange import PreparedStep
+from evenrank.dataloader.balance.exchange.plan import Plan, make_plan
+from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.ranks.consistency import (
     check_batch,
     check_headers,
     check_settings,
@@ -25,23 +27,22 @@ from evenrank.dataloader.balance.control.consistency import (
     raise_reported_errors,
     report_schema,
 )
-from evenrank.dataloader.balance.control.wire import (
+from evenrank.dataloader.balance.ranks.metadata import (
     STATUS_FAILED,
     STATUS_OK,
     Header,
+    MetadataAllGather,
     StepMetadata,
+    all_gather_objects,
     decode,
     encode,
     hash63,
 )
-from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
-from evenrank.dataloader.balance.exchange.exchange import PreparedStep
-from evenrank.dataloader.balance.exchange.plan import Plan, make_plan
-from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.settings import BalancerSettings
-from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.batch_schema import BatchSchema, lengths_of
-from evenrank.dataloader.pad import empty_batch, pad_batch
+from evenrank.dataloader.balance.ranks.plan_check import confirm
+from evenrank.dataloader.balance.step_windows import assign_step, measure_assignment
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.padding import empty_batch, pad_batch
+from evenrank.dataloader.batches.schema import BatchSchema, lengths_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from evenrank.dataloader.balance.exchange.byte_copy import copy_ranges
+from evenrank.dataloader.balance.exchange.cpu_copy import copy_ranges
 from evenrank.dataloader.balance.partition.strategies import partition
 
 # Ours. What a user's strategy raises is left to a step, where ranks are known to have the same one.

@@ -11,10 +11,17 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, DataError, one_line
-from evenrank.dataloader.batch import JaggedBatch, host, keyed_jagged_tensor, name_keys
-from evenrank.dataloader.loss_key import LossKey, check_loss_key, loss_tokens
-from evenrank.dataloader.pad import pad_batch
-from evenrank.dataloader.tensor_modes import outside_inference_mode
+from evenrank.dataloader.batches.batch import (
+    JaggedBatch,
+    LossKey,
+    check_loss_key,
+    host,
+    keyed_jagged_tensor,
+    loss_tokens,
+    name_keys,
+)
+from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 
 # What becomes of Python's numbers, as in torch by default.
 _NARROWED: dict[str, Any] = {"d": np.float32, "D": np.complex64}

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
-from evenrank.dataloader.batch import SemanticIdBatch
-from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.lengths import SampleLengths
+from evenrank.dataloader.batches.batch import SemanticIdBatch
+from evenrank.dataloader.collate.gather import Layout, SampleLengths, Spans, StoreRows, copy_codes, find_spans
 from evenrank.dataloader.collate.sequences import (
     LABEL,
     check_user_ids,
@@ -22,7 +21,6 @@ from evenrank.dataloader.collate.sequences import (
     layout_with_context,
     pad_rows,
 )
-from evenrank.dataloader.collate.spans import Spans, StoreRows, copy_codes, find_spans
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 

@@ -10,10 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.batch import JaggedBatch, SequenceBatch
-from evenrank.dataloader.collate.layout import Layout
-from evenrank.dataloader.collate.lengths import SampleLengths
-from evenrank.dataloader.collate.spans import Spans, StoreRows, copy_context, copy_events, find_context, find_spans
+from evenrank.dataloader.batches.batch import JaggedBatch, SequenceBatch
+from evenrank.dataloader.collate.gather import (
+    Layout,
+    SampleLengths,
+    Spans,
+    StoreRows,
+    copy_context,
+    copy_events,
+    find_context,
+    find_spans,
+)
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.datasets.store import SequenceStore
 

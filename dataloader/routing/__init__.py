@@ -4,7 +4,7 @@
 `key_map.py` instead decides which row has which key: a loader, or `map_features`, replaces keys by rows.
 """
 
-from evenrank.core import extras
+from evenrank.core import optional_imports
 
 # Imported at their first use: some names need torch, and what computes loads of ranks runs without it.
-__getattr__, __dir__, __all__ = extras.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = optional_imports.attach_stub(__name__, __file__)

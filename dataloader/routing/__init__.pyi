@@ -1,4 +1,4 @@
-from .bucketing import bucketize as bucketize
+from .bucketize import bucketize as bucketize
 from .dist_type import DIST_TYPE as DIST_TYPE
 from .dist_type import check_dist_type as check_dist_type
 from .dist_type import dist_type as dist_type
@@ -8,10 +8,10 @@ from .key_map import KeyMap as KeyMap
 from .modes import MODES as MODES
 from .modes import Mode as Mode
 from .modes import Routing as Routing
-from .numpy_owner import hash_keys as hash_keys
-from .owner import owner_rank as owner_rank
+from .modes import hash_keys as hash_keys
+from .owners import owner_rank as owner_rank
 from .remap import remap as remap
-from .remap_checkpoint import remap_checkpoint as remap_checkpoint
+from .remap import remap_checkpoint as remap_checkpoint
 
 __all__ = [
     "DIST_TYPE",

@@ -8,8 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from evenrank.core.errors import ConfigError, StateError, one_line
-from evenrank.core.text import escape_controls
+from evenrank.core.errors import ConfigError, StateError, escape_controls, one_line
 from evenrank.dataloader.routing.key_map import KeyMap
 
 DIST_TYPE = "dist_type"
@@ -52,7 +51,7 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
             constants = " with other constants" if different == {"constants"} else ""
             raise StateError(
                 f"{source} stores {name} with routing {_show(before)}, but this job uses {_show(now)}{constants}; use "
-                "the same key_maps, or change its tables with evenrank.dataloader.routing.remap_checkpoint"
+                "the same key_maps, or change its tables with evenrank.dataloader.routing.remap"
             )
 
 

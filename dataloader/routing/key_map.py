@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing.modes import Mode, check_routing
-from evenrank.dataloader.routing.permutation import CONSTANTS, Permutation
-from evenrank.dataloader.routing.round_robin import RoundRobin
+from evenrank.dataloader.routing.table_permutation import CONSTANTS, Permutation, RoundRobin
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,9 +33,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from evenrank.core.atomic_file import write_text
 from evenrank.core.errors import DataError, StateError, one_line
-from evenrank.core.files import open_regular
+from evenrank.core.files import open_regular, write_text
 from evenrank.dataloader.routing import DIST_TYPE, KeyMap, check_dist_type, dist_type
 from trainer.world import on_all_ranks, on_first_rank
 

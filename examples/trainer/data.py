@@ -90,7 +90,7 @@ def open_batches(
 def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options: Any) -> Balancer[Batch]:
     """Return the balanced batches of a loader, on the device that trains them. Collective: every rank must call this.
 
-    `balance = "none"` is the strategy `identity` on the same path, which moves no sample but counts the loss tokens.
+    `balance = "none"` is the strategy `none` on the same path, which moves no sample but counts the loss tokens.
 
     Args:
         loader: of this rank.
@@ -101,7 +101,7 @@ def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options
     """
     options = {"device": world.device, "group": world.data, **options}
     if config.balance == "none":
-        return Balancer(loader, strategy="identity", **options)
+        return Balancer(loader, strategy="none", **options)
     return Balancer(loader, strategy=config.strategy, exchange=config.balance, **options)
 
 

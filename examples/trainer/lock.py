@@ -8,9 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from evenrank.core.atomic_file import write_text
 from evenrank.core.errors import DataError
-from evenrank.core.files import open_lock_file, open_regular
+from evenrank.core.files import open_lock_file, open_regular, write_text
 
 
 class FolderLock:

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing import DIST_TYPE, MODES, KeyMap, read_dist_type, remap_checkpoint
-from evenrank.dataloader.routing.remap_checkpoint import read_metadata
+from evenrank.dataloader.routing.remap import read_metadata
 from hstu.tables import feature_of
 from trainer.checkpoints import (
     PARTIAL,

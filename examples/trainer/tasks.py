@@ -11,8 +11,8 @@ from evenrank.dataloader.balance import Cost
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.schema import read_manifest
+from evenrank.training.attention_timing import LayerFlops
 from evenrank.training.flops import ModelFlops, Work
-from evenrank.training.layer_hooks import LayerFlops
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.world import World

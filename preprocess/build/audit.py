@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS
-from evenrank.preprocess.build.grouping import mark_items
-from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.build.sequences import Sequences, mark_items
 from evenrank.preprocess.build.splits import EVAL, TRAIN
 
 # Smaller item ids are kept as a mask with one byte per id, larger ones as a sorted array.

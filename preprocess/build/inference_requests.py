@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
 from evenrank.core.errors import ConfigError
+from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import TIMESTAMP_MS
 from evenrank.preprocess.build.sequences import Sequences
 

@@ -8,9 +8,184 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
+from evenrank.core.hashing import mix_word
+from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.buckets import Columns
-from evenrank.preprocess.build.grouping import count_duplicates, encode_users, first_at_or_after, gather, order_events
+
+# The compiled loops that turn events into sequences; they run without the GIL.
+
+
+@compiled
+def slot_of(user_id: int, seed: np.uint64, mask: int) -> np.int64:
+    """Return where the search for a user begins in a table of mask + 1 slots, a power of two."""
+    return np.int64(mix_word(np.uint64(user_id) ^ seed) & np.uint64(mask))
+
+
+@compiled
+def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Number users in order of first appearance, with an open-addressing hash table.
+
+    Args:
+        user_ids: int64 [events].
+        seed: of the hash function; the result does not depend on it. Take a random one: ids could be chosen such that
+            all of them are in one run of slots for a given seed, and the time would be quadratic.
+
+    Returns:
+        The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
+
+    """
+    capacity = 1 << 12
+    table = np.full(capacity, -1, dtype=np.int32)
+    users = np.empty(capacity, dtype=np.int64)
+    codes = np.empty(len(user_ids), dtype=np.int32)
+    count = 0
+    for event in range(len(user_ids)):
+        user = user_ids[event]
+        if event > 0 and user == user_ids[event - 1]:  # many logs are already grouped by user
+            codes[event] = codes[event - 1]
+            continue
+        slot = slot_of(user, seed, capacity - 1)
+        while table[slot] >= 0 and users[table[slot]] != user:
+            slot = (slot + 1) & (capacity - 1)
+        if table[slot] < 0:
+            table[slot] = count
+            users[count] = user
+            count += 1
+            if 2 * count > capacity:
+                capacity *= 2
+                table = np.full(capacity, -1, dtype=np.int32)
+                grown = np.empty(capacity, dtype=np.int64)
+                grown[:count] = users[:count]
+                users = grown
+                for code in range(count):
+                    slot = slot_of(users[code], seed, capacity - 1)
+                    while table[slot] >= 0:
+                        slot = (slot + 1) & (capacity - 1)
+                    table[slot] = code
+            codes[event] = count - 1
+        else:
+            codes[event] = table[slot]
+    return users[:count].copy(), codes
+
+
+@compiled
+def order_events(
+    codes: NDArray[np.int32], times: NDArray[np.int64], num_users: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Sort events by user, then by time; the sort is stable.
+
+    Args:
+        codes: int32 [events], the user of each event, 0..num_users-1.
+        times: int64 [events].
+        num_users: number of users.
+
+    Returns:
+        offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of the
+        events of user u, oldest first.
+
+    """
+    offsets = np.zeros(num_users + 1, dtype=np.int64)
+    for code in codes:
+        offsets[code + 1] += 1
+    for user in range(num_users):
+        offsets[user + 1] += offsets[user]
+    order = np.empty(len(codes), dtype=np.int32)
+    next_position = offsets[:-1].copy()
+    for event in range(len(codes)):
+        order[next_position[codes[event]]] = event
+        next_position[codes[event]] += 1
+    for user in range(num_users):
+        begin, end = offsets[user], offsets[user + 1]
+        for position in range(begin + 1, end):
+            if times[order[position]] < times[order[position - 1]]:
+                events_of_user = order[begin:end].copy()
+                order[begin:end] = events_of_user[np.argsort(times[events_of_user], kind="mergesort")]
+                break
+    return offsets, order
+
+
+@compiled
+def count_duplicates(
+    offsets: NDArray[np.int64],
+    order: NDArray[np.int32],
+    times: NDArray[np.int64],
+    items: NDArray[np.int64],
+    actions: NDArray[np.int64],
+) -> int:
+    """Count events that repeat an earlier one with the same user, time, item and action."""
+    duplicates = 0
+    for user in range(len(offsets) - 1):
+        begin = offsets[user]
+        while begin < offsets[user + 1]:
+            end = begin + 1
+            while end < offsets[user + 1] and times[order[end]] == times[order[begin]]:
+                end += 1
+            if end - begin > 1:
+                # Sort by item, then by action, so that duplicates are adjacent.
+                tied = order[begin:end].copy()
+                tied = tied[np.argsort(actions[tied], kind="mergesort")]
+                tied = tied[np.argsort(items[tied], kind="mergesort")]
+                for position in range(1, len(tied)):
+                    previous, event = tied[position - 1], tied[position]
+                    if items[previous] == items[event] and actions[previous] == actions[event]:
+                        duplicates += 1
+            begin = end
+    return duplicates
+
+
+@compiled
+def first_at_or_after(
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    order: NDArray[np.int32],
+    times: NDArray[np.int64],
+    boundary: int,
+) -> NDArray[np.int64]:
+    """Return for each row the offset in `order` of its first event at or after a time, else its end: int64 [rows]."""
+    offsets = np.empty(len(begins), dtype=np.int64)
+    for row in range(len(begins)):
+        low, high = begins[row], ends[row]
+        while low < high:
+            middle = (low + high) // 2
+            if times[order[middle]] < boundary:
+                low = middle + 1
+            else:
+                high = middle
+        offsets[row] = low
+    return offsets
+
+
+@compiled
+def mark_items(
+    seen: NDArray[np.bool_],
+    items: NDArray[np.int64],
+    order: NDArray[np.int32],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+) -> None:
+    """Set seen[item] for the items of all rows; `seen` must be longer than the largest of them."""
+    for row in range(len(begins)):
+        for offset in range(begins[row], ends[row]):
+            seen[items[order[offset]]] = True
+
+
+@compiled
+def gather(
+    column: NDArray[np.int64], order: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Concatenate column[order[begins[i] : ends[i]]] over all rows i."""
+    total = 0
+    for row in range(len(begins)):
+        total += ends[row] - begins[row]
+    values = np.empty(total, dtype=column.dtype)
+    position = 0
+    for row in range(len(begins)):
+        for offset in range(begins[row], ends[row]):
+            values[position] = column[order[offset]]
+            position += 1
+    return values
+
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
 

@@ -12,11 +12,15 @@ import polars as pl
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.catalog import KuaiRandDataset
-from evenrank.preprocess.sources.csvfile import CsvEvents, integer_check
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_text_context
-from evenrank.preprocess.sources.read_errors import reading
-from evenrank.preprocess.sources.textlines import read_lines
+from evenrank.preprocess.sources.interactions import (
+    MAX_TIMESTAMP_MS,
+    Context,
+    Interactions,
+    encode_text_context,
+    reading,
+)
+from evenrank.preprocess.sources.tabular import CsvEvents, integer_check, read_lines
 
 # Columns of the log that are 1 if the user did this, else 0, and the values of their bits in the action.
 _FLAGS = {

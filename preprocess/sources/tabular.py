@@ -1,258 +1,526 @@
-"""Custom logs in CSV or Parquet files -> interactions. Columns are found by name; all others are ignored."""
+"""A text file as blocks of whole lines.
 
-from collections.abc import Mapping, Sequence
+The quick and the strict reading of a file both start from these blocks, so that they cannot disagree about where a line
+begins or ends, which bytes belong to it, or what its number is.
+"""
+
+import contextlib
+import csv
+import gzip
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
+from polars.io.plugins import register_io_source
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, SourceFile
-from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import (
-    IS_GOOD,
-    MAX_TIMESTAMP_MS,
-    BadRow,
-    Context,
-    EventPart,
-    Interactions,
-    encode_context,
-)
-from evenrank.preprocess.sources.read_errors import naming, reading
-from evenrank.preprocess.sources.tablefile import IS_WELL_FORMED, Table, open_table
-from evenrank.preprocess.sources.tabular_config import TabularConfig, TimestampUnit
-from evenrank.preprocess.sources.vocabulary import (
-    TEXT_TYPES,
-    IdEncoder,
-    as_integer,
-    choose_encoders,
-    has_bad_bytes,
-    integer_bits,
-    is_plain_integer,
-    raw_id,
-)
+from evenrank.core.files import check_regular
+from evenrank.core.numba_cache import compiled
+from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, EventPart, reading
 
-_MAX_ACTION = 2**31 - 1
-_EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
-_TIME_FORMATS: Mapping[TimestampUnit, str] = {
-    "s": "in seconds since 1970",
-    "ms": "in whole ms since 1970",
-    "us": "in whole us since 1970",
-    "iso": "in ISO 8601",
-}
-# Not `\d`, which matches the digits of all scripts. Leap seconds cannot be expressed in ms since 1970.
-_ISO = (
-    "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
-    "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
-    "(?:Z|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
-)
+# Columns of the frames of lines; the prefix keeps them apart from the columns of files.
+LINE, TEXT = "evenrank line", "evenrank text"
+NUL_FAULT = "the line contains a NUL byte; the file is damaged there"
+
+_BLOCK_BYTES = 16 << 20
+_MAX_LINE_BYTES = 64 << 20
+_BOM = b"\xef\xbb\xbf"
+_NEWLINE = ord("\n")
+# Without the lookbehind, long runs of carriage returns would take quadratic time.
+_LINE_END = re.compile(rb"(?<!\r)\r+\n")
 
 
-def read_tabular(config: TabularConfig) -> Interactions:
-    """Open the files, decide from all their rows which ids are integers, and encode the users' features.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Consecutive lines of a file."""
 
-    Ids are kept if all values of their column, in otherwise good rows, are 64-bit integers in plain digits. If not,
-    they are encoded as 1..n by sorted value.
+    first_line: int
+    """Number of the first line; those of a file are counted from 1."""
+    data: bytes
+    """The lines in UTF-8, each with a final newline; carriage returns before it and bytes that are not UTF-8 are
+    replaced."""
+
+    def num_lines(self) -> int:
+        """Return the number of lines."""
+        return count_byte(np.frombuffer(self.data, dtype=np.uint8), _NEWLINE)
+
+    def lines(self) -> pl.DataFrame:
+        """Return the columns LINE (int64) and TEXT, one row per line."""
+        text = self.data.decode().split("\n")[:-1]
+        numbers = np.arange(self.first_line, self.first_line + len(text), dtype=np.int64)
+        return pl.DataFrame({LINE: numbers, TEXT: text}, schema={LINE: pl.Int64, TEXT: pl.String})
+
+
+def read_header(path: Path) -> str:
+    """Return the first line of a file; empty if the file is.
 
     Raises:
-        DataError: a file is missing, empty, damaged or of an unknown format; a column is missing, appears twice or has
-            an unsuitable type; a line of the users' features cannot be read, or a user appears twice in them.
+        DataError: the line is too long.
+        OSError, EOFError, zlib.error: the file cannot be read.
 
     """
-    tables = [open_table(path, config.event_columns) for path in config.events]
-    raw_ids = [_otherwise_good_ids(config, table) for table in tables]
-    with reading(*config.events):
-        encoders = choose_encoders(raw_ids)
-    context = None
-    if config.context is not None:
-        users = [encoders[USER_ID].encode(ids.select(USER_ID), USER_ID).unique() for ids in raw_ids]
-        with reading(*config.events):
-            users_with_events = pl.concat(users).collect(engine="streaming")
-        context = _read_context(config, config.context, encoders[USER_ID], users_with_events)
-    vocabularies = {name: encoder.vocabulary for name, encoder in encoders.items() if encoder.vocabulary is not None}
-    return Interactions(
-        parts=tuple(_part(config, table, encoders) for table in tables),
-        sources=lambda: _sources(config),
-        context=context,
-        num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
-        options={
-            "events": [path.name for path in config.events],
-            "user_column": config.user_column,
-            "item_column": config.item_column,
-            "timestamp_column": config.timestamp_column,
-            "timestamp_unit": config.timestamp_unit,
-            "action_columns": list(config.action_columns),
-            "context": None if config.context is None else config.context.name,
-            "context_columns": list(config.context_columns),
-        },
-        vocabularies=vocabularies,
-    )
+    with _opened(path) as file:
+        line = file.readline(_MAX_LINE_BYTES + 1)
+    if len(line) > _MAX_LINE_BYTES:
+        raise _too_long(path, 1)
+    return line.decode(errors="replace").rstrip("\r\n")
 
 
-def _sources(config: TabularConfig) -> tuple[SourceFile, ...]:
-    paths = config.events if config.context is None else (*config.events, config.context)
-    return tuple(source for path in paths for source in source_files(path.parent, [path]))
+def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
+    """Yield all lines of a file after its header, which is the first line if `has_header`.
+
+    Raises:
+        DataError: a line is too long.
+        OSError, EOFError, zlib.error: the file cannot be read.
+
+    """
+    with _opened(path) as file:
+        number = 1
+        if has_header:
+            file.readline()
+            number = 2
+        while chunk := file.read(_BLOCK_BYTES):
+            rest = b"" if chunk.endswith(b"\n") else file.readline(_MAX_LINE_BYTES)
+            last_line = chunk.rfind(b"\n") + 1
+            if len(chunk) - last_line + len(rest) > _MAX_LINE_BYTES:
+                raise _too_long(path, number + chunk.count(b"\n"))
+            ending = b"" if (rest or chunk).endswith(b"\n") else b"\n"
+            lines = b"".join((chunk, rest, ending)) if rest or ending else chunk
+            block = _block(number, lines)
+            number += block.num_lines()
+            yield block
 
 
-def _otherwise_good_ids(config: TabularConfig, table: Table) -> pl.LazyFrame:
-    """Return the raw user_id and item_id of the rows that pass all checks other than those of ids."""
-    with naming(table.path):
-        return table.rows.filter(_all_true(_value_checks(config, table))).select(_raw_ids(config, table))
+@compiled
+def count_byte(data: NDArray[np.uint8], byte: int) -> int:
+    """Return how often a byte occurs in data, uint8 [n]; several times as fast as `bytes.count` where that is often."""
+    count = 0
+    for value in data:
+        count += value == byte
+    return count
 
 
-def _raw_ids(config: TabularConfig, table: Table) -> list[pl.Expr]:
-    ids = {USER_ID: config.user_column, ITEM_ID: config.item_column}
-    return [raw_id(column, table.dtypes[column]).alias(name) for name, column in ids.items()]
+def count_lines(path: Path) -> int:
+    """Return the number of lines of a file after its header.
+
+    Raises:
+        DataError: a line is too long.
+        OSError, EOFError, zlib.error: the file cannot be read.
+
+    """
+    return sum(block.num_lines() for block in read_blocks(path, has_header=True))
 
 
-def _part(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> EventPart:
-    checks = {**_value_checks(config, table), **_id_checks(config, table, encoders)}
-    events = table.rows.select(
-        *_raw_ids(config, table),
-        _action(config, table.dtypes).alias(ACTION),
-        _timestamp_ms(config, table.dtypes).alias(TIMESTAMP_MS),
-        _all_true(checks).alias(IS_GOOD),
-    )
-    for name, encoder in encoders.items():
-        events = encoder.encode(events, name)
+def scan_blocks(
+    path: Path, *, has_header: bool, schema: Mapping[str, pl.DataType], parse: Callable[[Block], pl.DataFrame]
+) -> pl.LazyFrame:
+    """Return the rows of all blocks of a file, in file order, read lazily and in bounded memory.
 
-    def find_bad(limit: int) -> Sequence[BadRow]:
-        return table.find_bad(checks, limit)
+    Args:
+        path: of the file.
+        has_header: whether the first line is left out.
+        schema: of the frames that `parse` returns.
+        parse: turns a block into rows.
 
-    # Compressed files are smaller than their events in memory.
-    size = max(table.path.stat().st_size, table.num_rows * _EVENT_BYTES)
-    return EventPart(name=str(table.path), size=size, events=events, find_bad=find_bad)
+    """
 
+    def read(
+        columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
+    ) -> Iterator[pl.DataFrame]:
+        for block in read_blocks(path, has_header=has_header):
+            rows = parse(block)
+            if predicate is not None:
+                rows = rows.filter(predicate)
+            if num_rows is not None:
+                rows = rows.head(num_rows)
+                num_rows -= len(rows)
+            yield rows if columns is None else rows.select(columns)
+            if num_rows == 0:
+                return
 
-def _all_true(checks: Mapping[str, pl.Expr]) -> pl.Expr:
-    return pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False)
-
-
-def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
-    """Return the conditions on everything but the ids, by the reason to report where they do not hold."""
-    time_reason = f"{config.timestamp_column} is not a time {_TIME_FORMATS[config.timestamp_unit]} up to the year 9999"
-    checks = {time_reason: _timestamp_ms(config, table.dtypes).is_between(0, MAX_TIMESTAMP_MS)}
-    for name in config.action_columns:
-        if len(config.action_columns) > 1:
-            checks[f"{name} is not 0 or 1"] = _flag(name, table.dtypes[name]).is_between(0, 1)
-        else:
-            action = as_integer(name, table.dtypes[name])
-            largest = min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
-            checks[f"{name} is not an integer in 0..{largest}"] = action.is_between(0, largest)
-    return checks
+    return register_io_source(read, schema=dict(schema))
 
 
-def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> dict[str, pl.Expr]:
-    checks = {}
-    for name, column in ((USER_ID, config.user_column), (ITEM_ID, config.item_column)):
-        dtype = table.dtypes[column]
-        raw = raw_id(column, dtype)
-        if dtype.base_type() in TEXT_TYPES:
-            text = pl.col(column).cast(pl.String)
-            checks[f"{column} is empty"] = text != ""
-            checks[f"{column} is not UTF-8"] = ~has_bad_bytes(text)
-        else:
-            checks[f"{column} is empty"] = pl.col(column).is_not_null()
-        is_numeric = encoders[name].vocabulary is None
-        ids = raw.cast(pl.Int64, strict=False) if is_numeric else raw
-        checks[f"{column} is not an integer in {_integer_range(dtype)}"] = ids.is_not_null()
-        if is_numeric and name == ITEM_ID:
-            checks[f"{column} must not be negative"] = ids >= 0
-    return checks
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each line of a file.
+
+    Raises:
+        DataError: a line is too long or contains a NUL byte.
+        OSError, EOFError, zlib.error: the file cannot be read.
+
+    """
+    for block in read_blocks(path, has_header=False):
+        for number, text in block.lines().iter_rows():
+            if "\0" in text:
+                raise DataError(f"{path}, line {number} ({text[:80]!r}): {NUL_FAULT}; unpack or download it again")
+            yield number, text
 
 
-def _integer_range(dtype: pl.DataType) -> str:
-    bits = integer_bits(dtype)
-    return f"-2^{bits}+1..2^{bits}-1, where {dtype} is exact" if dtype.is_float() else f"-2^{bits}..2^{bits}-1"
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
+    """Open a file behind its byte order mark, if it has one."""
+    check_regular(path)
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        if file.read(len(_BOM)) != _BOM:
+            file.seek(0)
+        yield file
 
 
-def _timestamp_ms(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
-    """Return event times as int64, rounded down; null where they cannot be read."""
-    name = config.timestamp_column
-    time, dtype, unit = pl.col(name), dtypes[name], config.timestamp_unit
-    if dtype.base_type() in (pl.Datetime, pl.Date):
-        return (time.cast(pl.Datetime("ms")) if dtype == pl.Date else time).dt.epoch("ms")
-    if unit == "iso":
-        if dtype != pl.String:
-            raise DataError(f"column {name!r} has type {dtype}, not text; set timestamp_unit to s, ms or us")
-        return _iso_ms(time)
-    if dtype != pl.String and not dtype.is_numeric():
-        raise DataError(f"column {name!r} of type {dtype} cannot hold times; convert it to numbers or text")
-    if integer_bits(dtype) < integer_bits(pl.Float64()):
-        raise DataError(
-            f"column {name!r} of type {dtype} is too coarse for times; store the times as Float64 or integers"
+def _block(first_line: int, lines: bytes) -> Block:
+    if b"\r" in lines:
+        lines = lines.replace(b"\r\n", b"\n")
+        if b"\r\n" in lines:
+            lines = _LINE_END.sub(b"\n", lines)
+    if not lines.isascii():
+        try:
+            lines.decode()
+        except UnicodeDecodeError:
+            lines = lines.decode(errors="replace").encode()
+    return Block(first_line=first_line, data=lines)
+
+
+def _too_long(path: Path, line: int) -> DataError:
+    return DataError(f"{path}, line {line} is longer than {_MAX_LINE_BYTES >> 20} MiB; check that it is a text file")
+
+
+# A raw CSV file as events: parsed fast with types where all rows of a block are good, and strictly elsewhere.
+
+
+_FAULT = "evenrank fault"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvEvents:
+    """How to turn a CSV file into events."""
+
+    path: Path
+    """The file."""
+    columns: Mapping[str, type[pl.DataType]]
+    """All columns of the file, in file order; those that are not used as pl.String."""
+    has_header: bool
+    """Whether the first line contains exactly the names of `columns`."""
+    separator: str = ","
+    """Separator between fields: one character, or one character repeated."""
+    events: Sequence[pl.Expr]
+    """Expressions over `columns`: user_id, item_id, action, timestamp_ms and extra columns."""
+    checks: Mapping[str, pl.Expr]
+    """Conditions over `columns` that hold for good rows, by the reason to report where they do not."""
+
+    def part(self) -> EventPart:
+        """Check the start of the file and return its events, to be read lazily.
+
+        Raises:
+            DataError: the file is missing or empty, or has an unexpected header.
+
+        """
+        self._check_header()
+        no_rows = pl.LazyFrame(schema=self.columns).select(*self.events, self._is_good())
+        events = scan_blocks(
+            self.path, has_header=self.has_header, schema=no_rows.collect_schema(), parse=self._parse_events
         )
-    if unit == "s":
-        # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
-        seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
-        return (seconds * 1000).floor().cast(pl.Int64, strict=False)
-    count = as_integer(name, dtype)
-    return count if unit == "ms" else count // 1000
+        return EventPart(name=str(self.path), size=self.path.stat().st_size, events=events, find_bad=self._find_bad)
+
+    def _check_header(self) -> None:
+        expected = self.separator.join(self.columns)
+        with reading(self.path):
+            if self.has_header and (header := read_header(self.path)) != expected:
+                raise DataError(
+                    f"{self.path} starts with {header[:80]!r}, expected {expected!r}; check that it is the right file"
+                )
+            if next(read_blocks(self.path, has_header=self.has_header), None) is None:
+                raise DataError(f"{self.path} contains no events; unpack or download it again")
+
+    def _is_good(self) -> pl.Expr:
+        return pl.all_horizontal(*self.checks.values()).fill_null(False).alias(IS_GOOD)
+
+    def _parse_events(self, block: Block) -> pl.DataFrame:
+        # As good rows have a value in the last column, a block with as many separators as they need has no others.
+        num_separators = (len(self.columns) - 1) * len(self.separator) * block.num_lines()
+        if _count_separators(np.frombuffer(block.data, dtype=np.uint8), ord(self.separator[0])) == num_separators:
+            events = self._parse_quickly(block)
+            if events.get_column(IS_GOOD).all():
+                return events
+        is_good = pl.col(_FAULT).is_null().alias(IS_GOOD)
+        return self._parse_strictly(block).select(*self.events, is_good)
+
+    def _parse_quickly(self, block: Block) -> pl.DataFrame:
+        """Parse a block with Polars' CSV reader; what it makes of bad rows depends on the rows before them."""
+        # A separator of two characters, `::`, is parsed as `:` with an empty column between any two fields.
+        num_gaps = len(self.separator) - 1
+        schema: dict[str, type[pl.DataType]] = {}
+        for name, dtype in self.columns.items():
+            if schema:
+                schema.update({f"gap before {name} {gap}": pl.String for gap in range(num_gaps)})
+            schema[name] = dtype
+        gaps_are_empty = [pl.col(name).is_null() for name in schema if name not in self.columns]
+        events = pl.scan_csv(
+            block.data,
+            separator=self.separator[0],
+            has_header=False,
+            schema=schema,
+            missing_columns="insert",
+            ignore_errors=True,  # fields that cannot be parsed become null, and good rows contain no null
+            truncate_ragged_lines=True,
+            extra_columns="ignore",
+            quote_char=None,
+        )
+        is_good = pl.all_horizontal(self._is_good(), *gaps_are_empty).alias(IS_GOOD)
+        return events.select(*self.events, is_good).collect()
+
+    def _parse_strictly(self, block: Block) -> pl.DataFrame:
+        """Split each line independently; return LINE, TEXT, _FAULT and all columns of the file."""
+        fields = pl.col(TEXT).str.split(self.separator)
+        rows = block.lines().with_columns(
+            fields.list.get(index, null_on_oob=True).cast(dtype, strict=False).alias(name)
+            for index, (name, dtype) in enumerate(self.columns.items())
+        )
+        num_fields = fields.list.len()
+        faults = [
+            pl.when(pl.col(TEXT).str.contains("\0", literal=True)).then(pl.lit(NUL_FAULT)),
+            pl.when(num_fields != len(self.columns)).then(
+                pl.format(f"expected {len(self.columns)} fields, got {{}}", num_fields)
+            ),
+            *(pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in self.checks.items()),
+        ]
+        return rows.with_columns(pl.coalesce(faults).alias(_FAULT))
+
+    def _find_bad(self, limit: int) -> list[BadRow]:
+        bad: list[BadRow] = []
+        for block in read_blocks(self.path, has_header=self.has_header):
+            rows = self._parse_strictly(block).select(LINE, TEXT, _FAULT).drop_nulls(_FAULT).head(limit - len(bad))
+            bad += [BadRow(line=line, text=text, reason=reason) for line, text, reason in rows.iter_rows()]
+            if len(bad) == limit:
+                break
+        return bad
 
 
-def _iso_ms(text: pl.Expr) -> pl.Expr:
-    # Polars' parser expects a single format for a column, but logs mix several.
-    part = text.str.extract_groups(_ISO).struct
-    clock = pl.concat_str(
-        part.field("1"), part.field("2").fill_null("00:00"), part.field("3").fill_null("00"), separator=" "
-    )
-    local = clock.str.to_datetime("%Y-%m-%d %H:%M %S", time_unit="ms", strict=False).dt.epoch("ms")
-    millis = part.field("4").str.pad_end(3, "0").cast(pl.Int64).fill_null(0)
-    minutes = part.field("6").cast(pl.Int64) * 60 + part.field("7").cast(pl.Int64).fill_null(0)
-    offset = pl.when(part.field("5") == "-").then(-minutes).otherwise(minutes).fill_null(0)
-    return local + millis - offset * 60_000
+@compiled
+def _count_separators(data: NDArray[np.uint8], separator: int) -> int:
+    """Return the number of separators in data, uint8 [n]; -1 if it is not made up of numbers.
+
+    These consist of digits and the characters from `,` to `:`. Polars' reader trims blanks.
+    """
+    num_separators = num_others = 0
+    for value in data:
+        num_separators += value == separator
+        num_others += not (value == 10 or 44 <= value <= 58)
+    return -1 if num_others else num_separators
 
 
-def _action(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
-    match config.action_columns:
-        case ():
-            action = pl.lit(0)
-        case (name,):
-            action = as_integer(name, dtypes[name])
-        case names:
-            action = pl.sum_horizontal(_flag(name, dtypes[name]) * (1 << bit) for bit, name in enumerate(names))
-    return action.cast(pl.Int32, strict=False)
+def integer_check(name: str) -> dict[str, pl.Expr]:
+    """Return the check that a column contains 64-bit integers, keyed by the reason to report."""
+    return {f"{name} is not an integer in -2^63..2^63-1": pl.col(name).is_not_null()}
 
 
-def _flag(name: str, dtype: pl.DataType) -> pl.Expr:
-    if dtype != pl.String:
-        return as_integer(name, dtype)
-    values = {"0": 0, "1": 1, "false": 0, "true": 1}
-    return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
+# The needed columns of a CSV or Parquet file, and a description of the lines that cannot be read.
+#
+# Fields of a CSV file may be quoted with `"`, and quotes inside a quoted field are doubled. A quoted field must end on
+# the line where it starts, so that every line is a row and a malformed line does not affect any other.
 
 
-def _read_context(config: TabularConfig, path: Path, encoder: IdEncoder, users_with_events: pl.DataFrame) -> Context:
-    """Encode the features of the users that have events; leave out the others."""
-    table = open_table(path, (config.user_column, *config.context_columns))
-    dtype = table.dtypes[config.user_column]
-    with naming(path):
-        raw = raw_id(config.user_column, dtype)
-    if bad := table.find_bad({f"{config.user_column} is empty or not an id": raw.is_not_null()}, 1):
-        row = bad[0]
-        raise DataError(f"{path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
+_SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t"}
+_PARQUET = ".parquet"
+# Columns that are added to those of the file; the prefix keeps them apart from the file's own names.
+IS_WELL_FORMED = "evenrank is_well_formed"
+_FAULT, _FIELDS = "evenrank fault", "evenrank fields"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """The needed columns of a file."""
+
+    path: Path
+    """The file."""
+    dtypes: Mapping[str, pl.DataType]
+    """Types of the needed columns."""
+    num_rows: int
+    """Number of rows, bad ones included."""
+    rows: pl.LazyFrame
+    """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields. In file order."""
+    described_rows: pl.LazyFrame
+    """The same rows with their line number, their text and the fault of a malformed line; may be slower to read."""
+
+    def find_bad(self, checks: Mapping[str, pl.Expr], limit: int) -> list[BadRow]:
+        """Return the first `limit` rows that are malformed or fail a check.
+
+        Args:
+            checks: conditions that hold for good rows, by the reason to report where they do not.
+            limit: maximum number of rows to return.
+
+        """
+        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
+        first_reason = pl.coalesce(_FAULT, *reasons).alias("reason")
+        bad = self.described_rows.select(LINE, TEXT, first_reason).drop_nulls("reason").head(limit)
+        with reading(self.path):
+            rows = bad.collect(engine="streaming")  # which stops at the limit
+        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
+
+
+def open_table(path: Path, names: Sequence[str]) -> Table:
+    """Open a file, whose format follows from its suffix; its rows are read lazily.
+
+    Args:
+        path: a CSV, gzipped CSV, TSV or Parquet file.
+        names: the needed columns.
+
+    Raises:
+        DataError: the file is missing, empty, damaged or of an unknown format, or lacks a column.
+
+    """
+    suffix = next((known for known in (*_SEPARATORS, _PARQUET) if path.name.lower().endswith(known)), None)
+    if suffix is None:
+        known = ", ".join((*_SEPARATORS, _PARQUET))
+        raise DataError(f"{path} has an unknown suffix; expected one of {known}")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist or is not a file; check the path")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} is empty; create it again")
+    table = _open_parquet(path, names) if suffix == _PARQUET else _open_csv(path, names, _SEPARATORS[suffix])
+    if table.num_rows == 0:
+        raise DataError(f"{path} contains no rows; create it again, or leave it out")
+    return table
+
+
+def _check_columns(path: Path, present: Sequence[str], names: Sequence[str]) -> None:
+    for name in names:
+        if name not in present:
+            raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}")
+        if present.count(name) > 1:
+            raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
+
+
+def _open_parquet(path: Path, names: Sequence[str]) -> Table:
+    scanned = pl.scan_parquet(path, glob=False)
     with reading(path):
-        users = table.rows.select(raw.alias(USER_ID), *map(pl.col, config.context_columns)).collect()
-    ids = users.get_column(USER_ID)
-    if ids.is_duplicated().any():
-        repeated = ids.filter(ids.is_duplicated()).item(0)
-        raise DataError(f"{path}: user {repeated} appears twice; keep one row per user")
-    if encoder.vocabulary is None and ids.dtype == pl.String:
-        users = users.filter(is_plain_integer(pl.col(USER_ID)))
-    encoded = encoder.encode(users.lazy(), USER_ID).collect()
-    known = encoded.join(users_with_events, on=USER_ID, how="semi", maintain_order="left")
-    with naming(path):
-        features = [_feature(known.get_column(name)) for name in config.context_columns]
-    return encode_context(known.with_columns(features))
+        schema = scanned.collect_schema()
+        num_rows = scanned.select(pl.len()).collect().item()
+    _check_columns(path, schema.names(), names)
+    rows = scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED))
+    text = pl.concat_str(*(pl.col(name).cast(pl.String, strict=False).fill_null("") for name in names), separator=",")
+    return Table(
+        path=path,
+        dtypes={name: schema[name] for name in names},
+        num_rows=num_rows,
+        rows=rows,
+        described_rows=rows.with_columns(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(_FAULT)).with_row_index(
+            LINE, offset=1
+        ),
+    )
 
 
-def _feature(values: pl.Series) -> pl.Series:
-    """Return a feature ready for sorting: text as integers if all of it is, empty text and NaN as null."""
-    if values.dtype.is_nested() or values.dtype == pl.Binary:
-        raise DataError(
-            f"column {values.name!r} of type {values.dtype} cannot be a feature; convert it to text or numbers"
+def _open_csv(path: Path, names: Sequence[str], separator: str) -> Table:
+    with reading(path):
+        header = _parse_header(path, separator)
+        num_rows = count_lines(path)
+    _check_columns(path, header, names)
+    layout = _Layout(
+        separator=separator, num_columns=len(header), positions={name: header.index(name) for name in names}
+    )
+    dtypes: dict[str, pl.DataType] = dict.fromkeys(names, pl.String())
+    described = {LINE: pl.Int64(), TEXT: pl.String(), _FAULT: pl.String(), **dtypes}
+    return Table(
+        path=path,
+        dtypes=dtypes,
+        num_rows=num_rows,
+        rows=scan_blocks(path, has_header=True, schema={**dtypes, IS_WELL_FORMED: pl.Boolean()}, parse=layout.parse),
+        described_rows=scan_blocks(path, has_header=True, schema=described, parse=layout.parse_strictly),
+    )
+
+
+def _parse_header(path: Path, separator: str) -> list[str]:
+    line = read_header(path)
+    try:
+        return next(csv.reader([line], delimiter=separator, strict=True), [])
+    except csv.Error as error:
+        raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """How the lines of a CSV file are divided into fields."""
+
+    separator: str
+    num_columns: int
+    """Number of columns of the file."""
+    positions: Mapping[str, int]
+    """Positions of the needed columns among them."""
+
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Return the needed columns of a block and IS_WELL_FORMED."""
+        if self._is_simple(block):
+            return self._parse_quickly(block)
+        rows = self.parse_strictly(block)
+        return rows.select(*self.positions, pl.col(_FAULT).is_null().alias(IS_WELL_FORMED))
+
+    def _is_simple(self, block: Block) -> bool:
+        """Return whether Polars' CSV reader divides the lines of a block as `parse_strictly` does.
+
+        It is several times faster than regular expressions. But its result for unbalanced quotes depends on where it
+        splits its input to read it in parallel; it also drops some carriage returns, rejects some doubled quotes, and
+        takes a byte order mark for one wherever its input begins.
+        """
+        data = block.data
+        if b"\0" in data or b"\r" in data or data.startswith(b"\xef\xbb\xbf"):
+            return False
+        if b'"' not in data:
+            return True
+        field = f'(?:"[^"\n]*"|[^"\n{self.separator}]*)'
+        return bool(pl.Series([data.decode()]).str.contains(f"^(?:{field}(?:{self.separator}{field})*\n)*$").item())
+
+    def _parse_quickly(self, block: Block) -> pl.DataFrame:
+        columns = [f"column {index}" for index in range(self.num_columns + 1)]
+        native = pl.scan_csv(
+            # The empty first line, which is skipped, keeps the reader from taking the first bytes for those of a
+            # compressed file.
+            b"\n" + block.data,
+            separator=self.separator,
+            has_header=False,
+            skip_lines=1,
+            schema=dict.fromkeys(columns, pl.String),
+            missing_columns="insert",
+            truncate_ragged_lines=True,
+            extra_columns="ignore",
+            quote_char='"' if b'"' in block.data else None,
         )
-    if values.dtype.base_type() not in TEXT_TYPES:
-        return values.fill_nan(None) if values.dtype.is_float() else values
-    text = values.cast(pl.String)
-    text = text.set(text == "", None)
-    are_integers = pl.select(is_plain_integer(pl.lit(text.drop_nulls())).all()).item()
-    return text.cast(pl.Int64) if are_integers else text
+        values = (pl.col(columns[index]).alias(name) for name, index in self.positions.items())
+        return native.select(*values, (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED)).collect()
+
+    def parse_strictly(self, block: Block) -> pl.DataFrame:
+        """Divide each line into fields independently; return LINE, TEXT, _FAULT and the needed columns.
+
+        Quotes in a field that starts without one are plain characters.
+        """
+        # The pattern for a field includes the separator before it, so that no match is empty: after an empty match, the
+        # next field would not be found. The line therefore gets a separator before its first field.
+        separator = self.separator
+        field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
+        text, num_fields = pl.col(TEXT), pl.col(_FIELDS).list.len()
+
+        def value(index: int) -> pl.Expr:
+            raw = pl.col(_FIELDS).list.get(index, null_on_oob=True).str.slice(1)
+            inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2).str.replace_all('""', '"', literal=True)
+            return pl.when(raw.str.starts_with('"')).then(inner).otherwise(raw)
+
+        fault = (
+            pl.when(text == "")
+            .then(pl.lit("the line is empty"))
+            .when(text.str.contains("\0", literal=True))
+            .then(pl.lit(NUL_FAULT))
+            .when(~(separator + text).str.contains(f"^(?:{field})+$"))
+            .then(
+                pl.lit(
+                    "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
+                )
+            )
+            .when((value(self.num_columns).fill_null("") != "") | (num_fields <= max(self.positions.values())))
+            .then(pl.format(f"expected {self.num_columns} fields, got {{}}", num_fields))
+            .otherwise(None)
+        )
+        fields = block.lines().with_columns((separator + text).str.extract_all(field).alias(_FIELDS))
+        values = (value(index).alias(name) for name, index in self.positions.items())
+        return fields.select(LINE, TEXT, fault.alias(_FAULT), *values)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from evenrank.cli import console
 from evenrank.cli.main import run_command
-from evenrank.core import atomic_file
+from evenrank.core import files
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.distributions import ClippedZipf, Distribution, Lognormal
 
@@ -48,7 +48,7 @@ def main(
     """Time the attention of each rank's samples before and after balancing, and of equal lengths of the same cost.
 
     Events of a sample are lognormal (mean 512, std 512) or Zipf 1.2 with larger draws set to the limit, at most 4,096,
-    and two tokens each. Samples are assigned to ranks by identity (no balancing), karmarkar-karp, lpt-swap and
+    and two tokens each. Samples are assigned to ranks by none (no balancing), karmarkar-karp, lpt-swap and
     min-move, with the pairs of a sample's tokens as its cost. One GPU trains the samples of one rank after another.
     Equal lengths of the mean cost are the kernel's own speed of light. It is done with two kernels:
 
@@ -77,7 +77,7 @@ def main(
         save(_run(ranks, samples, draws, heads=heads, head_dim=head_dim, dtype=dtype, seconds=seconds), path)
     rows = load(path)
     table = markdown_table(summarize(rows))
-    atomic_file.write_text(out / "balanced.md", table)
+    files.write_text(out / "balanced.md", table)
     figures.save(rank_bars(rows), out / "balanced.png")
     console.print_result(table)
 

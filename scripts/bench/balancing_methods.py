@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance import HSTUCost, SelfAttentionCost
+from evenrank.dataloader.balance.config import PartitionSettings
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.settings import PartitionSettings
-from evenrank.dataloader.balance.window import assign_to_steps
+from evenrank.dataloader.balance.step_windows import assign_to_steps
 
 Ints = NDArray[np.int64]
 BATCHES_PER_GROUP = 50

@@ -40,17 +40,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
-from evenrank.dataloader.balance.control.all_gather import make_all_gather
-from evenrank.dataloader.balance.control.process_group import FailFastGroup, members_of
+from evenrank.dataloader.balance.config import BalancerSettings, PartitionSettings
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan
-from evenrank.dataloader.balance.settings import BalancerSettings, PartitionSettings
+from evenrank.dataloader.balance.ranks.metadata import make_all_gather
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.dataloader.random_batches import RandomBatches
-from evenrank.dataloader.random_data import RandomData
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 
 COST = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=False)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evenrank.core import atomic_file
+from evenrank.core import files
 from evenrank.core.errors import DataError
 
 Record = TypeVar("Record")
@@ -22,7 +22,7 @@ def save(path: Path, kind: tuple[str, int], content: Mapping[str, Any], *, inden
 
     """
     name, version = kind
-    atomic_file.write_text(path, json.dumps({"format": name, "version": version, **content}, indent=indent) + "\n")
+    files.write_text(path, json.dumps({"format": name, "version": version, **content}, indent=indent) + "\n")
 
 
 def load(path: Path, kind: tuple[str, int], parse: Callable[[dict[str, Any]], Record], *, remedy: str) -> Record:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.distributions import Lognormal, Zipf

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
-from evenrank.dataloader.balanced_picks import make_picker
-from evenrank.dataloader.batch import name_keys
-from evenrank.dataloader.collate.spans import group_by_store
-from evenrank.dataloader.picks import Picker, StepShape
-from evenrank.dataloader.random_data import RandomData, draw_samples
+from evenrank.dataloader.batches.batch import name_keys
+from evenrank.dataloader.collate.gather import group_by_store
+from evenrank.dataloader.random_batches import RandomData, draw_samples
+from evenrank.dataloader.sampling.balanced_steps import make_picker
+from evenrank.dataloader.sampling.steps import StepSampler, StepShape
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Distribution, Lognormal
 from evenrank.datasets.order import Samples, ShuffledOrder
@@ -58,7 +58,7 @@ class OneRank:
         """The order of its loader."""
         return ShuffledOrder(samples=Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64)))
 
-    def picker(self, balance: BalanceConfig | None) -> Picker[SequenceBatch]:
+    def picker(self, balance: BalanceConfig | None) -> StepSampler[SequenceBatch]:
         """Return what picks its samples."""
         shape = StepShape(
             rank=self.rank, world_size=self.world_size, batch_size=self.config.batch_size, drop_last=False

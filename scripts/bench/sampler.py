@@ -37,8 +37,8 @@ from one_rank import COST, LENGTHS, OneRank, make_store
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.random_data import RandomData, draw_samples
-from evenrank.dataloader.rest import Rest
+from evenrank.dataloader.random_batches import RandomData, draw_samples
+from evenrank.dataloader.state.resume_point import ResumePoint
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Uniform
 
@@ -94,7 +94,7 @@ def measure_planning(world_size: int, rounds: int) -> Row:
     balance = BalanceConfig(cost=COST)
 
     picker = rank.picker(balance)
-    iteration = picker.begin(rank.order, Rest(), seed=0)
+    iteration = picker.begin(rank.order, ResumePoint(), seed=0)
     positions_of = iteration.schedule.positions_of_all
     costs = [rank.costs_and_tokens(iteration.rows(positions_of(range(step, step + 1)))) for step in steps]
     loaders = [rank.loader(way, num_workers=_NUM_WORKERS, prefetch=prefetch) for way in (balance, None)]
@@ -138,7 +138,7 @@ def measure_reading(store: SequenceStore, world_size: int, rounds: int) -> Row:
 
     def read(way: BalanceConfig | None) -> Callable[[], object]:
         picker = rank.picker(way)
-        iteration = picker.begin(rank.order, Rest(), seed=0)
+        iteration = picker.begin(rank.order, ResumePoint(), seed=0)
         picks = [picker.pick(iteration, steps, is_measured=False) for steps in rank.groups(num_steps)]
         return lambda: [len(picker.collate(of_group)) for of_group in picks]
 

@@ -47,8 +47,8 @@ from sampler import Row, in_turns, median, ratio
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.dataloader.balance import BalanceConfig
-from evenrank.dataloader.picks import Iteration
-from evenrank.dataloader.rest import Rest
+from evenrank.dataloader.sampling.steps import Iteration
+from evenrank.dataloader.state.resume_point import ResumePoint
 from evenrank.datasets.distributions import ClippedZipf, Distribution
 
 DISTRIBUTIONS: dict[str, Distribution] = {
@@ -91,7 +91,7 @@ class Steps(NamedTuple):
 def plan_epoch(rank: OneRank, window: int) -> Steps:
     """Return all steps of the first epoch."""
     picker = rank.picker(_balance(window))
-    iteration = picker.begin(rank.order, Rest(), seed=0)
+    iteration = picker.begin(rank.order, ResumePoint(), seed=0)
     num_steps = iteration.schedule.num_steps
     columns: list[tuple[int, ...]] = []
     rows = []
@@ -181,7 +181,7 @@ def measure_planning(world_size: int, windows: Sequence[int], rounds: int) -> li
         epochs = count()
 
         def plan() -> None:
-            iteration: Iteration = picker.begin(rank.order, Rest(epoch=next(epochs)), seed=0)
+            iteration: Iteration = picker.begin(rank.order, ResumePoint(epoch=next(epochs)), seed=0)
             for group in groups:
                 picker.pick(iteration, group, is_measured=False)
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import BalanceConfig, StepMetrics
-from evenrank.dataloader.random_data import RandomData, draw_samples
+from evenrank.dataloader.random_batches import RandomData, draw_samples
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.distributions import Lognormal, Zipf
 from evenrank.training import BinaryAUC, scale_loss

@@ -17,13 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from evenrank.dataloader import (
-    LoaderConfig,
-    SequenceBatch,
-    StreamConfig,
-    build_loader,
-    build_stream_loader,
-)
+from evenrank.dataloader import LoaderConfig, SequenceBatch, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import Balancer
 from evenrank.training import scale_loss
 from tests.checkpoints.resuming import COST, Model, balance, ids_of

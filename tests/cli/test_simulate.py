@@ -25,7 +25,7 @@ def _tokens(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np
 def test_the_gain_follows_from_the_loads() -> None:
     # Every row of a step of all four rows comes once: 1 + 2 + 3 + 10 on two ranks; the best is 10 + 1 against 2 + 3.
     source = LengthSource(lengths=np.array([1, 2, 3, 10]))
-    before = simulate(source, _tokens, 2, batch_size=2, strategy="identity", steps=50)
+    before = simulate(source, _tokens, 2, batch_size=2, strategy="none", steps=50)
     after = simulate(source, _tokens, 2, batch_size=2, strategy="lpt-swap", steps=50)
     assert before.steps == after.steps == 50
     assert before.ratio_before == before.ratio_after == after.ratio_before > 1.05
@@ -46,9 +46,9 @@ def test_moved_bytes_are_those_of_events_and_samples() -> None:
 def test_a_seed_draws_the_same_steps_for_every_strategy() -> None:
     source = LengthSource(distribution=Lognormal(mean=100, std=100), max_length=300)
     min_move = simulate(source, COST, 8, batch_size=4, strategy="min-move", steps=5)
-    identity = simulate(source, COST, 8, batch_size=4, strategy="identity", steps=5)
+    identity = simulate(source, COST, 8, batch_size=4, strategy="none", steps=5)
     assert min_move.ratio_before == identity.ratio_before
-    other_seed = simulate(source, COST, 8, batch_size=4, strategy="identity", steps=5, seed=1)
+    other_seed = simulate(source, COST, 8, batch_size=4, strategy="none", steps=5, seed=1)
     assert other_seed.ratio_before != identity.ratio_before
 
 
@@ -139,7 +139,7 @@ def test_help_lists_all_strategies(evenrank: Callable[..., Finished]) -> None:
         (["zipf:exponent=x"], "exponent must be float, got 'x'"),
         (["zipf", "--ranks", "8,x"], "--ranks must be comma-separated integers such as 8,64, got '8,x'"),
         (["zipf", "--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["zipf", "--strategy", "best"], "unknown strategy 'best'; known: identity, karmarkar-karp, lpt-swap"),
+        (["zipf", "--strategy", "best"], "unknown strategy 'best'; known: none, karmarkar-karp, lpt-swap"),
         (
             ["zipf", "--hidden", "10", "--heads", "3"],
             "--hidden must be a multiple of --heads, got --hidden 10 and --heads 3",
@@ -147,8 +147,8 @@ def test_help_lists_all_strategies(evenrank: Callable[..., Finished]) -> None:
         (["zipf", "--tolerance", "2"], "tolerance must be at least 0 and below 1, got 2.0"),
         (["zipf", "--split", "train"], "--split applies to datasets, not to zipf; change one of them"),
         (
-            ["zipf", "--strategy", "identity,karmarkar-karp", "--tolerance", "0.01"],
-            "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy identity,karmarkar-karp;",
+            ["zipf", "--strategy", "none,karmarkar-karp", "--tolerance", "0.01"],
+            "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy none,karmarkar-karp;",
         ),
         (
             ["zipf", "--layers", "8", "--cost", "c.json"],

@@ -19,10 +19,10 @@ from evenrank.cli.options import STRATEGIES, hstu_cost
 from evenrank.cli.which import which_command
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, MeasuredCost, StepMetrics
-from evenrank.dataloader.rest import _FORMAT
+from evenrank.dataloader.state.resume_point import _FORMAT
 from evenrank.datasets import open_store
 from tests.cli.programs import EVENRANK, Finished, run_program
-from tests.dataloader.batches import ids_of
+from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import with_changes
 
 BASE = ("--step", 0, "--rank", 0, "--world-size", 2, "--batch-size", 4)
@@ -56,7 +56,7 @@ def _batches(
     world_size = options["world_size"]
     config = LoaderConfig(**{name: value for name, value in options.items() if name != "world_size"})
     cost = hstu_cost(hidden=1024, heads=4, layers=8)
-    balance = None if balancing["strategy"] == "identity" else BalanceConfig(cost=cost, **balancing)
+    balance = None if balancing["strategy"] == "none" else BalanceConfig(cost=cost, **balancing)
     loader = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
     loader.load_state_dict(with_changes(_FORMAT, loader.state_dict(), epoch=epoch))
     before = list(itertools.islice(loader, stop))
@@ -198,11 +198,11 @@ def test_the_installed_program_prints_no_warnings_and_fits_in_80_columns(small_d
         (["--position", -1], "--position must be between 0 and "),
         (["--position", 10**6], "--position must be between 0 and "),
         (["--order", "random"], "order must be one of shuffle, rows, time, got 'random'"),
-        (["--strategy", "best"], "no strategy is called 'best'; known are identity, "),
+        (["--strategy", "best"], "no strategy is called 'best'; known are none, "),
         (["--strategy", "lpt-swap", "--tolerance", 2], "tolerance must be at least 0 and below 1, got 2.0"),
         (["--hidden", 10, "--heads", 3], "--hidden must be a multiple of --heads, got --hidden 10 and --heads 3"),
-        (["--window", 1], "--window applies to jobs that balance, not to --strategy identity; change one of them"),
-        (["--tolerance", 0.001], "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy identity"),
+        (["--window", 1], "--window applies to jobs that balance, not to --strategy none; change one of them"),
+        (["--tolerance", 0.001], "--tolerance applies to --strategy lpt-swap and min-move, not to --strategy none"),
         (["--seed", 0, "--order", "time"], "--seed applies to --order shuffle, not to --order time; change one of"),
         (["--heads", 4, "--cost", "c.json"], "--heads applies to the cost of an HSTU model, not to --cost c.json"),
         (["--cost", "none.json"], "none.json cannot be read as a measured cost"),

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from evenrank.core.source_hash import PACKAGE_FOLDER
+from evenrank.core.numba_cache import PACKAGE_FOLDER
 
 # Without the `site` module, so that the copy is imported and not what the environment has installed.
 _SITE = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"

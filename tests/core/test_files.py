@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evenrank.core import atomic_file
+from evenrank.core import files
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular, open_lock_file, open_regular, opener_of_own_files
 
@@ -44,7 +44,7 @@ def test_own_files_are_not_written_through_links(tmp_path: Path) -> None:
 def test_an_atomic_file_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
     (tmp_path / f".out.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
-    atomic_file.write_text(tmp_path / "out", "written")
+    files.write_text(tmp_path / "out", "written")
     assert (tmp_path / "precious").read_text() == "kept"
     assert (tmp_path / "out").read_text() == "written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "precious"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from evenrank.core import compiled as compiled_module
-from evenrank.core import shared_compilation
-from evenrank.core.compiled import compiled
+from evenrank.core import numba_cache
+from evenrank.core import numba_cache as compiled_module
+from evenrank.core.numba_cache import compiled
 from tests.core.package_copies import copy_package, finish, start
 
 # Waits for a line, so that all processes begin at the same time; prints how often it compiled and loaded each function.
@@ -57,7 +57,7 @@ import time
 import numpy as np
 from evenrank.core import shared_compilation
 from evenrank.core.nested import inner
-shared_compilation._MAX_WAIT_SECONDS = {seconds}
+numba_cache._MAX_WAIT_SECONDS = {seconds}
 sleep, said = time.sleep, []
 def say_once(seconds):
     if not said:
@@ -118,14 +118,14 @@ def test_nobody_waits_for_ever_for_a_process_that_is_killed_or_suspended(tmp_pat
 def compile_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable[..., Any]], Any]:
     """Return `compiled`, with an empty cache in `tmp_path`."""
     monkeypatch.setattr(compiled_module, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(shared_compilation, "_spent", shared_compilation._SpentTime())
+    monkeypatch.setattr(numba_cache, "_spent", numba_cache._SpentTime())
     return compiled
 
 
 def test_without_a_lock_file_or_a_folder_a_process_compiles_for_itself(
     tmp_path: Path, compile_in: Callable[[Callable[..., Any]], Any]
 ) -> None:
-    (tmp_path / shared_compilation._LOCK_NAME).mkdir()
+    (tmp_path / numba_cache._LOCK_NAME).mkdir()
     assert compile_in(lambda number: number + 1)(4) == 5
     assert len(list(tmp_path.glob("*/*.nbc"))) == 1
     function = compile_in(lambda number: number + 2)
@@ -151,7 +151,7 @@ def test_a_slow_compilation_is_explained_once(
     is_terminal: bool,
 ) -> None:
     caplog.set_level(logging.INFO, "evenrank")
-    monkeypatch.setattr(shared_compilation, "_SECONDS_BEFORE_NOTICE", 0.0)
+    monkeypatch.setattr(numba_cache, "_SECONDS_BEFORE_NOTICE", 0.0)
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr("sys.stderr", stderr)
@@ -168,6 +168,6 @@ def test_a_quick_compilation_is_not_worth_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "evenrank")
-    monkeypatch.setattr(shared_compilation, "_SECONDS_BEFORE_NOTICE", 600.0)
+    monkeypatch.setattr(numba_cache, "_SECONDS_BEFORE_NOTICE", 600.0)
     assert compile_in(lambda number: number + 1)(4) == 5
     assert caplog.messages == []

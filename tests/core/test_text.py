@@ -1,7 +1,7 @@
 import sys
 import unicodedata
 
-from evenrank.core.text import escape_controls
+from evenrank.core.errors import escape_controls
 
 
 def test_text_without_controls_is_kept() -> None:

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.torch_check import TorchReleaseWarning, check_releases, check_torch
+from evenrank.core.optional_imports import TorchReleaseWarning, check_releases, check_torch
 from evenrank.core.torch_releases import DEFAULT, TESTED
 
 ROOT = Path(__file__).resolve().parents[2]

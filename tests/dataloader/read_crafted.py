@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, SemanticIdConfig, StreamConfig, build_loader, build_stream_loader
-from evenrank.dataloader.batch import SemanticIdBatch, SequenceBatch
+from evenrank.dataloader.batches.batch import SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.datasets import schema
 from evenrank.datasets.store import open_store

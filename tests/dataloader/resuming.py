@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from evenrank.dataloader import SemanticIdBatch, SequenceBatch
-from evenrank.dataloader.state import StateFormat
-from tests.dataloader.batches import ids_of
+from evenrank.dataloader.state.checks import StateFormat
+from tests.dataloader.batch_helpers import ids_of
 
 Batch = SequenceBatch | SemanticIdBatch
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.batch import JaggedBatch, dense, keyed_jagged_tensor
-from evenrank.dataloader.loss_key import LossKey
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, dense, keyed_jagged_tensor
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

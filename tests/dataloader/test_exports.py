@@ -16,7 +16,7 @@ import sys
 hidden = ("numba", "numpy", "polars", "pyarrow", "torch", "torchrec")
 sys.modules.update(dict.fromkeys(hidden))
 import evenrank.datasets, evenrank.dataloader, evenrank.training
-from evenrank.datasets import ConfigError
+from evenrank.core.errors import ConfigError
 assert "open_store" in dir(evenrank.datasets)
 """
 

@@ -22,7 +22,7 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
-from evenrank.dataloader.balance.control.consistency import check_settings
+from evenrank.dataloader.balance.ranks.consistency import check_settings
 from evenrank.dataloader.routing import MODES, KeyMap, Mode
 from tests.datasets.crafted import copy_dataset
 
@@ -147,7 +147,7 @@ def test_states_of_streams_with_other_maps_are_not_merged(small_dataset: Path) -
 
 def test_ranks_must_map_keys_alike(small_dataset: Path) -> None:
     identities = [
-        build_loader(small_dataset, _config(_maps(mode)), rank=rank, world_size=2).identity()
+        build_loader(small_dataset, _config(_maps(mode)), rank=rank, world_size=2).rank_invariants()
         for rank, mode in enumerate(MODES[1:])
     ]
     with pytest.raises(RankError, match=r"^key_maps differs between ranks: "):
@@ -155,7 +155,7 @@ def test_ranks_must_map_keys_alike(small_dataset: Path) -> None:
     reordered = [_maps("roundrobin"), dict(reversed(_maps("roundrobin").items()))]
     check_settings(
         [
-            build_loader(small_dataset, _config(maps), rank=rank, world_size=2).identity()
+            build_loader(small_dataset, _config(maps), rank=rank, world_size=2).rank_invariants()
             for rank, maps in enumerate(reordered)
         ]
     )

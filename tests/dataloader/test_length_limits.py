@@ -22,10 +22,10 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.batch_schema import check_contents, lengths_of, schema_of
-from evenrank.dataloader.collate.spans import StoreRows
+from evenrank.dataloader.batches.padding import empty_batch, pad_batch
+from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
+from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.pad import empty_batch, pad_batch
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.store import MultiValued

@@ -25,7 +25,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
-from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
 from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
 from tests.ranks import RankPool

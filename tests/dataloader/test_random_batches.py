@@ -19,10 +19,10 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.batch_schema import check_contents
+from evenrank.dataloader.batches.schema import check_contents
 from evenrank.dataloader.random_batches import _FORMAT
 from evenrank.datasets.distributions import Uniform
-from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
 from tests.ranks import RankPool
 

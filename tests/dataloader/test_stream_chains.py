@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from evenrank.dataloader import LoaderConfig, StreamConfig, build_stream_loader, merge_stream_states
 from evenrank.datasets import open_store
-from tests.dataloader.batches import ids_of
+from tests.dataloader.batch_helpers import ids_of
 
 
 def _through_json(state: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from torchdata.nodes import Loader as NodeLoader
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader, build_stream_loader
 from evenrank.dataloader.loader import Loader
 from evenrank.dataloader.workers import Workers
-from tests.dataloader.batches import ids_of
+from tests.dataloader.batch_helpers import ids_of
 
 
 def _loader(path: Path, **options: object) -> Loader[SequenceBatch]:

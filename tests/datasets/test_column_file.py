@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.column_file import ColumnWriter, map_column
+from evenrank.datasets.unpack import ColumnWriter, map_column
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

@@ -5,7 +5,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from evenrank.datasets.file_versions import version_of, versions_of
+from evenrank.datasets.stream import version_of, versions_of
 
 
 class _Bucket:

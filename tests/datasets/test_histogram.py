@@ -6,8 +6,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
-from evenrank.datasets.distributions import parse_distribution
-from evenrank.datasets.histogram import Histogram
+from evenrank.datasets.distributions import Histogram, parse_distribution
 
 
 def test_values_are_drawn_as_often_as_they_were_observed() -> None:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.mixture import MixtureOrder
-from evenrank.datasets.order import Samples
+from evenrank.datasets.order import MixtureOrder, Samples
 
 
 def _samples(num_rows: int, left_out: list[int] | None = None) -> Samples:

@@ -13,8 +13,7 @@ from pyarrow import fs
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.file_versions import versions_of
-from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream
+from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream, versions_of
 from tests.datasets.in_parts import write_in_parts
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.datasets.zipf import draw_zipf
+from evenrank.datasets.distributions import draw_zipf
 
 EXPONENTS = (0.0, 0.3, 1.0, 1.0 + 1e-9, 1.2, 2.0, 7.0)
 

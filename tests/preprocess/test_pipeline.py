@@ -13,7 +13,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest, user_hash
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
-from evenrank.preprocess.build import reading as reading_module
+from evenrank.preprocess.build import buckets as reading_module
 from evenrank.preprocess.output import writer as writer_module
 
 ML_20M = """userId,movieId,rating,timestamp

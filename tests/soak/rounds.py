@@ -89,7 +89,7 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
         loader=loader,
         first=first,
         resumed=resumed if loader in ELASTIC else first,
-        strategy=str(rng.choice(["identity", "karmarkar-karp", "lpt-swap", "min-move"]))
+        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"]))
         if equal_counts
         else "karmarkar-karp",
         equal_counts=equal_counts,

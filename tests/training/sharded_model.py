@@ -14,8 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.random_batches import RandomBatches
-from evenrank.dataloader.random_data import RandomData
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.training import scale_loss
 from hstu.embeddings import Embeddings, make_optimizer, shard

@@ -14,7 +14,7 @@ from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import Balancer, HSTUCost
 from evenrank.training import accumulate
-from tests.dataloader.batches import ids_of
+from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)

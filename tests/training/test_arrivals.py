@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from evenrank.dataloader.balance.control.process_group import Members
-from evenrank.training.arrivals import Arrivals, arrivals_line
+from evenrank.dataloader.balance.ranks.process_group import Members
+from evenrank.training.watch import Arrivals, arrivals_line
 
 
 def test_ranks_that_have_published_nothing_are_behind() -> None:

@@ -17,7 +17,7 @@ from torchrec import EmbeddingCollection
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
-from evenrank.dataloader.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.training import (
     Flops,
     ModelFlops,

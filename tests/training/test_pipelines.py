@@ -23,7 +23,7 @@ from evenrank.training import (
     register_pipeline,
     run_pipeline,
 )
-from tests.dataloader.batches import ids_of
+from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 from tests.registrations import restored
 from tests.training.sharded_model import (

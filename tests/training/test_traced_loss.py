@@ -17,8 +17,7 @@ import evenrank.training
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.random_batches import RandomBatches
-from evenrank.dataloader.random_data import RandomData
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.training import accumulate, scale_loss
 from tests.ranks import RankPool

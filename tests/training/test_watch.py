@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.control.process_group import members_of
+from evenrank.dataloader.balance.ranks.process_group import members_of
 from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
-from evenrank.training.arrivals import STORE_TIMEOUT
-from evenrank.training.watch import GIB, Alarm
+from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm
 from tests.ranks import RankPool
 from tests.stopped_store import StoreServer, store_server
 

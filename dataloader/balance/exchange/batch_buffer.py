@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
+from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, make_read_only, row_bytes
-from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.batch_schema import FieldSpec
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.schema import FieldSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.core.registry import Registry
-from evenrank.dataloader.balance.control.process_group import FailFastGroup, Work
 from evenrank.dataloader.balance.exchange.batch_buffer import RowLayout
-from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
+from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_chunks, row_bytes
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.exchange import triton_copy
-from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies, copy_on_cpu
+from evenrank.dataloader.balance.exchange import gpu_copy
+from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies, copy_on_cpu
 
 
 class ExchangeDevice(ABC):
@@ -167,9 +167,9 @@ class CudaDevice(ExchangeDevice):
 
     def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
         """Return the tiles that the Triton kernel copies."""
-        if not triton_copy.HAS_TRITON:
+        if not gpu_copy.HAS_TRITON:
             return np.empty(0, dtype=np.uint8)
-        return triton_copy.tile_descriptors(copies).reshape(-1).view(np.uint8)
+        return gpu_copy.tile_descriptors(copies).reshape(-1).view(np.uint8)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Allocate pinned memory; PyTorch's allocator does not reuse it while a copy reads it."""
@@ -191,10 +191,10 @@ class CudaDevice(ExchangeDevice):
 
     def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
         """Copy all ranges in one kernel launch."""
-        if triton_copy.HAS_TRITON:
-            triton_copy.copy_with_kernel(descriptors, sources, target)
+        if gpu_copy.HAS_TRITON:
+            gpu_copy.copy_with_kernel(descriptors, sources, target)
         else:
-            triton_copy.copy_with_operators(copies, sources, target)
+            gpu_copy.copy_with_operators(copies, sources, target)
 
     def hand_over(self, buffers: Sequence[Tensor]) -> None:
         """Make the current stream wait for the side stream, and keep the buffers allocated until both are done."""

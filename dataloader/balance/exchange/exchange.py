@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenrank.dataloader.balance.control.process_group import FailFastGroup, Work
 from evenrank.dataloader.balance.exchange.batch_buffer import lay_out_output, lay_out_rows, output_fields, write_batch
-from evenrank.dataloader.balance.exchange.byte_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout
+from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice
 from evenrank.dataloader.balance.exchange.plan import Plan
-from evenrank.dataloader.batch import JaggedBatch
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
+from evenrank.dataloader.batches.batch import JaggedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.control.wire import StepMetadata
 from evenrank.dataloader.balance.partition.strategies import Assignment
-from evenrank.dataloader.batch_schema import BatchSchema
-from evenrank.dataloader.loss_key import loss_tokens
+from evenrank.dataloader.balance.ranks.metadata import StepMetadata
+from evenrank.dataloader.batches.batch import loss_tokens
+from evenrank.dataloader.batches.schema import BatchSchema
 
 ALIGNMENT = 16  # bytes: the widest load and store of a GPU
 

@@ -13,7 +13,7 @@ the start matters (see `lpt_swap`).
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
+from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.partition.rank_loads import (
     RankLoads,
     heaviest_rank,

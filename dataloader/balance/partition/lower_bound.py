@@ -17,7 +17,7 @@ docs/results/planner.md.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
+from evenrank.core.numba_cache import compiled
 
 
 @compiled

@@ -9,7 +9,7 @@ samples; `relabel` afterwards keeps some of them on their ranks.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
+from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.partition.local_search import local_search
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt
 from evenrank.dataloader.balance.partition.rank_loads import make_rank_loads

@@ -12,7 +12,7 @@ tolerance, but most samples stay.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
+from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.partition.local_search import local_search
 from evenrank.dataloader.balance.partition.lpt import lpt
 from evenrank.dataloader.balance.partition.rank_loads import (

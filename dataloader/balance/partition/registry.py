@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.registry import Registry
-from evenrank.dataloader.balance.partition.differencing import largest_differencing
-from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
+from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp, largest_differencing
 from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
 from evenrank.dataloader.balance.partition.min_move import min_move
 from evenrank.dataloader.balance.partition.relabel import relabel
@@ -75,7 +74,7 @@ def find_strategy(name: str, *, equal_counts: bool) -> Strategy:
     return (STRATEGIES if equal_counts else UNEQUAL_STRATEGIES)[name]
 
 
-@register_strategy("identity")
+@register_strategy("none")
 def _identity(problem: PartitionProblem) -> NDArray[np.int32]:
     return problem.home
 

@@ -10,8 +10,8 @@ maximum.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
-from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 
 
 @compiled

@@ -12,15 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.partition.lower_bound import (
-    heaviest_load_bound,
-    heaviest_load_bound_of_any_counts,
-)
-from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.dataloader.balance.config import DEFAULTS, OnOverflow, PartitionSettings
+from evenrank.dataloader.balance.partition.lower_bound import heaviest_load_bound, heaviest_load_bound_of_any_counts
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 from evenrank.dataloader.balance.partition.registry import PartitionProblem, find_strategy
 from evenrank.dataloader.balance.partition.relabel import relabel
 from evenrank.dataloader.balance.partition.token_limit import balance_within_token_limit
-from evenrank.dataloader.balance.settings import DEFAULTS, OnOverflow, PartitionSettings
 
 PADDING = -1
 _MAX_TOTAL_COST = 1 << 62
@@ -76,10 +73,10 @@ def partition(
 
     The strategies are those that are registered, among them ours:
 
-    - `identity`: every sample stays on its rank.
+    - `none`: every sample stays on its rank.
     - `karmarkar-karp`: the largest differencing method, with equal counts or without.
-    - `lpt-swap`: longest processing time first, then swaps; never worse than `identity`.
-    - `min-move`: swaps that move the fewest tokens; never worse than `identity`.
+    - `lpt-swap`: longest processing time first, then swaps; never worse than `none`.
+    - `min-move`: swaps that move the fewest tokens; never worse than `none`.
 
     Args:
         costs: int64 [W * B] or [W, B] in rank order, none negative, with a sum of at most 2^62.
@@ -270,7 +267,7 @@ def _within_token_limit(
     most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size=world_size).max())
     if most_tokens <= max_tokens:
         return rank_of
-    if settings.strategy != "identity":  # which must not move anything
+    if settings.strategy != "none":  # which must not move anything
         if settings.equal_counts:
             rank_of = balance_within_token_limit(
                 problem.costs, problem.tokens, problem.order, world_size, max_tokens, problem.target

@@ -11,12 +11,12 @@ close to the mean of the ranks it can miss an assignment that exists.
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.compiled import compiled
+from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt_with_room
 from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
-from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
 from evenrank.dataloader.balance.partition.rank_loads import (
     RankLoads,
+    argsort_descending,
     heaviest_rank,
     hide,
     lightest_rank,

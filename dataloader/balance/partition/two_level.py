@@ -10,6 +10,7 @@ applies to each level, so the heaviest load can be (1 + tolerance)^2 times the l
 import numpy as np
 from numpy.typing import NDArray
 
+from evenrank.dataloader.balance.config import PartitionSettings, check_topology
 from evenrank.dataloader.balance.partition.strategies import (
     PADDING,
     Assignment,
@@ -18,7 +19,6 @@ from evenrank.dataloader.balance.partition.strategies import (
     real_rows,
     rows_per_rank,
 )
-from evenrank.dataloader.balance.settings import PartitionSettings, check_topology
 
 
 def assign_by_host(
@@ -34,7 +34,7 @@ def assign_by_host(
     Args:
         costs: int64 [W * B] or [W, B], in rank order.
         topology: hosts and ranks per host; host h has the ranks from h * ranks_per_host on.
-        settings: `strategy` applies among the ranks of a host (`identity`: nothing moves at all), `tolerance` to both
+        settings: `strategy` applies among the ranks of a host (`none`: nothing moves at all), `tolerance` to both
             levels, `max_tokens_per_rank` within each host.
         tokens: int64, shaped like `costs`.
         num_real: int64 [W], how many of each rank's first rows are samples; None: all.
@@ -46,7 +46,7 @@ def assign_by_host(
     hosts, ranks_per_host = topology
     world_size = hosts * ranks_per_host
     check_topology(topology, world_size)
-    if settings.strategy == "identity" or hosts == 1:
+    if settings.strategy == "none" or hosts == 1:
         return assign(costs, world_size, settings, tokens=tokens, num_real=num_real)
     is_real = real_rows(rows_per_rank(costs, world_size), world_size, num_real)
     slot_costs, slot_tokens = by_slot("costs", costs, is_real), by_slot("tokens", tokens, is_real)

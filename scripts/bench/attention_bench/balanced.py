@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention_bench.timing import KERNEL_BACKWARD, Heads, Passes
-from evenrank.core import atomic_file
+from evenrank.core import files
 from evenrank.core.errors import DataError
 from evenrank.dataloader.balance.partition.strategies import lower_bound, partition
 from evenrank.datasets.distributions import Distribution
 from rendering import markdown_tables
 
-STRATEGIES = ("identity", "karmarkar-karp", "lpt-swap", "min-move")
+STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
 TOLERANCES = {"min-move": 0.01}  # others: 0.001
 TOKENS_PER_EVENT = 2  # an item and its action
 
@@ -224,7 +224,7 @@ def markdown_table(summaries: Iterable[Summary]) -> str:
 def save(draws: Iterable[Draw], path: Path) -> None:
     """Write one JSON line per draw to a file, atomically, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_file.write_text(path, "".join(json.dumps(dataclasses.asdict(draw)) + "\n" for draw in draws))
+    files.write_text(path, "".join(json.dumps(dataclasses.asdict(draw)) + "\n" for draw in draws))
 
 
 def load(path: Path) -> list[Draw]:

@@ -7,10 +7,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attention_bench.balanced import Draw
-from evenrank.cli.reports import svg
+from evenrank.cli.reports import html_page
 from rendering.figures import STYLE, WIDTH
 
-BEFORE, AFTER = "identity", "lpt-swap"
+BEFORE, AFTER = "none", "lpt-swap"
 
 
 @mpl.rc_context(STYLE)
@@ -26,9 +26,9 @@ def rank_bars(draws: Sequence[Draw]) -> Figure:
             before, after = (first[distribution, attention, strategy] for strategy in (BEFORE, AFTER))
             axes = panels[row, column]
             places = np.arange(len(before.rank_ms))
-            axes.bar(places - 0.2, before.rank_ms, 0.38, color=svg.GREY, label="before balancing")
-            axes.bar(places + 0.2, after.rank_ms, 0.38, color=svg.BLUE, label=f"after ({AFTER})")
-            axes.axhline(before.equal_ms, color=svg.ORANGE, linestyle="--", label="equal lengths")
+            axes.bar(places - 0.2, before.rank_ms, 0.38, color=html_page.GREY, label="before balancing")
+            axes.bar(places + 0.2, after.rank_ms, 0.38, color=html_page.BLUE, label=f"after ({AFTER})")
+            axes.axhline(before.equal_ms, color=html_page.ORANGE, linestyle="--", label="equal lengths")
             axes.set_title(f"{attention}, {distribution}", fontsize="medium")
             axes.set_xticks(places)
             axes.grid(axis="x", visible=False)

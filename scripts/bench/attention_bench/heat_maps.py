@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import PercentFormatter
 
 from attention_bench.sweep import BACKWARD, BOTH, FORWARD, Sweep
-from evenrank.cli.reports import svg
+from evenrank.cli.reports import html_page
 from rendering.figures import STYLE, WIDTH
 
 _STYLE: Any = {**STYLE, "axes.grid": False, "hatch.linewidth": 0.6}
@@ -31,9 +31,11 @@ def heat_map(sweep: Sweep, direction: str) -> Figure:
         for column, speed in enumerate(row):
             if speed is None:
                 corner = (column - 0.5, place - 0.5)
-                axes.add_patch(Rectangle(corner, 1, 1, facecolor="white", edgecolor=svg.GREY, hatch="///", linewidth=0))
+                axes.add_patch(
+                    Rectangle(corner, 1, 1, facecolor="white", edgecolor=html_page.GREY, hatch="///", linewidth=0)
+                )
                 continue
-            colour = "white" if speed.mfu < _DARK * highest else svg.INK
+            colour = "white" if speed.mfu < _DARK * highest else html_page.INK
             style: Any = {"ha": "center", "color": colour}
             axes.text(column, place, _digits(speed.tflops), va="bottom", **style)
             axes.text(column, place + 0.06, f"{_digits(speed.ms)} ms", va="top", fontsize=8, **style)
@@ -47,7 +49,7 @@ def heat_map(sweep: Sweep, direction: str) -> Figure:
         fontsize="medium",
     )
     if np.isnan(mfu).any():
-        handle = Patch(facecolor="white", edgecolor=svg.GREY, hatch="///", label="out of memory")
+        handle = Patch(facecolor="white", edgecolor=html_page.GREY, hatch="///", label="out of memory")
         figure.legend(handles=[handle], loc="outside lower right")
     return figure
 

@@ -13,8 +13,7 @@ from end_to_end.even import even_lengths
 from end_to_end.experiments import Workload
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import Cost
-from evenrank.dataloader.random_batches import RandomBatches
-from evenrank.dataloader.random_data import RandomData
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Distribution, Uniform, Zipf, parse_distribution
 from evenrank.datasets.schema import ACTION, ITEM_ID, USER_ID
 from trainer.world import World

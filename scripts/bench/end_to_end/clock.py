@@ -8,7 +8,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evenrank.training.layer_hooks import Clock, CudaClock, HostClock
+from evenrank.training.attention_timing import Clock, CudaClock, HostClock
 
 
 class StepClock:

@@ -12,7 +12,7 @@ from end_to_end.results import EVEN, Floats, Ints, RunResult, Segment
 from end_to_end.step_times import compute_ms
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import HSTUCost, MeasuredCost
-from evenrank.dataloader.balance.model_cost import TokenCost
+from evenrank.dataloader.balance.cost import TokenCost
 from evenrank.datasets.schema import USER_ID
 
 # Settings that do not change what a rank computes for the samples that it trains.
@@ -57,7 +57,7 @@ def fit_cost(result: RunResult) -> MeasuredCost:
 def is_balanced(result: RunResult) -> bool:
     """Return whether the run's samples were distributed by their cost."""
     settings = result.settings
-    return result.data_ranks > 1 and settings["balance"] != "none" and settings["strategy"] != "identity"
+    return result.data_ranks > 1 and settings["balance"] != "none" and settings["strategy"] != "none"
 
 
 def configuration(result: RunResult) -> str:

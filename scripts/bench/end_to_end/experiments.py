@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenrank.core.errors import ConfigError, EvenrankError
-from evenrank.core.text import escape_controls
+from evenrank.core.errors import ConfigError, EvenrankError, escape_controls
 from trainer.config import TrainConfig, types_of_settings
 
 BASELINE, HSTU_COST = "none", "hstu"

@@ -16,8 +16,7 @@ if __name__ == "__main__":
 
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask, new_result
-from evenrank.core.errors import DataError
-from evenrank.core.text import escape_controls
+from evenrank.core.errors import DataError, escape_controls
 
 TIMED_OUT = 124  # the exit code of `timeout`
 _LOG_BYTES = 4 << 20  # that are searched, from the end

@@ -13,7 +13,7 @@ from end_to_end.results import RunResult
 from end_to_end.table import BALANCE, RANKS, SPEED, markdown_table, notes, terminal_table
 from end_to_end.tasks import result_path
 from evenrank.cli import console
-from evenrank.core import atomic_file
+from evenrank.core import files
 from rendering import figures
 from trainer.config import TrainConfig
 
@@ -56,7 +56,7 @@ def write_report(out: Path, experiments: Experiments) -> None:
     ]
     text += ["## Columns", *(f"{title}:\n\n{notes(columns)}" for title, columns in _TITLES.items())]
     text += ["## Runs", _RUNS, _list_runs(results)]
-    atomic_file.write_text(out / "report.md", "\n\n".join(part.strip("\n") for part in text) + "\n")
+    files.write_text(out / "report.md", "\n\n".join(part.strip("\n") for part in text) + "\n")
     console.print_result(f"report: {out / 'report.md'} (plots in {out / 'plots'})")
 
 

@@ -111,7 +111,7 @@ def simulated_compute(
     cost: MeasuredCost, source: LengthSource, ranks: int, *, batch_size: int, strategy: str, steps: int
 ) -> tuple[Floats, float]:
     """Return the seconds that each rank computes in simulated steps, [steps, W], and their mean tokens per rank."""
-    even, planned = strategy == EVEN, "identity" if strategy in (UNBALANCED, EVEN) else strategy
+    even, planned = strategy == EVEN, "none" if strategy in (UNBALANCED, EVEN) else strategy
     compute, tokens = [], 0
     for step in planned_steps(source, cost, ranks, batch_size=batch_size, strategy=planned, steps=steps):
         # In float64: the costs of a whole rank may not add up in int64.

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from end_to_end import outcome
 from end_to_end.runner import WORKER
 from end_to_end.tasks import WorkerTask
-from evenrank.core import atomic_file
+from evenrank.core import files
 from evenrank.core.errors import ConfigError
 
 _MARGIN_MINUTES = 10  # of a job, for starting and for ending a run that has reached its limit
@@ -112,7 +112,7 @@ def submit(tasks: Sequence[WorkerTask], cluster: Cluster, *, limit_seconds: floa
     scripts = [script_of(task, cluster, limit_seconds=limit_seconds) for task in tasks]
     jobs: list[str] = []
     for task, script in zip(tasks, scripts, strict=True):
-        atomic_file.write_text(script_file(task), script)
+        files.write_text(script_file(task), script)
         submitted = subprocess.run(
             sbatch_command(task, jobs[-1] if jobs else None), capture_output=True, text=True, check=False
         )

@@ -36,7 +36,7 @@ from evenrank.cli import console
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.balance.model_cost import TokenCost
+from evenrank.dataloader.balance.cost import TokenCost
 from evenrank.datasets.schema import ACTION, ITEM_ID, SCHEMA_VERSION, USER_ID, Manifest
 from evenrank.training import device_peaks, make_pipeline, scale_loss
 from evenrank.training.pipelines import Pipeline

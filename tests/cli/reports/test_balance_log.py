@@ -8,12 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenrank.cli.reports.balance_log import (
-    column,
-    cumulative_steps,
-    read_json_lines,
-    typical_record,
-)
+from evenrank.cli.reports.balance_log import column, cumulative_steps, read_json_lines, typical_record
 from evenrank.core.errors import DataError
 from evenrank.dataloader.balance.metrics import LogRecord, combine, log_key, summarize
 from evenrank.dataloader.balance.writers import JsonLines

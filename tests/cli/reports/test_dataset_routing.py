@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.cli.reports import dataset_plots, dataset_routing
-from evenrank.cli.reports.dataset_routing import routing_loads
+from evenrank.cli.reports import dataset_data, dataset_plots
+from evenrank.cli.reports.dataset_data import routing_loads
 from evenrank.dataloader.routing import MODES, KeyMap, owner_rank
 
 
@@ -51,7 +51,7 @@ def test_a_pattern_of_ids_is_on_few_ranks_unless_hashed() -> None:
 def test_loads_do_not_depend_on_the_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, counts = np.arange(0, 300, 3), np.arange(1, 101)
     expected = routing_loads(ids, counts, 301)
-    monkeypatch.setattr(dataset_routing, "_CHUNK", chunk)
+    monkeypatch.setattr(dataset_data, "_CHUNK", chunk)
     assert routing_loads(ids, counts, 301) == expected
 
 

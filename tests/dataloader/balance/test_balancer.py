@@ -15,12 +15,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
+from evenrank.dataloader.balance.config import OnOverflow
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
-from evenrank.dataloader.balance.settings import OnOverflow
-from evenrank.dataloader.batch import JaggedBatch, dense
-from evenrank.dataloader.batch_schema import lengths_of, schema_of
-from evenrank.dataloader.pad import pad_batch
+from evenrank.dataloader.batches.batch import JaggedBatch, dense
+from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
@@ -99,7 +99,7 @@ def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Ste
             assert batch_seen["loss"] == (loss_tokens, total, world_size)
             assert batch_seen["step"] == (number, number + 1)
             assert batch_seen["longest"]
-            if strategy == "identity":
+            if strategy == "none":
                 own = samples_of(loaded[rank][number]) if number < len(loaded[rank]) else []
                 assert batch_seen["samples"] == own
         assert after[0]["after"] == [

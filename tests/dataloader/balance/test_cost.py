@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.cost import cost_shift, count_tokens, scaled_costs
-from evenrank.dataloader.balance.model_cost import HSTUCost
+from evenrank.dataloader.balance.cost import HSTUCost, cost_shift, count_tokens, scaled_costs
 from tests.dataloader.balance.costs import Ints
 
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError, EvenrankError, RankError, one_line
-from evenrank.core.source_hash import code_hash
+from evenrank.core.numba_cache import code_hash
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics, arguments
+from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics, balancer
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.exchange import Exchange
-from evenrank.dataloader.batch import JaggedBatch, keyed_jagged_tensor
-from evenrank.dataloader.pad import pad_batch
-from evenrank.dataloader.rest import _FORMAT
+from evenrank.dataloader.batches.batch import JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.state.resume_point import _FORMAT
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.resuming import with_changes
 from tests.dataloader.rich_batch import RichBatch, rich_batch
@@ -183,7 +183,7 @@ def _disagree(rank: int, world_size: int, what: str) -> None:
             case "later":
                 second = replace(batch, flags=batch.flags[:, :2])
             case "strategy":
-                options["strategy"] = "identity"
+                options["strategy"] = "none"
             case "tolerance":
                 options["tolerance"] = 0.5
             case "limit":
@@ -215,7 +215,7 @@ def _disagree(rank: int, world_size: int, what: str) -> None:
             "batch size",
             "rank 1 failed: a batch has 2 rows, but the Balancer's batch_size is 1; raise it, or",
         ),
-        ("strategy", "strategy differs between ranks: lpt-swap on rank 0, identity on rank 1"),
+        ("strategy", "strategy differs between ranks: lpt-swap on rank 0, none on rank 1"),
         ("tolerance", "tolerance differs between ranks: 0.001 on rank 0, 0.5 on rank 1"),
         ("limit", "max_tokens_per_rank differs between ranks: None on rank 0, 1 on rank 1"),
         (
@@ -238,7 +238,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(ranks: RankPool, what
 
 
 def _run_other_code(rank: int, world_size: int) -> None:
-    with patch.object(arguments, "code_hash", lambda: "0123456789abcdef" if rank == 1 else code_hash()):
+    with patch.object(balancer, "code_hash", lambda: "0123456789abcdef" if rank == 1 else code_hash()):
         Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
 
 
@@ -248,7 +248,7 @@ def test_ranks_with_other_source_files_are_refused(ranks: RankPool) -> None:
 
 
 def test_an_argument_that_is_invalid_on_one_rank_is_an_error_on_all(ranks: RankPool) -> None:
-    message = "no strategy is called 'best'; known are identity, karmarkar-karp, lpt-swap, min-move"
+    message = "no strategy is called 'best'; known are none, karmarkar-karp, lpt-swap, min-move"
     failures = [(failure.type_name, failure.message) for failure in ranks.try_run(3, _disagree, "unknown strategy")]
     assert failures == [
         ("RankError", f"rank 1 failed: {message}"),
@@ -391,7 +391,7 @@ def test_a_token_limit_that_cannot_be_kept_is_raised_on_all_ranks(ranks: RankPoo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "best"}, "no strategy is called 'best'; known are identity, karmarkar-karp, lpt-swap, min-move"),
+        ({"strategy": "best"}, "no strategy is called 'best'; known are none, karmarkar-karp, lpt-swap, min-move"),
         ({"exchange": "carrier-pigeon"}, "no exchange is called 'carrier-pigeon'; known are all-to-all, all-gather"),
         ({"lookahead": 0}, "lookahead must be at least 1, got 0"),
         ({"tolerance": -0.1}, "tolerance must be at least 0 and below 1, got -0.1"),

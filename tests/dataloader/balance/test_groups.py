@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from evenrank.dataloader.balance import Balancer, StepMetrics
-from evenrank.dataloader.balance.control import process_group
-from evenrank.dataloader.balance.control.process_group import Group
+from evenrank.dataloader.balance.ranks import process_group
+from evenrank.dataloader.balance.ranks.process_group import Group
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankFailure, RankPool

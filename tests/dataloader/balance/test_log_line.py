@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import Balancer, StepMetrics
-from evenrank.dataloader.balance.log_line import StepLogger, log_line
+from evenrank.dataloader.balance.writers import StepLogger, log_line
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankPool
@@ -131,7 +131,7 @@ def test_a_level_that_the_user_has_set_is_kept(logger: logging.Logger, caplog: p
 
 def test_importing_leaves_logging_as_it_is() -> None:
     code = (
-        "import logging; from evenrank.dataloader.balance.log_line import StepLogger; StepLogger(every=1)\n"
+        "import logging; from evenrank.dataloader.balance.writers import StepLogger; StepLogger(every=1)\n"
         "log = logging.getLogger('evenrank')\n"
         "assert (log.level, log.handlers, logging.getLogger().handlers) == (0, [], [])"
     )

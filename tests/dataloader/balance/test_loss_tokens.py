@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch
 from evenrank.dataloader.balance import Balancer
-from evenrank.dataloader.balance.control.wire import Header, decode, encode
 from evenrank.dataloader.balance.exchange.plan import make_plan
 from evenrank.dataloader.balance.partition.strategies import Assignment
-from evenrank.dataloader.batch import keyed_jagged_tensor
-from evenrank.dataloader.batch_schema import lengths_of, schema_of
-from evenrank.dataloader.pad import pad_batch
+from evenrank.dataloader.balance.ranks.metadata import Header, decode, encode
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.ranks import RankPool

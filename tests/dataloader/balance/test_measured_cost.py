@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import MeasuredCost
-from evenrank.dataloader.balance.control.consistency import describe_cost
+from evenrank.dataloader.balance.ranks.consistency import describe_cost
 from evenrank.datasets.distributions import Lognormal
 from tests.dataloader.balance.costs import Ints, count_pairs, write_tokens
 
@@ -227,7 +227,7 @@ SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0
             "192 of 200 are not, the first inf seconds of step 8",
         ),
         (np.full((200, 4), 100), np.linspace(1, 2, 200), "too similar: their tokens vary by 0.0%, at least 2% is"),
-        (PACKED, _times(PACKED), r"vary by 0.0%, .*neither balanced \(strategy=\"identity\"\) nor packed"),
+        (PACKED, _times(PACKED), r"vary by 0.0%, .*neither balanced \(strategy=\"none\"\) nor packed"),
         (
             SIMILAR,
             _times(SIMILAR),

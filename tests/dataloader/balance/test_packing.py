@@ -18,7 +18,7 @@ from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, bu
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, TokenLimitWarning, packing, partition
 from evenrank.dataloader.balance.packing import PackedSchedule, pack
 from evenrank.dataloader.config import Order
-from tests.dataloader.batches import ids_of
+from tests.dataloader.batch_helpers import ids_of
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 Ints = NDArray[np.int64]
@@ -275,7 +275,7 @@ def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.Monke
         planned.append(options["start"])
         return pack(*arguments, **options)
 
-    monkeypatch.setattr("evenrank.dataloader.balanced_picks.pack", pack_and_count)
+    monkeypatch.setattr("evenrank.dataloader.sampling.balanced_steps.pack", pack_and_count)
     loader = _make(small_dataset, 0, 2)
     length = len(loader)
     assert len(list(loader)) == length
@@ -328,7 +328,7 @@ def test_a_sample_above_the_budget_can_have_a_rank_of_its_own(small_dataset: Pat
         ({"max_tokens_per_rank": None}, "pack=True needs max_tokens_per_rank"),
         ({"equal_counts": False, "strategy": "karmarkar-karp"}, "needs equal_counts=True, got False"),
         ({"topology": (2, 2)}, r"leave out topology=\(2, 2\)"),
-        ({"strategy": "identity"}, "needs a strategy that assigns samples to ranks, got 'identity'"),
+        ({"strategy": "none"}, "needs a strategy that assigns samples to ranks, got 'none'"),
     ],
     ids=str,
 )
@@ -339,7 +339,7 @@ def test_options_that_do_not_go_with_packing_are_refused(options: dict[str, Any]
 
 def test_ranks_compare_whether_they_pack() -> None:
     packed, fixed = (BalanceConfig(cost=COST, max_tokens_per_rank=10, pack=pack) for pack in (True, False))
-    assert packed.identity() == fixed.identity() | {"pack": True}
+    assert packed.rank_invariants() == fixed.rank_invariants() | {"pack": True}
 
 
 @pytest.mark.parametrize("order", ["shuffle", "rows", "time"])

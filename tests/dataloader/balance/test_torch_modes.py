@@ -9,9 +9,9 @@ import torch
 
 from evenrank.dataloader import LoaderConfig, RandomBatches
 from evenrank.dataloader.balance import Balancer
-from evenrank.dataloader.batch_schema import schema_of
+from evenrank.dataloader.batches.schema import schema_of
 from tests.dataloader.balance.costs import one_per_sample
-from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.rich_batch import rich_batch, samples_of
 from tests.ranks import RankPool
 

@@ -16,7 +16,7 @@ from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loade
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.warmup import warm_up
 from tests.dataloader.balance.costs import Ints, Lengths
-from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankFailure
 from tests.two_hosts import WORLD_SIZE, Gate, TwoHosts, make_two_hosts
@@ -174,7 +174,7 @@ def test_a_link_that_is_cut_while_ranks_create_a_balancer_ends_all_of_them(
     balance = "evenrank.dataloader.balance"
     steps = [
         f"{balance}.balancer.members_of",
-        f"{balance}.arguments.settle",
+        f"{balance}.arguments.handshake",
         f"{balance}.balancer.Connection",
         f"{balance}.exchange.exchange.Exchange.connect",
     ]

@@ -21,13 +21,13 @@ from evenrank.dataloader.balance import (
     partition,
     register_strategy,
 )
+from evenrank.dataloader.balance.config import BalancerSettings, PartitionSettings
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.partition.registry import UNEQUAL_STRATEGIES
-from evenrank.dataloader.balance.settings import BalancerSettings, PartitionSettings
-from evenrank.dataloader.batch_schema import check_contents, lengths_of, schema_of
+from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.balance.partition.steps import Step, steps
-from tests.dataloader.batches import ids_of
+from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.rich_batch import rich_batch, samples_of
 from tests.ranks import RankPool
 from tests.registrations import restored

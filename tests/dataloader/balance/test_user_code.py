@@ -21,7 +21,7 @@ from evenrank.dataloader.balance import (
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES, AllToAll, CollectiveLayout
 from evenrank.dataloader.balance.partition.registry import UNEQUAL_STRATEGIES
 from tests.dataloader.balance.costs import Ints, Lengths
-from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.ranks import RankFailure, RankPool
 from tests.registrations import restored
 

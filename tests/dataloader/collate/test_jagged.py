@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged, pad_batch
-from evenrank.dataloader.batch_schema import check_contents, schema_of
-from evenrank.dataloader.pad import empty_batch
+from evenrank.dataloader.batches.padding import empty_batch
+from evenrank.dataloader.batches.schema import check_contents, schema_of
 
 SAMPLES: list[dict[str, Any]] = [
     {"item_id": [7, 3, 9], "price": [0.5, 1.5, 2.5], "user": 4, "label": 1, "extra": "left out"},

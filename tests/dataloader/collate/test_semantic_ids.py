@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader
-from evenrank.dataloader.batch_schema import check_contents
+from evenrank.dataloader.batches.schema import check_contents
+from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
-from evenrank.dataloader.collate.spans import group_by_store
 from evenrank.datasets import open_store
-from tests.dataloader.batches import ids_of, rows_of
+from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
 
 # The codes of an item are (item // 10, item % 10); item 12 has none.

@@ -8,10 +8,10 @@ import torch
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
+from evenrank.dataloader.collate.gather import StoreRows, group_by_store
 from evenrank.dataloader.collate.sequences import SequenceCollate
-from evenrank.dataloader.collate.spans import StoreRows, group_by_store
 from evenrank.datasets import open_store
-from tests.dataloader.batches import rows_of
+from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import ITEMS, STORE
 
 

@@ -6,7 +6,7 @@ import random
 import torch
 
 from evenrank.dataloader.routing import MODES, Routing
-from evenrank.dataloader.routing.triton_bucketize import bucketize_with_kernels, owners_with_kernel
+from evenrank.dataloader.routing.gpu_bucketize import bucketize_with_kernels, owners_with_kernel
 from tests.dataloader.routing.reference import EDGES, Batch, bucketized, owner_and_row
 
 

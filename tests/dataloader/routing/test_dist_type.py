@@ -50,7 +50,7 @@ def test_the_message_says_both() -> None:
         check_dist_type(dist_type({"item_id": _map("roundrobin")}), {}, source="the checkpoint step-7")
     assert str(raised.value) == (
         "the checkpoint step-7 stores item_id with routing roundrobin (num_embeddings 100, world_size 4), but this job "
-        "uses continuous; use the same key_maps, or change its tables with evenrank.dataloader.routing.remap_checkpoint"
+        "uses continuous; use the same key_maps, or change its tables with evenrank.dataloader.routing.remap"
     )
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing import MODES, KeyMap, Mode, owner_rank
-from evenrank.dataloader.routing.permutation import Permutation
-from evenrank.dataloader.routing.round_robin import RoundRobin
+from evenrank.dataloader.routing.table_permutation import Permutation, RoundRobin
 
 SIZES = st.integers(1, 3000)
 WORLDS = st.integers(1, 70)

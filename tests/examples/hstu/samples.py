@@ -11,7 +11,7 @@ from torchrec import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.dataloader import SequenceBatch
-from evenrank.dataloader.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from hstu.config import HSTUConfig
 from hstu.ranking import HSTURanking
 from hstu.retrieval import HSTURetrieval

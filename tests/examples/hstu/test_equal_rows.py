@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenrank.dataloader.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from hstu.equal_rows import ROWS, EqualRows
 
 

@@ -13,7 +13,7 @@ from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.routing import KeyMap, remap
 from hstu.retrieval import HSTURetrieval
 from hstu.tables import tables
-from tests.dataloader.batches import rows_of
+from tests.dataloader.batch_helpers import rows_of
 from tests.examples.hstu.samples import CONFIG, SIZES, Sample, Tables, make_batch, make_retrieval, random_samples
 
 SAMPLE = Sample(user_id=[3], tags=[1], item_id=[4, 5, 6, 7], action=[1, 2, 3, 4])

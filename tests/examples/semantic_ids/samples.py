@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from evenrank.dataloader import SemanticIdBatch
-from evenrank.dataloader.batch import keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 
 Codes = tuple[int, ...]
 Sample = tuple[Codes, ...]

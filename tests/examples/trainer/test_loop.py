@@ -288,7 +288,7 @@ def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "best"}, "no strategy is called 'best'; known are identity, "),
+        ({"strategy": "best"}, "no strategy is called 'best'; known are none, "),
         ({"balance": "some"}, "balance must be one of none, sampler, all-to-all, all-gather, got 'some'"),
     ],
 )

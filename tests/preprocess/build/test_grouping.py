@@ -10,8 +10,7 @@ from evenrank.core.errors import DataError
 from evenrank.core.hashing import mix64
 from evenrank.datasets.schema import user_hash
 from evenrank.preprocess.build import sequences as sequences_module
-from evenrank.preprocess.build.grouping import encode_users, slot_of
-from evenrank.preprocess.build.sequences import build_sequences
+from evenrank.preprocess.build.sequences import build_sequences, encode_users, slot_of
 
 EVENTS = st.lists(
     st.tuples(

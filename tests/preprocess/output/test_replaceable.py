@@ -13,8 +13,8 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.datasets.store import open_store
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-from evenrank.preprocess.output import replaceable
-from evenrank.preprocess.output.replaceable import check_replaceable, find_foreign
+from evenrank.preprocess.output import replace
+from evenrank.preprocess.output.replace import check_replaceable, find_foreign
 
 
 def _write(path: Path) -> None:
@@ -130,6 +130,6 @@ def test_where_mounts_are_not_listed_the_folder_itself_is_checked(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os.path, "ismount", lambda path: path == dataset)
-    monkeypatch.setattr(replaceable, "_MOUNTS", dataset / "missing")
-    assert replaceable._first_mount(dataset) == dataset
-    assert replaceable._first_mount(dataset / "train") is None
+    monkeypatch.setattr(replace, "_MOUNTS", dataset / "missing")
+    assert replace._first_mount(dataset) == dataset
+    assert replace._first_mount(dataset / "train") is None

@@ -10,12 +10,12 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources import textlines
+from evenrank.preprocess.sources import tabular
 from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
 from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart
 from evenrank.preprocess.sources.kuairand import read_kuairand
 from evenrank.preprocess.sources.movielens import read_movielens
-from evenrank.preprocess.sources.tablefile import IS_WELL_FORMED, open_table
+from evenrank.preprocess.sources.tabular import IS_WELL_FORMED, open_table
 from tests.preprocess.sources.plain_readers import kuairand_row, movielens_row, quoted_fields, read_lines
 from tests.preprocess.sources.test_kuairand import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, write
 
@@ -52,7 +52,7 @@ def _malformed(rng: random.Random, header: bytes, good: list[bytes]) -> bytes:
 
 
 def _in_small_blocks(rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(textlines, "_BLOCK_BYTES", rng.choice([rng.randrange(size // 4 + 1, size + 1), 1 << 24]))
+    monkeypatch.setattr(tabular, "_BLOCK_BYTES", rng.choice([rng.randrange(size // 4 + 1, size + 1), 1 << 24]))
 
 
 def _check_table(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +131,8 @@ def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) 
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(textlines, "_MAX_LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(textlines, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(tabular, "_MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(tabular, "_BLOCK_BYTES", 1 << 20)
     path = tmp_path / "log.csv"
     for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
         path.write_bytes(content)
@@ -145,7 +145,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "users.dat")
     with pytest.raises(DataError, match=r"users\.dat is a named pipe, not a regular file"):
-        list(textlines.read_lines(tmp_path / "users.dat"))
+        list(tabular.read_lines(tmp_path / "users.dat"))
 
 
 def test_a_carriage_return_does_not_end_a_header(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets import open_store
-from evenrank.datasets.distributions import Uniform, Zipf
-from evenrank.datasets.histogram import Histogram
+from evenrank.datasets.distributions import Histogram, Uniform, Zipf
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.preprocess.sources.tabular_config import TabularConfig, read_toml
+from evenrank.preprocess.sources.custom import TabularConfig, read_toml
 
 
 @pytest.mark.parametrize(

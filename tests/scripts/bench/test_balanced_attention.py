@@ -16,7 +16,7 @@ def test_a_report_is_made_from_the_file(tmp_path: Path, capsys: pytest.CaptureFi
         device="a GPU",
         lengths="lognormal",
         attention="triton",
-        strategy="identity",
+        strategy="none",
         draw=0,
         rank_ms=(1.0, 3.0),
         rank_tflops=(100.0, 300.0),
@@ -29,7 +29,7 @@ def test_a_report_is_made_from_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     balanced_attention.main(out=tmp_path, report_only=True)
     assert {path.name for path in tmp_path.iterdir()} == {"balanced.jsonl", "balanced.md", "balanced.png"}
     table = (tmp_path / "balanced.md").read_text()
-    assert "| lognormal | triton | identity | 3.00 |" in table
+    assert "| lognormal | triton | none | 3.00 |" in table
     assert table in capsys.readouterr().out
 
 

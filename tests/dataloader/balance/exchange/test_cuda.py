@@ -15,12 +15,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader.balance import Balancer, HSTUCost
-from evenrank.dataloader.balance.control import process_group
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
-from evenrank.dataloader.batch import JaggedBatch
-from evenrank.dataloader.random_batches import RandomBatches
-from evenrank.dataloader.random_data import RandomData
+from evenrank.dataloader.balance.ranks import process_group
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankPool
@@ -69,7 +68,7 @@ def _same_as_on_the_cpu(rank: int, world_size: int, device: str, seeds: int) -> 
             variants: list[dict[str, Any]] = [
                 {"strategy": "lpt-swap"},
                 {"strategy": "min-move"},
-                {"strategy": "identity"},
+                {"strategy": "none"},
                 {"strategy": "karmarkar-karp", "equal_counts": False},
             ]
             for variant in variants:
@@ -159,7 +158,7 @@ def _train_on_another_stream(rank: int, world_size: int) -> list[list[int]]:
     sums = []
     with (
         torch.cuda.stream(stream),
-        Balancer(batches, cost=COST, strategy="identity", device=f"cuda:{rank}") as balancer,
+        Balancer(batches, cost=COST, strategy="none", device=f"cuda:{rank}") as balancer,
     ):
         for batch in balancer:
             assert torch.cuda.current_stream() == stream

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.control.wire import Header, StepMetadata, decode, encode
 from evenrank.dataloader.balance.exchange.collectives import AllToAll
 from evenrank.dataloader.balance.exchange.device import CpuDevice
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, make_plan, sample_bytes
 from evenrank.dataloader.balance.partition.strategies import Assignment
-from evenrank.dataloader.batch_schema import lengths_of, schema_of
-from evenrank.dataloader.pad import pad_batch
+from evenrank.dataloader.balance.ranks.metadata import Header, StepMetadata, decode, encode
+from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
 

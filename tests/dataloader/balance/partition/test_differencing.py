@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.partition.differencing import largest_differencing
-from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
-from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp, largest_differencing
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 from evenrank.dataloader.balance.partition.strategies import lower_bound
 from tests.dataloader.balance.partition.steps import costs as step_costs
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt
-from evenrank.dataloader.balance.partition.radix_sort import argsort_descending
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 
 
 def _assign(costs: list[int], world_size: int, percentile: int = 0, keep_below: int = IGNORE_HOME) -> list[int]:

@@ -5,12 +5,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.partition.registry import STRATEGIES
-from evenrank.dataloader.balance.partition.strategies import (
-    Assignment,
-    TokenLimitWarning,
-    lower_bound,
-    partition,
-)
+from evenrank.dataloader.balance.partition.strategies import Assignment, TokenLimitWarning, lower_bound, partition
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
 from tests.dataloader.balance.partition.steps import Step, optimal_heaviest_load, steps
 
@@ -37,7 +32,7 @@ def _check(strategy: str, step: Step) -> None:
     assert loads.max() >= lower_bound(real_costs, world_size)
     if strategy in NEVER_WORSE:
         assert loads.max() <= real_costs.sum(axis=1).max()
-    if strategy == "identity":
+    if strategy == "none":
         assert not assignment.moved.any()
     again = partition(costs.copy(), world_size, strategy=strategy, num_real=num_real, tokens=tokens)
     assert np.array_equal(again.rank_of, rank_of)
@@ -91,7 +86,7 @@ def test_skewed_lengths_are_levelled_to_a_thousandth(world_size: int, lengths: D
         ratios[strategy] = float(np.median(ratios_of_seeds))
     assert ratios["lpt-swap"] <= 1.001
     assert ratios["min-move"] <= 1.001
-    assert ratios["lpt-swap"] < ratios["karmarkar-karp"] < ratios["identity"]
+    assert ratios["lpt-swap"] < ratios["karmarkar-karp"] < ratios["none"]
 
 
 @pytest.mark.parametrize("world_size", [8, 64])
@@ -197,9 +192,9 @@ def test_a_limit_that_cannot_be_kept_is_an_error_with_the_numbers_or_a_warning()
 
 def test_identity_never_moves_for_the_limit() -> None:
     costs = np.array([[5, 5], [1, 1]])
-    assert not partition(costs, 2, strategy="identity", tokens=costs, max_tokens_per_rank=10).moved.any()
+    assert not partition(costs, 2, strategy="none", tokens=costs, max_tokens_per_rank=10).moved.any()
     with pytest.raises(ConfigError, match="the best assignment found has a rank with 10 tokens"):
-        partition(costs, 2, strategy="identity", tokens=costs, max_tokens_per_rank=9)
+        partition(costs, 2, strategy="none", tokens=costs, max_tokens_per_rank=9)
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 3), (2, 4), (3, 2), (3, 3)])
@@ -232,7 +227,7 @@ def test_the_limit_is_kept_wherever_balancing_by_tokens_keeps_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"strategy": "random"}, "'random'; known are identity, karmarkar-karp, lpt-swap, min-move"),
+        ({"strategy": "random"}, "'random'; known are none, karmarkar-karp, lpt-swap, min-move"),
         ({"world_size": 4}, "got 6 costs for world_size=4"),
         ({"num_real": np.array([4, 0])}, r"num_real must be 0..3 for each of 2 ranks, got \[4, 0\]"),
         ({"tokens": np.arange(5)}, "tokens must have one value for each of 6 rows, got 5"),

@@ -1,14 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.partition.tournament_tree import (
-    build,
-    empty_tree,
-    load_shift,
-    make_entry,
-    rank_bits,
-    update,
-)
+from evenrank.dataloader.balance.partition.lpt import build, empty_tree, load_shift, make_entry, rank_bits, update
 
 
 @settings(max_examples=200)

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
+from evenrank.dataloader.balance.config import PartitionSettings
 from evenrank.dataloader.balance.metrics import measure_step
 from evenrank.dataloader.balance.partition.registry import STRATEGIES
 from evenrank.dataloader.balance.partition.strategies import lower_bound, partition
 from evenrank.dataloader.balance.partition.two_level import assign_by_host
-from evenrank.dataloader.balance.settings import PartitionSettings
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
 from tests.dataloader.balance.partition.steps import costs as step_costs
 from tests.dataloader.rich_batch import rich_batch, samples_of

@@ -71,7 +71,7 @@ def test_every_sample_is_trained_once(strategy: str) -> None:
     ranks = assigned(TOKENS, strategy)
     assert [len(rank) for rank in ranks] == [8] * 4
     assert sorted(np.concatenate(ranks).tolist()) == sorted(TOKENS.reshape(-1).tolist())
-    if strategy == "identity":
+    if strategy == "none":
         assert ranks == TOKENS.tolist()
 
 
@@ -79,10 +79,10 @@ def test_balanced_ranks_take_as_long_as_equal_lengths() -> None:
     draws = {draw.strategy: draw for draw in _draws()}
     assert list(draws) == list(STRATEGIES)
     over_equal = {name: max(draw.rank_ms) / draw.equal_ms for name, draw in draws.items()}
-    assert over_equal["identity"] > 1.2
+    assert over_equal["none"] > 1.2
     assert over_equal["lpt-swap"] < 1.01
     assert over_equal["min-move"] < 1.02
-    assert {draw.equal_ms for draw in draws.values()} == {draws["identity"].equal_ms}
+    assert {draw.equal_ms for draw in draws.values()} == {draws["none"].equal_ms}
 
 
 def test_rates_are_those_by_hand() -> None:
@@ -107,7 +107,7 @@ def test_rates_are_those_by_hand() -> None:
     assert len(batches) == 2 * len(STRATEGIES) + 1
 
 
-def _made_up(draw: int, rank_ms: tuple[float, ...], *, strategy: str = "identity") -> Draw:
+def _made_up(draw: int, rank_ms: tuple[float, ...], *, strategy: str = "none") -> Draw:
     return Draw(
         device="a GPU",
         lengths="lognormal",
@@ -128,7 +128,7 @@ def test_summaries_are_medians_over_the_draws() -> None:
     (row,) = summarize(draws)
     assert (row.slowest_ms, row.mean_ms, row.imbalance, row.over_equal, row.tflops) == (3.0, 2.0, 1.5, 1.5, 300.0)
     lines = markdown_table([row]).splitlines()
-    assert lines[2] == "| lognormal | triton | identity | 3.00 | 2.00 | 1.500 | 1.250 | 1.500 | 300 | 2.00 | 300 |"
+    assert lines[2] == "| lognormal | triton | none | 3.00 | 2.00 | 1.500 | 1.250 | 1.500 | 300 | 2.00 | 300 |"
     assert {line.count("|") for line in lines} == {12}
 
 

@@ -27,7 +27,7 @@ def timed(
     name: str,
     *,
     gpus: int = 4,
-    strategy: str = "identity",
+    strategy: str = "none",
     lengths: str = "lognormal",
     noise: float = 0.0,
     factors: tuple[float, ...] | None = None,
@@ -62,8 +62,8 @@ def timed(
         after = times.max(axis=0) - times + OVERHEAD * 0.75
         segments.append(made_up.marked(kind, 0, np.full_like(times, OVERHEAD / 4), times, after, batch=order))
     settings = {
-        "balance": "none" if strategy == "identity" else "all-to-all",
-        "strategy": "lpt-swap" if strategy == "identity" else strategy,
+        "balance": "none" if strategy == "none" else "all-to-all",
+        "strategy": "lpt-swap" if strategy == "none" else strategy,
         "max_history_length": 4096,
         "batch_size": ROWS,
         "user_id": True,

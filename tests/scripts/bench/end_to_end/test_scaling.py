@@ -29,7 +29,7 @@ def test_without_noise_the_speedup_is_that_of_the_simulator() -> None:
         compute, tokens = simulated_compute(cost, source, 8, batch_size=4, strategy=strategy, steps=30)
         assert compute.shape == (30, 8)
         heaviest[strategy] = compute.max(axis=1).mean()
-        planned = "identity" if strategy == UNBALANCED else strategy
+        planned = "none" if strategy == UNBALANCED else strategy
         summary = simulate(source, cost, 8, batch_size=4, strategy=planned, steps=30)
         assert heaviest[UNBALANCED] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
         assert tokens == pytest.approx(summary.tokens / 8)

@@ -1,0 +1,171 @@
+"""A Balancer's connection to the other ranks: opened and closed as a whole, and closed with a reason after an error."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
+from evenrank.dataloader.balance.ranks.metadata import make_all_gather
+from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, within
+
+# Why a rank left: written to the group's store by the first rank that fails alone, read by those that then lose it.
+
+
+_KEY = "reason"
+_WAIT = timedelta(seconds=2)
+
+
+class FailureNote:
+    """A note that all ranks share.
+
+    Args:
+        members: the ranks.
+
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._rank = members.rank
+        self._store = None if members.store is None else members.substore("failure")
+
+    def write(self, error: Exception) -> None:
+        """Leave the reason, unless another rank has left one before."""
+        if (store := self._store) is not None:
+            # The store is lost if the process that serves it is; then there is nobody to tell.
+            with contextlib.suppress(RuntimeError):
+                within(_WAIT, lambda: store.compare_set(_KEY, "", f"rank {self._rank} failed: {one_line(error)}"))
+
+    def read(self) -> str | None:
+        """Return the reason of the first rank that failed; None if none has left one."""
+        if (store := self._store) is None:
+            return None
+
+        def read() -> str:
+            store.wait([_KEY], _WAIT)
+            return store.get(_KEY).decode()
+
+        try:
+            return within(_WAIT, read)
+        except RuntimeError:
+            return None
+
+
+Result = TypeVar("Result")
+
+
+class Connection:
+    """The communicators of a Balancer, and the background thread that all-gathers.
+
+    Collective: every rank must call the constructor.
+
+    Args:
+        members: the ranks.
+        hosts: the host name of each rank, for a hierarchical all-gather; None: a flat one.
+        timeout: how long a collective waits for other ranks.
+        backend: of the exchange, `gloo` or `nccl`.
+        use_in_thread: called once in the background thread.
+
+    Raises:
+        RankLostError: a rank is lost, or did not respond in time.
+
+    Attributes:
+        all_gather: of metadata.
+        exchange_group: what the exchange uses; None if there is only one rank. The metadata all-gather and the exchange
+            of different steps overlap, so each has a communicator of its own.
+
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        *,
+        hosts: Sequence[str] | None,
+        timeout: timedelta,
+        backend: str,
+        use_in_thread: Callable[[], None],
+    ) -> None:
+        self._failure_note = FailureNote(members)
+        self._failure: str | None = None  # what closed it
+        self._is_closed = False
+        # One thread, so that all-gathers of successive steps keep their order.
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer", initializer=use_in_thread)
+        self.exchange_group: FailFastGroup | None = None
+        self.all_gather = make_all_gather(members, hosts, timeout)
+        if members.store is not None:
+            with self.aborting():
+                self.exchange_group = FailFastGroup(
+                    members.substore("exchange"), members.rank, members.world_size, timeout, backend=backend
+                )
+
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Call a function in the background thread.
+
+        Raises:
+            ConfigError: the connection is closed.
+
+        """
+        self.check_open()
+        return self._background.submit(function, *arguments)
+
+    def check_open(self) -> None:
+        """Check that the connection is open.
+
+        Raises:
+            ConfigError: it is closed; the message says after which error.
+
+        """
+        if self._is_closed:
+            after = "" if self._failure is None else f", after {self._failure}"
+            raise ConfigError(f"the Balancer is closed{after}; create a new one")
+
+    @contextlib.contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Abort after any error, which may be kept, so that no rank waits for this one."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Close if another rank turns out to be lost, and raise its reason if it has left one.
+
+        Raises:
+            RankError: the reason.
+
+        """
+        try:
+            yield
+        except RankLostError as error:
+            self.close_after(error)  # first, because other ranks may wait for this one
+            if (reason := self._failure_note.read()) is None:
+                raise
+            self._failure = reason
+            raise RankError(reason) from None
+
+    def fail(self, error: Exception) -> None:
+        """Leave the reason for the other ranks and close, after an error that may be this rank's alone."""
+        self._failure_note.write(error)
+        self.close_after(error)
+
+    def close_after(self, error: Exception) -> None:
+        """Close after an error, so that ranks that wait for this one end, too."""
+        if not self._is_closed or isinstance(error, RankError):
+            self._failure = one_line(error)
+        self.abort()
+
+    def abort(self) -> None:
+        """Close without waiting: on a GPU, what is in flight may wait for ranks that are lost."""
+        if self.exchange_group is not None:
+            self.exchange_group.drop()
+        self.close()
+
+    def close(self) -> None:
+        """End the background thread and the communicators. Closing twice does nothing."""
+        self._is_closed = True
+        self._background.shutdown()
+        self.all_gather.close()
+        if self.exchange_group is not None:
+            self.exchange_group.close()

@@ -1,0 +1,223 @@
+"""Windows of several steps, whose samples may change steps, so that an epoch waits less for its heaviest ranks.
+
+A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains it. So the
+samples of the S steps of a window are assigned to these steps before each is balanced over its W ranks:
+
+1. The partition of the ranks assigns them to S * W bins, as if these were the ranks of one step.
+2. Bins with the heaviest loads go to one step, the next W to another, and so on: what a step waits for is its heaviest
+   bin, so heavy ones are together. Bins whose loads are about equal are mixed, so that steps differ by chance alone.
+3. The steps come in a random order, so that no window begins with its heaviest step.
+
+W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has a rank with a load of 10. As a window,
+one step has the loads 10 10, the other one 2 2.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.dataloader.balance.config import BalancerSettings, PartitionSettings
+from evenrank.dataloader.balance.exchange.plan import sample_bytes
+from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.partition.strategies import Assignment, assign, real_rows
+from evenrank.dataloader.balance.partition.two_level import assign_by_host
+from evenrank.dataloader.batches.schema import BatchSchema
+from evenrank.datasets.order import SampleOrder, permute
+
+# Loads count as equal within this fraction of their mean. A step with bins of 0.99 to 1.01 times the mean waits 1 % for
+# the heaviest; sorting also within that would group samples by length: LPT fills bins with one long sample first.
+_EQUAL_WITHIN = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Windows:
+    """Which positions of an epoch belong to the same window."""
+
+    start: int
+    """First position of the first window."""
+    first_end: int
+    """Past the first windows, which have what was left of another one when a job resumed, up to the end of a step. The
+    next one begins here."""
+    end: int
+    """Past the last full step; the positions of a step that is not full stay in it."""
+    samples_per_step: int
+    """Positions of a full step."""
+    steps: int
+    """Steps of a window; the last one may have fewer."""
+
+    def bounds(self, position: int) -> tuple[int, int]:
+        """Return the first position of the window that has a position, and the one past its last; equal past `end`."""
+        if position >= self.end:
+            return position, position
+        size = self.steps * self.samples_per_step
+        start, end = (self.start, self.first_end) if position < self.first_end else (self.first_end, self.end)
+        first = position - (position - start) % size
+        return first, min(first + size, end)
+
+
+class WindowedOrder:
+    """An order in which the samples of each window come step by step, as they were assigned.
+
+    Args:
+        order: the order before.
+        windows: of its positions.
+        assign_window: returns the indices of the samples between two positions of an order, step by step.
+
+    """
+
+    def __init__(self, order: SampleOrder, windows: Windows, assign_window: "AssignWindow") -> None:
+        self.windows = windows
+        self._order = order
+        self._assign_window = assign_window
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of an epoch."""
+        return self._order.num_samples
+
+    def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the positions, in the order before, of those at these places: int64 of the same shape."""
+        positions = places.copy()
+        left = np.flatnonzero(places < self.windows.end)
+        while len(left):
+            first, end = self.windows.bounds(int(places[left[0]]))
+            in_window = (first <= places[left]) & (places[left] < end)
+            of_window, left = left[in_window], left[~in_window]
+            indices = self._assign_window(self._order, first, end, seed=seed, epoch=epoch)
+            positions[of_window] = indices[places[of_window] - first]
+            positions[of_window] += first
+        return positions
+
+    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows at these positions."""
+        return self._order.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return everything besides seed, epoch and costs that the order depends on."""
+        return (*self._order.fingerprint(), "windows", self.windows)
+
+
+class AssignWindow(Protocol):
+    """Assigns the samples of a window of an order to its steps."""
+
+    def __call__(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
+        """Return the indices of the samples at positions first..end-1, step by step: integers [end - first]."""
+        ...
+
+
+def assign_to_steps(
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    *,
+    num_steps: int,
+    world_size: int,
+    settings: PartitionSettings,
+    seed: int,
+    epoch: int,
+) -> NDArray[np.int64]:
+    """Assign the samples of a window to its steps.
+
+    Args:
+        costs: int64 [n], of the samples; n = S * W * B for S steps of W ranks with B samples each.
+        tokens: int64 [n].
+        num_steps: S.
+        world_size: W.
+        settings: of the partition.
+        seed: of what is left to chance, another one for each window.
+        epoch: of the window.
+
+    Returns:
+        The indices of the samples, step by step, ascending in each: int64 [n].
+
+    Raises:
+        ConfigError: the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
+
+    """
+    num_bins = num_steps * world_size
+    # Bins have as many samples as ranks, so that steps do, whether a step then has equal counts or not. Nothing moves
+    # between ranks here, so tokens matter for the limit alone.
+    settings = dataclasses.replace(settings, equal_counts=True)
+    bins = assign(costs, num_bins, settings, tokens=None if settings.max_tokens_per_rank is None else tokens)
+    loads = bins.loads(costs)
+    # Of integers, whose sum does not depend on the order in which a machine adds.
+    mean = max(int(loads.sum()) // num_bins, 1)
+    rounded = np.rint(loads / mean / _EQUAL_WITHIN)
+    by_chance = _shuffled(num_bins, seed=seed, epoch=2 * epoch)
+    by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
+    step_of_bin = np.empty(num_bins, dtype=np.min_scalar_type(num_steps))  # narrow integers are sorted faster
+    step_of_bin[by_load] = np.repeat(_shuffled(num_steps, seed=seed, epoch=2 * epoch + 1), world_size)
+    return np.argsort(step_of_bin[bins.rank_of.reshape(-1)], kind="stable")
+
+
+def _shuffled(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return 0..count-1 in a random order."""
+    # Of a few elements alone, `permute` yields some orders more often than others.
+    return np.argsort(permute(np.arange(count), 1 << 62, seed=seed, epoch=epoch))
+
+
+# Assigning the samples of a step to ranks, and what that achieves: one rank's view of all, from costs and lengths.
+
+
+def assign_step(
+    settings: BalancerSettings,
+    *,
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    num_real: NDArray[np.int64] | None,
+) -> Assignment:
+    """Decide which rank trains which sample.
+
+    Args:
+        settings: the partition and the topology.
+        costs: int64 [W, B], 0 for padding.
+        tokens: int64 [W, B], 0 for padding.
+        num_real: int64 [W], how many of each rank's first rows are samples; None: all.
+
+    Raises:
+        ConfigError: the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
+
+    """
+    if settings.topology is None:
+        return assign(costs, len(costs), settings.partition, tokens=tokens, num_real=num_real)
+    return assign_by_host(costs, settings.topology, settings.partition, tokens=tokens, num_real=num_real)
+
+
+def measure_assignment(
+    assignment: Assignment,
+    settings: BalancerSettings,
+    schema: BatchSchema,
+    *,
+    costs: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    num_real: NDArray[np.int64] | None,
+    epoch: int,
+    step: int,
+) -> StepMetrics:
+    """Return what an assignment achieves; the times remain 0.
+
+    Args:
+        assignment: from `assign_step`, with these settings, costs, tokens and numbers of samples.
+        settings: as there.
+        schema: of the batches.
+        costs: as there.
+        tokens: as there.
+        lengths: int64 [K, W * B], of all ranks' rows.
+        num_real: as there.
+        epoch: of the step.
+        step: its number.
+
+    """
+    is_real = real_rows(schema.batch_size, len(costs), num_real)
+    return measure_step(
+        assignment,
+        costs=costs,
+        tokens=tokens,
+        sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
+        ranks_per_host=None if settings.topology is None else settings.topology[1],
+        epoch=epoch,
+        step=step,
+    )

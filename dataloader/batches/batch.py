@@ -1,0 +1,406 @@
+"""Jagged batches with a fixed number of rows, samples first.
+
+    batch_size = 4, num_real = 2            row      0        1    2   3
+    features["item_id"]                             [7 3 9] [4]  [ ] [ ]
+    sample_ids                                        12      5   -1  -1
+
+Every KeyedJaggedTensor and every dense tensor has `batch_size` rows. The first `num_real` rows are samples, the others
+padding: length 0 in every key, the declared fill value in dense fields. Only `num_real` distinguishes them, because a
+sample may have length 0 too.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+
+# Selecting rows of a KeyedJaggedTensor, over all of its keys.
+
+
+def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[KeyedJaggedTensor, NDArray[np.int64]]:
+    """Return the rows of all K keys, and their lengths on the host; on a GPU, this synchronizes.
+
+    Args:
+        value: B rows in each key.
+        rows: int64 [n], each in 0..B-1, in any order and number.
+
+    Returns:
+        A KeyedJaggedTensor of n rows on the same device, and int64 [K, n].
+
+    """
+    device = value.values().device
+    lengths = value.lengths()
+    all_lengths = lengths.view(len(value.keys()), -1).cpu().numpy().astype(np.int64)
+    starts = (np.cumsum(all_lengths) - all_lengths.reshape(-1)).reshape(all_lengths.shape)
+    selected = all_lengths[:, rows]
+    flat = selected.reshape(-1)
+    shifts = np.repeat(starts[:, rows].reshape(-1) - (np.cumsum(flat) - flat), flat)
+    indices = torch.from_numpy(shifts + np.arange(len(shifts))).to(device)
+    weights = value.weights_or_none()
+    length_per_key = selected.sum(axis=1).tolist()
+    selected_rows = KeyedJaggedTensor(
+        keys=value.keys(),
+        values=value.values()[indices],
+        weights=None if weights is None else weights[indices],
+        lengths=torch.from_numpy(flat).to(lengths),
+        stride=len(rows),
+        length_per_key=length_per_key,
+        offset_per_key=[0, *accumulate(length_per_key)],
+    )
+    return selected_rows, selected
+
+
+# `LossKey`: which values of a batch are loss tokens, and counting them from lengths.
+
+
+class LossKey(NamedTuple):
+    """The jagged key whose lengths count the loss tokens of a batch."""
+
+    field: str
+    """Name of a KeyedJaggedTensor of the batch."""
+
+    key: str
+    """One of its keys."""
+
+    skip: int = 0
+    """Leading tokens of each row that have no loss, 0 or 1. It is 1 where tokens are predicted from their predecessors,
+    because the first token of a row has none."""
+
+
+def loss_tokens(
+    loss_key: LossKey | None, lengths: Mapping[tuple[str, str], NDArray[np.int64]], is_real: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the loss tokens of each row: max(length - skip, 0), or 1 without a key; 0 for padding.
+
+    Args:
+        loss_key: what `JaggedBatch.loss_key` returns.
+        lengths: per field and key, int64 of any shape.
+        is_real: which rows are samples, of the same shape.
+
+    Returns:
+        int64 of the same shape.
+
+    """
+    if loss_key is None:
+        return is_real.astype(np.int64)
+    return np.where(is_real, np.maximum(lengths[loss_key.field, loss_key.key] - loss_key.skip, 0), 0)
+
+
+def check_loss_key(loss_key: LossKey | None, jagged_keys: Collection[tuple[str, str]]) -> None:
+    """Check a loss key, given the fields and keys of the batch.
+
+    Raises:
+        ConfigError: it is not a LossKey, or none of the batch's.
+
+    """
+    if loss_key is None:
+        return
+    if not isinstance(loss_key, LossKey) or loss_key.skip not in (0, 1):
+        raise ConfigError(f"the loss key must be a LossKey with a skip of 0 or 1, or None; got {loss_key!r}")
+    if (loss_key.field, loss_key.key) not in jagged_keys:
+        known = ", ".join(f"{field}.{key}" for field, key in jagged_keys) or "none"
+        raise ConfigError(f"the batch has no {loss_key}; its jagged keys are {known}")
+
+
+FIELD_SEPARATOR = "."
+
+
+def host(default: Any = dataclasses.MISSING) -> Any:
+    """Declare a field that stays on the host: metadata of the batch, not one of its tensors."""
+    return field(default=default, metadata={"host": True})
+
+
+def dense(
+    fill: float = 0,
+    default: Any = dataclasses.MISSING,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: Sequence[int] | None = None,
+) -> Any:
+    """Declare a dense tensor [batch_size, ...]: a field of a batch class, or an entry of a JaggedCollate.
+
+    Args:
+        fill: value of its padding rows.
+        default: of the field.
+        dtype: what a JaggedCollate converts to; None: that of the first sample's array or tensor;
+            Python's floats become float32.
+        shape: of a row that a JaggedCollate makes; None: that of the first sample's value.
+
+    """
+    return field(
+        default=default, metadata={"fill": fill, "dtype": dtype, "shape": None if shape is None else tuple(shape)}
+    )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class JaggedBatch(Pipelineable):  # type: ignore[misc]
+    """Base of all batches, which TorchRec's pipelines accept. Derive a dataclass from it and add fields. Each is one of
+
+    - a KeyedJaggedTensor with `batch_size` rows in each key,
+    - a dense tensor [batch_size, ...] (declare it with `dense(fill=...)` if its padding is not 0),
+    - None, if the batches of all ranks lack it,
+    - metadata that stays on the host, declared with `host()`.
+    """
+
+    batch_size: int = host()
+    """Rows, per rank."""
+    num_real: int = host()
+    """How many of the first rows are samples, 0..batch_size."""
+    epoch: int = host(0)
+    """Epoch of the loader, from 0."""
+    step: int = host(0)
+    """Step of the iteration that yielded the batch, from 0; the same on all ranks."""
+    position: int = host(0)
+    """Positions of the epoch's order that all ranks have consumed after this step; streams count steps instead."""
+    loss_tokens: int = host(0)
+    """Loss tokens of this rank's batch."""
+    world_loss_tokens: int | None = host(None)
+    """Loss tokens of all ranks, in this step or, behind `training.accumulate`, in all steps that are accumulated; None
+    before a Balancer has counted them.
+    """
+    world_task_tokens: Tensor | None = host(None)
+    """The same for each task: integers [tasks], on the device that trains, from `training.accumulate`; None: each loss
+    token counts for all tasks.
+    """
+    dp_size: int | None = host(None)
+    """Ranks of the Balancer's group, over which the loss tokens are counted; None before a Balancer."""
+    plan_hash: int | None = host(None)
+    """63-bit hash of which rank trains which sample in this step, where each rank plans alone; equal on all ranks. None
+    where they confirm their plans, or nothing is balanced."""
+    max_lengths: Mapping[str, int] | None = host(None)
+    """Longest row of each key; names are those of `BatchSchema.lengths_by_key`."""
+    length_limits: Mapping[str, int] | None = host(None)
+    """Longest that a row of each key can be in any batch of any rank, for buffers and CUDA graphs of a fixed size;
+    names as in `max_lengths`. Keys without a known limit are left out; None: no key has one.
+    """
+
+    def loss_key(self) -> LossKey | None:
+        """Return the key whose lengths count the loss tokens; None: each sample is one loss token."""
+        return None
+
+    def tensors(self) -> Iterator[tuple[str, "KeyedJaggedTensor | Tensor | None"]]:
+        """Yield name and value of every field that is not declared with `host()`, in declared order."""
+        for entry in dataclasses.fields(self):
+            if not entry.metadata.get("host"):
+                yield entry.name, getattr(self, entry.name)
+
+    def fill_values(self) -> dict[str, float]:
+        """Return the fill value of the padding rows of every field, by name."""
+        return {entry.name: entry.metadata.get("fill", 0) for entry in dataclasses.fields(self)}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a batch with other values of these fields, by name."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def without_samples(
+        cls,
+        batch_size: int,
+        tensors: Mapping[str, Any],
+        fill_values: Mapping[str, float],
+        loss_key: LossKey | None,
+    ) -> Self:
+        """Return a batch of padding only, given what `tensors()`, `fill_values()` and `loss_key()` of others return."""
+        return cls(batch_size=batch_size, num_real=0, **tensors)
+
+    def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
+        """Return the batch of these rows, in this order, over all fields; on a GPU, this synchronizes.
+
+        `loss_tokens` and `max_lengths` are those of the rows, the other metadata are kept.
+
+        Args:
+            rows: [n], each in 0..batch_size-1; a row may occur several times or not at all, but padding only after
+                the last sample.
+
+        Raises:
+            IndexError: a row is out of range.
+            ValueError: padding comes before a sample.
+
+        """
+        chosen = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows, dtype=np.int64).reshape(-1)
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.batch_size:
+            raise IndexError(f"rows must be in 0..{self.batch_size - 1}, got {chosen.min()} to {chosen.max()}")
+        is_real = chosen < self.num_real
+        num_real = int(is_real.sum())
+        if not is_real[:num_real].all():
+            raise ValueError(f"rows have padding, {self.num_real} and above, before a sample; put padding last")
+        tensors: dict[str, Any] = {}
+        lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
+        for name, value in self.tensors():
+            if isinstance(value, KeyedJaggedTensor):
+                tensors[name], counts = select_rows(value, chosen)
+                lengths |= {(name, key): counts[index] for index, key in enumerate(value.keys())}
+            elif value is not None:
+                tensors[name] = value[torch.from_numpy(chosen).to(value.device)]
+        names = name_keys(tuple(lengths))
+        return self.replace(
+            batch_size=len(chosen),
+            num_real=num_real,
+            loss_tokens=int(loss_tokens(self.loss_key(), lengths, is_real).sum()),
+            max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
+            **tensors,
+        )
+
+    def slice(self, start: int, stop: int) -> Self:
+        """Return the batch of rows start..stop-1, where bounds count as in a Python slice; see `index_select`."""
+        return self.index_select(range(self.batch_size)[start:stop])
+
+    def __repr__(self) -> str:
+        parts = [f"num_real={self.num_real}/{self.batch_size}", f"epoch={self.epoch}", f"step={self.step}"]
+        for name, value in self.tensors():
+            if isinstance(value, KeyedJaggedTensor):
+                counts = zip(value.keys(), value.length_per_key(), strict=True)
+                parts.append(f"{name}=[{', '.join(f'{key}: {count:,}' for key, count in counts)}]")
+            elif value is not None:
+                parts.append(f"{name}={list(value.shape)}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the batch on another device; host-side caches and metadata are kept, without synchronization."""
+        target = torch.device(device)
+        moved = self._map(lambda value: _move(value, target, non_blocking))
+        if self.world_task_tokens is None:
+            return moved
+        return moved.replace(world_task_tokens=self.world_task_tokens.to(target, non_blocking=non_blocking))
+
+    def clone(self) -> Self:
+        """Return a batch whose tensors share no memory with those of this one."""
+        return self._map(_clone)
+
+    def pin_memory(self) -> Self:
+        """Return the batch in pinned memory, including the tensors inside KeyedJaggedTensors."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Record for the caching allocator that `stream` uses the batch's tensors."""
+        for _, value in self.tensors():
+            if value is not None:
+                value.record_stream(stream)
+        if self.world_task_tokens is not None:
+            self.world_task_tokens.record_stream(stream)
+
+    def _map(self, function: Callable[[Any], Any]) -> Self:
+        return self.replace(**{name: function(value) for name, value in self.tensors() if value is not None})
+
+
+def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    moved = value.to(device, non_blocking=non_blocking)
+    if isinstance(moved, KeyedJaggedTensor) and moved is not value:
+        moved._jt_dict = None  # what `to_dict` has cached; TorchRec passes it on with tensors of the old device
+    return moved
+
+
+def _clone(value: Any) -> Any:
+    if not isinstance(value, KeyedJaggedTensor):
+        return _clone_tensor(value) if isinstance(value, Tensor) else value  # the schema refuses anything else
+    if value.variable_stride_per_key():  # refused too
+        return value
+    weights = value.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=list(value.keys()),
+        values=_clone_tensor(value.values()),
+        weights=None if weights is None else _clone_tensor(weights),
+        lengths=_clone_tensor(value.lengths()),
+        stride=value.stride(),
+        length_per_key=value.length_per_key_or_none(),
+        offset_per_key=value.offset_per_key_or_none(),
+    )
+
+
+def _clone_tensor(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.numel() or not tensor.is_contiguous():
+        return tensor.clone()
+    # One memcpy. `clone` distributes it over threads, which takes several times as long while all cores are busy.
+    flat = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy().copy())
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SequenceBatch(JaggedBatch):
+    """Histories and candidates of a sequential recommender."""
+
+    features: KeyedJaggedTensor
+    """int64; keys: `user_id` if configured, the contextual features, `item_id` (history, then candidates), `action`,
+    any extra events.
+    """
+    labels: KeyedJaggedTensor | None = None
+    """int64; key `label`: the actions of the candidates, or of the history."""
+    num_candidates: Tensor = dense()
+    """int64 [batch_size]: how many of the last item ids are candidates."""
+    sample_ids: Tensor = dense(fill=-1)
+    """int64 [batch_size]: row of the split; -1 in padding rows."""
+
+    def loss_key(self) -> LossKey | None:
+        """Return the labels' key or, in batches without labels, that of the item ids, each predicted from the last."""
+        return LossKey("features", "item_id", skip=1) if self.labels is None else LossKey("labels", "label")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SemanticIdBatch(JaggedBatch):
+    """Histories as semantic ids: each event is `levels` tokens, one per codebook; the last event is the target."""
+
+    features: KeyedJaggedTensor
+    """int64; keys: `user_id` if configured, the contextual features, `semantic_id` (`levels` tokens per event of the
+    history), `candidate_id` if configured (the `levels` tokens of the target).
+    """
+    labels: KeyedJaggedTensor
+    """int64; key `label`: `levels` codes of each labeled event: the target or, with labels for the history, every event
+    but the first of a history, in time order.
+    """
+    sample_ids: Tensor = dense(fill=-1)
+    """int64 [batch_size]: row of the split; -1 in padding rows."""
+
+    def loss_key(self) -> LossKey | None:
+        """Return the labels' key: each code of a labeled event is a loss token."""
+        return LossKey("labels", "label")
+
+
+def keyed_jagged_tensor(
+    keys: Sequence[str],
+    values: Tensor,
+    lengths: NDArray[np.integer],
+    weights: Tensor | None = None,
+    *,
+    length_per_key: list[int] | None = None,
+) -> KeyedJaggedTensor:
+    """Build a KeyedJaggedTensor with its host-side caches filled, so that no later call has to synchronize.
+
+    Args:
+        keys: names of the K features.
+        values: [sum(lengths)], key-major: all rows of the first key, then all of the second.
+        lengths: int64 or int32 [K, B].
+        weights: one per value, or None.
+        length_per_key: the sums of `lengths` over rows, if they are known already.
+
+    """
+    suppress_fx_tracing_warning()
+    if length_per_key is None:
+        length_per_key = lengths.sum(axis=1).tolist()
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=values,
+        weights=weights,
+        lengths=torch.from_numpy(np.ascontiguousarray(lengths)).view(-1),
+        stride=lengths.shape[1],
+        length_per_key=length_per_key,
+        offset_per_key=[0, *accumulate(length_per_key)],
+    )
+
+
+def name_keys(jagged_keys: Sequence[tuple[str, str]]) -> list[str]:
+    """Return one name per field and key: the key, or `field.key` if an earlier field has the same key."""
+    names: list[str] = []
+    for field_name, key in jagged_keys:
+        names.append(key if key not in names else f"{field_name}{FIELD_SEPARATOR}{key}")
+    return names

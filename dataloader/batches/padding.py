@@ -1,0 +1,142 @@
+"""Padding of batches to `batch_size` rows, and empty batches for ranks that run out of data early."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterDataPipe
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.batch import JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
+from evenrank.dataloader.batches.torch_compat import outside_inference_mode
+
+Sample = TypeVar("Sample")
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+@outside_inference_mode()
+def pad_batch(batch: Batch, batch_size: int) -> Batch:
+    """Return the batch padded to `batch_size` rows: length 0 in every key, the fill value in dense fields.
+
+    Raises:
+        ConfigError: the batch has more rows than `batch_size`.
+
+    """
+    num_padding = batch_size - batch.batch_size
+    if num_padding < 0:
+        raise ConfigError(f"a batch of {batch.batch_size} rows cannot be padded to {batch_size}; raise batch_size")
+    if num_padding == 0:
+        return batch
+    fills = batch.fill_values()
+    padded: dict[str, Any] = {}
+    for name, value in batch.tensors():
+        if isinstance(value, KeyedJaggedTensor):
+            lengths = value.lengths().view(len(value.keys()), -1).numpy()
+            lengths = np.pad(lengths, ((0, 0), (0, num_padding)))
+            padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, value.weights_or_none())
+        elif isinstance(value, Tensor):
+            padded[name] = torch.cat([value, value.new_full((num_padding, *value.shape[1:]), fills[name])])
+    return batch.replace(batch_size=batch_size, **padded)
+
+
+@outside_inference_mode()
+def empty_batch(schema: BatchSchema) -> JaggedBatch:
+    """Return a batch of this schema without samples, for a rank that has run out of data."""
+    lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
+    return schema.batch_type.without_samples(
+        schema.batch_size,
+        {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields},
+        {spec.name: spec.fill for spec in schema.fields},
+        schema.loss_key,
+    ).replace(max_lengths=schema.max_lengths(lengths), length_limits=dict(schema.length_limits) or None)
+
+
+def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tensor | None":
+    if spec.dtype is None:
+        return None
+    if spec.keys is None:
+        return torch.full((batch_size, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu")
+    values = torch.empty((0, *spec.shape), dtype=spec.dtype, device="cpu")
+    weights = None if spec.weights_dtype is None else torch.empty(0, dtype=spec.weights_dtype, device="cpu")
+    lengths = torch.zeros((len(spec.keys), batch_size), dtype=spec.lengths_dtype, device="cpu").numpy()
+    return keyed_jagged_tensor(spec.keys, values, lengths, weights)
+
+
+class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-arg]
+    """Batches of exactly `batch_size` rows over any iterable of samples.
+
+    Groups of `batch_size` samples are collated; the last group may be smaller, and is padded.
+
+    Iterate over this DataPipe directly, not through a DataLoader: a DataLoader over a DataPipe creates a process group
+    of its own, and hangs if one rank does not take part.
+
+    Args:
+        samples: of any type that `collate` accepts; iterated over once per iteration over the batches.
+        batch_size: rows of every batch.
+        collate: makes a batch of 1..batch_size samples, with one row each. Only if `num_batches` asks for batches where
+            there are no samples at all is it called with none: `JaggedCollate` then needs each dtype and shape.
+        drop_last: leave out a last group that is smaller than `batch_size`.
+        num_batches: yield empty batches after the last sample until there are this many, so that ranks with fewer
+            samples take as many steps as the others. A Balancer does so itself.
+
+    Raises:
+        ConfigError: `batch_size` is below 1. While iterating: `collate` has made more rows, or cannot make a batch of
+            no samples.
+
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Sample],
+        *,
+        batch_size: int,
+        collate: Callable[[Sequence[Sample]], Batch],
+        drop_last: bool = False,
+        num_batches: int | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        self._samples = samples
+        self._batch_size = batch_size
+        self._collate = collate
+        self._drop_last = drop_last
+        self._num_batches = num_batches
+
+    def __len__(self) -> int:
+        """Return the number of batches.
+
+        Raises:
+            TypeError: the samples have no length.
+
+        """
+        num_samples = len(cast(Sized, self._samples))
+        num_full, num_left = divmod(num_samples, self._batch_size)
+        return max(num_full + (num_left > 0 and not self._drop_last), self._num_batches or 0)
+
+    def __iter__(self) -> Iterator[Batch]:
+        schema = None
+        for group in self._groups():
+            if group or schema is None:
+                batch = pad_batch(self._collate(group), self._batch_size)
+                if self._num_batches is not None and schema is None:
+                    schema = schema_of(batch)
+                yield batch
+            else:
+                yield empty_batch(schema)
+
+    def _groups(self) -> Iterator[list[Sample]]:
+        """Yield the samples of each batch."""
+        iterator = iter(self._samples)
+        num_yielded = 0
+        while group := list(islice(iterator, self._batch_size)):
+            if len(group) < self._batch_size and self._drop_last:
+                break
+            yield group
+            num_yielded += 1
+        for _ in range(num_yielded, self._num_batches or 0):
+            yield []

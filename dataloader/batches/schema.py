@@ -1,0 +1,193 @@
+"""The schema that the batches of all ranks share, and the checks of a batch before its samples move."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, name_keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldSpec:
+    """The properties of a field that must be the same on all ranks."""
+
+    name: str
+    """Name of the field."""
+    keys: tuple[str, ...] | None
+    """Keys of a KeyedJaggedTensor; None for a dense tensor."""
+    dtype: torch.dtype | None
+    """Of the values; None if the field is None."""
+    shape: tuple[int, ...] = ()
+    """Of one row of a dense tensor, or of one value of a jagged tensor."""
+    lengths_dtype: torch.dtype | None = None
+    """Of the lengths of a jagged tensor; None for a dense tensor."""
+    weights_dtype: torch.dtype | None = None
+    """Of the weights, one per value; None if there are none."""
+    fill: float = 0
+    """Value of the padding rows of a dense tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSchema:
+    """What ranks must know about each other's batches to exchange samples; it is compared before the first step."""
+
+    batch_type: type[JaggedBatch]
+    """Class of the batches."""
+    batch_size: int
+    """Rows of a batch, per rank."""
+    fields: tuple[FieldSpec, ...]
+    """The tensor fields, in declared order."""
+    loss_key: LossKey | None
+    """See `JaggedBatch.loss_key`."""
+    length_limits: tuple[tuple[str, int], ...] = ()
+    """`JaggedBatch.length_limits`, by name."""
+
+    @property
+    def jagged_keys(self) -> tuple[tuple[str, str], ...]:
+        """Field and key of each of the K jagged features, in the order of the rows of lengths [K, ...]."""
+        return tuple((spec.name, key) for spec in self.fields for key in spec.keys or ())
+
+    def lengths_by_key(self, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Name the rows of lengths [K, ...] by their keys, see `name_keys`."""
+        return dict(zip(name_keys(self.jagged_keys), lengths, strict=True))
+
+    def max_lengths(self, lengths: NDArray[np.int64]) -> dict[str, int]:
+        """Return the longest row of each key, given lengths [K, B]."""
+        return {key: int(lengths_of_key.max(initial=0)) for key, lengths_of_key in self.lengths_by_key(lengths).items()}
+
+    def differences(self, other: "BatchSchema") -> list[str]:
+        """Describe the differences from another schema, each as `field: this schema's value and the other's`."""
+        differences = []
+        for name in ("batch_type", "batch_size", "loss_key"):
+            value, other_value = getattr(self, name), getattr(other, name)
+            if value != other_value:
+                differences.append(f"{name}: {value} and {other_value}")
+        limits, other_limits = dict(self.length_limits), dict(other.length_limits)
+        for key in dict.fromkeys([*limits, *other_limits]):
+            if limits.get(key) != other_limits.get(key):
+                differences.append(f"length limit of {key}: {limits.get(key)} and {other_limits.get(key)}")
+        specs, other_specs = ({spec.name: spec for spec in schema.fields} for schema in (self, other))
+        for name in dict.fromkeys([*specs, *other_specs]):
+            spec, other_spec = specs.get(name), other_specs.get(name)
+            # A NaN fill value from another rank is never equal to this rank's, but their representations are.
+            if spec != other_spec and repr(spec) != repr(other_spec):
+                differences.append(f"{name}: {_describe_field(spec)} and {_describe_field(other_spec)}")
+        return differences
+
+
+def _describe_field(spec: FieldSpec | None) -> str:
+    if spec is None or spec.dtype is None:
+        return "None"
+    weights = "" if spec.weights_dtype is None else f" with {spec.weights_dtype} weights"
+    keys = "" if spec.keys is None else f" of keys {', '.join(spec.keys)}"
+    return f"{spec.dtype}{list(spec.shape) if spec.shape else ''}{keys}{weights}"
+
+
+def schema_of(batch: JaggedBatch) -> BatchSchema:
+    """Return the schema of a batch.
+
+    Raises:
+        TypeError, ValueError: a field has an unsupported type, or a number of rows other than `batch_size`.
+
+    """
+    specs = []
+    fills = batch.fill_values()
+    for name, value in batch.tensors():
+        if value is None:
+            specs.append(FieldSpec(name=name, keys=None, dtype=None))
+        elif isinstance(value, KeyedJaggedTensor):
+            if not value.keys():
+                raise ValueError(f"{name} must have at least one key; set the field to None if batches lack it")
+            if value.variable_stride_per_key() or value.stride() != batch.batch_size:
+                raise ValueError(f"{name} must have batch_size = {batch.batch_size} rows in every key")
+            _check_on_cpu(name, value.values())
+            weights = value.weights_or_none()
+            if weights is not None and weights.dim() != 1:
+                raise ValueError(f"{name} must have one weight per value, got weights of shape {tuple(weights.shape)}")
+            specs.append(
+                FieldSpec(
+                    name=name,
+                    keys=tuple(value.keys()),
+                    dtype=value.values().dtype,
+                    shape=tuple(value.values().shape[1:]),
+                    lengths_dtype=value.lengths().dtype,
+                    weights_dtype=None if weights is None else weights.dtype,
+                )
+            )
+        elif isinstance(value, Tensor):
+            _check_on_cpu(name, value)
+            shape = tuple(value.shape)
+            if not shape or shape[0] != batch.batch_size:
+                raise ValueError(f"{name} must have batch_size = {batch.batch_size} rows, its shape is {shape}")
+            specs.append(FieldSpec(name=name, keys=None, dtype=value.dtype, shape=shape[1:], fill=fills[name]))
+        else:
+            raise TypeError(
+                f"{name} must be a KeyedJaggedTensor, a tensor or None, or be declared with host(); got {type(value)}"
+            )
+    schema = BatchSchema(
+        batch_type=type(batch),
+        batch_size=batch.batch_size,
+        fields=tuple(specs),
+        loss_key=batch.loss_key(),
+        length_limits=tuple(sorted((batch.length_limits or {}).items())),
+    )
+    check_loss_key(schema.loss_key, schema.jagged_keys)
+    return schema
+
+
+def _check_on_cpu(name: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu" or tensor.requires_grad:
+        actual = "requires a gradient" if tensor.requires_grad else f"is on {tensor.device}"
+        raise ValueError(f"{name} must be on the CPU and require no gradient, but it {actual}; detach or move it")
+
+
+def check_contents(batch: JaggedBatch) -> None:
+    """Check that lengths match the numbers of values, because compiled copies do not check bounds, and their limits.
+
+    Raises:
+        ValueError: they do not match, a row is longer than its limit, or `num_real` is out of range; the message names
+            the field or the key.
+
+    """
+    if not 0 <= batch.num_real <= batch.batch_size:
+        raise ValueError(f"num_real must be between 0 and batch_size = {batch.batch_size}, got {batch.num_real}")
+    longest: dict[tuple[str, str], int] = {}
+    for name, value in batch.tensors():
+        if not isinstance(value, KeyedJaggedTensor):
+            continue
+        lengths = value.lengths().view(len(value.keys()), batch.batch_size).numpy()
+        length_sum, num_values = int(lengths.sum()), len(value.values())
+        if lengths.size and int(lengths.min()) < 0:
+            raise ValueError(f"{name} has a negative length, {int(lengths.min())}")
+        weights = value.weights_or_none()
+        if length_sum != num_values or (weights is not None and len(weights) != num_values):
+            weighted = "" if weights is None else f" and {len(weights)} weights"
+            raise ValueError(f"{name} has lengths that sum to {length_sum}, but {num_values} values{weighted}")
+        if int(lengths[:, batch.num_real :].sum()):
+            raise ValueError(
+                f"{name} has padding rows that are not empty; put samples in the first num_real = {batch.num_real} rows"
+            )
+        longest |= {(name, key): int(lengths[index].max(initial=0)) for index, key in enumerate(value.keys())}
+    limits = batch.length_limits or {}
+    for name, length in zip(name_keys(tuple(longest)), longest.values(), strict=True):
+        if length > limits.get(name, length):
+            raise ValueError(
+                f"{name} has a row of {length} values, more than its limit, {limits[name]}; a transform that makes "
+                "rows longer must replace length_limits too"
+            )
+
+
+def lengths_of(batch: JaggedBatch) -> NDArray[np.int64]:
+    """Return the lengths of all jagged keys of a batch on the CPU: int64 [K, batch_size], in schema order."""
+    rows = [
+        value.lengths().view(len(value.keys()), batch.batch_size).numpy()
+        for _, value in batch.tensors()
+        if isinstance(value, KeyedJaggedTensor)
+    ]
+    if not rows:
+        return np.zeros((0, batch.batch_size), dtype=np.int64)
+    return np.concatenate(rows).astype(np.int64, copy=False)

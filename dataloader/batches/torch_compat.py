@@ -1,0 +1,52 @@
+"""Batches do not depend on the modes of torch that a program has set."""
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make ordinary tensors, as worker threads do, also within `torch.inference_mode()`.
+
+    Inference tensors cannot be saved for a backward pass, such as the ids of an embedding, and loaders read ahead: a
+    batch that is made during an evaluation may be trained after it.
+    """
+    has_grad = torch.is_grad_enabled()  # leaving inference mode would enable it
+    with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+        yield
+
+
+# A warning of PyTorch about TorchRec, which no user can do anything about.
+
+
+_WARNS = "is_fx_tracing_warning"
+
+
+@functools.cache
+def suppress_fx_tracing_warning() -> None:
+    """Make `torch.fx` give its warning about `is_fx_tracing` now, and drop it; call this before building a batch.
+
+    Since PyTorch 2.13 the first KeyedJaggedTensor of each process causes this warning, because TorchRec's classes call
+    that function. PyTorch gives it once per process, so it is not repeated afterwards. Nothing else is dropped: the
+    filter is there during this call only, and lets through what other functions and threads log.
+    """
+    from torch.fx import _symbolic_trace
+
+    warn = getattr(_symbolic_trace, _WARNS, None)
+    if warn is None:  # in other versions
+        return
+    log, this_thread = logging.getLogger(_symbolic_trace.__name__), threading.get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.funcName != _WARNS or record.thread != this_thread
+
+    log.addFilter(is_other)
+    try:
+        warn()
+    finally:
+        log.removeFilter(is_other)

@@ -1,0 +1,241 @@
+"""Picks of balanced steps: planned alone by each rank, packed to a number of tokens, or assigned in windows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.core.memo import Memo
+from evenrank.dataloader.balance.no_exchange import BalanceConfig, Sampler
+from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
+from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.schema import schema_of
+from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
+from evenrank.dataloader.collate.sequences import Collate
+from evenrank.dataloader.sampling.steps import Iteration, OwnPicker, StepSampler, StepSamples, StepShape
+from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SavedPosition, Unfinished
+from evenrank.datasets.order import SampleOrder, derive_seed
+from evenrank.datasets.store import SequenceStore
+
+_PLANS_KEPT = 4  # the rest of an epoch and all of it, for the epoch that is iterated over and the next one
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+# Samples whose lengths and costs are computed in one pass, of several small steps or of part of a large one. Fewer mean
+# more calls, for which threads wait for the GIL; of more, glibc returns the memory to the system after each step.
+_SAMPLES_AT_ONCE = 1 << 17
+
+
+class BalancedPicker(StepSampler[Batch]):
+    """Each rank plans the step of all ranks, from lengths, and trains its part.
+
+    Args:
+        stores: see `StepSampler`.
+        collate: see `StepSampler`.
+        shape: see `StepSampler`.
+        balance: how.
+
+    Raises:
+        ConfigError: an option of `balance` is out of range.
+
+    """
+
+    def __init__(
+        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
+    ) -> None:
+        super().__init__(stores, collate, shape)
+        (empty,) = self.collate([StepSamples(np.empty(0, dtype=np.int64), shape.batch_size, {}, None)])
+        self._balance = replace(balance, group=None, on_step=None)  # which cannot be pickled, or need not be
+        self._sampler = Sampler(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
+
+    def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
+        """Return a hash of how a first step is planned."""
+        iteration = StepSampler.begin(self, order, ResumePoint(), seed=seed)
+        first = iteration.schedule
+        if first.num_steps == 0:
+            return {}
+        sample_ids = iteration.rows(first.positions_of_all(range(1)))
+        lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
+        return {"costs and plan of the first step": self._sampler.fingerprint(lengths, first.num_loaded(0))}
+
+    def pick(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
+        """Return the picks of these steps."""
+        picks = []
+        at_once = max(1, _SAMPLES_AT_ONCE // (self._shape.world_size * self._shape.batch_size))
+        for run in (steps[first : first + at_once] for first in range(0, len(steps), at_once)):
+            sample_ids = iteration.rows(iteration.schedule.positions_of_all(run))
+            num_loaded = np.stack([iteration.schedule.num_loaded(step) for step in run])
+            planned = self._sampler.plan(
+                self._lengths(sample_ids),
+                run,
+                num_loaded,
+                sample_ids=sample_ids,
+                epoch=iteration.rest.epoch,
+                is_measured=is_measured,
+            )
+            for sampled in planned:
+                fields = {
+                    "world_loss_tokens": sampled.world_loss_tokens,
+                    "dp_size": self._shape.world_size,
+                    "plan_hash": sampled.plan_hash,
+                }
+                picks.append(StepSamples(sample_ids[sampled.indices], sampled.num_rows, fields, sampled))
+        return picks
+
+    def _lengths(self, sample_ids: NDArray[np.int64]) -> Iterator[SampleLengths]:
+        """Yield the lengths of these samples, in blocks."""
+        for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
+            block = sample_ids[first : first + _SAMPLES_AT_ONCE]
+            yield self._collate.lengths(group_by_store(self._stores, block), len(block))
+
+
+class PackedPicker(BalancedPicker[Batch]):
+    """A BalancedPicker whose steps have as many samples as fit `max_tokens_per_rank`.
+
+    Args:
+        stores: see `StepSampler`.
+        collate: see `StepSampler`.
+        shape: see `StepSampler`.
+        balance: how.
+
+    Raises:
+        ConfigError: an option of `balance` is out of range.
+
+    """
+
+    def __init__(
+        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
+    ) -> None:
+        super().__init__(stores, collate, shape, balance)
+        self._plans: Memo[PackedSchedule] = Memo(_PLANS_KEPT)
+
+    def begin(self, order: SampleOrder, rest: ResumePoint, *, seed: int) -> Iteration:
+        """Return the iteration over what is left of an epoch. Each such rest is planned once.
+
+        Raises:
+            ConfigError: a sample has more tokens than a rank may have, or there is no such position.
+
+        """
+        iteration = super().begin(order, rest, seed=seed)
+        key = (iteration.order.fingerprint(), rest.epoch, rest.position, seed)
+        return replace(iteration, schedule=self._plans.get(key, lambda: self._plan(iteration)))
+
+    def _plan(self, iteration: Iteration) -> PackedSchedule:
+        max_tokens = self._balance.max_tokens_per_rank
+        assert max_tokens is not None  # BalanceConfig has checked it
+
+        def tokens_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            sample_ids = iteration.rows(positions)
+            tokens = np.concatenate([self._sampler.count_tokens(block) for block in self._lengths(sample_ids)])
+            return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: self._name(sample_ids[i]))
+
+        return pack(
+            tokens_at,
+            num_samples=iteration.order.num_samples,
+            start=iteration.rest.position,
+            world_size=self._shape.world_size,
+            batch_size=self._shape.batch_size,
+            max_tokens=max_tokens,
+            drop_last=self._shape.drop_last,
+        )
+
+    def _name(self, sample_id: np.int64) -> str:
+        """Return the name of a sample for an error message."""
+        ((store, rows, _),) = group_by_store(self._stores, np.array([sample_id]))
+        return f"row {int(rows[0])} of {store.folder or 'the dataset'}"
+
+
+class WindowedPicker(BalancedPicker[Batch]):
+    """A BalancedPicker whose samples are assigned to steps in windows of several steps.
+
+    Args:
+        stores: see `StepSampler`.
+        collate: see `StepSampler`.
+        shape: see `StepSampler`.
+        balance: how.
+
+    Raises:
+        ConfigError: an option of `balance` is out of range.
+
+    """
+
+    def __init__(
+        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
+    ) -> None:
+        super().__init__(stores, collate, shape, balance)
+        # The windows of all steps in flight, of which the first and the last may be within theirs, and one for states.
+        self._assigned: Memo[NDArray[np.integer[Any]]] = Memo(-(-shape.in_flight // balance.window) + 2)
+
+    def begin(self, order: SampleOrder, rest: ResumePoint, *, seed: int) -> Iteration:
+        """Return the iteration over what is left of an epoch, whose windows are planned when they are picked from."""
+        iteration = super().begin(order, rest, seed=seed)
+        samples_per_step = self._shape.world_size * self._shape.batch_size
+        end = order.num_samples - (order.num_samples - rest.position) % samples_per_step
+        steps_to_drain = -(-(rest.end_of_left - rest.start) // samples_per_step)
+        windows = Windows(
+            start=rest.start,
+            first_end=min(rest.start + steps_to_drain * samples_per_step, end),
+            end=end,
+            samples_per_step=samples_per_step,
+            steps=self._balance.window,
+        )
+        return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign))
+
+    def unfinished(self, order: SampleOrder, rest: ResumePoint, position: int, *, seed: int) -> Unfinished:
+        """Return what is left besides all positions from `position` on, if an iteration over `rest` stops there."""
+        windowed = self.begin(order, rest, seed=seed).order
+        assert isinstance(windowed, WindowedOrder)
+        first, end = windowed.windows.bounds(position)
+        if position == first:
+            return super().unfinished(order, rest, position, seed=seed)
+        window = OpenWindow(
+            start=first,
+            world_size=self._shape.world_size,
+            batch_size=self._shape.batch_size,
+            steps=self._balance.window,
+            left=super().unfinished(order, rest, first, seed=seed).left,
+        )
+        in_window = windowed.positions(np.arange(position, end), seed=seed, epoch=rest.epoch)
+        after_it = np.arange(end, max(end, rest.end_of_left))
+        return Unfinished(left=np.sort(rest.positions(np.concatenate([in_window, after_it]))), window=window)
+
+    def resume(self, order: SampleOrder, saved: SavedPosition) -> ResumePoint:
+        """Return what is left after a saved position: of its window, if this picker would assign it as before."""
+        otherwise, (left, window) = super().resume(order, saved), saved.unfinished
+        shape = self._shape.world_size, self._shape.batch_size, self._balance.window
+        if window is None or shape != (window.world_size, window.batch_size, window.steps):
+            return otherwise
+        if (saved.position - window.start) % (window.world_size * window.batch_size):
+            return otherwise
+        rest = replace(otherwise, start=window.start, left=window.left)
+        again = self.unfinished(order, rest, saved.position, seed=saved.seed).left
+        return rest if left is not None and again is not None and np.array_equal(again, left) else otherwise
+
+    def _assign(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
+        def assign() -> NDArray[np.integer[Any]]:
+            sample_ids = order.rows(np.arange(first, end), seed=seed, epoch=epoch)
+            count = len(sample_ids)
+            indices = self._sampler.assign_to_steps(
+                self._lengths(sample_ids), count, seed=derive_seed(seed, first), epoch=epoch
+            )
+            return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
+
+        return self._assigned.get((order.fingerprint(), first, end, seed, epoch), assign)
+
+
+def make_picker(
+    stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig | None
+) -> StepSampler[Batch]:
+    """Return what picks the samples of a loader; see `StepSampler` for the arguments.
+
+    Raises:
+        ConfigError: an option of `balance` is out of range.
+
+    """
+    if balance is None:
+        return OwnPicker(stores, collate, shape)
+    kind = PackedPicker if balance.pack else WindowedPicker if balance.window > 1 else BalancedPicker
+    return kind(stores, collate, shape, balance)

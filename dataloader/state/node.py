@@ -1,0 +1,113 @@
+"""`EpochNode`: base of loaders and of Balancer, which are iterables of epochs and nodes of torchdata at once."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from torchdata.nodes import BaseNode
+
+from evenrank.dataloader.batches.batch import JaggedBatch
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
+    """Batches, epoch after epoch.
+
+    As an iterable, each iteration is one epoch, or the rest of one after `load_state_dict`. As a torchdata node,
+    `reset(None)` begins the next epoch, and `reset(state)` continues exactly at the state: at the end of an epoch,
+    nothing is left of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epoch_iterator: Iterator[Batch] | None = None  # of the node; iterators of the iterable are their own
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of the next epoch."""
+
+    @abstractmethod
+    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
+        """Return the position after a batch; None: the one handed out last."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, from the next iteration on, at the position that `state_dict` returned."""
+
+    @abstractmethod
+    def _is_ended(self, state: Mapping[str, Any]) -> bool:
+        """Return whether nothing is left of the epoch of a state, which was just loaded."""
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or continue at a state. Called by torchdata."""
+        super().reset(initial_state)
+        self._epoch_iterator = None
+        if initial_state is not None:
+            self.load_state_dict(initial_state)
+            if self._is_ended(initial_state):
+                self._epoch_iterator = iter(())
+
+    def next(self) -> Batch:
+        """Return the next batch of the epoch. Called by torchdata.
+
+        Raises:
+            StopIteration: nothing is left of the epoch.
+
+        """
+        if self._epoch_iterator is None:
+            self._epoch_iterator = iter(self)
+        return next(self._epoch_iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return `state_dict()`. Called by torchdata."""
+        return self.state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_epoch_iterator": None}  # iterators cannot be pickled
+
+
+# The optional methods of iterables of batches: resuming, and checking that all ranks read the same data.
+#
+# A Balancer accepts any iterable of batches (see adapt.py). It passes `state_dict` and `load_state_dict` on to a
+# `Stateful` one, and compares the identities of `HasRankInvariants` ones between ranks.
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Batches whose position can be saved and loaded.
+
+    Loading the state after a batch makes the next iteration yield exactly the samples of the epoch that come after it,
+    or the next epoch if none are left.
+    """
+
+    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
+        """Return the position as values that can be pickled and saved with a checkpoint.
+
+        Args:
+            after: a batch that was yielded, of which only `epoch` and `position` are used; None: the one yielded last.
+                Consumers that pull batches ahead of training pass the batch that was trained last.
+
+        """
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, from the next iteration on, at the position that `state_dict` returned.
+
+        Raises:
+            StateError: the state is of another version, or of other data or settings.
+
+        """
+        ...
+
+
+@runtime_checkable
+class HasRankInvariants(Protocol):
+    """Batches that describe the settings they depend on."""
+
+    def rank_invariants(self) -> Mapping[str, Any]:
+        """Return the settings that must be the same on all ranks, by name, as values that can be pickled and compared.
+
+        `rank`, if it is among them, is the exception: it must be the number of the rank itself.
+        """
+        ...

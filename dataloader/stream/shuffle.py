@@ -1,0 +1,144 @@
+"""Windows of shards -> the samples of batches, read ahead by threads."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenrank.dataloader.collate.gather import StoreRows
+from evenrank.datasets.store import SequenceStore
+from evenrank.datasets.stream import Shard
+
+
+class ShardPosition(NamedTuple):
+    """How far an epoch has consumed a shard."""
+
+    windows_done: int = 0
+    """Windows that are consumed completely."""
+    samples_taken: int = 0
+    """Samples that are consumed of the next window."""
+
+
+class Window(NamedTuple):
+    """A shuffle buffer, or the part of it that goes into a batch."""
+
+    store: SequenceStore
+    """The rows of the window, in memory."""
+    first: int
+    """Row of the split that is the store's row 0."""
+    rows: NDArray[np.int64]
+    """The store's rows that are samples, in the epoch's order."""
+
+
+Submit = Callable[[Callable[[], Window]], Callable[[], Window]]
+"""Starts to read a window, and returns a function that waits for it."""
+
+
+@contextlib.contextmanager
+def read_ahead(num_workers: int) -> Iterator[Submit]:
+    """Provide threads that read windows; without workers, windows are read by the thread that waits for them."""
+    if not num_workers:
+        yield lambda read: read
+        return
+    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="evenrank-stream")
+    waits = True
+    try:
+        yield lambda read: executor.submit(read).result
+    except GeneratorExit:
+        waits = False  # see Workers.map
+        raise
+    finally:
+        executor.shutdown(wait=waits, cancel_futures=True)
+
+
+class ShardReader:
+    """Reads a shard from a position on; keeps one window in memory, and with workers also the next one.
+
+    Args:
+        shard: the shard to read.
+        position: where to start.
+        load: reads the window at a position of the epoch's order of windows.
+        submit: of `read_ahead`.
+
+    """
+
+    def __init__(
+        self, shard: Shard, position: ShardPosition, load: Callable[[Shard, int], Window], submit: Submit
+    ) -> None:
+        self.shard = shard
+        self.position = position
+        self._load = load
+        self._submit = submit
+        self._window: Window | None = None
+        self._next_window = submit(partial(load, shard, position.windows_done))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all samples of the shard are taken."""
+        return self.position.windows_done >= self.shard.num_windows
+
+    def take(self, max_samples: int) -> Window | None:
+        """Take up to `max_samples` samples, all from one window; None if no samples are left."""
+        while not self.is_done:
+            done, taken = self.position
+            if self._window is None:
+                self._window = self._next_window()
+                if done + 1 < self.shard.num_windows:
+                    self._next_window = self._submit(partial(self._load, self.shard, done + 1))
+            window = self._window
+            rows = window.rows[taken : taken + max_samples]
+            self.position = ShardPosition(done, taken + len(rows))
+            if self.position.samples_taken >= len(window.rows):
+                self.position, self._window = ShardPosition(done + 1, 0), None
+            if len(rows):
+                return window._replace(rows=rows)
+        return None
+
+
+def take_batches(
+    readers: Iterator[ShardReader], open_shards: int, batch_size: int, positions: dict[int, ShardPosition]
+) -> Iterator[tuple[list[StoreRows], NDArray[np.int64]]]:
+    """Take the samples of batches from all open shards in equal shares.
+
+    The open shards are the first ones that are not done, so they follow from the positions alone, and a stream that is
+    resumed from saved positions yields the same batches.
+
+    Args:
+        readers: of this rank's shards, in the order in which they are opened.
+        open_shards: how many are read at the same time.
+        batch_size: samples of a batch; the last batch may have fewer.
+        positions: per shard index; updated in place before a batch is yielded.
+
+    Yields:
+        The samples of a batch by window, and their rows in the split: int64 [samples].
+
+    """
+    opened: list[ShardReader] = []
+    while True:
+        groups: list[StoreRows] = []
+        sample_ids: list[NDArray[np.int64]] = []
+        num_samples = 0
+        while num_samples < batch_size:
+            opened += itertools.islice(readers, open_shards - len(opened))
+            if not opened:
+                break
+            share = -(-(batch_size - num_samples) // len(opened))
+            for reader in list(opened):
+                max_samples = min(share, batch_size - num_samples)
+                window = reader.take(max_samples) if max_samples else None
+                if window is not None:
+                    sample_indices = np.arange(num_samples, num_samples + len(window.rows))
+                    groups.append(StoreRows(window.store, window.rows, sample_indices))
+                    sample_ids.append(window.first + window.rows)
+                    num_samples += len(window.rows)
+                positions[reader.shard.index] = reader.position
+                if reader.is_done:
+                    opened.remove(reader)
+        if not num_samples:
+            return
+        yield groups, np.concatenate(sample_ids)

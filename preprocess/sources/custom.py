@@ -1,0 +1,348 @@
+"""Custom logs in CSV or Parquet files -> interactions. Columns are found by name; all others are ignored."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import polars as pl
+
+from evenrank.core.errors import ConfigError, DataError, first_line
+from evenrank.core.files import open_regular
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, SourceFile, check_new_names
+from evenrank.preprocess.sources.download import source_files
+from evenrank.preprocess.sources.interactions import (
+    IS_GOOD,
+    MAX_TIMESTAMP_MS,
+    BadRow,
+    Context,
+    EventPart,
+    Interactions,
+    encode_context,
+    naming,
+    reading,
+)
+from evenrank.preprocess.sources.tabular import IS_WELL_FORMED, Table, open_table
+from evenrank.preprocess.sources.vocabulary import (
+    TEXT_TYPES,
+    IdEncoder,
+    as_integer,
+    choose_encoders,
+    has_bad_bytes,
+    integer_bits,
+    is_plain_integer,
+    raw_id,
+)
+
+# The description of a custom log (its files, its columns and their meaning), as a record or as a TOML file.
+
+
+TimestampUnit = Literal["s", "ms", "us", "iso"]
+_MAX_FLAGS = 31  # the bits of a non-negative int32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TabularConfig:
+    """The files of a custom dataset and the names of their columns. The suffix of a file determines its format."""
+
+    events: tuple[Path, ...]
+    """Event files (.csv, .csv.gz, .tsv or .parquet); their rows are concatenated."""
+    user_column: str
+    """Column of user ids: integers or strings."""
+    item_column: str
+    """Column of item ids: integers or strings."""
+    timestamp_column: str
+    """Column of event times."""
+    timestamp_unit: TimestampUnit = "s"
+    """Unit of numeric times, counted from 1970; `iso` for ISO 8601 text, in UTC unless it has an offset. Parquet's date
+    and time types need no unit."""
+    action_columns: tuple[str, ...] = ()
+    """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
+    context: Path | None = None
+    """File with the users' features: `user_column` and `context_columns`, one row per user."""
+    context_columns: tuple[str, ...] = ()
+    """Columns of `context` to use as contextual features."""
+
+    def __post_init__(self) -> None:
+        if not self.events:
+            raise ConfigError("events is empty; give at least one file")
+        if self.timestamp_unit not in get_args(TimestampUnit):
+            units = ", ".join(get_args(TimestampUnit))
+            raise ConfigError(f"timestamp_unit must be one of {units}, got {self.timestamp_unit!r}")
+        if len(self.action_columns) > _MAX_FLAGS:
+            raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
+        if (self.context is None) != (not self.context_columns):
+            raise ConfigError("context and context_columns go together; give both or none")
+        for names in (self.event_columns, (self.user_column, *self.context_columns)):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
+        check_new_names(self.context_columns)
+
+    @property
+    def event_columns(self) -> tuple[str, ...]:
+        """The columns to read from the event files."""
+        return (self.user_column, self.item_column, self.timestamp_column, *self.action_columns)
+
+
+def read_toml(path: Path, **options: Any) -> TabularConfig:
+    """Read a configuration from a TOML file whose keys are the names of the fields; paths are relative to the file.
+
+    Args:
+        path: of the file.
+        options: further fields, from the command line.
+
+    Raises:
+        DataError: the file cannot be read, or is not TOML.
+        ConfigError: a key is missing, unknown or also among the options, or a value has the wrong type or is invalid.
+
+    """
+    with open_regular(path) as file:
+        try:
+            raw = tomllib.load(file)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not valid TOML ({first_line(error)}); fix it") from error
+    known = {field.name: field.default is MISSING for field in fields(TabularConfig)}
+    if unknown := sorted(raw.keys() - known):
+        raise ConfigError(f"{path} has an unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    if twice := [name for name in options if name in raw]:
+        raise ConfigError(f"--{twice[0].replace('_', '-')} is also in {path} ({twice[0]}); give it once")
+    values = dict(options)
+    for key, value in raw.items():
+        is_list = key in ("events", "action_columns", "context_columns")
+        items = value if is_list and isinstance(value, list) else [value]
+        if not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{path}: {key} must be a string{' or a list of strings' * is_list}, got {value!r}")
+        if key in ("events", "context"):
+            items = [path.parent / name for name in items]
+        values[key] = tuple(items) if is_list else items[0]
+    if missing := [name for name, is_required in known.items() if is_required and name not in values]:
+        raise ConfigError(f"{path} lacks {missing[0]}; add it")
+    return TabularConfig(**values)
+
+
+_MAX_ACTION = 2**31 - 1
+_EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
+_TIME_FORMATS: Mapping[TimestampUnit, str] = {
+    "s": "in seconds since 1970",
+    "ms": "in whole ms since 1970",
+    "us": "in whole us since 1970",
+    "iso": "in ISO 8601",
+}
+# Not `\d`, which matches the digits of all scripts. Leap seconds cannot be expressed in ms since 1970.
+_ISO = (
+    "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
+    "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
+    "(?:Z|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
+)
+
+
+def read_tabular(config: TabularConfig) -> Interactions:
+    """Open the files, decide from all their rows which ids are integers, and encode the users' features.
+
+    Ids are kept if all values of their column, in otherwise good rows, are 64-bit integers in plain digits. If not,
+    they are encoded as 1..n by sorted value.
+
+    Raises:
+        DataError: a file is missing, empty, damaged or of an unknown format; a column is missing, appears twice or has
+            an unsuitable type; a line of the users' features cannot be read, or a user appears twice in them.
+
+    """
+    tables = [open_table(path, config.event_columns) for path in config.events]
+    raw_ids = [_otherwise_good_ids(config, table) for table in tables]
+    with reading(*config.events):
+        encoders = choose_encoders(raw_ids)
+    context = None
+    if config.context is not None:
+        users = [encoders[USER_ID].encode(ids.select(USER_ID), USER_ID).unique() for ids in raw_ids]
+        with reading(*config.events):
+            users_with_events = pl.concat(users).collect(engine="streaming")
+        context = _read_context(config, config.context, encoders[USER_ID], users_with_events)
+    vocabularies = {name: encoder.vocabulary for name, encoder in encoders.items() if encoder.vocabulary is not None}
+    return Interactions(
+        parts=tuple(_part(config, table, encoders) for table in tables),
+        sources=lambda: _sources(config),
+        context=context,
+        num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
+        options={
+            "events": [path.name for path in config.events],
+            "user_column": config.user_column,
+            "item_column": config.item_column,
+            "timestamp_column": config.timestamp_column,
+            "timestamp_unit": config.timestamp_unit,
+            "action_columns": list(config.action_columns),
+            "context": None if config.context is None else config.context.name,
+            "context_columns": list(config.context_columns),
+        },
+        vocabularies=vocabularies,
+    )
+
+
+def _sources(config: TabularConfig) -> tuple[SourceFile, ...]:
+    paths = config.events if config.context is None else (*config.events, config.context)
+    return tuple(source for path in paths for source in source_files(path.parent, [path]))
+
+
+def _otherwise_good_ids(config: TabularConfig, table: Table) -> pl.LazyFrame:
+    """Return the raw user_id and item_id of the rows that pass all checks other than those of ids."""
+    with naming(table.path):
+        return table.rows.filter(_all_true(_value_checks(config, table))).select(_raw_ids(config, table))
+
+
+def _raw_ids(config: TabularConfig, table: Table) -> list[pl.Expr]:
+    ids = {USER_ID: config.user_column, ITEM_ID: config.item_column}
+    return [raw_id(column, table.dtypes[column]).alias(name) for name, column in ids.items()]
+
+
+def _part(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> EventPart:
+    checks = {**_value_checks(config, table), **_id_checks(config, table, encoders)}
+    events = table.rows.select(
+        *_raw_ids(config, table),
+        _action(config, table.dtypes).alias(ACTION),
+        _timestamp_ms(config, table.dtypes).alias(TIMESTAMP_MS),
+        _all_true(checks).alias(IS_GOOD),
+    )
+    for name, encoder in encoders.items():
+        events = encoder.encode(events, name)
+
+    def find_bad(limit: int) -> Sequence[BadRow]:
+        return table.find_bad(checks, limit)
+
+    # Compressed files are smaller than their events in memory.
+    size = max(table.path.stat().st_size, table.num_rows * _EVENT_BYTES)
+    return EventPart(name=str(table.path), size=size, events=events, find_bad=find_bad)
+
+
+def _all_true(checks: Mapping[str, pl.Expr]) -> pl.Expr:
+    return pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False)
+
+
+def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
+    """Return the conditions on everything but the ids, by the reason to report where they do not hold."""
+    time_reason = f"{config.timestamp_column} is not a time {_TIME_FORMATS[config.timestamp_unit]} up to the year 9999"
+    checks = {time_reason: _timestamp_ms(config, table.dtypes).is_between(0, MAX_TIMESTAMP_MS)}
+    for name in config.action_columns:
+        if len(config.action_columns) > 1:
+            checks[f"{name} is not 0 or 1"] = _flag(name, table.dtypes[name]).is_between(0, 1)
+        else:
+            action = as_integer(name, table.dtypes[name])
+            largest = min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
+            checks[f"{name} is not an integer in 0..{largest}"] = action.is_between(0, largest)
+    return checks
+
+
+def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> dict[str, pl.Expr]:
+    checks = {}
+    for name, column in ((USER_ID, config.user_column), (ITEM_ID, config.item_column)):
+        dtype = table.dtypes[column]
+        raw = raw_id(column, dtype)
+        if dtype.base_type() in TEXT_TYPES:
+            text = pl.col(column).cast(pl.String)
+            checks[f"{column} is empty"] = text != ""
+            checks[f"{column} is not UTF-8"] = ~has_bad_bytes(text)
+        else:
+            checks[f"{column} is empty"] = pl.col(column).is_not_null()
+        is_numeric = encoders[name].vocabulary is None
+        ids = raw.cast(pl.Int64, strict=False) if is_numeric else raw
+        checks[f"{column} is not an integer in {_integer_range(dtype)}"] = ids.is_not_null()
+        if is_numeric and name == ITEM_ID:
+            checks[f"{column} must not be negative"] = ids >= 0
+    return checks
+
+
+def _integer_range(dtype: pl.DataType) -> str:
+    bits = integer_bits(dtype)
+    return f"-2^{bits}+1..2^{bits}-1, where {dtype} is exact" if dtype.is_float() else f"-2^{bits}..2^{bits}-1"
+
+
+def _timestamp_ms(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
+    """Return event times as int64, rounded down; null where they cannot be read."""
+    name = config.timestamp_column
+    time, dtype, unit = pl.col(name), dtypes[name], config.timestamp_unit
+    if dtype.base_type() in (pl.Datetime, pl.Date):
+        return (time.cast(pl.Datetime("ms")) if dtype == pl.Date else time).dt.epoch("ms")
+    if unit == "iso":
+        if dtype != pl.String:
+            raise DataError(f"column {name!r} has type {dtype}, not text; set timestamp_unit to s, ms or us")
+        return _iso_ms(time)
+    if dtype != pl.String and not dtype.is_numeric():
+        raise DataError(f"column {name!r} of type {dtype} cannot hold times; convert it to numbers or text")
+    if integer_bits(dtype) < integer_bits(pl.Float64()):
+        raise DataError(
+            f"column {name!r} of type {dtype} is too coarse for times; store the times as Float64 or integers"
+        )
+    if unit == "s":
+        # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
+        seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
+        return (seconds * 1000).floor().cast(pl.Int64, strict=False)
+    count = as_integer(name, dtype)
+    return count if unit == "ms" else count // 1000
+
+
+def _iso_ms(text: pl.Expr) -> pl.Expr:
+    # Polars' parser expects a single format for a column, but logs mix several.
+    part = text.str.extract_groups(_ISO).struct
+    clock = pl.concat_str(
+        part.field("1"), part.field("2").fill_null("00:00"), part.field("3").fill_null("00"), separator=" "
+    )
+    local = clock.str.to_datetime("%Y-%m-%d %H:%M %S", time_unit="ms", strict=False).dt.epoch("ms")
+    millis = part.field("4").str.pad_end(3, "0").cast(pl.Int64).fill_null(0)
+    minutes = part.field("6").cast(pl.Int64) * 60 + part.field("7").cast(pl.Int64).fill_null(0)
+    offset = pl.when(part.field("5") == "-").then(-minutes).otherwise(minutes).fill_null(0)
+    return local + millis - offset * 60_000
+
+
+def _action(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
+    match config.action_columns:
+        case ():
+            action = pl.lit(0)
+        case (name,):
+            action = as_integer(name, dtypes[name])
+        case names:
+            action = pl.sum_horizontal(_flag(name, dtypes[name]) * (1 << bit) for bit, name in enumerate(names))
+    return action.cast(pl.Int32, strict=False)
+
+
+def _flag(name: str, dtype: pl.DataType) -> pl.Expr:
+    if dtype != pl.String:
+        return as_integer(name, dtype)
+    values = {"0": 0, "1": 1, "false": 0, "true": 1}
+    return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
+
+
+def _read_context(config: TabularConfig, path: Path, encoder: IdEncoder, users_with_events: pl.DataFrame) -> Context:
+    """Encode the features of the users that have events; leave out the others."""
+    table = open_table(path, (config.user_column, *config.context_columns))
+    dtype = table.dtypes[config.user_column]
+    with naming(path):
+        raw = raw_id(config.user_column, dtype)
+    if bad := table.find_bad({f"{config.user_column} is empty or not an id": raw.is_not_null()}, 1):
+        row = bad[0]
+        raise DataError(f"{path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
+    with reading(path):
+        users = table.rows.select(raw.alias(USER_ID), *map(pl.col, config.context_columns)).collect()
+    ids = users.get_column(USER_ID)
+    if ids.is_duplicated().any():
+        repeated = ids.filter(ids.is_duplicated()).item(0)
+        raise DataError(f"{path}: user {repeated} appears twice; keep one row per user")
+    if encoder.vocabulary is None and ids.dtype == pl.String:
+        users = users.filter(is_plain_integer(pl.col(USER_ID)))
+    encoded = encoder.encode(users.lazy(), USER_ID).collect()
+    known = encoded.join(users_with_events, on=USER_ID, how="semi", maintain_order="left")
+    with naming(path):
+        features = [_feature(known.get_column(name)) for name in config.context_columns]
+    return encode_context(known.with_columns(features))
+
+
+def _feature(values: pl.Series) -> pl.Series:
+    """Return a feature ready for sorting: text as integers if all of it is, empty text and NaN as null."""
+    if values.dtype.is_nested() or values.dtype == pl.Binary:
+        raise DataError(
+            f"column {values.name!r} of type {values.dtype} cannot be a feature; convert it to text or numbers"
+        )
+    if values.dtype.base_type() not in TEXT_TYPES:
+        return values.fill_nan(None) if values.dtype.is_float() else values
+    text = values.cast(pl.String)
+    text = text.set(text == "", None)
+    are_integers = pl.select(is_plain_integer(pl.lit(text.drop_nulls())).all()).item()
+    return text.cast(pl.Int64) if are_integers else text

@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.dataloader.balance.exchange import gpu_copy
+from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
+from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies, copy_on_cpu
+from evenrank.dataloader.balance.exchange.gpu_copy import copy_with_kernel, copy_with_operators, tile_descriptors
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """Draw a unit in bytes, and adjacent ranges of the target: the gap before each and its length, in units."""
+    unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    length = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 40_000 // unit))
+    return unit, draw(st.lists(st.tuples(st.integers(0, 3), length), max_size=8))
+
+
+def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[ByteCopies, torch.Tensor, torch.Tensor]:
+    """Copies of ranges, alternately from two sources, to a target in reverse order."""
+    sizes = np.array([size for _, size in ranges], dtype=np.int64) * unit
+    gaps = np.array([gap for gap, _ in ranges], dtype=np.int64) * unit
+    end = int((sizes + gaps).sum())
+    starts = np.cumsum(sizes + gaps) - sizes
+    targets = int(sizes.sum()) - np.cumsum(sizes)
+    parts = [
+        ByteCopies.from_source(source, starts[source::2], targets[source::2], sizes[source::2]) for source in range(2)
+    ]
+    rng = np.random.default_rng(end)
+    first, second = (torch.from_numpy(rng.integers(0, 256, end, dtype=np.uint8)) for _ in range(2))
+    return ByteCopies.concatenate(parts), first, second
+
+
+def _expected(copies: ByteCopies, sources: list[torch.Tensor], size: int) -> torch.Tensor:
+    target = torch.zeros(size, dtype=torch.uint8)
+    ranges = zip(copies.source, copies.source_starts, copies.target_starts, copies.num_bytes, strict=True)
+    for source, source_start, target_start, count in ranges:
+        target[target_start : target_start + count] = sources[source][source_start : source_start + count]
+    return target
+
+
+@settings(max_examples=60)
+@given(layouts())
+def test_the_loop_and_the_operators_copy_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
+    copies, *sources = _copies(*layout)
+    expected = _expected(copies, sources, len(sources[0]))
+    by_loop, by_operators = torch.zeros_like(sources[0]), torch.zeros_like(sources[0])
+    copy_on_cpu(copies, [source.numpy() for source in sources], by_loop.numpy())
+    copy_with_operators(copies, sources, by_operators)
+    assert torch.equal(by_loop, expected)
+    assert torch.equal(by_operators, expected)
+
+
+@pytest.mark.gpu
+@settings(max_examples=200)
+@given(layouts())
+def test_on_a_gpu_the_kernel_and_the_operators_copy_the_same(layout: tuple[int, list[tuple[int, int]]]) -> None:
+    assert gpu_copy.HAS_TRITON
+    copies, *sources = _copies(*layout)
+    expected = _expected(copies, sources, len(sources[0]))
+    on_gpu = [source.cuda() for source in sources]
+    by_kernel, by_operators = torch.zeros_like(on_gpu[0]), torch.zeros_like(on_gpu[0])
+    copy_with_kernel(as_bytes(torch.from_numpy(tile_descriptors(copies))).cuda(), on_gpu, by_kernel)
+    copy_with_operators(copies, on_gpu, by_operators)
+    assert torch.equal(by_kernel.cpu(), expected)
+    assert torch.equal(by_operators.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64, torch.bfloat16, torch.bool])
+def test_rows_of_every_dtype_and_of_100_000_elements_are_copied(dtype: torch.dtype) -> None:
+    lengths = np.array([0, 100_000, 1, 0, 3, 99_999])
+    values = torch.randint(0, 2, (int(lengths.sum()),)).to(dtype)
+    size = values.element_size()
+    on_gpu, copied = values.cuda(), torch.zeros_like(values, device="cuda")
+    reverse = (int(lengths.sum()) - np.cumsum(lengths)) * size
+    copies = ByteCopies.from_source(0, (np.cumsum(lengths) - lengths) * size, reverse, lengths * size)
+    descriptors = as_bytes(torch.from_numpy(tile_descriptors(copies))).cuda()
+    copy_with_kernel(descriptors, [as_bytes(on_gpu)], as_bytes(copied))
+    expected = torch.cat(list(reversed(values.split(lengths.tolist()))))
+    assert torch.equal(copied.cpu(), expected)
+
+
+def test_tiles_cover_each_range_once() -> None:
+    copies = ByteCopies.from_source(1, np.array([0, 5, 100]), np.array([3, 0, 40_000]), np.array([3, 0, 8192 * 2 + 1]))
+    assert tile_descriptors(copies).tolist() == [
+        [1, 0, 3, 3],
+        [1, 100, 40_000, 8192],
+        [1, 8292, 48_192, 8192],
+        [1, 16_484, 56_384, 1],
+    ]
+
+
+def test_views_as_bytes_share_memory() -> None:
+    values = torch.arange(3)
+    as_bytes(values)[0] = 7
+    assert values.tolist() == [7, 1, 2]
+    assert as_bytes(torch.empty(0, 5)).tolist() == []

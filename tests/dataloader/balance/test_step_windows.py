@@ -1,0 +1,175 @@
+"""The samples of a window are assigned to its steps once each, so that what steps wait for is little in all."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.config import PartitionSettings
+from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows, assign_to_steps
+from evenrank.datasets.distributions import Lognormal
+from evenrank.datasets.order import RowOrder, SampleOrder, Samples
+
+Ints = NDArray[np.int64]
+
+
+def _assign(costs: Ints, num_steps: int, world_size: int, *, seed: int = 0, epoch: int = 0, **options: object) -> Ints:
+    settings = PartitionSettings(**options)  # type: ignore[arg-type]
+    tokens = options.pop("tokens", costs)
+    return assign_to_steps(
+        costs,
+        tokens,  # type: ignore[arg-type]
+        num_steps=num_steps,
+        world_size=world_size,
+        settings=settings,
+        seed=seed,
+        epoch=epoch,
+    ).reshape(num_steps, -1)
+
+
+def _heaviest(costs: Ints, world_size: int) -> int:
+    """Return the load of the heaviest rank of a step."""
+    return int(partition(costs, world_size).loads(costs).max())
+
+
+@settings(max_examples=60)
+@given(
+    num_steps=st.integers(1, 6),
+    world_size=st.integers(1, 8),
+    batch_size=st.integers(1, 6),
+    strategy=st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]),
+    seed=st.integers(0, 1 << 62),
+    high=st.sampled_from([0, 1, 10, 1 << 40]),
+)
+def test_each_sample_goes_to_one_step_and_all_steps_are_full(
+    num_steps: int, world_size: int, batch_size: int, strategy: str, seed: int, high: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    costs = rng.integers(0, high, num_steps * world_size * batch_size, endpoint=True)
+    steps = _assign(costs, num_steps, world_size, seed=seed, strategy=strategy)
+    assert sorted(steps.reshape(-1).tolist()) == list(range(len(costs)))
+    assert (np.diff(steps, axis=1) > 0).all()  # in the order of the epoch
+    assert steps.tolist() == _assign(costs, num_steps, world_size, seed=seed, strategy=strategy).tolist()
+
+
+def test_samples_above_the_mean_come_together() -> None:
+    costs = np.array([9, 1, 1, 1, 9, 1, 1, 1])
+    steps = _assign(costs, 2, 2)
+    assert sorted(costs[steps].sum(axis=1).tolist()) == [4, 20]
+
+
+@pytest.mark.parametrize("strategy", ["lpt-swap", "karmarkar-karp", "min-move"])
+def test_steps_wait_less_in_all(strategy: str) -> None:
+    world_size, batch_size, num_steps = 8, 8, 8
+    lengths = Lognormal(mean=512, std=512, low=1, high=4096).sample(np.random.default_rng(0), 8 * 8 * 8)
+    costs = lengths * (2560 + lengths)
+    mean = costs.sum() / (num_steps * world_size)
+    own = costs.reshape(num_steps, world_size * batch_size)
+    assigned = costs[_assign(costs, num_steps, world_size, strategy=strategy)]
+    in_all, assigned_in_all = (sum(_heaviest(step, world_size) for step in steps) for steps in (own, assigned))
+    assert in_all > 1.15 * num_steps * mean  # far from even, because single samples are above the mean of a rank
+    assert assigned_in_all < 1.1 * num_steps * mean
+
+
+def test_steps_are_even_among_themselves_where_no_sample_is_above_the_mean() -> None:
+    costs = np.random.default_rng(0).integers(1, 1000, 8 * 4 * 32)
+    loads, assigned_loads = (steps.sum(axis=1) for steps in (costs.reshape(8, -1), costs[_assign(costs, 8, 4)]))
+    assert loads.max() > 1.05 * loads.min()
+    assert assigned_loads.max() < 1.005 * assigned_loads.min()
+
+
+def test_steps_of_equal_loads_differ_by_chance() -> None:
+    # Bins get one of the longest samples each. Sorted by what little their loads differ, many of these would meet.
+    lengths = Lognormal(mean=512, std=512, low=1, high=4096).sample(np.random.default_rng(0), 8 * 64 * 32)
+    costs = lengths * (2560 + lengths)
+    is_long = costs > np.quantile(costs, 0.99)
+    counts = [is_long[_assign(costs, 8, 64, seed=seed)].sum(axis=1) for seed in range(10)]
+    dispersion = np.mean([count.var() / count.mean() for count in counts])
+    assert 0.3 < dispersion < 1.2  # 1 by chance alone
+    assert len({tuple(count.tolist()) for count in counts}) == 10
+
+
+def test_a_window_does_not_begin_with_its_heaviest_step() -> None:
+    for world_size in (1, 2):
+        costs = np.where(np.arange(4 * world_size * 2) < world_size, 100, 1)
+        heaviest = [int(np.argmax(costs[_assign(costs, 4, world_size, seed=seed)].sum(axis=1))) for seed in range(200)]
+        assert np.bincount(heaviest, minlength=4).min() > 25
+    epochs = {tuple(_assign(costs, 4, 2, epoch=epoch).reshape(-1).tolist()) for epoch in range(5)}
+    assert len(epochs) == 5
+
+
+def test_the_token_limit_holds_for_bins() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 100, 4 * 4 * 8)
+    costs = rng.integers(1, 1000, len(tokens))  # unrelated, so that levelling costs alone would exceed the limit
+    limit = int(tokens.sum() / 16 * 1.02)
+    steps = assign_to_steps(
+        costs,
+        tokens,
+        num_steps=4,
+        world_size=4,
+        settings=PartitionSettings(max_tokens_per_rank=limit),
+        seed=0,
+        epoch=0,
+    ).reshape(4, -1)
+    assert (tokens[steps].sum(axis=1) <= 4 * limit).all()
+    for step in steps:
+        within = partition(costs[step], 4, tokens=tokens[step], max_tokens_per_rank=limit)
+        assert within.loads(tokens[step]).max() <= limit
+    with pytest.raises(ConfigError, match="max_tokens_per_rank = 5 cannot be kept"):
+        assign_to_steps(
+            costs,
+            tokens,
+            num_steps=4,
+            world_size=4,
+            settings=PartitionSettings(max_tokens_per_rank=5),
+            seed=0,
+            epoch=0,
+        )
+
+
+def test_steps_are_full_also_where_ranks_may_have_any_number_of_samples() -> None:
+    costs = np.random.default_rng(0).integers(1, 1000, 4 * 3 * 5)
+    steps = _assign(costs, 4, 3, strategy="karmarkar-karp")
+    assert _assign(costs, 4, 3, strategy="karmarkar-karp", equal_counts=False).tolist() == steps.tolist()
+
+
+def test_bounds_are_those_of_the_window_that_has_a_position() -> None:
+    windows = Windows(start=3, first_end=3, end=3 + 5 * 4, samples_per_step=4, steps=2)
+    assert [windows.bounds(position) for position in (3, 10, 11, 18, 19, 22)] == [
+        *[(3, 11), (3, 11)],
+        *[(11, 19), (11, 19)],
+        *[(19, 23), (19, 23)],  # of one step
+    ]
+    assert windows.bounds(23) == (23, 23)
+    assert windows.bounds(24) == (24, 24)
+
+
+def test_what_was_left_of_another_window_has_windows_of_its_own() -> None:
+    windows = Windows(start=3, first_end=3 + 3 * 4, end=3 + 8 * 4, samples_per_step=4, steps=2)
+    found = {windows.bounds(position) for position in range(3, 35)}
+    assert found == {(3, 11), (11, 15), (15, 23), (23, 31), (31, 35)}
+
+
+def test_an_order_within_windows_keeps_the_samples_of_each_window() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def reverse(order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> Ints:
+        assert (seed, epoch) == (5, 6)
+        asked.append((first, end))
+        return np.arange(end - first)[::-1].copy()
+
+    rows = RowOrder(samples=Samples(num_rows=26, left_out=np.array([0])))
+    windows = Windows(start=3, first_end=3, end=3 + 5 * 4, samples_per_step=4, steps=2)
+    order = WindowedOrder(rows, windows, reverse)
+    assert order.num_samples == 25
+    expected = [*range(10, 2, -1), *range(18, 10, -1), *range(22, 18, -1), 23, 24]
+    places = np.arange(3, 25)
+    assert order.positions(places, seed=5, epoch=6).tolist() == expected
+    assert asked == [(3, 11), (11, 19), (19, 23)]
+    assert order.rows(places, seed=5, epoch=6).tolist() == [position + 1 for position in expected]
+    assert order.positions(np.array([24, 12, 3]), seed=5, epoch=6).tolist() == [24, 17, 10]
+    assert order.fingerprint() != rows.fingerprint()

@@ -1,0 +1,186 @@
+from dataclasses import dataclass, replace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, keyed_jagged_tensor, loss_tokens
+from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
+from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
+
+BATCH = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
+
+
+def test_moving_a_batch_keeps_samples_and_host_side_caches() -> None:
+    moved = BATCH.to("cpu", non_blocking=True)
+    assert samples_of(moved) == samples_of(BATCH)
+    assert moved.first._length_per_key == [3, 2]
+    assert moved.num_real == 2
+
+
+def test_after_a_move_no_view_by_key_is_left_on_the_old_device() -> None:
+    batch = BATCH.clone()
+    assert batch.first.to_dict()["a"].values().device.type == "cpu"
+    for jagged in batch.to("meta").first.to_dict().values():
+        assert jagged.values().device.type == "meta"
+
+
+def test_the_repr_of_a_batch_is_one_line_with_its_contents() -> None:
+    text = repr(BATCH)
+    assert text.startswith(
+        "RichBatch(num_real=2/2, epoch=0, step=0, first=[a: 3, b: 2], weighted=[a: 1, c: 4], ids=[2]"
+    )
+    assert "\n" not in text
+
+
+def test_schemas_name_the_fields_in_which_they_differ() -> None:
+    schema = schema_of(BATCH)
+    assert schema.differences(schema_of(rich_batch([[(0, 0), (0, 0)]] * 2))) == []
+    other = replace(BATCH, ids=BATCH.ids.int(), matrix=BATCH.matrix[:, :1], nothing=torch.zeros(2))
+    assert schema.differences(schema_of(other)) == [
+        "nothing: None and torch.float32",
+        "ids: torch.int64 and torch.int32",
+        "matrix: torch.bfloat16[2] and torch.bfloat16[1]",
+    ]
+
+
+def test_a_key_of_two_fields_is_named_with_the_second_field() -> None:
+    schema = schema_of(BATCH)
+    assert schema.jagged_keys == (("first", "a"), ("first", "b"), ("weighted", "a"), ("weighted", "c"))
+    named = schema.lengths_by_key(torch.arange(8).view(4, 2).numpy())
+    assert {name: row.tolist() for name, row in named.items()} == {
+        "a": [0, 1],
+        "b": [2, 3],
+        "weighted.a": [4, 5],
+        "c": [6, 7],
+    }
+
+
+def test_loss_tokens_are_counted_per_sample() -> None:
+    lengths = {("weighted", "c"): np.array([3, 1, 0, 0])}
+    is_real = np.array([True, True, True, False])
+    assert loss_tokens(LossKey("weighted", "c"), lengths, is_real).tolist() == [3, 1, 0, 0]
+    assert loss_tokens(LossKey("weighted", "c", skip=1), lengths, is_real).tolist() == [2, 0, 0, 0]
+    assert loss_tokens(None, lengths, is_real).tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("loss_key", "message"),
+    [
+        (("weighted", "c"), r"must be a LossKey with a skip of 0 or 1, or None; got \('weighted', 'c'\)"),
+        (LossKey("weighted", "c", skip=2), "must be a LossKey with a skip of 0 or 1, or None; got LossKey"),
+        (LossKey("labels", "label"), r"no LossKey\(.*; its jagged keys are first.a, first.b, weighted.a, weighted.c"),
+    ],
+)
+def test_a_loss_key_that_the_batch_lacks_is_refused(
+    loss_key: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RichBatch, "loss_key", lambda batch: loss_key)
+    with pytest.raises(ConfigError, match=message):
+        schema_of(BATCH)
+
+
+def test_fields_with_a_wrong_number_of_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ids must have batch_size = 2 rows, its shape is \(3,\)"):
+        schema_of(replace(BATCH, ids=torch.arange(3)))
+    with pytest.raises(ValueError, match="first must have batch_size = 3 rows in every key"):
+        schema_of(replace(BATCH, batch_size=3))
+
+
+def test_a_jagged_field_without_keys_is_refused() -> None:
+    empty = keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))
+    with pytest.raises(ValueError, match="first must have at least one key; set the field to None if batches lack it"):
+        schema_of(replace(BATCH, first=empty))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WithList(JaggedBatch):
+    names: list[str]
+
+
+def test_a_field_of_an_unsupported_type_is_refused_with_a_remedy() -> None:
+    with pytest.raises(TypeError, match=r"names must be .* or be declared with host\(\); got <class 'list'>"):
+        schema_of(WithList(batch_size=1, num_real=1, names=["x"]))
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_copied_to_the_gpu_without_synchronization() -> None:
+    pinned = BATCH.pin_memory()
+    assert pinned.ids.is_pinned()
+    assert pinned.first.values().is_pinned()
+    assert pinned.weighted.weights().is_pinned()
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        moved = pinned.to("cuda", non_blocking=True)
+        moved.record_stream(torch.cuda.current_stream())
+        assert moved.first.length_per_key() == [3, 2]
+        assert moved.weighted.offset_per_key() == [0, 1, 5]
+        assert moved.first.stride() == 2
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert moved.first.values().is_cuda
+    assert samples_of(moved.to("cpu")) == samples_of(BATCH)
+
+
+@st.composite
+def _batches_and_rows(draw: st.DrawFn) -> tuple[RichBatch, list[int]]:
+    length = st.integers(0, 5)
+    samples = draw(st.lists(st.tuples(length, length, length, length), min_size=1, max_size=5))
+    batch = pad_batch(rich_batch([[(a, b), (c, d)] for a, b, c, d in samples]), len(samples) + draw(st.integers(0, 2)))
+    real = draw(st.lists(st.integers(0, len(samples) - 1), min_size=1, max_size=7))
+    padding = [batch.batch_size - 1] * draw(st.integers(0, 2)) if batch.batch_size > len(samples) else []
+    return batch, real + padding
+
+
+@given(_batches_and_rows())
+def test_index_select_takes_rows_of_all_fields(case: tuple[RichBatch, list[int]]) -> None:
+    batch, rows = case
+    samples = samples_of(batch)
+    for kind in (list, np.array, torch.tensor):
+        chosen = batch.index_select(kind(rows))
+        expected = [samples[row] for row in rows if row < batch.num_real]
+        assert samples_of(chosen) == expected
+        assert (chosen.batch_size, chosen.num_real) == (len(rows), len(expected))
+        assert chosen.loss_tokens == sum(len(sample["weighted c values"]) for sample in expected)
+        assert chosen.max_lengths == schema_of(chosen).max_lengths(lengths_of(chosen))
+        assert chosen.ids[chosen.num_real :].tolist() == [-1] * (len(rows) - len(expected))
+        check_contents(chosen)
+
+
+def test_slice_takes_bounds_like_python() -> None:
+    batch = pad_batch(rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 1)], [(2, 2), (2, 2)]]), 4)
+    for start, stop, samples in [(0, 2, [0, 1]), (1, 4, [1, 2]), (-2, 4, [2]), (2, 99, [2])]:
+        part = batch.slice(start, stop)
+        assert samples_of(part) == [samples_of(batch)[sample] for sample in samples]
+        assert part.ids.tolist() == batch.ids[start:stop].tolist()
+    assert batch.slice(3, 1).batch_size == 0
+    assert batch.slice(0, 2).replace(world_loss_tokens=7).slice(0, 1).world_loss_tokens == 7
+
+
+def test_wrong_rows_are_an_error() -> None:
+    batch = pad_batch(rich_batch([[(1, 2), (3, 4)]]), 2)
+    with pytest.raises(IndexError, match=r"rows must be in 0\.\.1, got -1 to 2"):
+        batch.index_select([-1, 2])
+    with pytest.raises(ValueError, match="rows have padding, 1 and above, before a sample; put padding last"):
+        batch.index_select([1, 0])
+
+
+def test_a_stream_that_uses_a_batch_keeps_its_counts_allocated() -> None:
+    batch = JaggedBatch(batch_size=1, num_real=0)
+    batch.record_stream(Mock())  # nothing to keep
+    counts, stream = Mock(), Mock()
+    batch.replace(world_task_tokens=counts).record_stream(stream)
+    counts.record_stream.assert_called_once_with(stream)
+
+
+def test_the_loss_tokens_of_tasks_move_with_the_batch() -> None:
+    batch = JaggedBatch(batch_size=1, num_real=0, world_task_tokens=torch.tensor([3, 4]))
+    moved = batch.to("meta").world_task_tokens
+    assert moved is not None
+    assert moved.device.type == "meta"

@@ -1,0 +1,172 @@
+"""Batches are the same whatever modes of torch a program has set."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.dataloader import (
+    JaggedCollate,
+    LoaderConfig,
+    PaddedBatches,
+    RandomBatches,
+    SemanticIdConfig,
+    StreamConfig,
+    build_loader,
+    build_stream_loader,
+    dense,
+    jagged,
+    random_codes,
+)
+from evenrank.dataloader.balance.source import LoaderAdapter
+from evenrank.dataloader.batches.padding import empty_batch, pad_batch
+from evenrank.dataloader.batches.schema import schema_of
+from evenrank.training import label_bits
+from tests.dataloader.rich_batch import rich_batch
+
+
+@contextlib.contextmanager
+def _default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "meta device": lambda: _default_device("meta"),
+    "float64": lambda: _default_dtype(torch.float64),
+    "bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "inference": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "deterministic": _deterministic,
+}
+COLLATE = JaggedCollate(
+    {
+        "item_id": jagged(),
+        "weight": jagged(torch.float32, field="weights"),
+        "score": dense(),
+        "vector": dense(shape=(2,), dtype=torch.bfloat16),
+        "rest": dense(),
+    },
+    batch_size=4,
+)
+SAMPLES: list[dict[str, Any]] = [
+    {"item_id": [7, 2], "weight": [0.1], "score": 0.1, "vector": [0.1, 2.0], "rest": np.float64(0.1)},
+    {"item_id": [], "weight": [], "score": 1 / 3, "vector": [1, 0], "rest": np.float64(3)},
+]
+RANK: dict[str, Any] = {"rank": 0, "world_size": 1}
+CODES = random_codes(501, levels=2, codebook_size=8)
+CONFIG = LoaderConfig(batch_size=32, max_num_candidates=2, num_tasks=2, user_id=True)
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "loader": lambda path: build_loader(path, CONFIG, **RANK),
+    "semantic ids": lambda path: build_loader(path, SemanticIdConfig(batch_size=32, codes=CODES), **RANK),
+    "stream": lambda path: build_stream_loader(path, CONFIG, StreamConfig(buffer_rows=16), **RANK),
+    "random batches": lambda path: RandomBatches(CONFIG, num_batches=2, **RANK),
+    "distinct random batches": lambda path: RandomBatches(CONFIG, num_batches=3, num_distinct=2, **RANK),
+    "JaggedCollate": lambda path: [COLLATE(SAMPLES)],
+    "padded batches": lambda path: PaddedBatches(SAMPLES, batch_size=5, collate=COLLATE),
+    "padded": lambda path: [pad_batch(COLLATE(SAMPLES), 9)],
+    "empty": lambda path: [empty_batch(schema_of(COLLATE(SAMPLES)))],
+    "source of a list": lambda path: LoaderAdapter([COLLATE(SAMPLES)], **RANK),
+}
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, value in batch.tensors():
+        if isinstance(value, KeyedJaggedTensor):
+            tensors |= {f"{name}.values": value.values(), f"{name}.lengths": value.lengths()}
+        elif value is not None:
+            tensors[name] = value
+    return tensors
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_modes_change_no_batch(small_dataset: Path, kind: str, mode: str) -> None:
+    expected = [_tensors(batch) for batch in KINDS[kind](small_dataset)]
+    assert expected
+    with MODES[mode]():
+        batches = [_tensors(batch) for batch in KINDS[kind](small_dataset)]
+        assert torch.is_grad_enabled() == (mode not in ("inference", "no grad"))
+        assert torch.is_inference_mode_enabled() == (mode == "inference")
+    for batch, tensors in zip(batches, expected, strict=True):
+        assert list(batch) == list(tensors)
+        for name, tensor in batch.items():
+            assert (tensor.device.type, tensor.dtype) == ("cpu", tensors[name].dtype), name
+            assert torch.equal(tensor, tensors[name]), name
+            assert not tensor.is_inference(), name
+            assert not tensor.requires_grad, name
+
+
+def test_batch_that_was_made_in_inference_mode_can_be_trained(small_dataset: Path) -> None:
+    table = torch.nn.Embedding(600, 2)
+    with torch.inference_mode():
+        batch = next(iter(build_loader(small_dataset, CONFIG, **RANK)))
+    table(batch.features["item_id"].values()).sum().backward()
+    assert table.weight.grad is not None
+    with torch.inference_mode():
+        copied = next(iter(LoaderAdapter([rich_batch([[(1, 1), (2, 1)]])], **RANK)))
+    assert not any(tensor.is_inference() for tensor in _tensors(copied).values())
+
+
+def test_dtypes_of_undeclared_values_are_those_that_torch_has_by_default() -> None:
+    collate = JaggedCollate({"value": dense()})
+    for value in (
+        1.5,
+        2,
+        True,
+        1j,
+        [1.5, 2],
+        [2, 1.5],
+        [[1], [2]],
+        np.float64(1),
+        [np.float64(1)],
+        torch.ones(2).half(),
+    ):
+        assert collate([{"value": value}]).value.dtype == torch.as_tensor(value).dtype
+
+
+def test_label_bits_do_not_depend_on_modes() -> None:
+    labels = torch.tensor([5, 2])
+    for mode in MODES.values():
+        with mode():
+            bits = label_bits(labels, 3)
+        assert bits.tolist() == [[1, 0, 1], [0, 1, 0]]
+        assert bits.dtype == torch.float32
+
+
+def test_limits_of_a_batch_are_its_own(small_dataset: Path) -> None:
+    for kind in ("loader", "semantic ids", "stream", "JaggedCollate"):
+        first, *others = list(KINDS[kind](small_dataset))
+        if first.length_limits is not None:
+            limits = [dict(batch.length_limits) for batch in others]
+            first.length_limits["item_id"] = 1
+            assert [batch.length_limits for batch in others] == limits

@@ -1,0 +1,243 @@
+"""Grouped batches against Python's lists, TorchRec's function and fbgemm's operator; on a GPU against the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.routing import MODES, Mode, Routing, bucketize, owner_rank
+from evenrank.dataloader.routing.bucketize import group_on_cpu, group_with_operators
+from tests.dataloader.routing.reference import Batch, batches, bucketized
+
+ROUNDROBIN = Routing(mode="roundrobin")
+int_dtypes = st.sampled_from([torch.int32, torch.int64])
+
+
+def make_kjt(
+    batch: Batch, lengths_dtype: torch.dtype = torch.int64, weights: Tensor | None = None, device: str = "cpu"
+) -> tuple[KeyedJaggedTensor, dict[str, Routing]]:
+    names = [f"feature_{number}" for number in range(len(batch.rows))]
+    values = torch.tensor(batch.keys, dtype=torch.int32 if batch.bits == 32 else torch.int64)
+    kjt = KeyedJaggedTensor(
+        keys=names,
+        values=values,
+        lengths=torch.tensor(batch.lengths, dtype=lengths_dtype),
+        weights=weights,
+        stride=len(batch.rows[0]),
+    )
+    return kjt.to(torch.device(device)), dict(zip(names, batch.routings, strict=True))
+
+
+def weights_of(batch: Batch) -> Tensor:
+    return torch.arange(len(batch.keys), dtype=torch.float32) + 0.5
+
+
+def assert_same(result: tuple[KeyedJaggedTensor, Tensor], expected: tuple[KeyedJaggedTensor, Tensor]) -> None:
+    """Values, dtypes and metadata are the same, of tensors on any device."""
+    (ours, permutation), (theirs, expected_permutation) = result, expected
+    assert ours.keys() == theirs.keys()
+    assert ours.stride() == theirs.stride()
+    pairs = [
+        (ours.values(), theirs.values()),
+        (ours.lengths(), theirs.lengths()),
+        (ours.weights_or_none(), theirs.weights_or_none()),
+        (permutation, expected_permutation.to(torch.int64)),
+    ]
+    for tensor, other in pairs:
+        assert (tensor is None) == (other is None)
+        if tensor is not None and other is not None:
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor.cpu(), other.cpu())
+
+
+def by_torchrec(
+    kjt: KeyedJaggedTensor, world_size: int, routings: dict[str, Routing], bucketize_pos: bool = False
+) -> tuple[KeyedJaggedTensor, Tensor]:
+    blocks = [-(-(routings[key].num_embeddings or 0) // world_size) for key in kjt.keys()]  # noqa: SIM118
+    sizes = torch.tensor(blocks, device=kjt.values().device)
+    result, permutation = bucketize_kjt_before_all2all(
+        kjt, world_size, sizes, output_permute=True, bucketize_pos=bucketize_pos
+    )
+    assert permutation is not None
+    return result, permutation
+
+
+def test_the_example_of_the_docstring() -> None:
+    batch = Batch(rows=[[[5, 2, 7], [9, 4]]], routings=(ROUNDROBIN,), world_size=2)
+    result, permutation = bucketize(make_kjt(batch)[0], 2, {"feature_0": ROUNDROBIN})
+    assert result.values().tolist() == [1, 2, 2, 3, 4]
+    assert result.lengths().tolist() == [1, 1, 2, 1]
+    assert permutation.tolist() == [2, 0, 3, 4, 1]
+    assert result.keys() == ["feature_0", "feature_0"]
+
+
+@settings(max_examples=150)
+@given(batches(), int_dtypes)
+def test_values_are_grouped_by_rank_and_row_in_their_order(batch: Batch, lengths_dtype: torch.dtype) -> None:
+    expected = bucketized(batch)
+    kjt, routings = make_kjt(batch, lengths_dtype, weights_of(batch))
+    result, permutation = bucketize(kjt, batch.world_size, routings)
+    assert result.keys() == kjt.keys() * batch.world_size
+    assert result.stride() == kjt.stride()
+    assert result.lengths().dtype == lengths_dtype
+    assert result.lengths().tolist() == expected.lengths
+    assert result.values().dtype == kjt.values().dtype
+    assert result.values().tolist() == expected.values
+    assert result.weights().tolist() == [source + 0.5 for source in expected.sources]
+    assert permutation.dtype == torch.int64
+    assert permutation.tolist() == expected.permutation
+    assert torch.equal(result.weights()[permutation], kjt.weights())
+
+
+@given(batches())
+def test_positions_are_indices_in_original_rows(batch: Batch) -> None:
+    kjt, routings = make_kjt(batch)
+    result, _ = bucketize(kjt, batch.world_size, routings, bucketize_pos=True)
+    assert result.weights().dtype == kjt.values().dtype
+    assert result.weights().tolist() == bucketized(batch).positions
+
+
+@settings(max_examples=150)
+@given(batches(modes=["continuous"]), int_dtypes, st.sampled_from(["none", "weights", "positions"]))
+def test_ranges_are_bucketized_as_by_torchrec(batch: Batch, lengths_dtype: torch.dtype, extra: str) -> None:
+    # fbgemm takes block sizes in the dtype of the keys, so larger tables do not fit there.
+    tables = tuple(Routing(mode="continuous", num_embeddings=_small(routing)) for routing in batch.routings)
+    batch = Batch(rows=batch.rows, routings=tables, world_size=batch.world_size, bits=batch.bits)
+    kjt, routings = make_kjt(batch, lengths_dtype, weights_of(batch) if extra == "weights" else None)
+    expected = by_torchrec(kjt, batch.world_size, routings, bucketize_pos=extra == "positions")
+    assert_same(bucketize(kjt, batch.world_size, routings, bucketize_pos=extra == "positions"), expected)
+
+
+def _small(routing: Routing) -> int:
+    assert routing.num_embeddings
+    return min(routing.num_embeddings, 2**30)
+
+
+@given(st.lists(st.integers(0, 6), max_size=8), st.integers(1, 9), int_dtypes, st.randoms())
+def test_operators_group_as_the_compiled_loop(
+    lengths: list[int], world_size: int, dtype: torch.dtype, random: Any
+) -> None:
+    owners = torch.tensor([random.randrange(world_size) for _ in range(sum(lengths))], dtype=torch.int64)
+    by_loop, by_operators = (
+        group(owners, torch.tensor(lengths, dtype=dtype), world_size) for group in (group_on_cpu, group_with_operators)
+    )
+    for looped, operated in zip(by_loop, by_operators, strict=True):
+        assert looped.dtype == operated.dtype
+        assert torch.equal(looped, operated)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_on_one_rank_keeps_its_order(mode: Mode) -> None:
+    rows = [[[5, -1, 2**63 - 1], []], [[-(2**63)], [3, 3]]]
+    routing = Routing(mode=mode, num_embeddings=10)
+    kjt, routings = make_kjt(Batch(rows=rows, routings=(routing, routing), world_size=1))
+    result, permutation = bucketize(kjt, 1, routings)
+    assert permutation.tolist() == list(range(6))
+    assert torch.equal(result.lengths(), kjt.lengths())
+    assert torch.equal(result.values(), kjt.values())
+
+
+def test_a_rank_is_sent_what_it_owns() -> None:
+    keys = list(range(-50, 200, 3))
+    routings: dict[str, Routing] = {mode: Routing(mode=mode, num_embeddings=100) for mode in MODES}
+    kjt = KeyedJaggedTensor(keys=list(MODES), values=torch.tensor(keys * 3), lengths=torch.tensor([len(keys)] * 3))
+    result, permutation = bucketize(kjt, 8, routings)
+    sent_to = torch.repeat_interleave(torch.arange(8), result.lengths().view(8, 3).sum(dim=1))[permutation]
+    expected = [owner_rank(torch.tensor(keys), 8, mode, 100) for mode in MODES]
+    assert torch.equal(sent_to, torch.cat(expected))
+
+
+@pytest.mark.parametrize("stride", [0, 3])
+def test_batches_without_values_have_no_lengths(stride: int) -> None:
+    batch = Batch(rows=[[[]] * stride] * 2, routings=(ROUNDROBIN, Routing(mode="hash_roundrobin")), world_size=4)
+    kjt, routings = make_kjt(batch)
+    result, permutation = bucketize(kjt, 4, routings, bucketize_pos=True)
+    assert result.lengths().tolist() == [0] * 8 * stride
+    assert result.values().numel() == result.weights().numel() == permutation.numel() == 0
+
+
+def test_a_batch_without_keys_stays_one() -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    result, permutation = bucketize(KeyedJaggedTensor(keys=[], values=empty, lengths=empty, stride=2), 4, {})
+    assert result.keys() == []
+    assert permutation.numel() == result.values().numel() == 0
+
+
+def test_the_batch_is_left_as_it_is() -> None:
+    batch = Batch(rows=[[[5, 2, 7], [9, 4]]], routings=(ROUNDROBIN,), world_size=2)
+    kjt, routings = make_kjt(batch, weights=weights_of(batch))
+    bucketize(kjt, 2, routings)
+    assert kjt.values().tolist() == batch.keys
+    assert kjt.lengths().tolist() == batch.lengths
+    assert torch.equal(kjt.weights(), weights_of(batch))
+
+
+def kjt_of(values: Tensor, **others: Any) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=["user", "item"], values=values, lengths=torch.tensor([1, 1]), **others)
+
+
+@pytest.mark.parametrize(
+    ("kjt", "arguments", "message"),
+    [
+        (kjt_of(torch.tensor([1, 2])), {"routings": {"user": ROUNDROBIN}}, r"'item' has no routing.*\['user'\]"),
+        (kjt_of(torch.tensor([1.0, 2.0])), {}, "int32 or int64, got torch.float32"),
+        (kjt_of(torch.tensor([1, 2])), {"world_size": 0}, "world_size must be .* got 0"),
+        (
+            kjt_of(torch.tensor([1, 2]), weights=torch.ones(2)),
+            {"bucketize_pos": True},
+            "would replace the weights of the batch",
+        ),
+        (
+            KeyedJaggedTensor(
+                keys=["user", "item"],
+                values=torch.tensor([1, 2, 3]),
+                lengths=torch.tensor([1, 1, 1]),
+                stride_per_key_per_rank=[[1], [2]],
+            ),
+            {},
+            r"same stride for all keys, got \[1, 2\]",
+        ),
+    ],
+)
+def test_mistakes_are_refused(kjt: KeyedJaggedTensor, arguments: dict[str, Any], message: str) -> None:
+    defaults: dict[str, Any] = {"world_size": 2, "routings": {"user": ROUNDROBIN, "item": ROUNDROBIN}}
+    with pytest.raises(ConfigError, match=message):
+        bucketize(kjt, **(defaults | arguments))
+
+
+def test_routings_of_other_keys_are_ignored() -> None:
+    routings = {"user": ROUNDROBIN, "item": ROUNDROBIN, "video": Routing(mode="hash_roundrobin")}
+    result, _ = bucketize(kjt_of(torch.tensor([2, 3])), 2, routings)
+    assert result.keys() == ["user", "item", "user", "item"]
+    assert result.values().tolist() == [1, 1]
+
+
+@pytest.mark.gpu
+@settings(max_examples=150)
+@given(batches(max_length=40), int_dtypes, st.sampled_from(["none", "weights", "positions"]))
+def test_on_a_gpu_batches_are_grouped_as_on_the_cpu(batch: Batch, lengths_dtype: torch.dtype, extra: str) -> None:
+    weights = weights_of(batch) if extra == "weights" else None
+    results = []
+    for device in ("cpu", "cuda"):
+        kjt, routings = make_kjt(batch, lengths_dtype, weights, device)
+        results.append(bucketize(kjt, batch.world_size, routings, bucketize_pos=extra == "positions"))
+    assert results[1][0].values().is_cuda
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.gpu
+@settings(max_examples=50)
+@given(batches(modes=["continuous"], max_length=40), int_dtypes, st.sampled_from(["none", "weights", "positions"]))
+def test_on_a_gpu_ranges_are_bucketized_as_by_fbgemm(batch: Batch, lengths_dtype: torch.dtype, extra: str) -> None:
+    tables = tuple(Routing(mode="continuous", num_embeddings=_small(routing)) for routing in batch.routings)
+    batch = Batch(rows=batch.rows, routings=tables, world_size=batch.world_size, bits=batch.bits)
+    kjt, routings = make_kjt(batch, lengths_dtype, weights_of(batch) if extra == "weights" else None, "cuda")
+    if kjt.values().numel():  # some releases of fbgemm refuse empty batches
+        expected = by_torchrec(kjt, batch.world_size, routings, bucketize_pos=extra == "positions")
+        assert_same(bucketize(kjt, batch.world_size, routings, bucketize_pos=extra == "positions"), expected)

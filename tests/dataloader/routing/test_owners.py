@@ -1,0 +1,170 @@
+"""Owners of keys in arrays and tensors, against Python's integers, published hashes, and fbgemm."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.routing import MODES, Mode, Routing, hash_keys, owner_rank
+from evenrank.dataloader.routing.modes import owners_and_rows
+from evenrank.dataloader.routing.tensor_owners import owners_and_rows_with_operators
+from tests.dataloader.routing.reference import hash_word, keys_of, owner_and_row, signed
+
+# Of `fmix64`, from the tests of other implementations.
+PUBLISHED = {
+    0: 0,
+    1: 0xB456BCFC34C2CB2C,
+    2: 0x3ABF2A20650683E7,
+    3: 0x0B5181C509F8D8CE,
+    42: 0x810879608E4259CC,
+    0xDEADBEEFCAFEBABE: 0x7082995008F0C48C,
+    2**63 - 1: 0xABB93DF0A930EDEA,
+    2**63: 0x8F780810AF31A493,
+    2**64 - 1: 0x64B5720B4B825F21,
+}
+DTYPES: dict[int, torch.dtype] = {32: torch.int32, 64: torch.int64}
+
+modes = st.sampled_from(MODES)
+world_sizes = st.one_of(st.integers(1, 64), st.sampled_from([65, 1000, 2**31, 2**62 + 1, 2**63 - 1]))
+tables = st.one_of(st.integers(1, 200), st.integers(1, 2**63 - 1))
+keys_and_bits = st.sampled_from((32, 64)).flatmap(
+    lambda bits: st.tuples(st.lists(keys_of(bits), max_size=30), st.just(bits))
+)
+
+
+def test_hashes_are_the_published_ones() -> None:
+    words = np.array(list(PUBLISHED), dtype=np.uint64)
+    assert hash_keys(words).tolist() == list(PUBLISHED.values())
+    assert hash_keys(words.view(np.int64)).tolist() == list(PUBLISHED.values())
+    assert [hash_word(word) for word in PUBLISHED] == list(PUBLISHED.values())
+
+
+def test_owners_by_hash_are_remainders_of_the_published_hashes() -> None:
+    keys = np.array(list(PUBLISHED), dtype=np.uint64)
+    for world_size in (1, 2, 3, 8, 63, 64):
+        expected = [word % world_size for word in PUBLISHED.values()]
+        assert owner_rank(keys, world_size, "hash_roundrobin").tolist() == expected
+        tensor = torch.from_numpy(keys.view(np.int64))
+        assert owner_rank(tensor, world_size, "hash_roundrobin").tolist() == expected
+
+
+def test_ranges_are_torchrecs_and_keys_past_them_go_round_robin() -> None:
+    # 10 rows on 4 ranks: ranges of 3.
+    keys = np.array([0, 2, 3, 8, 9, 10, 11, 12, 13, -1])
+    expected = [0, 0, 1, 2, 3, 3, 3, 0, 1, (2**64 - 1) % 4]
+    assert owner_rank(keys, 4, "continuous", 10).tolist() == expected
+    assert owner_rank(torch.from_numpy(keys), 4, "continuous", 10).tolist() == expected
+
+
+@settings(max_examples=200)
+@given(keys_and_bits, world_sizes, modes, tables)
+def test_arrays_and_tensors_have_the_owners_of_pythons_integers(
+    keys_and_bits: tuple[list[int], int], world_size: int, mode: Mode, num_embeddings: int
+) -> None:
+    keys, bits = keys_and_bits
+    routing = Routing(mode=mode, num_embeddings=num_embeddings)
+    expected = [owner_and_row(key, world_size, routing, bits) for key in keys]
+    array = np.array(keys, dtype=f"int{bits}")
+    tensor = torch.from_numpy(array)
+    for found in (
+        owner_rank(array, world_size, mode, num_embeddings),
+        owner_rank(tensor, world_size, mode, num_embeddings),
+    ):
+        assert found.dtype in (np.int64, torch.int64)
+        assert found.tolist() == [owner for owner, _ in expected]
+    by_numpy = owners_and_rows(array, world_size, routing)
+    by_operators = owners_and_rows_with_operators(tensor, world_size, routing)
+    for owners, rows in (by_numpy, by_operators):
+        assert owners.tolist() == [owner for owner, _ in expected]
+        assert rows.dtype in (array.dtype, tensor.dtype)
+        assert rows.tolist() == [signed(row, bits) for _, row in expected]
+
+
+@given(st.lists(st.integers(0, 2**64 - 1)), st.integers(1, 64), modes, tables)
+def test_unsigned_keys_and_their_signed_words_have_the_same_owners(
+    words: list[int], world_size: int, mode: Mode, num_embeddings: int
+) -> None:
+    keys = np.array(words, dtype=np.uint64)
+    owners = owner_rank(keys, world_size, mode, num_embeddings)
+    assert np.array_equal(owners, owner_rank(keys.view(np.int64), world_size, mode, num_embeddings))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_narrow_keys_have_the_owners_of_wide_ones(mode: Mode) -> None:
+    keys = np.array([-128, -3, -1, 0, 1, 5, 127])
+    for dtype in (np.int8, np.int16):
+        assert np.array_equal(owner_rank(keys.astype(dtype), 7, mode, 20), owner_rank(keys, 7, mode, 20))
+    assert np.array_equal(owner_rank(keys[3:].astype(np.uint8), 7, mode, 20), owner_rank(keys[3:], 7, mode, 20))
+    if mode != "continuous":
+        assert np.array_equal(owner_rank(keys.astype(np.int32), 7, mode), owner_rank(keys, 7, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_owners_have_the_shape_of_the_keys_which_stay_as_they_are(mode: Mode) -> None:
+    keys = np.arange(-6, 6).reshape(3, 4)
+    expected = owner_rank(keys.reshape(-1), 3, mode, 5).reshape(3, 4)
+    assert np.array_equal(owner_rank(keys, 3, mode, 5), expected)
+    assert np.array_equal(owner_rank(keys.T, 3, mode, 5), expected.T)
+    assert owner_rank(torch.from_numpy(keys).T, 3, mode, 5).tolist() == expected.T.tolist()
+    assert owner_rank(np.array(-6), 3, mode, 5).shape == ()
+    assert owner_rank(torch.tensor(-6), 3, mode, 5).item() == expected[0, 0]
+    assert owner_rank(np.empty((0, 2), dtype=np.int64), 3, mode, 5).shape == (0, 2)
+    assert np.array_equal(keys, np.arange(-6, 6).reshape(3, 4))
+
+
+@given(keys_and_bits, st.integers(1, 64), st.integers(1, 300))
+def test_ranges_are_those_of_fbgemm(keys_and_bits: tuple[list[int], int], world_size: int, rows: int) -> None:
+    keys, bits = keys_and_bits
+    tensor = torch.tensor(keys, dtype=DTYPES[bits])
+    lengths, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+        torch.ones(len(keys), dtype=torch.int64),
+        tensor,
+        bucketize_pos=False,
+        sequence=False,
+        block_sizes=torch.tensor([-(-rows // world_size)], dtype=tensor.dtype),
+        my_size=world_size,
+    )
+    expected = lengths.view(world_size, len(keys)).argmax(dim=0).tolist() if keys else []
+    assert owner_rank(tensor, world_size, "continuous", rows).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (np.array([1.0]), "keys must be integers, got float64"),
+        (torch.tensor([1.0]), "keys must be int32 or int64, got torch.float32"),
+        (torch.tensor([1], dtype=torch.int16), "got torch.int16"),
+        ([1, 2], "must be a NumPy array or a tensor, got list"),
+    ],
+)
+def test_keys_that_are_no_integers_are_refused(keys: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        owner_rank(keys, 2, "roundrobin")
+
+
+@pytest.mark.parametrize("keys", [np.array([1]), torch.tensor([1])])
+def test_arguments_are_checked(keys: Any) -> None:
+    with pytest.raises(ConfigError, match="needs num_embeddings"):
+        owner_rank(keys, 2, "continuous")
+    with pytest.raises(ConfigError, match=r"world_size must be .*, got 0"):
+        owner_rank(keys, 0, "roundrobin")
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import numpy as np
+import evenrank.dataloader.routing as routing
+assert routing.owner_rank(np.array([5, -1]), 4, "roundrobin").tolist() == [1, 3]
+assert routing.Routing(mode="hash_roundrobin").mode == "hash_roundrobin"
+"""
+
+
+def test_owners_of_arrays_need_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, cwd="/")

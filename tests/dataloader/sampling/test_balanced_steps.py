@@ -1,0 +1,396 @@
+"""Loaders whose steps are assigned their samples in windows: each sample once per epoch, wherever they stop.
+
+The other balanced picks are tested by what loaders yield, in `balance/test_sampler.py` and `balance/test_packing.py`.
+"""
+
+import itertools
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from evenrank.core.errors import ConfigError, StateError
+from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
+from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, no_exchange
+from evenrank.dataloader.balance.step_windows import assign_to_steps
+from evenrank.dataloader.state.resume_point import _FORMAT
+from tests.dataloader.balance.costs import Ints, Lengths
+from tests.dataloader.batch_helpers import ids_of
+from tests.dataloader.resuming import with_changes
+
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+
+Loaders = list[Loader[SequenceBatch]]
+
+
+def _loaders(path: Path | Mixture, world_size: int, balance: Mapping[str, Any] | None, **options: Any) -> Loaders:
+    """Return the loaders of all ranks."""
+    config = LoaderConfig(**{"batch_size": 4, "seed": 3, **options})
+    way = None if balance is None else BalanceConfig(**{"cost": COST, **balance})
+    return [build_loader(path, config, rank=rank, world_size=world_size, balance=way) for rank in range(world_size)]
+
+
+def _iterate(loaders: Loaders, stop: int | None = None) -> list[list[list[int]]]:
+    """Return the ids of each rank's samples, step by step, of the next `stop` steps of an epoch."""
+    return [[ids_of(batch) for batch in itertools.islice(loader, stop)] for loader in loaders]
+
+
+def _flat(*of_ranks: list[list[list[int]]]) -> list[int]:
+    return [sample for ranks in of_ranks for steps in ranks for step in steps for sample in step]
+
+
+def _steps(of_ranks: list[list[list[int]]]) -> list[list[int]]:
+    """Return the samples of all ranks in each step, ascending."""
+    return [sorted(itertools.chain(*of_step)) for of_step in zip(*of_ranks, strict=True)]
+
+
+def _state(loaders: Loaders) -> dict[str, Any]:
+    """Return the state of all ranks, which is the same."""
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return states[0]
+
+
+def _load(loaders: Loaders, state: Mapping[str, Any]) -> Loaders:
+    for loader in loaders:
+        loader.load_state_dict(state)
+    return loaders
+
+
+@settings(max_examples=25)
+@given(
+    world_size=st.integers(1, 8),
+    batch_size=st.integers(1, 9),
+    window=st.integers(2, 9),
+    order=st.sampled_from(["shuffle", "rows", "time"]),
+    drop_last=st.booleans(),
+)
+def test_each_window_has_its_samples_once_and_a_step_that_is_not_full_its_own(
+    small_dataset: Path, world_size: int, batch_size: int, window: int, order: str, drop_last: bool
+) -> None:
+    options = {"batch_size": batch_size, "order": order, "drop_last": drop_last}
+    unbalanced = _steps(_iterate(_loaders(small_dataset, world_size, None, **options)))
+    loaders = _loaders(small_dataset, world_size, {"window": window}, **options)
+    assert [len(loader) for loader in loaders] == [len(unbalanced)] * world_size
+    steps = _steps(_iterate(loaders))
+    assert [len(step) for step in steps] == [len(step) for step in unbalanced]
+    num_full = sum(len(step) == world_size * batch_size for step in steps)
+    assert steps[num_full:] == unbalanced[num_full:]
+    for first in range(0, num_full, window):
+        end = min(first + window, num_full)
+        assert sorted(itertools.chain(*steps[first:end])) == sorted(itertools.chain(*unbalanced[first:end]))
+
+
+def test_an_epoch_waits_less_for_its_heaviest_ranks(small_dataset: Path) -> None:
+    in_all = {}
+    for window in (1, 2, 4, 8):
+        metrics: list[StepMetrics] = []
+        balance = BalanceConfig(cost=COST, window=window, on_step=metrics.append)
+        loader = build_loader(small_dataset, LoaderConfig(batch_size=4, seed=3), rank=0, world_size=4, balance=balance)
+        assert len(list(loader)) == len(metrics) > 10
+        in_all[window] = int(sum(step.after.max() for step in metrics))
+    assert in_all[1] > in_all[2] > in_all[4] > in_all[8]
+    assert in_all[8] < 0.85 * in_all[1]
+
+
+def _ones(lengths: Lengths, num_candidates: Ints) -> Ints:
+    return np.ones_like(num_candidates)
+
+
+def test_chance_is_another_one_in_each_window_and_epoch(small_dataset: Path) -> None:
+    (plain,) = _loaders(small_dataset, 1, None)
+    (loader,) = _loaders(small_dataset, 1, {"window": 8, "cost": _ones})
+    assigned = []
+    for _ in range(2):
+        place_of = {sample: place for place, sample in enumerate(_flat(_iterate([plain])))}
+        places = [place_of[sample] for sample in _flat(_iterate([loader]))]
+        windows = [places[first : first + 32] for first in range(0, len(places) - 31, 32)]
+        assigned += [tuple(place - min(window) for place in window) for window in windows]
+    # Samples of equal cost can only be told apart by their positions, so alike windows would be assigned alike.
+    assert len(set(assigned)) == len(assigned) > 10
+
+
+class _Large:
+    """Costs that fill 62 bits in a step, and can be shifted so that those of a window do not exceed them."""
+
+    max_cost = 1 << 59
+
+    def __call__(self, lengths: Lengths, num_candidates: Ints) -> Ints:
+        return np.minimum(lengths["item_id"] + 1, 32) << 54
+
+
+def test_costs_of_a_window_do_not_overflow(small_dataset: Path) -> None:
+    loaders = _loaders(small_dataset, 2, {"window": 8, "cost": _Large()})
+    assert sorted(_flat(_iterate(loaders))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
+
+
+def test_mixtures_are_windowed_too(small_dataset: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.symlink_to(small_dataset)
+    mixture = Mixture(weights={small_dataset: 2.0, other: 1.0})
+    unbalanced, windowed = (_flat(_iterate(_loaders(mixture, 3, way))) for way in (None, {"window": 4}))
+    assert sorted(windowed) == sorted(unbalanced)
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "world_size": st.integers(1, 5),
+        "batch_size": st.integers(1, 9),
+        "balance": st.one_of(
+            st.none(),
+            st.just({"window": 1}),
+            st.just({"pack": True, "max_tokens_per_rank": 90}),
+            st.fixed_dictionaries({"window": st.integers(2, 6)}),
+            st.fixed_dictionaries({"window": st.integers(2, 6), "strategy": st.just("min-move")}),
+        ),
+    }
+)
+
+
+@settings(max_examples=40)
+@given(
+    shapes=st.lists(SHAPES, min_size=1, max_size=4),
+    stops=st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    order=st.sampled_from(["shuffle", "time"]),
+)
+@example(  # what is left of the first window is more than the second one has
+    shapes=[
+        {"world_size": 5, "batch_size": 4, "balance": {"window": 6}},
+        {"world_size": 1, "batch_size": 1, "balance": {"window": 4}},
+        {"world_size": 2, "batch_size": 3, "balance": {"window": 2}},
+    ],
+    stops=[2, 2, 1, 0],
+    order="shuffle",
+)
+@example(  # what is left of the first window ends within one of the second job, and has no gap after three of its steps
+    shapes=[
+        {"world_size": 1, "batch_size": 8, "balance": {"window": 2}},
+        {"world_size": 1, "batch_size": 1, "balance": {"window": 3}},
+    ],
+    stops=[7, 3, 0, 0],
+    order="shuffle",
+)
+def test_each_sample_comes_once_through_any_chain_of_jobs_that_resume(
+    small_dataset: Path, shapes: Sequence[Mapping[str, Any]], stops: Sequence[int], order: str
+) -> None:
+    everything = sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
+    seen: list[int] = []
+    state = None
+    for shape, stop in zip(shapes, stops, strict=False):
+        loaders = _loaders(small_dataset, **shape, order=order)
+        if state is not None:
+            _load(loaders, state)
+        if loaders[0].epoch:
+            break
+        # What would have come, had it not stopped, comes in a job of the same shape that resumes.
+        uninterrupted = _loaders(small_dataset, **shape, order=order)
+        expected = _iterate(uninterrupted if state is None else _load(uninterrupted, state))
+        before = _iterate(loaders, stop)
+        state = _state(loaders)
+        resumed = _load(_loaders(small_dataset, **shape, order=order), state)
+        if not resumed[0].epoch:
+            assert resumed[0].remaining_batches() == len(expected[0]) - len(before[0])
+            assert [a + b for a, b in zip(before, _iterate(resumed), strict=True)] == expected
+        seen += _flat(before)
+        assert sorted([*seen, *_left(small_dataset, state, order)]) == everything
+    assert len(set(seen)) == len(seen)
+
+
+def _left(path: Path, state: Mapping[str, Any], order: str) -> list[int]:
+    """Return the samples that a plain loader trains in the rest of the epoch."""
+    (loader,) = _load(_loaders(path, 1, None, order=order), state)
+    return _flat(_iterate([loader])) if loader.epoch == state["epoch"] else []
+
+
+@pytest.mark.parametrize("balance", [None, {"window": 1}, {"window": 2}, {"window": 8}], ids=str)
+def test_what_is_left_of_a_window_comes_first_on_other_ranks(
+    small_dataset: Path, balance: dict[str, Any] | None
+) -> None:
+    loaders = _loaders(small_dataset, 3, {"window": 4})
+    in_window = itertools.chain(*_steps(_iterate(_loaders(small_dataset, 3, None), 4)))
+    before = _iterate(loaders, 3)
+    left = sorted(set(in_window) - set(_flat(before)))
+    assert len(left) == 12
+    resumed = _load(_loaders(small_dataset, 2, balance), _state(loaders))
+    assert set(left) <= set(_flat(_iterate(resumed, 2)))
+
+
+@pytest.mark.parametrize("changed", [{"strategy": "karmarkar-karp"}, {"cost": lambda lengths, _: lengths["item_id"]}])
+def test_a_window_that_would_be_assigned_otherwise_is_finished_like_that_of_other_ranks(
+    small_dataset: Path, changed: dict[str, Any]
+) -> None:
+    loaders = _loaders(small_dataset, 3, {"window": 4})
+    before = _iterate(loaders, 2)
+    other = _load(_loaders(small_dataset, 3, {"window": 4, **changed}), _state(loaders))
+    assert sorted(_flat(before, _iterate(other))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
+
+
+def test_between_windows_a_state_tells_of_none(small_dataset: Path) -> None:
+    loader = _loaders(small_dataset, 2, {"window": 3})[0]
+    told = [loader.state_dict()["pending"] != "" for _ in loader]
+    assert len(told) > 20
+    num_full = loader.num_samples // 8
+    assert told == [step % 3 != 2 and step + 1 < num_full for step in range(len(told))]
+
+
+def test_the_state_after_any_batch_is_that_of_a_loader_that_stops_there(small_dataset: Path) -> None:
+    ahead = _loaders(small_dataset, 2, {"window": 4}, num_workers=2)[0]
+    batches = [*ahead, *itertools.islice(ahead, 7)]  # in two epochs
+    step_by_step = _loaders(small_dataset, 2, {"window": 4})[0]
+    states = [step_by_step.state_dict() for _ in itertools.chain(step_by_step, itertools.islice(step_by_step, 7))]
+    assert [ahead.state_dict(after=batch) for batch in batches] == states
+
+
+@pytest.mark.parametrize("window", [1, 4, 7])
+def test_the_state_after_a_batch_from_before_a_later_state_was_loaded_is_still_known(
+    small_dataset: Path, window: int
+) -> None:
+    loader = _loaders(small_dataset, 1, {"window": window})[0]
+    batches = list(itertools.islice(loader, 4))
+    states = [loader.state_dict(after=batch) for batch in batches]
+    other_ranks = _loaders(small_dataset, 3, {"window": 4})
+    _iterate(other_ranks, 3)  # up to position 36, within a window
+    _load([loader], _state(other_ranks))
+    assert [loader.state_dict(after=batch) for batch in batches] == states
+    own = {name: loader.state_dict()[name] for name in ("pending", "checksum")}
+    assert loader.state_dict() == _state(other_ranks) | own
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 3, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 50}], ids=str)
+def test_each_window_is_planned_once_whatever_number_of_threads_need_it(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
+    expected = _iterate(_loaders(small_dataset, 2, {"window": 7}))
+    assigned = []
+
+    def assign_and_count(*arguments: Any, **named: Any) -> Any:
+        assigned.append(named["num_steps"])
+        return assign_to_steps(*arguments, **named)
+
+    monkeypatch.setattr(no_exchange, "assign_to_steps", assign_and_count)
+    loader = _loaders(small_dataset, 2, {"window": 7}, **options)[1]
+    assert _iterate([loader]) == expected[1:]
+    num_full = loader.num_samples // 8
+    assert assigned == [7] * (num_full // 7) + [num_full % 7]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("balance", [None, {"window": 4}, {"window": 5}, {"pack": True, "max_tokens_per_rank": 90}])
+def test_a_checkpoint_has_what_any_loader_needs_to_go_on(
+    small_dataset: Path, tmp_path: Path, balance: dict[str, Any] | None
+) -> None:
+    loaders = _loaders(small_dataset, 1, {"window": 4})
+    before = _iterate(loaders, 6)
+    save({"data": loaders[0]}, checkpoint_id=tmp_path)
+    resumed = _loaders(small_dataset, 1, balance)
+    load({"data": resumed[0]}, checkpoint_id=tmp_path)
+    assert sorted(_flat(before, _iterate(resumed))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
+
+
+def test_a_pickled_loader_goes_on_within_the_window(small_dataset: Path) -> None:
+    loaders = _loaders(small_dataset, 2, {"window": 5})
+    expected = _iterate(loaders)
+    resumed = _loaders(small_dataset, 2, {"window": 5})
+    before = _iterate(resumed, 3)
+    copies = pickle.loads(pickle.dumps(_load(resumed, _state(resumed))))
+    assert [a + b for a, b in zip(before, _iterate(copies), strict=True)] == expected
+
+
+def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_does(small_dataset: Path) -> None:
+    other_ranks = _loaders(small_dataset, 2, {"window": 4})
+    _iterate(other_ranks, 2)  # up to position 16, within a window
+    other_seed = _loaders(small_dataset, 1, {"window": 4}, seed=4)
+    _iterate(other_seed, 4)
+    for state, balance in itertools.product(
+        (_state(other_ranks), _state(other_seed)), ({"window": 4}, {"pack": True, "max_tokens_per_rank": 90})
+    ):
+        assert state["position"] == 16
+        used, new = (_loaders(small_dataset, 1, balance) for _ in range(2))
+        _iterate(
+            _load(used, with_changes(_FORMAT, state, seed=3, pending=""))
+        )  # has planned what comes from position 16 on
+        assert _iterate(_load(used, state)) == _iterate(_load(new, state))
+        pick = _loaders(small_dataset, 1, balance)[0].pick(0, start=state)
+        assert pick.sample_ids.tolist() == _iterate(_load(new, state), 1)[0][0]
+
+
+def test_the_states_of_epochs_after_a_resumed_one_are_those_of_any_epoch(small_dataset: Path) -> None:
+    other_ranks = _loaders(small_dataset, 2, {"window": 4})
+    _iterate(other_ranks, 2)
+    resumed = _load(_loaders(small_dataset, 1, {"window": 4}), _state(other_ranks))[0]
+    batches = [*resumed, *itertools.islice(resumed, 7)]
+    states = [resumed.state_dict(after=batch) for batch in batches]
+    fresh = _loaders(small_dataset, 1, {"window": 4})[0]
+    _iterate([fresh])
+    assert states[-7:] == [fresh.state_dict() for _ in itertools.islice(fresh, 7)]
+    # Also of the first of them, after a state of the second was loaded.
+    resumed.load_state_dict(states[-1])
+    assert [resumed.state_dict(after=batch) for batch in batches] == states
+
+
+def test_picks_are_the_batches_also_within_a_window(small_dataset: Path) -> None:
+    loader, other = (_loaders(small_dataset, 3, {"window": 4})[1] for _ in range(2))
+    for batch in itertools.islice(loader, 6):
+        assert other.pick(batch.step).sample_ids.tolist() == ids_of(batch)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    resumed = list(loader)
+    assert len(resumed) > 5
+    for batch in resumed:
+        assert other.pick(batch.step, start=state).sample_ids.tolist() == ids_of(batch)
+    with pytest.raises(ConfigError, match="start is a state of epoch 0, not 2; pass the state that this epoch resumed"):
+        other.pick(0, epoch=2, start=state)
+    with pytest.raises(StateError, match="the state of the loader has no pending"):
+        other.pick(0, start={name: value for name, value in state.items() if name != "pending"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"topology": (2, 2)},
+        {"strategy": "karmarkar-karp", "equal_counts": False},
+        {"max_tokens_per_rank": 160},
+        {"strategy": "min-move", "tolerance": 0.1},
+    ],
+    ids=str,
+)
+def test_each_step_is_balanced_like_any_other(small_dataset: Path, options: dict[str, Any]) -> None:
+    metrics: list[list[StepMetrics]] = [[] for _ in range(4)]
+    balances = [{"window": 4, **options, "on_step": of_rank.append} for of_rank in metrics]
+    loaders = [_loaders(small_dataset, 4, balance)[rank] for rank, balance in enumerate(balances)]
+    batches = [list(loader) for loader in loaders]
+    for step, of_ranks in enumerate(zip(*batches, strict=True)):
+        # A loss for each event but the first one of a history.
+        lengths = np.concatenate([batch.features["item_id"].lengths().numpy() for batch in of_ranks])
+        assert [batch.world_loss_tokens for batch in of_ranks] == [np.maximum(lengths - 1, 0).sum()] * 4
+        for rank, batch in enumerate(of_ranks):
+            lengths = batch.features["item_id"].lengths()[: batch.num_real].numpy()
+            load = int(COST({"item_id": lengths, "action": lengths}, np.zeros_like(lengths)).sum())
+            assert [of_rank[step].after[rank] for of_rank in metrics] == [load] * 4
+            assert int(lengths.sum()) <= options.get("max_tokens_per_rank", 1 << 62)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
+        ({"window": True}, "window must be an integer of at least 1, got True"),
+        ({"window": 2.0}, r"window must be an integer of at least 1, got 2\.0"),
+        ({"window": 2, "strategy": "none"}, "window=2 needs a strategy that assigns samples to ranks, got 'none'"),
+        (
+            {"window": 2, "pack": True, "max_tokens_per_rank": 9},
+            "pack=True decides which samples a step has; leave out window=2",
+        ),
+    ],
+    ids=str,
+)
+def test_windows_that_cannot_be_planned_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BalanceConfig(cost=COST, **options)

@@ -1,0 +1,367 @@
+"""States of everything that keeps a position: through the formats of checkpoints, and damaged in any way."""
+
+import copy
+import io
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchdata.nodes import Batcher, Mapper, MapStyleWrapper
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from evenrank.core.errors import ConfigError, RankError, StateError
+from evenrank.dataloader import (
+    JaggedCollate,
+    LoaderConfig,
+    Mixture,
+    RandomBatches,
+    RandomData,
+    SemanticIdConfig,
+    StreamConfig,
+    build_loader,
+    build_stream_loader,
+    dense,
+    jagged,
+    merge_stream_states,
+    random_codes,
+)
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance.source import _FORMAT_OF_RANK
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.routing import KeyMap
+from evenrank.dataloader.state.checks import decode, encode
+from evenrank.dataloader.stream.shuffle import ShardPosition
+from evenrank.dataloader.stream.state import FORMAT, encode_positions
+from evenrank.datasets.distributions import Uniform
+from tests.dataloader.balance.costs import Ints, Lengths
+from tests.dataloader.resuming import with_changes
+
+CONFIG = LoaderConfig(batch_size=32)
+COLLATE = JaggedCollate({"item_id": jagged(), "sample_ids": dense(dtype=torch.int64, shape=())})
+INDICES = {index: {"item_id": [index] * (index % 7), "sample_ids": index} for index in range(100)}
+
+
+def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
+    return lengths["item_id"]
+
+
+def _nodes() -> Any:
+    return Mapper(Batcher(MapStyleWrapper(INDICES, iter_indices()), 8, drop_last=False), COLLATE)
+
+
+class iter_indices:  # noqa: N801
+    """A sampler with a state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(INDICES)
+
+
+RANK: dict[str, Any] = {"rank": 0, "world_size": 1}
+STREAM = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "loader": lambda path: build_loader(path, CONFIG, **RANK),
+    "mixture": lambda path: build_loader(Mixture(weights={path: 1, str(path): 1}), CONFIG, **RANK),
+    "loader with windows": lambda path: build_loader(
+        path, CONFIG, **RANK, balance=BalanceConfig(cost=_tokens, window=3)
+    ),
+    "stream": lambda path: build_stream_loader(path, CONFIG, STREAM, **RANK),
+    "random batches": lambda path: RandomBatches(LoaderConfig(batch_size=8), num_batches=9, **RANK),
+    "balanced loader": lambda path: Balancer(build_loader(path, CONFIG, **RANK), cost=_tokens),
+    "balanced stream": lambda path: Balancer(build_stream_loader(path, CONFIG, STREAM, **RANK), cost=_tokens),
+    "balanced StatefulDataLoader": lambda path: Balancer(
+        StatefulDataLoader(INDICES, batch_size=8, collate_fn=COLLATE),
+        cost=_tokens,
+    ),
+    "balanced nodes": lambda path: Balancer(_nodes(), cost=_tokens),
+}
+
+
+def _through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+def _through_torch(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _ids(batch: Any) -> list[int]:
+    return list(batch.sample_ids[: batch.num_real].tolist())
+
+
+@pytest.mark.parametrize("save_and_load", [_through_json, _through_torch])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_was_saved_in_any_format_resumes_exactly(
+    small_dataset: Path, kind: str, save_and_load: Callable[[Any], Any]
+) -> None:
+    for step in (0, 3):
+        loader, resumed = KINDS[kind](small_dataset), KINDS[kind](small_dataset)
+        iterator = iter(loader)
+        for _ in range(step):
+            next(iterator)
+        state = loader.state_dict()
+        assert save_and_load(state) == state
+        resumed.load_state_dict(save_and_load(state))
+        assert [_ids(batch) for batch in resumed] == [_ids(batch) for batch in iterator]
+        for each in (loader, resumed):
+            if isinstance(each, Balancer):
+                each.close()
+
+
+_JUNK = st.one_of(
+    st.sampled_from([-1, 0, 1, 2, 31, 32, 64, 1 << 31, (1 << 31) - 1, (1 << 63) - 1, 1 << 63, -(1 << 63), 1 << 70]),
+    st.sampled_from([10**5000, math.nan, math.inf, 1.0, True, False, None, "", "x\ny", "0", b"x", (), [], [0, 0], {}]),
+    st.sampled_from([[1, 2, 3], [0, -1], [1, 0], [0, 5], [3, 0], {"0": [0, 0]}, object()]),
+    st.integers(),
+    st.text(max_size=3),
+).map(copy.deepcopy)
+
+
+def _places(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all entries of nested mappings and lists."""
+    entries = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return [place for key, value in entries for place in ((*path, key), *_places(value, (*path, key)))]
+
+
+@st.composite
+def _damaged(draw: st.DrawFn, state: dict[str, Any]) -> Any:
+    """Draw a state in which entries were replaced, removed or added."""
+    state = copy.deepcopy(state)
+    for _ in range(draw(st.integers(1, 3))):
+        places = _places(state)
+        if not places:
+            return draw(_JUNK)
+        *path, key = draw(st.sampled_from(places))
+        parent = state
+        for step in path:
+            parent = parent[step]
+        match draw(st.sampled_from(["replace", "replace", "nudge", "remove", "add"])):
+            case "remove":
+                del parent[key]
+            case "add" if isinstance(parent, dict):
+                key_to_add: Any = draw(st.one_of(st.text(max_size=2), st.integers()))
+                parent[key_to_add] = draw(_JUNK)
+            case "nudge" if isinstance(parent[key], str) and parent[key]:
+                index = draw(st.integers(0, len(parent[key]) - 1))
+                parent[key] = parent[key][:index] + draw(st.characters()) + parent[key][index + 1 :]
+            case "nudge" if type(parent[key]) is int:
+                parent[key] += draw(st.integers(-3, 3))
+            case _:
+                parent[key] = draw(_JUNK)
+    return state
+
+
+def _check_message(error: Exception, part: str) -> None:
+    message = str(error)
+    assert part in message
+    assert message.isprintable()
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_state_is_refused_or_yields_each_sample_at_most_once(small_dataset: Path, kind: str) -> None:
+    loader = KINDS[kind](small_dataset)
+    first = [_ids(batch) for batch in loader]
+    samples = set(itertools.chain(*first))
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    state = loader.state_dict()
+    resumed = KINDS[kind](small_dataset)
+    fresh = resumed.state_dict()
+
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @given(_damaged(state))
+    def check(damaged: Any) -> None:
+        nonlocal resumed
+        try:
+            resumed.load_state_dict(damaged)
+        except StateError as error:
+            _check_message(error, "state")
+            return
+        try:
+            # More steps than there are samples would never end.
+            ids = [sample for batch in itertools.islice(resumed, len(samples) + 9) for sample in _ids(batch)]
+        except RankError as error:
+            _check_message(error, "state")
+            resumed = KINDS[kind](small_dataset)
+            return
+        assert len(set(ids)) == len(ids)
+        assert set(ids) <= samples
+        resumed.load_state_dict(fresh)
+
+    check()
+    for each in (loader, resumed):
+        if isinstance(each, Balancer):
+            each.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_with_one_other_character_never_loads(small_dataset: Path, kind: str) -> None:
+    loader = KINDS[kind](small_dataset)
+    iterator = iter(loader)
+    next(iterator)
+    text = json.dumps(loader.state_dict())
+    rng = random.Random(0)
+    loaded = refused = 0
+    for index, before in enumerate(text):
+        after = rng.choice([character for character in "0123456789abcXYZ+/={}" if character != before])
+        try:
+            damaged = json.loads(f"{text[:index]}{after}{text[index + 1 :]}")
+        except ValueError:
+            continue
+        try:
+            loader.load_state_dict(damaged)
+            loaded += 1
+        except StateError as error:
+            _check_message(error, "state")
+            refused += 1
+    assert loaded == 0 < refused
+    if isinstance(loader, Balancer):
+        loader.close()
+
+
+def test_the_state_of_a_rank_is_not_taken_for_that_of_another_one(small_dataset: Path) -> None:
+    loader = KINDS["balanced StatefulDataLoader"](small_dataset)
+    state = loader.state_dict()
+    inner = decode(state["ranks"]["0"])
+    other = encode(_FORMAT_OF_RANK.make(rank=1, has_ended=inner["has_ended"], state=inner["state"]))
+    with pytest.raises(StateError, match="the state of the Balancer has that of rank 1 under rank 0; load an intact"):
+        loader.load_state_dict({**state, "ranks": {"0": other}})
+    loader.close()
+
+
+def test_merged_states_are_checked(small_dataset: Path) -> None:
+    loaders = [build_stream_loader(small_dataset, CONFIG, STREAM, rank=rank, world_size=2) for rank in range(2)]
+    states = [loader.state_dict(after=next(iter(loader))) for loader in loaders]
+
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+    @given(_damaged(states[1]))
+    def check(damaged: Any) -> None:
+        try:
+            merged = merge_stream_states([states[0], damaged])
+            loaders[0].load_state_dict(merged)
+        except StateError as error:
+            _check_message(error, "state")
+
+    check()
+    shard = next(iter(states[0]["places"]))
+    fingerprint = states[0]["fingerprint"]
+    elsewhere = encode_positions({int(shard): ShardPosition(1, 1)}, fingerprint=fingerprint, epoch=0)
+    twice = {**states[1], "places": {**states[1]["places"], **elsewhere}}
+    with pytest.raises(StateError, match=rf"state 1 has position \[1, 1\] in shard {shard}, an earlier one \["):
+        merge_stream_states([states[0], twice])
+    with pytest.raises(
+        StateError, match="the state lacks 4611686018427387899 of 4611686018427387904 shards, among the"
+    ):
+        merge_stream_states([with_changes(FORMAT, state, num_shards=1 << 62) for state in states])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"epoch": True},
+            "the state of the loader has epoch True, expected an integer from 0 to 2147483647; load a sta",
+        ),
+        ({"seed": 1 << 70}, "the state of the loader has seed 1180591620717411303424, expected an integer from -92233"),
+        ({"position": math.nan}, "the state of the loader has position nan, expected an integer from 0 to "),
+        ({"position": 10**5000}, "the state of the loader has position an integer of 16610 bits, expected an integer"),
+        ({"fingerprint": [1]}, "the state of the loader has fingerprint a list, expected text of one line; load a sta"),
+        ({"more": 1}, "the state of the loader has the unknown entry 'more'; load a state that state_dict returned"),
+        (
+            {"version": 2},
+            "the state of the loader has version 2, expected 3; load it with the version of evenrank that",
+        ),
+        (
+            {"position": 64},
+            "the state of the loader is damaged: its checksum is not that of its contents; load an inta",
+        ),
+    ],
+)
+def test_refused_entry_is_named_with_its_value(small_dataset: Path, change: dict[str, Any], message: str) -> None:
+    loader = KINDS["loader"](small_dataset)
+    with pytest.raises(StateError) as raised:
+        loader.load_state_dict({**loader.state_dict(), **change})
+    assert str(raised.value).startswith(message)
+
+
+CODES: dict[str, Callable[[Path, ReadConfig[Any]], Any]] = {
+    "loader": lambda path, config: build_loader(path, config, **RANK),
+    "stream": lambda path, config: build_stream_loader(path, config, STREAM, **RANK),
+    "random batches": lambda path, config: RandomBatches(
+        config, RandomData(items=Uniform(low=0, high=500)), num_batches=9, **RANK
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_a_state_is_refused_where_items_have_other_codes(small_dataset: Path, kind: str) -> None:
+    """The same items have a code in both tables, so the same rows are samples."""
+    codes = [random_codes(501, levels=2, codebook_size=8, seed=seed) for seed in (0, 0, 1)]
+    loader, same, other = (CODES[kind](small_dataset, SemanticIdConfig(batch_size=8, codes=table)) for table in codes)
+    next(iter(loader))
+    state = loader.state_dict()
+    same.load_state_dict(state)
+    with pytest.raises(StateError, match=r"codes.* fingerprint|fingerprint .* codes"):
+        other.load_state_dict(state)
+
+
+def test_a_state_of_random_batches_is_refused_where_keys_are_mapped_otherwise() -> None:
+    maps = [
+        {"item_id": KeyMap(num_embeddings=1 << 16, world_size=1, mode=mode)}
+        for mode in ("continuous", "hash_roundrobin")
+    ]
+    one, other = (RandomBatches(LoaderConfig(batch_size=8, key_maps=each), num_batches=9) for each in maps)
+    with pytest.raises(StateError, match=r"fingerprint .* key_maps"):
+        other.load_state_dict(one.state_dict())
+
+
+def test_names_of_ranks_in_a_damaged_state_do_not_end_the_line(small_dataset: Path) -> None:
+    with KINDS["balanced StatefulDataLoader"](small_dataset) as balancer:
+        state = balancer.state_dict()
+        for name in ("\r", "\x1b[31m", "a\u2028b", "\n" * 9):
+            with pytest.raises(StateError, match="this is rank 0 of 1") as raised:
+                balancer.load_state_dict({**state, "ranks": {name: state["ranks"]["0"]}})
+            assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("seed", [1 << 63, 0.5, True, None])
+def test_seed_that_no_state_could_have_is_refused(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed must be an integer from -9223372036854775808 to 92233720368547758"):
+        LoaderConfig(batch_size=4, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": [1, 2.5, None, True, "x", b"y", (1, 2), {3}], 4: {}},
+        torch.Generator().get_state(),
+        np.random.default_rng(0).bit_generator.state,
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.int64(7),
+    ],
+)
+def test_states_of_anyones_loaders_are_kept_without_pickling(state: Any) -> None:
+    assert repr(decode(encode(state))) == repr(state)
+
+
+def test_no_code_is_run_from_a_state(tmp_path: Path) -> None:
+    class Malicious:
+        def __reduce__(self) -> Any:
+            return (tmp_path / "ran").touch, ()
+
+    with pytest.raises(StateError, match=r"contains .*, which is not loaded from files by default; if you trust"):
+        decode(encode(Malicious()))
+    assert not (tmp_path / "ran").exists()

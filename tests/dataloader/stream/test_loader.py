@@ -1,0 +1,284 @@
+"""Streams yield every sample once per epoch, for any number of ranks and shards and from any file system."""
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+
+from evenrank.core.errors import ConfigError, DataError, StateError
+from evenrank.dataloader import (
+    LoaderConfig,
+    SequenceBatch,
+    StreamConfig,
+    StreamLoader,
+    build_stream_loader,
+    merge_stream_states,
+)
+from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.stream.state import FORMAT
+from evenrank.datasets import SequenceStore, open_store
+from evenrank.datasets.stream import StreamSource
+from tests.dataloader.batch_helpers import ids_of, rows_of
+from tests.dataloader.resuming import with_changes
+from tests.datasets.in_parts import write_in_parts
+from tests.ranks import RankPool
+
+SMALL = StreamConfig(num_shards=6, buffer_rows=8, open_shards=2)
+
+
+@pytest.fixture(scope="module")
+def parts(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_in_parts(small_dataset, tmp_path_factory.mktemp("parts") / "data")
+
+
+def _loaders(
+    path: Path | str, world_size: int, stream: StreamConfig = SMALL, **options: Any
+) -> list[StreamLoader[SequenceBatch]]:
+    config = LoaderConfig(**{"batch_size": 8, **options})
+    return [build_stream_loader(path, config, stream, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+
+def _epoch(loader: StreamLoader[SequenceBatch]) -> list[list[int]]:
+    return [ids_of(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5, 9])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_sample_comes_once_per_epoch(parts: Path, world_size: int, num_workers: int) -> None:
+    loaders = _loaders(parts, world_size, num_workers=num_workers)
+    ids = [sample for loader in loaders for batch in _epoch(loader) for sample in batch]
+    assert sorted(ids) == list(range(len(open_store(parts))))
+    if world_size == 9:  # more ranks than shards
+        assert [len(_epoch(loader)) > 0 for loader in loaders] == [True] * 6 + [False] * 3
+
+
+def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
+    store = open_store(parts)
+    (loader,) = _loaders(parts, 1, max_history_length=10, max_num_candidates=2, user_id=True)
+    seen = 0
+    for step, batch in enumerate(loader):
+        items = rows_of(batch.features, "item_id")
+        for row, sample in enumerate(ids_of(batch)):
+            span = slice(store.offsets[sample], store.offsets[sample + 1])
+            assert items[row] == store.events["item_id"][span][-12:].tolist()
+            for name in ("user_id", "segment"):
+                assert batch.features[name].values()[row] == store.rows[name][sample]
+        assert (batch.step, batch.position, batch.batch_size) == (step, step + 1, 8)
+        seen += batch.num_real
+    assert seen == (store.lengths >= 2).sum()
+    assert loader.left_out == {"fewer events than 2 candidates": (store.lengths < 2).sum()}
+
+
+def test_epochs_differ_and_depend_only_on_the_seed(parts: Path) -> None:
+    (loader,), (same,), (other,) = _loaders(parts, 1), _loaders(parts, 1), _loaders(parts, 1, seed=1)
+    first, second = _epoch(loader), _epoch(loader)
+    assert first != second
+    assert [_epoch(same), _epoch(same)] == [first, second]
+    assert _epoch(other) != first
+    # A batch takes samples from both open shards.
+    rows = len(open_store(parts))
+    assert all(len({sample * 6 // rows for sample in batch}) >= 2 for batch in first[:3])
+
+
+def test_resuming_in_the_same_shape_yields_the_same_batches(parts: Path) -> None:
+    whole = [_epoch(loader) for loader in _loaders(parts, 2)]
+    for stop in range(1, 9):
+        loaders = _loaders(parts, 2)
+        states = []
+        for loader in loaders:
+            batches = list(itertools.islice(loader, stop + 2))  # two batches are pulled ahead
+            states.append(loader.state_dict(after=batches[stop - 1]))
+        resumed = _loaders(parts, 2, num_workers=1)
+        for loader in resumed:
+            loader.load_state_dict(merge_stream_states(states))
+        rest = [list(loader) for loader in resumed]
+        assert [[ids_of(batch) for batch in batches] for batches in rest] == [batches[stop:] for batches in whole]
+        assert rest[0][0].position == stop + 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_only_the_windows_of_open_shards_are_in_memory(
+    parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: set[int] = set()
+    most_alive = 0
+    numbers = itertools.count()
+    read = StreamSource.read
+
+    def read_and_track(self: StreamSource, first: int, end: int) -> SequenceStore:
+        store = read(self, first, end)
+        assert len(store) <= 8
+        number = next(numbers)
+        alive.add(number)
+        weakref.finalize(store.offsets, alive.discard, number)
+        return store
+
+    monkeypatch.setattr(StreamSource, "read", read_and_track)
+    (loader,) = _loaders(parts, 1, num_workers=num_workers)
+    gc.freeze()  # collections then look at what the loader allocates, not at every object of every module
+    try:
+        for _ in loader:
+            gc.collect()
+            most_alive = max(most_alive, len(alive))
+    finally:
+        gc.unfreeze()
+    # A window for each of 2 open shards, twice with reading ahead, and the windows of the batch just yielded.
+    assert 1 <= most_alive <= 2 * (2 if num_workers else 1) + 2
+
+
+def _balanced(rank: int, world_size: int, path: Path) -> list[list[int]]:
+    (loader,) = _loaders(path, world_size, StreamConfig(num_shards=4, buffer_rows=16))[rank : rank + 1]
+    with Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)) as balancer:
+        return [ids_of(batch) for batch in balancer]
+
+
+def test_a_balancer_accepts_ranks_that_end_at_different_steps(parts: Path, ranks: RankPool) -> None:
+    loaders = _loaders(parts, 3, StreamConfig(num_shards=4, buffer_rows=16))
+    num_steps = [len(_epoch(loader)) for loader in loaders]
+    assert len(set(num_steps)) > 1
+    balanced = ranks.run(3, _balanced, parts)
+    assert [len(batches) for batches in balanced] == [max(num_steps)] * 3
+    ids = [sample for batches in balanced for batch in batches for sample in batch]
+    assert sorted(ids) == list(range(len(open_store(parts))))
+
+
+def test_states_that_cannot_be_loaded_are_refused_with_the_reason(parts: Path) -> None:
+    loaders = _loaders(parts, 2)
+    states = [loader.state_dict(after=next(iter(loader))) for loader in loaders]
+    with pytest.raises(StateError, match=r"lacks 3 of 6 shards, .*merge the states of all ranks"):
+        loaders[1].load_state_dict(states[0])
+    with pytest.raises(StateError, match="lacks 3 of 6 shards"):
+        merge_stream_states(states[:1])
+    with pytest.raises(StateError, match="cannot be merged: position is 1 and 2"):
+        merge_stream_states([states[0], with_changes(FORMAT, states[1], position=2)])
+    merged = merge_stream_states(states)
+    for changed in (
+        {"max_num_candidates": 1},
+        {"stream": StreamConfig(num_shards=6, buffer_rows=9)},
+        {"stream": StreamConfig(num_shards=5, buffer_rows=8)},
+    ):
+        with pytest.raises(StateError, match="is of other data, codes, filters or shards"):
+            _loaders(parts, 1, **changed)[0].load_state_dict(merged)
+    batch = next(iter(loaders[0]))
+    batch.epoch = 7
+    with pytest.raises(
+        StateError, match="positions at step 1 of epoch 7 are no longer known; call state_dict within 256 steps"
+    ):
+        loaders[0].state_dict(after=batch)
+
+
+def test_unsupported_orders_and_ranks_are_refused(parts: Path) -> None:
+    with pytest.raises(ConfigError, match="streams are always shuffled; order must be 'shuffle', got 'time'"):
+        _loaders(parts, 1, order="time")
+    with pytest.raises(ConfigError, match="rank must be between 0 and world_size - 1, got rank 1 of 1"):
+        build_stream_loader(parts, LoaderConfig(batch_size=2), rank=1, world_size=1)
+
+
+def test_an_error_while_reading_ahead_reaches_the_consumer(small_dataset: Path, tmp_path: Path) -> None:
+    data = write_in_parts(small_dataset, tmp_path / "data")
+    (loader,) = _loaders(data, 1, num_workers=2)
+    path = data / "train" / "part-00001.parquet"
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(DataError, match=r"part-00001.parquet was changed, replaced or deleted"):
+        list(loader)
+
+
+# Prints its port when it is ready, and serves until its standard input is closed.
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def bucket(parts: Path) -> Iterator[str]:
+    """URL of the dataset in a bucket of a local server with the S3 protocol."""
+    pytest.importorskip("moto", reason="needs moto, of the dev dependencies")
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        options = f"scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1&allow_bucket_creation=true"
+        url = f"s3://key:secret@histories/data?{options}"
+        remote, root = fs.FileSystem.from_uri(url)
+        remote.create_dir("histories")
+        fs.copy_files(str(parts), root, source_filesystem=fs.LocalFileSystem(), destination_filesystem=remote)
+        yield url
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_an_object_store_gives_the_same_batches_as_a_folder(parts: Path, bucket: str) -> None:
+    remote, local = (_loaders(path, 2, num_workers=2) for path in (bucket, parts))
+    for remote_batches, local_batches in zip(remote, local, strict=True):
+        for batch, expected in zip(remote_batches, local_batches, strict=True):
+            assert batch.sample_ids.tolist() == expected.sample_ids.tolist()
+            assert batch.features.values().tolist() == expected.features.values().tolist()
+    with pytest.raises(DataError, match="is not a readable dataset") as raised:
+        _loaders(bucket.replace("histories/data", "histories/nothing"), 1)
+    assert "\n" not in str(raised.value)
+
+
+def test_objects_that_are_overwritten_are_found_unless_they_are_equal(parts: Path, bucket: str) -> None:
+    remote, root = fs.FileSystem.from_uri(bucket)
+    copy = bucket.replace("/data?", "/copy?")
+    path = f"{root.replace('/data', '/copy')}/train/part-00000.parquet"
+    fs.copy_files(
+        root, path.removesuffix("/train/part-00000.parquet"), source_filesystem=remote, destination_filesystem=remote
+    )
+    (loader,) = _loaders(copy, 1)
+    first = _epoch(loader)
+    content = (parts / "train" / "part-00000.parquet").read_bytes()
+    for written in (content, content + b"more"):
+        with remote.open_output_stream(path) as file:
+            file.write(written)
+        if written == content:
+            assert sorted(itertools.chain(*_epoch(loader))) == sorted(itertools.chain(*first))
+        else:
+            with pytest.raises(DataError, match=r"copy/train/part-00000\.parquet was changed, replaced or deleted"):
+                list(loader)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_stream_that_drops_the_last_batch_goes_on_with_the_next_epoch(parts: Path, world_size: int) -> None:
+    loaders = _loaders(parts, world_size, drop_last=True)
+    epochs = [[_epoch(loader) for loader in loaders] for _ in range(2)]
+    assert sum(len(batch) for batches in epochs[0] for batch in batches) < len(open_store(parts))
+    stopped = _loaders(parts, world_size, drop_last=True)
+    last = [list(loader)[-1] for loader in stopped]
+    step = max(batch.position for batch in last)
+    states = [loader.state_dict(after=max(last, key=lambda batch: batch.position)) for loader in stopped]
+    assert {state["position"] for state in states} == {step}
+    resumed = _loaders(parts, world_size, drop_last=True)
+    for loader in resumed:
+        loader.load_state_dict(merge_stream_states(states))
+    assert [_epoch(loader) for loader in resumed] == epochs[1]
+
+
+def test_each_of_as_many_ranks_may_load_the_state_that_it_saved(parts: Path) -> None:
+    loaders = _loaders(parts, 2)
+    iterators = [iter(loader) for loader in loaders]
+    batches = [next(iterator) for iterator in iterators]
+    states = [loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True)]
+    for loader, state, iterator in zip(_loaders(parts, 2), states, iterators, strict=True):
+        loader.load_state_dict(state)
+        assert [ids_of(batch) for batch in loader] == [ids_of(batch) for batch in iterator]

@@ -1,0 +1,512 @@
+"""Small hand-written logs in every format, with every output value checked."""
+
+import gzip
+import random
+import re
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from evenrank.core.errors import DataError
+from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
+from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, Interactions
+from evenrank.preprocess.sources.vocabulary import write_vocabularies
+
+HEADER = "time,user,note,item\n"
+EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
+
+
+def _write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def _config(*events: Path, **options: Any) -> TabularConfig:
+    columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
+    return TabularConfig(events=events, **{**columns, **options})
+
+
+def _read(folder: Path, text: str | bytes, name: str = "log.csv", **options: Any) -> Interactions:
+    return read_tabular(_config(_write(folder / name, text), **options))
+
+
+def _rows(interactions: Interactions) -> list[tuple[int, ...]]:
+    """Return the good rows as (user, item, action, time)."""
+    return [row for part in _collect(interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
+
+
+def _collect(interactions: Interactions) -> list[pl.DataFrame]:
+    parts = [part.events.collect() for part in interactions.parts]
+    for events in parts:
+        assert dict(events.schema) == {
+            "user_id": pl.Int64,
+            "item_id": pl.Int64,
+            "action": pl.Int32,
+            "timestamp_ms": pl.Int64,
+            IS_GOOD: pl.Boolean,
+        }
+    return parts
+
+
+def _bad(interactions: Interactions) -> list[tuple[int, str]]:
+    """Return lines and reasons of the bad rows of the only file, and check that as many rows are marked as bad."""
+    (part,), (events,) = interactions.parts, _collect(interactions)
+    rows = part.find_bad(1000)
+    assert len(rows) == (~events.get_column(IS_GOOD)).sum()
+    assert list(part.find_bad(1)) == list(rows[:1])
+    return [(row.line, row.reason) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("log.csv", EVENTS),
+        ("log[1]*.csv", EVENTS),
+        ("LOG.CSV", "\ufeff" + EVENTS.replace("\n", "\r\n")),
+        ("log.csv.gz", gzip.compress(EVENTS.encode())),
+        ("log.tsv", 'time\tuser\tnote\titem\n100\t7\t"a\tb"\t30\n200.0015\t-3\t\t10'),
+    ],
+)
+def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str, content: str | bytes) -> None:
+    interactions = _read(tmp_path, content, name)
+    assert _rows(interactions) == [(7, 30, 0, 100_000), (-3, 10, 0, 200_001)]
+    assert _bad(interactions) == []
+    assert interactions.vocabularies == {}
+    assert interactions.num_actions == 1
+    assert interactions.context is None
+    (source,) = interactions.sources()
+    assert (source.path, source.bytes) == (name, (tmp_path / name).stat().st_size)
+    assert interactions.options == {
+        "events": [name],
+        "user_column": "user",
+        "item_column": "item",
+        "timestamp_column": "time",
+        "timestamp_unit": "s",
+        "action_columns": [],
+        "context": None,
+        "context_columns": [],
+    }
+
+
+def test_parquet_with_several_numeric_types(tmp_path: Path) -> None:
+    frame = pl.DataFrame(
+        {
+            "item": pl.Series([30, 10, 2**63], dtype=pl.UInt64),
+            "user": [7.0, 8.5, 9.0],
+            "time": [1_700_000_000.123, 1.0, 2.0],
+            "other": [[1], [2], []],
+        }
+    )
+    frame.write_parquet(tmp_path / "log.parquet")
+    interactions = read_tabular(_config(tmp_path / "log.parquet"))
+    assert _rows(interactions) == [(7, 30, 0, 1_700_000_000_123)]
+    assert _bad(interactions) == [
+        (2, "user is not an integer in -2^53+1..2^53-1, where Float64 is exact"),
+        (3, "item is not an integer in -2^63..2^63-1"),
+    ]
+    assert interactions.parts[0].find_bad(1) == [BadRow(line=2, text="8.5,10,1.0", reason=_bad(interactions)[0][1])]
+    assert interactions.parts[0].size == max((tmp_path / "log.parquet").stat().st_size, 3 * 28)
+
+
+def test_parquet_with_date_and_time_types(tmp_path: Path) -> None:
+    moment = datetime(2024, 1, 1, 12, 0, 0, 1999)
+    base = pl.DataFrame({"user": [1], "item": [2], "time": [moment]})
+    berlin = base.with_columns(pl.col("time").dt.replace_time_zone("Europe/Berlin"))
+    day = base.with_columns(pl.col("time").dt.date())
+    early = base.with_columns(time=datetime(1969, 12, 31, 23, 59, 59, 999_999))
+    noon = 1_704_110_400_000
+    for frame, expected in ((base, noon + 1), (berlin, noon + 1 - 3_600_000), (day, noon - 43_200_000)):
+        frame.write_parquet(tmp_path / "log.parquet")
+        assert _rows(read_tabular(_config(tmp_path / "log.parquet"))) == [(1, 2, 0, expected)]
+    early.write_parquet(tmp_path / "log.parquet")
+    assert _rows(read_tabular(_config(tmp_path / "log.parquet", timestamp_unit="iso"))) == []
+
+
+def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
+    first = _write(tmp_path / "a.csv", "user,item,time\nzoë,5,3\nb,6,2\n")
+    pl.DataFrame({"time": [1, 4], "user": [12, 7], "item": [5, 9]}).write_parquet(tmp_path / "b.parquet")
+    interactions = read_tabular(_config(first, tmp_path / "b.parquet"))
+    # Sorted: "12", "7", "b", "zoë".
+    assert _rows(interactions) == [(4, 5, 0, 3000), (3, 6, 0, 2000), (1, 5, 0, 1000), (2, 9, 0, 4000)]
+    assert [part.name for part in interactions.parts] == [str(first), str(tmp_path / "b.parquet")]
+    write_vocabularies(interactions.vocabularies, tmp_path)
+    assert [path.name for path in tmp_path.glob("vocabulary_*")] == ["vocabulary_user_id.parquet"]
+    written = pl.read_parquet(tmp_path / "vocabulary_user_id.parquet")
+    assert dict(written.schema) == {"id": pl.Int64, "value": pl.String}
+    assert written.rows() == [(1, "12"), (2, "7"), (3, "b"), (4, "zoë")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "good", "bad", "integers"),
+    [
+        (pl.Float32, [2**24 - 1, 1 - 2**24], [2**24, -(2**24), 1.5], "-2^24+1..2^24-1, where Float32 is exact"),
+        (pl.Float64, [2**53 - 1, 1 - 2**53], [2.0**53, -(2.0**53), 1e300], "-2^53+1..2^53-1, where Float64 is exact"),
+        (pl.Float64, [7], [float("nan"), float("inf"), -float("inf")], "-2^53+1..2^53-1, where Float64 is exact"),
+        (pl.Int64, [2**63 - 1, -(2**63)], [], ""),
+        (pl.UInt64, [2**63 - 1], [2**63, 2**64 - 1], "-2^63..2^63-1"),
+        (pl.Int128, [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1], "-2^63..2^63-1"),
+        (pl.Decimal(38, 0), [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 10**30], "-2^63..2^63-1"),
+    ],
+)
+def test_numbers_are_ids_if_they_are_exact_as_64_bit_integers(
+    tmp_path: Path, dtype: Any, good: list[int], bad: list[float], integers: str
+) -> None:
+    users = pl.Series([*map(Decimal, good), *map(Decimal, bad)] if dtype == pl.Decimal else [*good, *bad], dtype=dtype)
+    pl.DataFrame({"user": users, "item": 1, "time": 0}).write_parquet(tmp_path / "log.parquet")
+    interactions = read_tabular(_config(tmp_path / "log.parquet"))
+    assert _rows(interactions) == [(user, 1, 0, 0) for user in good]
+    assert [reason for _, reason in _bad(interactions)] == [f"user is not an integer in {integers}"] * len(bad)
+    assert interactions.vocabularies == {}
+
+
+@pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
+@pytest.mark.parametrize("name", ["log.csv", "log.parquet"])
+def test_different_texts_are_different_ids(tmp_path: Path, name: str, dtype: Any) -> None:
+    texts = ["+7", "-0", "0", "00", "7", "7.0"]
+    frame = pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0})
+    frame.write_parquet(tmp_path / name) if name.endswith("parquet") else frame.write_csv(tmp_path / name)
+    interactions = read_tabular(_config(tmp_path / name))
+    assert _rows(interactions) == [(number, number, 0, 0) for number in range(1, 7)]
+    assert interactions.vocabularies["user_id"].rows() == list(enumerate(texts, start=1))
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us"])
+def test_times_in_single_precision_are_refused(tmp_path: Path, unit: str) -> None:
+    frame = pl.DataFrame({"user": 1, "item": 2, "time": pl.Series([1.7e9], dtype=pl.Float32)})
+    frame.write_parquet(tmp_path / "log.parquet")
+    message = (
+        "log.parquet: column 'time' of type Float32 is too coarse for times; store the times as Float64 or integers"
+    )
+    with pytest.raises(DataError, match=message):
+        read_tabular(_config(tmp_path / "log.parquet", timestamp_unit=unit))
+
+
+def test_actions_in_single_precision_are_exact_or_bad_rows(tmp_path: Path) -> None:
+    actions = pl.Series([2**24 - 1, 2**24], dtype=pl.Float32)
+    pl.DataFrame({"user": 1, "item": 2, "time": 0, "action": actions}).write_parquet(tmp_path / "log.parquet")
+    interactions = read_tabular(_config(tmp_path / "log.parquet", action_columns=("action",)))
+    assert _rows(interactions) == [(1, 2, 2**24 - 1, 0)]
+    assert _bad(interactions) == [(2, f"action is not an integer in 0..{2**24 - 1}")]
+
+
+@pytest.mark.parametrize("value", ["007", "+7", "-0", "1e3", "1.0", " 5", "9223372036854775808", "a", "0x1"])
+def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path: Path, value: str) -> None:
+    lines = [f"1,{item},0\n" for item in (10, 9)]
+    interactions = _read(tmp_path, "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n")
+    ordered = sorted(["10", "9", value])
+    assert interactions.vocabularies["item_id"].rows() == list(enumerate(ordered, start=1))
+    assert _rows(interactions) == [(1, ordered.index(item) + 1, 0, 0) for item in ["10", "9"] * 1000 + [value]]
+    assert list(interactions.vocabularies) == ["item_id"]
+
+
+def test_the_largest_and_smallest_integers_stay_integers(tmp_path: Path) -> None:
+    low, high = -(2**63), 2**63 - 1
+    interactions = _read(tmp_path, f"user,item,time\n{low},{high},0\n0,0,0\n")
+    assert _rows(interactions) == [(low, high, 0, 0), (0, 0, 0, 0)]
+    assert interactions.vocabularies == {}
+
+
+def test_rows_with_other_faults_do_not_affect_the_type_of_ids(tmp_path: Path) -> None:
+    interactions = _read(tmp_path, "user,item,time\n1,2,3\nuser,item,time\n4,5,6\n")
+    assert _rows(interactions) == [(1, 2, 0, 3000), (4, 5, 0, 6000)]
+    assert _bad(interactions) == [(3, "time is not a time in seconds since 1970 up to the year 9999")]
+
+
+@pytest.mark.parametrize(
+    ("unit", "text", "expected"),
+    [
+        ("s", "1.001", 1001),
+        ("s", "1.9999999", 1999),
+        ("s", "253402300799.9999", 253_402_300_799_999),
+        ("ms", "1700000000123", 1_700_000_000_123),
+        ("us", "1999", 1),
+        ("iso", "1970-01-02", 86_400_000),
+        ("iso", "1970-01-01T00:01", 60_000),
+        ("iso", "1970-01-01 00:00:01.5", 1500),
+        ("iso", "2024-02-29T12:00:00.1239Z", 1_709_208_000_123),
+        ("iso", "2024-02-29T12:00:00+02:30", 1_709_199_000_000),
+        ("iso", "2024-02-29T12:00:00-0100", 1_709_211_600_000),
+        ("iso", "2024-02-29T12:00:00+23:59", 1_709_208_000_000 - 86_340_000),
+        ("iso", "2024-02-29T12:00:00-2359", 1_709_208_000_000 + 86_340_000),
+        ("iso", "9999-12-31T23:59:59.999", 253_402_300_799_999),
+    ],
+)
+def test_times_are_converted_to_milliseconds(tmp_path: Path, unit: str, text: str, expected: int) -> None:
+    assert _rows(_read(tmp_path, f"user,item,time\n1,2,{text}\n", timestamp_unit=unit)) == [(1, 2, 0, expected)]
+
+
+def test_expected_times_match_the_standard_library() -> None:
+    assert datetime(2024, 2, 29, 12, tzinfo=UTC).timestamp() == 1_709_208_000
+
+
+@pytest.mark.parametrize(
+    ("unit", "time_format", "texts"),
+    [
+        ("s", "in seconds since 1970", ["", "x", "-0.001", "253402300800", "9" * 40, "nan", "inf"]),
+        ("ms", "in whole ms since 1970", ["", "1.5", "-1", "253402300800000", str(2**63)]),
+        ("us", "in whole us since 1970", ["", "1.5", "-1", "253402300800000000"]),
+        (
+            "iso",
+            "in ISO 8601",
+            [
+                "",
+                "0",
+                "2023-02-29",
+                "2024-01-01T24:01",
+                "2024-01-01T00:00:60",
+                "1969-12-31T23:59:59.999",
+                "1970-01-01T00:00:00+00:01",
+                "2024-01-01 and more",
+                "2024-02-30",
+                "2024-13-01",
+                "2024-01-01T00:60",
+                "2024-01-01T00:00:00.",
+                "2024-01-01T00:00:00.\u0663",
+                "2024-01-01T00",
+                "2024-01-01Z",
+                "2024-01-01T00:00+5",
+                "2024-01-01T00:00+05:3",
+                "2024-01-01T00:00+05:60",
+                "2024-01-01T00:00+24:00",
+                "2024-01-01T00:00-99:99",
+                "2024-01-01T00:00+0\u0663:00",
+                "0000-01-01",
+                "\u0662024-01-01",
+            ],
+        ),
+    ],
+)
+def test_invalid_times_are_bad_rows(tmp_path: Path, unit: str, time_format: str, texts: list[str]) -> None:
+    interactions = _read(tmp_path, "user,time,item\n" + "".join(f"1,{text},2\n" for text in texts), timestamp_unit=unit)
+    reason = f"time is not a time {time_format} up to the year 9999"
+    assert _bad(interactions) == [(line, reason) for line in range(2, len(texts) + 2)]
+
+
+def test_invalid_ids_and_missing_fields_are_bad_rows(tmp_path: Path) -> None:
+    lines = [
+        "1,2,3,x",
+        ",2,3,x",
+        "1,,3,x",
+        '"",2,3,x',
+        "1,-2,3,x",
+        "1,2",
+        "",
+        "1,2,3,x,5",
+        "1,2,3",
+        "1,2,3,x,",
+        "4,5,6,",
+    ]
+    interactions = _read(tmp_path, "user,item,time,note\n" + "\n".join(lines) + "\n")
+    assert _bad(interactions) == [
+        (3, "user is empty"),
+        (4, "item is empty"),
+        (5, "user is empty"),
+        (6, "item must not be negative"),
+        (7, "expected 4 fields, got 2"),
+        (8, "the line is empty"),
+        (9, "expected 4 fields, got 5"),
+    ]
+    assert _rows(interactions) == [(1, 2, 0, 3000)] * 3 + [(4, 5, 0, 6000)]
+    assert [row.text for row in interactions.parts[0].find_bad(3)] == [",2,3,x", "1,,3,x", '"",2,3,x']
+
+
+def test_unbalanced_quotes_only_affect_their_own_line(tmp_path: Path) -> None:
+    lines = ['"a,b",1,1', '"open,2,2', '"x"y,3,3', '5" disk,4,4', '"say ""no""",5,5', ",6,6", "last,7,7"]
+    interactions = _read(tmp_path, "user,item,time\n" + "\n".join(lines) + "\n")
+    reason = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
+    assert _bad(interactions) == [(3, reason), (4, reason), (7, "user is empty")]
+    users = ['5" disk', "a,b", "last", 'say "no"']
+    assert interactions.vocabularies["user_id"].get_column("value").to_list() == users
+    assert _rows(interactions) == [(2, 1, 0, 1000), (1, 4, 0, 4000), (4, 5, 0, 5000), (3, 7, 0, 7000)]
+
+
+def test_a_first_line_with_superfluous_fields(tmp_path: Path) -> None:
+    interactions = _read(tmp_path, "user,item,time\n1,2,3,4,5,6\n1,2\x013,3\n1,2,3\n")
+    assert _bad(interactions) == [(2, "expected 3 fields, got 6")]
+    assert interactions.vocabularies["item_id"].rows() == [(1, "2"), (2, "2\x013")]
+    assert _rows(interactions) == [(1, 2, 0, 3000), (1, 1, 0, 3000)]
+
+
+def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    tokens = [
+        "1",
+        "1",
+        "a",
+        '"',
+        '""',
+        ",",
+        ",",
+        ",",
+        "\n",
+        "\n",
+        "1,2,3\n",
+        '"1","2",3\n',
+        " ",
+        "\r",
+        "é",
+        "\0",
+        "\ufeff",
+    ]
+    for _ in range(200):
+        text = "user,item,time\n" + "".join(rng.choices(tokens, k=rng.randrange(1, 30)))
+        if text.count("\n") > 1:
+            _bad(_read(tmp_path, text))
+
+
+def test_text_that_is_not_utf8_is_not_an_id(tmp_path: Path) -> None:
+    interactions = _read(tmp_path, b"user,item,time,note\na,1,1,\xff\n\xff,1,1,\n")
+    assert _bad(interactions) == [(3, "user is not UTF-8")]
+    assert interactions.vocabularies["user_id"].rows() == [(1, "a")]
+    assert _rows(interactions) == [(1, 1, 0, 1000)]
+
+
+def test_one_action_column_is_the_action(tmp_path: Path) -> None:
+    values = ["0", "2147483647", "2147483648", "-1", "", "x", "1.5"]
+    lines = "".join(f"1,2,3,{value}\n" for value in values)
+    interactions = _read(tmp_path, "user,item,time,kind\n" + lines, action_columns=("kind",))
+    assert _rows(interactions) == [(1, 2, 0, 3000), (1, 2, 2_147_483_647, 3000)]
+    assert _bad(interactions) == [(line, "kind is not an integer in 0..2147483647") for line in range(4, 9)]
+    assert interactions.num_actions is None
+
+
+def test_several_action_columns_are_bits(tmp_path: Path) -> None:
+    text = "click,user,item,time,like,share\n1,1,2,3,0,true\nFalse,1,2,3,1,0\n0,1,2,3,2,0\n0,1,2,3,,0\n"
+    interactions = _read(tmp_path, text, action_columns=("like", "click", "share"))
+    assert _rows(interactions) == [(1, 2, 2 + 4, 3000), (1, 2, 1, 3000)]
+    assert _bad(interactions) == [(4, "like is not 0 or 1"), (5, "like is not 0 or 1")]
+    assert interactions.num_actions == 8
+
+
+def test_action_columns_of_unsuitable_types_raise(tmp_path: Path) -> None:
+    ONE.with_columns(kind=datetime(2024, 1, 1)).write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(DataError, match=r"log\.parquet: column 'kind' of type Datetime.* cannot hold integers"):
+        read_tabular(_config(tmp_path / "log.parquet", action_columns=("kind",)))
+
+
+def test_31_action_columns_fill_an_int32(tmp_path: Path) -> None:
+    names = [f"bit{index}" for index in range(31)]
+    frame = pl.DataFrame({"user": [1], "item": [2], "time": [3], **{name: [True] for name in names}})
+    frame.write_parquet(tmp_path / "log.parquet")
+    interactions = read_tabular(_config(tmp_path / "log.parquet", action_columns=tuple(names)))
+    assert _rows(interactions) == [(1, 2, 2**31 - 1, 3000)]
+    assert interactions.num_actions == 2**31
+
+
+def test_context_of_users_with_string_ids(tmp_path: Path) -> None:
+    context = _write(
+        tmp_path / "users.csv", 'age,user,city,x\n9,b,"Bonn, am Rhein",\n10,a,,\n,c,Aachen,\n8,nobody,Ulm,\n'
+    )
+    options: dict[str, Any] = {"context": context, "context_columns": ("city", "age")}
+    interactions = _read(tmp_path, "user,item,time\nc,1,1\na,1,1\nb,1,1\nd,1,1\n", **options)
+    encoded = interactions.context
+    assert encoded is not None
+    assert encoded.features.columns == ["user_id", "city", "age"]
+    assert encoded.features.dtypes == [pl.Int64] * 3
+    assert encoded.features.rows() == [(2, 2, 1), (1, 0, 2), (3, 1, 0)]
+    # Ages are sorted as numbers.
+    assert encoded.labels == {"city": (None, "Aachen", "Bonn, am Rhein"), "age": (None, "9", "10")}
+    assert [source.path for source in interactions.sources()] == ["log.csv", "users.csv"]
+    assert interactions.options["context"] == "users.csv"
+    assert interactions.options["context_columns"] == ["city", "age"]
+
+
+def test_context_in_parquet_of_users_with_integer_ids(tmp_path: Path) -> None:
+    users = pl.DataFrame({"user": ["7", "007", "8", "9", "1"], "age": [3.0, 4.0, None, float("nan"), 1.0]})
+    users.write_parquet(tmp_path / "users.parquet")
+    options: dict[str, Any] = {"context": tmp_path / "users.parquet", "context_columns": ("age",)}
+    encoded = _read(tmp_path, "user,item,time\n7,1,1\n8,1,1\n9,1,1\n", **options).context
+    assert encoded is not None
+    assert encoded.features.rows() == [(7, 1), (8, 0), (9, 0)]
+    assert encoded.labels == {"age": (None, "3.0")}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("user,age\n1,2\n3,4\n1,5\n", "users.csv: user 1 appears twice; keep one row per user"),
+        ("user,age\n1,2\n,4\n", "users.csv, line 3 (',4'): user is empty or not an id; fix or remove the line"),
+        ("user,age\n1\n", "users.csv, line 2 ('1'): expected 2 fields, got 1; fix or remove the line"),
+        ("user,aged\n1,1\n", "users.csv has no column 'age'; known: user, aged"),
+    ],
+)
+def test_invalid_context_raises(tmp_path: Path, text: str, message: str) -> None:
+    context = _write(tmp_path / "users.csv", text)
+    with pytest.raises(DataError, match=re.escape(message)):
+        _read(tmp_path, EVENTS, context=context, context_columns=("age",))
+
+
+def _parquet_bytes(folder: Path, frame: pl.DataFrame) -> bytes:
+    frame.write_parquet(folder / "frame.parquet")
+    return (folder / "frame.parquet").read_bytes()
+
+
+ONE = pl.DataFrame({"user": [1], "item": [2], "time": [3]})
+MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line in range(50_000))).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("log.csv", "time,user,thing\n1,2,3\n", "has no column 'item'; known: time, user, thing"),
+        ("log.csv", "user,item,time,item\n1,2,3,4\n", "has 2 columns 'item'; rename all but one"),
+        ("log.csv", "", "is empty; create it again"),
+        ("log.csv", HEADER, "contains no rows; create it again, or leave it out"),
+        ("log.csv", '"user,item,time\n1,2,3\n', "the header '\"user,item,time' cannot be parsed"),
+        ("log.xlsx", EVENTS, "has an unknown suffix; expected one of .csv, .csv.gz, .tsv, .parquet"),
+        ("log.csv.gz", EVENTS, "cannot be read: Not a gzipped file"),
+        (
+            "log.csv.gz",
+            gzip.compress(MANY_LINES)[:-50],
+            "cannot be read: Compressed file ended before the end-of-stream marker was reached; check that the file ",
+        ),
+        ("log.csv.gz", gzip.compress(MANY_LINES)[:20], "cannot be read: "),
+        ("log.parquet", ONE, "has no column"),
+        ("log.parquet", ONE.clear(), "contains no rows"),
+        ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
+        (
+            "log.parquet",
+            ONE.with_columns(user=pl.concat_list("user")),
+            "'user' of type List(Int64) cannot hold ids",
+        ),
+        ("log.parquet", ONE.with_columns(time=True), "'time' of type Boolean cannot hold times"),
+    ],
+)
+def test_invalid_files_raise_one_line(
+    tmp_path: Path, name: str, content: str | bytes | pl.DataFrame, message: str
+) -> None:
+    if isinstance(content, pl.DataFrame):
+        frame = content.rename({"item": "thing"}) if message == "has no column" else content
+        content = _parquet_bytes(tmp_path, frame)
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        _read(tmp_path, content, name)
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_truncated_parquet_raises(tmp_path: Path) -> None:
+    content = _parquet_bytes(tmp_path, ONE)
+    with pytest.raises(DataError, match=r"log\.parquet cannot be read: .*; check that the file is complete"):
+        _read(tmp_path, content[:-10], "log.parquet")
+
+
+def test_parquet_with_damaged_pages_raises(tmp_path: Path) -> None:
+    ids = [f"id {number}" for number in range(10_000)]
+    content = _parquet_bytes(tmp_path, pl.DataFrame({"user": ids, "item": ids, "time": range(10_000)}))
+    with pytest.raises(DataError, match=r"log\.parquet cannot be read: .*; check that the file is complete"):
+        _read(tmp_path, content[:4] + bytes(len(content) // 2) + content[4 + len(content) // 2 :], "log.parquet")
+
+
+def test_a_missing_file_raises(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"log\.csv does not exist or is not a file; check the path"):
+        read_tabular(_config(tmp_path / "log.csv"))
+
+
+def test_numbers_are_not_iso_times(tmp_path: Path) -> None:
+    ONE.write_parquet(tmp_path / "log.parquet")
+    with pytest.raises(DataError, match="'time' has type Int64, not text; set timestamp_unit"):
+        read_tabular(_config(tmp_path / "log.parquet", timestamp_unit="iso"))

@@ -1,0 +1,372 @@
+"""`AttentionTracker`: how long the forward and backward pass of each attention layer takes, over a window of steps."""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
+from evenrank.training.flops import Flops
+
+# Hooks that mark when the forward and backward pass of a layer begin and end, without waiting for the device.
+
+
+LayerFlops = Callable[[nn.Module, Mapping[str, Any]], Flops]
+"""From a layer, and the arguments of a call of its forward by name, to the call's FLOPs."""
+
+
+class Clock(Protocol):
+    """Marks points in time on a device."""
+
+    def mark(self) -> Any:
+        """Return the point that the device reaches after all work so far."""
+        ...
+
+    def milliseconds(self, start: Any, stop: Any) -> float:
+        """Return the time between two marks that have been passed."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all marks have been passed."""
+        ...
+
+
+class HostClock:
+    """Of layers on the CPU, whose work is done when a call returns."""
+
+    def mark(self) -> float:
+        """Return the time."""
+        return time.perf_counter()
+
+    def milliseconds(self, start: float, stop: float) -> float:
+        """Return the time between two marks."""
+        return 1e3 * (stop - start)
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class CudaClock:
+    """Of layers on a GPU: CUDA events in the current stream, which in a backward pass is that of the forward pass."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event that is recorded behind all work so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def milliseconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        """Return the time between two events that have been recorded."""
+        elapsed: float = start.elapsed_time(stop)
+        return elapsed
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Call:
+    """Marks of one call of a layer; None where nothing has happened."""
+
+    is_forward: bool  # and not activation checkpointing, which computes a forward pass again
+    forward_start: Any
+    forward_stop: Any = None
+    backward_start: Any = None
+    backward_stop: Any = None
+    flops: Flops | None = None
+
+
+class LayerHooks:
+    """The hooks of one layer.
+
+    Args:
+        module: the layer.
+        clock: of its device.
+        flops: FLOPs of a call; None: unknown.
+        calls: where the marks of each call go.
+
+    """
+
+    def __init__(self, module: nn.Module, clock: Clock, flops: LayerFlops | None, calls: list[Call]) -> None:
+        self._clock = clock
+        self._flops = flops
+        self._signature = inspect.signature(module.forward)
+        self._calls = calls
+        self._open: Call | None = None  # checkpointing may end a forward pass that it repeats half way
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Mark the start of a forward pass; a forward pre-hook."""
+        self._open = None
+        if not module.training:
+            return None
+        # Not -1 while this thread is in a backward pass: the forward pass is being repeated there.
+        call = Call(is_forward=torch._C._current_graph_task_id() == -1, forward_start=None)
+        args, kwargs = _observe((args, kwargs), partial(self._end_backward, call))
+        self._open = call
+        call.forward_start = self._clock.mark()
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Mark the end of a forward pass; a forward hook."""
+        call, self._open = self._open, None
+        if call is None:
+            return None
+        call.forward_stop = self._clock.mark()
+        self._calls.append(call)
+        if self._flops is not None:
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            with torch.no_grad():
+                call.flops = self._flops(module, bound.arguments)
+        return _observe(output, partial(self._start_backward, call))
+
+    def _start_backward(self, call: Call) -> None:
+        call.backward_start = self._clock.mark()
+
+    def _end_backward(self, call: Call) -> None:
+        call.backward_stop = self._clock.mark()
+
+
+class _Observed(torch.autograd.Function):
+    """The identity, which calls a function when all gradients have arrived in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.function = function
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.function()
+        return (None, *gradients)
+
+
+def _observe(value: Any, function: Callable[[], None]) -> Any:
+    """Return the value with all tensors that have a gradient observed together; the others are passed on."""
+    tensors = [tensor for tensor in _tensors(value) if tensor.requires_grad]
+    if not tensors or not torch.is_grad_enabled():
+        return value
+    return _replaced(value, iter(_Observed.apply(function, *tensors)))  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in (tuple, list, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _tensors(item)
+
+
+def _replaced(value: Any, observed: Iterator[Tensor]) -> Any:
+    """Return the value with its tensors that have a gradient replaced, in the order of `_tensors`."""
+    if isinstance(value, Tensor):
+        return next(observed) if value.requires_grad else value
+    if type(value) is dict:
+        return {key: _replaced(item, observed) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(item, observed) for item in value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTiming:
+    """How long a layer took on a rank, and how fast it was."""
+
+    rank: int
+    """In the default process group."""
+
+    layer: str
+    """Name of the module in the model."""
+
+    calls: int
+    """Forward passes in the window."""
+
+    forward_ms: float
+    """Milliseconds of a forward pass, on average."""
+
+    backward_ms: float | None
+    """Milliseconds of a backward pass, on average; None if there was none."""
+
+    forward_tflops: float | None
+    """TFLOP/s of the forward passes; None without a function for FLOPs."""
+
+    backward_tflops: float | None
+    """TFLOP/s of the backward passes; None if there was none, or without a function for FLOPs."""
+
+    mfu: float | None
+    """FLOP/s of all passes over the device's peak, 0 to 1; None if either is unknown."""
+
+    def line(self) -> str:
+        """Return it as a line of a table."""
+        parts = [f"rank {self.rank}", self.layer, f"{self.calls} calls"]
+        for name, ms, tflops in (
+            ("forward", self.forward_ms, self.forward_tflops),
+            ("backward", self.backward_ms, self.backward_tflops),
+        ):
+            if ms is not None:
+                parts.append(f"{name} {ms:.3f} ms" + ("" if tflops is None else f", {tflops:.1f} TFLOP/s"))
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        return " | ".join(parts)
+
+
+class AttentionTracker:
+    """Times each attention layer of a model in the steps start..stop-1, counted from 0.
+
+        tracker = AttentionTracker(model, HSTUAttention, device=device, start=10, stop=20, flops=attention_flops)
+        for batch in balancer:
+            train(batch)
+            for timing in tracker.step():
+                print(timing.line())
+
+    Hooks are on the layers within the window alone; outside it, a call of a layer is what it would be without a
+    tracker. On a GPU, times are those between CUDA events, which are read after the window: nothing within it waits for
+    the device. On the CPU they are those of a host clock.
+
+    The time of a backward pass is from the arrival of the last gradient of the outputs to that of the last gradient of
+    the inputs; it includes what activation checkpointing computes again meanwhile, which is no forward pass. There is
+    none if no tensor argument requires a gradient. Arguments and outputs are tensors, also in tuples, lists and dicts,
+    or anything else, which is passed on. Calls of layers in evaluation mode (`model.eval()`) do not count. Within the
+    window, a layer must not modify its arguments in place, nor its caller what it returns. Of a model that is compiled,
+    track what is not compiled.
+
+    Args:
+        model: has the layers among its modules.
+        layers: a type of module, several of them, or a pattern of names in which * stands for anything, such as
+            `encoder.layers.*.attention`.
+        device: where the layers run.
+        start: first step of the window.
+        stop: step behind the last one.
+        flops: FLOPs of a call, from the layer and its arguments by the names of the parameters of its `forward`,
+            however they were passed; counts may be scalars on the device. None: there are only times.
+        peak_flops: FLOP/s of the device; see `device_peaks`. None: there is no MFU.
+
+    Raises:
+        ConfigError: no module matches, or the window is empty.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: type[nn.Module] | tuple[type[nn.Module], ...] | str,
+        *,
+        device: torch.device | str,
+        start: int,
+        stop: int,
+        flops: LayerFlops | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        if not 0 <= start < stop:
+            raise ConfigError(f"the window is [{start}, {stop}); it must begin at 0 or later and have a step")
+        self._layers = {name: module for name, module in model.named_modules() if _matches(name, module, layers)}
+        if not self._layers:
+            kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            raise ConfigError(f"no module of the model matches {layers!r}; it has modules of the types {kinds}")
+        self._clock: Clock = CudaClock(device) if torch.device(device).type == "cuda" else HostClock()
+        self._start, self._stop = start, stop
+        self._flops, self._peak_flops = flops, peak_flops
+        self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._handles: list[RemovableHandle] = []
+        self._calls: dict[str, list[Call]] = {name: [] for name in self._layers}
+        self._num_steps = 0
+        self._is_detached = False
+        if start == 0:
+            self._attach()
+
+    def step(self) -> list[LayerTiming]:
+        """Note that a step is done; call it after each one.
+
+        Returns:
+            After the window's last step, a row for each layer that was called, in the order of the model; this waits
+            for the device. After all other steps, nothing.
+
+        """
+        self._num_steps += 1
+        if self._is_detached:
+            return []
+        if self._num_steps == self._start:
+            self._attach()
+        if self._num_steps != self._stop:
+            return []
+        self.detach()
+        self._clock.wait()
+        timings = [self._timing(name, calls) for name, calls in self._calls.items() if calls]
+        self._calls.clear()
+        return timings
+
+    def detach(self) -> None:
+        """Remove all hooks for good, before the window has begun, within it, or after; there will be no rows."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._is_detached = True
+
+    def _attach(self) -> None:
+        for name, module in self._layers.items():
+            hooks = LayerHooks(module, self._clock, self._flops, self._calls[name])
+            self._handles += [
+                module.register_forward_pre_hook(hooks.before, with_kwargs=True),
+                module.register_forward_hook(hooks.after, with_kwargs=True),
+            ]
+
+    def _timing(self, name: str, calls: Sequence[Call]) -> LayerTiming:
+        forward = [call for call in calls if call.is_forward]
+        backward = [call for call in calls if call.backward_start is not None and call.backward_stop is not None]
+        forward_ms = sum(self._clock.milliseconds(call.forward_start, call.forward_stop) for call in forward)
+        backward_ms = sum(self._clock.milliseconds(call.backward_start, call.backward_stop) for call in backward)
+        forward_flops = sum(int(call.flops.forward) for call in forward if call.flops)
+        backward_flops = sum(int(call.flops.backward) for call in backward if call.flops)
+        total_ms = forward_ms + backward_ms
+        return LayerTiming(
+            rank=self._rank,
+            layer=name,
+            calls=len(forward),
+            forward_ms=forward_ms / max(len(forward), 1),
+            backward_ms=backward_ms / len(backward) if backward else None,
+            forward_tflops=_tflops(forward_flops, forward_ms) if self._flops else None,
+            backward_tflops=_tflops(backward_flops, backward_ms) if self._flops and backward else None,
+            mfu=(
+                1e12 * _tflops(forward_flops + backward_flops, total_ms) / self._peak_flops
+                if self._flops and self._peak_flops
+                else None
+            ),
+        )
+
+
+def gather_timings(timings: Sequence[LayerTiming], *, group: Group | None = None) -> list[LayerTiming]:
+    """Return the rows of all ranks, in the order of the group's ranks. Collective: every rank must call this.
+
+    Args:
+        timings: of this rank.
+        group: None: the default process group or, without one, this process alone.
+
+    """
+    process_group = process_group_of(group)
+    if process_group is None:
+        return list(timings)
+    gathered: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(gathered, list(timings), group=process_group)
+    return [timing for of_rank in gathered for timing in of_rank]
+
+
+def _matches(name: str, module: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...] | str) -> bool:
+    return fnmatchcase(name, layers) if isinstance(layers, str) else isinstance(module, layers)
+
+
+def _tflops(flops: int, milliseconds: float) -> float:
+    return flops / milliseconds / 1e9 if milliseconds else 0.0
