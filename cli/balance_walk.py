@@ -74,7 +74,9 @@ def walk_epoch(
             loader = build_loader(path, config, rank=rank, world_size=world_size)
             batches: Iterable[SequenceBatch]
             if has_exchange:
-                batches = stack.enter_context(Balancer(loader, cost=cost, strategy=strategy, on_step=metrics.append))
+                batches = stack.enter_context(
+                    Balancer(loader, BalanceConfig(cost=cost, strategy=strategy, on_step=metrics.append))
+                )
             else:
                 balance = BalanceConfig(cost=cost, strategy=strategy, on_step=metrics.append)
                 batches = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.no_exchange import BalanceConfig
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
-from evenrank.dataloader.balance.ranks.process_group import Members
+from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.batches.transform import Transform, apply, make_rng
@@ -47,6 +47,7 @@ def build_loader(
     world_size: int,
     transform: Transform[Batch] | None = None,
     balance: BalanceConfig | None = None,
+    group: Group | None = None,
 ) -> "Loader[Batch]":
     """Open a dataset and return the loader of one rank.
 
@@ -64,6 +65,8 @@ def build_loader(
         balance: yield batches that are balanced over the ranks, as a Balancer would, but without any exchange: every
             rank reads the samples that it trains, so all must be able to read all. None: the ranks' shares of the order
             as they come.
+        group: with `balance`, the data-parallel ranks, which compare their loaders when these are created. None: the
+            default process group or, without one, nothing is compared.
 
     Raises:
         ConfigError: the rank is out of range, or the settings do not fit the dataset or each other.
@@ -91,7 +94,7 @@ def build_loader(
 
     if balance is None:
         return make()
-    return create_on_all_ranks(make, group=balance.group, world_size=world_size, timeout=balance.timeout)
+    return create_on_all_ranks(make, group=group, world_size=world_size, timeout=balance.timeout)
 
 
 class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
@@ -146,7 +149,9 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._on_step = None if balance is None else balance.on_step
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
-        self._balance_identity = {} if balance is None else balance.rank_invariants() | {"prefetch": config.prefetch}
+        self._balance_invariants = (
+            {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
+        )
         shape = StepShape(
             rank=rank,
             world_size=world_size,
@@ -329,7 +334,7 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             "rank": self._rank,
             "world_size": self._world_size,
             **shared_settings(self._config, self._collate),
-            **self._balance_identity,
+            **self._balance_invariants,
             **self._picker.rank_invariants(self._order, seed=self._config.seed),
             "transform": name_of(self._transform),
             "num_samples": self.num_samples,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
@@ -96,7 +96,7 @@ def train(args: argparse.Namespace) -> None:
     model = NextItem(num_items)
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=3e-3))
     average = LossAverage(device=accelerator.device)
-    with Balancer(loader, cost=cost, device=accelerator.device) as balancer:
+    with Balancer(loader, BalanceConfig(cost=cost), device=accelerator.device) as balancer:
         accelerator.register_for_checkpointing(balancer)
         if (last := newest(args.checkpoints)) is not None:
             accelerator.load_state(str(last))

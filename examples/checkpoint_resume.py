@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
@@ -107,7 +107,7 @@ def train(args: argparse.Namespace) -> None:
     average = LossAverage()
     trained = torch.zeros(loader.num_samples, dtype=torch.int64)  # how often each sample was trained, by all ranks
 
-    with Balancer(loader, cost=cost) as balancer:
+    with Balancer(loader, BalanceConfig(cost=cost)) as balancer:
         job = {"app": AppState(model, optimizer), "data": balancer, "trained": trained}
         if args.checkpoint.exists():
             dcp.load(job, checkpoint_id=args.checkpoint)  # type: ignore[attr-defined]

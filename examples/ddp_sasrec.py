@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.cli.main import run_command
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
 
@@ -139,7 +139,7 @@ def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
     average = LossAverage(device=device)
     loads: list[StepMetrics] = []
     report(f"before training | {evaluate(model.module, data, kind, device)}")
-    with Balancer(loader, cost=cost, device=device, on_step=loads.append) as balancer:
+    with Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append), device=device) as balancer:
         epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
         for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
             history, max_length = batch.features["item_id"], longest(batch)

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> None:
     steps: list[StepMetrics] = []
     average = LossAverage(group=dp)
     unequal = 0
-    with Balancer(loader, cost=cost, group=dp, on_step=steps.append) as balancer:
+    with Balancer(loader, BalanceConfig(cost=cost, on_step=steps.append), group=dp) as balancer:
         epochs = chain.from_iterable(repeat(balancer))
         for step, batch in enumerate(islice(epochs, args.steps), start=1):
             optimizer.zero_grad()

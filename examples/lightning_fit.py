@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
@@ -113,7 +113,7 @@ class BalancedData(lightning.LightningDataModule):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         loader = build_loader(self.path, config, rank=rank, world_size=world_size)
         cost = SelfAttentionCost(hidden=WIDTH, heads=HEADS, head_dim=WIDTH // HEADS, layers=1, ffn_multiplier=4)
-        return Balancer(loader, cost=cost)
+        return Balancer(loader, BalanceConfig(cost=cost))
 
 
 def train(args: argparse.Namespace) -> None:

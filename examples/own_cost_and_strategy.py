@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from evenrank.cli.main import run_command
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import (
+    BalanceConfig,
     Balancer,
     Cost,
     PartitionProblem,
@@ -86,7 +87,7 @@ def compare(data: Path, cost: Cost, strategy: str, own_cost: Cost, num_steps: in
     loader = build_loader(data, config, rank=dist.get_rank(), world_size=dist.get_world_size())
     steps: list[StepMetrics] = []
     ratios = []
-    with Balancer(loader, cost=cost, strategy=strategy, on_step=steps.append) as balancer:
+    with Balancer(loader, BalanceConfig(cost=cost, strategy=strategy, on_step=steps.append)) as balancer:
         for batch in itertools.islice(balancer, num_steps):
             lengths = batch.features["item_id"].lengths().numpy().astype(np.int64)
             load = own_cost({"item_id": lengths}, np.zeros_like(lengths)).sum()

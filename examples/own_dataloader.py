@@ -29,7 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.cli.main import run_command
 from evenrank.dataloader import JaggedCollate, dense, jagged
-from evenrank.dataloader.balance import Balancer, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, scale_loss
 
@@ -77,7 +77,7 @@ def build_balancer(histories: Histories, loads: list[StepMetrics]) -> Balancer[A
     mine = Subset(histories, range(dist.get_rank(), len(histories), dist.get_world_size()))
     collate = JaggedCollate({"item_id": jagged(max_length=MAX_LENGTH), "next_item": dense(dtype=torch.int64)})
     loader = StatefulDataLoader(mine, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
-    return Balancer(loader, cost=cost, on_step=loads.append)
+    return Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append))
 
 
 def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path, *, is_resumed: bool) -> list[float]:

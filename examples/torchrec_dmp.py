@@ -34,7 +34,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from evenrank.core.errors import EvenrankError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, make_pipeline, run_pipeline, scale_loss
 
@@ -127,7 +127,7 @@ def train(args: argparse.Namespace) -> None:
 
     steps: list[StepMetrics] = []
     average = LossAverage(device=device)
-    with Balancer(loader, cost=cost, device=device, on_step=steps.append) as balancer:
+    with Balancer(loader, BalanceConfig(cost=cost, on_step=steps.append), device=device) as balancer:
         epochs = chain.from_iterable(repeat(balancer))
         for step, trained in enumerate(islice(run_pipeline(pipeline, epochs), args.steps), start=1):
             average.update(trained.output, trained.batch)

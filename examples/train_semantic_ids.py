@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.cli.main import run_command
 from evenrank.dataloader import CodeTable, SemanticIdBatch, SemanticIdConfig, build_loader
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
 
@@ -122,7 +122,7 @@ def train(data: Path, num_steps: int) -> None:
     average = LossAverage()
     loads: list[StepMetrics] = []
     report(f"before training | {evaluate(model.module, data, table)}")
-    with Balancer(loader, cost=cost, on_step=loads.append) as balancer:
+    with Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append)) as balancer:
         epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
         for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
             optimizer.zero_grad()

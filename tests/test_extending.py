@@ -11,6 +11,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches
 from evenrank.dataloader.balance import (
     STRATEGIES,
+    BalanceConfig,
     Balancer,
     PartitionProblem,
     partition,
@@ -41,7 +42,9 @@ def _run_page(rank: int, world_size: int) -> list[list[tuple[int, list[int]]]]:
     names: dict[str, Any] = {"loader": loader, "train": trained.append}
     with restored(STRATEGIES, COLLECTIVES):
         exec(snippets["A cost"] + snippets["A strategy"] + snippets["An exchange"], names)
-        with Balancer(loader, cost=names["my_cost"], strategy="snake", exchange="counted-all-to-all") as balancer:
+        with Balancer(
+            loader, BalanceConfig(cost=names["my_cost"], strategy="snake", exchange="counted-all-to-all")
+        ) as balancer:
             counted = list(balancer)
         assert len(names["sent_bytes"]) == 1 + 4  # connecting, and each step
     steps = [
@@ -87,7 +90,7 @@ def _register_on_some_ranks(rank: int, world_size: int, what: str) -> None:
             case "names":
                 options["strategy"] = f"mine of rank {rank}"
                 register_strategy(options["strategy"])(_all_to_the_first)
-        Balancer(RandomBatches(CONFIG, num_batches=1), **options)
+        Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -155,4 +158,4 @@ def test_a_strategy_of_ones_own_is_not_called_before_a_step() -> None:
         def fail(problem: PartitionProblem) -> np.ndarray[Any, Any]:
             raise AssertionError("called")
 
-        Balancer(RandomBatches(CONFIG, num_batches=1), cost=one_per_sample).close()
+        Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(cost=one_per_sample)).close()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch
-from evenrank.dataloader.balance import Balancer, SelfAttentionCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost
 from evenrank.datasets.distributions import Uniform
 from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
 from tests.ranks import RankPool
@@ -47,7 +47,7 @@ def _train(rank: int, world_size: int) -> list[Any]:
     model = DistributedDataParallel(_Model(), process_group=dp.get_group())
     loader = RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=dp.get_local_rank(), world_size=2)
     printed: list[Any] = []
-    with Balancer(loader, cost=COST, group=dp) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST), group=dp) as balancer:
         names = {
             "FiniteCheck": FiniteCheck,
             "LossAverage": LossAverage,

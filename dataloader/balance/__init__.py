@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from evenrank.core.optional_imports import naming_extras
+from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import Cost, HSTUCost, SelfAttentionCost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
@@ -16,8 +17,6 @@ from evenrank.dataloader.balance.partition.strategies import Assignment, TokenLi
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.balancer import Balancer, Handle
-    from evenrank.dataloader.balance.exchange.collectives import register_exchange
-    from evenrank.dataloader.balance.no_exchange import BalanceConfig
 
 __all__ = [
     "STRATEGIES",
@@ -35,7 +34,6 @@ __all__ = [
     "TokenLimitWarning",
     "lower_bound",
     "partition",
-    "register_exchange",
     "register_strategy",
     "summarize",
 ]
@@ -44,10 +42,8 @@ __all__ = [
 # By the module that defines them. Imported when they are used: they need torch, which takes seconds to import, and
 # planning and costs do without.
 _MODULES = {
-    "BalanceConfig": "no_exchange",
     "Balancer": "balancer",
     "Handle": "balancer",
-    "register_exchange": "exchange.collectives",
 }
 
 

@@ -17,26 +17,21 @@ import enum
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
 from evenrank.core.errors import ConfigError, RankError, one_line
-from evenrank.core.numba_cache import code_hash
-from evenrank.dataloader.balance.config import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings, check_topology
-from evenrank.dataloader.balance.cost import Cost
+from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
-from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.partition.registry import find_strategy
 from evenrank.dataloader.balance.ranks.connection import Connection
-from evenrank.dataloader.balance.ranks.consistency import HandshakeResult, RankReport, describe_cost, validate_reports
+from evenrank.dataloader.balance.ranks.consistency import HandshakeResult, RankReport, validate_reports
 from evenrank.dataloader.balance.ranks.handshake import handshake
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter, Position
@@ -109,14 +104,8 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 def check_arguments(
-    make_settings: Callable[[], BalancerSettings],
-    batches: Iterable[Batch],
-    *,
-    device: torch.device | str | None,
-    cost: Cost,
-    members: Members,
-    timeout: timedelta,
-) -> tuple[BalancerSettings, ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
+    batches: Iterable[Batch], config: BalanceConfig, *, device: torch.device | str | None, members: Members
+) -> tuple[ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
     """Check this rank's arguments and compare them between ranks.
 
     Collective: every rank must call this.
@@ -126,22 +115,14 @@ def check_arguments(
         RankError: they are invalid on another rank, or differ between ranks.
 
     """
-    settings, exchange_device, source, num_batches, error = None, None, None, None, None
+    exchange_device, source, num_batches, error = None, None, None, None
     shared: dict[str, Any] = {}
     try:
-        settings = make_settings()
-        find_strategy(settings.partition.strategy, equal_counts=settings.partition.equal_counts)
-        COLLECTIVES.check(settings.exchange)
-        if settings.topology is not None:
-            check_topology(settings.topology, members.world_size)
+        config.check(exchanges=True)
         source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size)
         num_batches = source.length()
         exchange_device = make_device(device)
-        shared = settings.shared() | {
-            "cost": describe_cost(cost),
-            "device": exchange_device.device.type,
-            "the code of evenrank": code_hash(),
-        }
+        shared = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
     except Exception as raised:  # reported to all ranks
         error = raised
     report = RankReport(
@@ -152,15 +133,14 @@ def check_arguments(
         host=socket.gethostname(),
     )
     try:
-        settled = handshake(report, validate_reports, members, timeout)
+        settled = handshake(report, validate_reports, members, config.timeout)
     except RankError:
         if error is not None:
             raise error from None
         raise
-    assert settings is not None
     assert source is not None
     assert exchange_device is not None
-    return settings, exchange_device, source, settled
+    return exchange_device, source, settled
 
 
 class Balancer(EpochNode[Batch], Generic[Batch]):
@@ -172,118 +152,61 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     Args:
         batches: this rank's batches, dataclasses derived from JaggedBatch with one schema; iterated over once per
             epoch. Ranks may have different numbers of batches.
-        cost: what a sample costs; see `evenrank.dataloader.balance.cost`.
-        strategy: `lpt-swap` balances best; `min-move` moves the fewest tokens that bring ranks within `tolerance`;
-            `karmarkar-karp` is the baseline; `none` moves nothing; see `partition`. Or the name of your own; see
-            `register_strategy`.
-        tolerance: relative tolerance: a heaviest load of (1 + tolerance) * lower bound is good enough.
-        max_tokens_per_rank: limit to the tokens of a rank in a step, so that it fits in device memory. The tokens of a
-            sample are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys.
-        on_overflow: where that limit cannot be kept: `raise` on all ranks, or `warn`.
-        equal_counts: balanced batches have equally many rows, padding included. False, with `karmarkar-karp` alone: a
-            rank gets any number of samples, at least one if they suffice, and its batch as many rows.
-        topology: hosts and ranks per host, for ranks that are numbered host by host. Samples then move between hosts
-            only as far as hosts are uneven, and `strategy` applies among the ranks of a host. None: all ranks are
-            equally close.
-        batch_size: rows of every balanced batch; shorter batches of the loader are padded to it. None: as many as the
-            longest batch of any rank so far has. It may be larger than any batch, never smaller.
-        exchange: `all-to-all`, or `all-gather`, which moves more bytes and gives the same batches. Or the name of your
-            own; see `register_exchange`.
+        config: how steps are balanced.
         group: the data-parallel ranks, over which samples are balanced: a process group, or a device mesh of one
             dimension such as `mesh["dp"]`. It is never communicated over itself. None: the default process group or,
-            without one, this process alone. Ranks, topology and logs count the ranks of this group. A rank that passes
+            without one, this process alone. Ranks and logs count the ranks of this group. A rank that passes
             another group cannot be asked; the others wait for it until `timeout`.
         device: where batches are exchanged and where the balanced batches are: None or `cpu`, over Gloo, or a CUDA
             device, over NCCL. The batches of the loader are on the CPU in either case, pinned or not. The exchange of
             the next step starts when the current stream, and the device's default stream, have completed the work
             enqueued so far. Buffers are allocated on a background thread, so capture CUDA graphs with
             `capture_error_mode="thread_local"`.
-        lookahead: steps whose metadata is gathered ahead of the step that trains, at least 1. On a GPU each of them
-            takes device memory of four times its batch; with `all-gather`, of three batches and those of all ranks.
-        timeout: how long a collective waits for other ranks.
-        on_step: called on the training thread with the metrics of each step, before its batch is handed out; see
-            `evenrank.dataloader.balance.writers`.
-        log_every: rank 0 logs a line for people every so many steps; see `evenrank.dataloader.balance.writers`.
-        log_window: (start, stop): of the steps start..stop-1 only, counted from 0 over the epochs of this Balancer.
-            Both may differ between ranks.
 
     Raises:
-        ConfigError: an argument is out of range.
-        RankError: an argument is out of range on another rank, or differs between ranks.
+        ConfigError: an option is out of range.
+        RankError: an option is out of range on another rank, or differs between ranks.
 
     """
 
     def __init__(
         self,
         batches: Iterable[Batch],
+        config: BalanceConfig,
         *,
-        cost: Cost,
-        strategy: str = DEFAULTS.partition.strategy,
-        tolerance: float = DEFAULTS.partition.tolerance,
-        max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank,
-        on_overflow: OnOverflow = DEFAULTS.partition.on_overflow,
-        equal_counts: bool = DEFAULTS.partition.equal_counts,
-        topology: tuple[int, int] | None = DEFAULTS.topology,
-        exchange: str = DEFAULTS.exchange,
-        group: Group | None = None,
-        batch_size: int | None = DEFAULTS.batch_size,
         device: torch.device | str | None = None,
-        lookahead: int = DEFAULTS.lookahead,
-        timeout: timedelta = DEFAULTS.timeout,
-        on_step: Callable[[StepMetrics], None] | None = None,
-        log_every: int | None = DEFAULTS.log_every,
-        log_window: tuple[int, int] | None = DEFAULTS.log_window,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
+        self._config = config
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         suppress_fx_tracing_warning()  # before the batches of any other loader
         warm_up()
-        members = members_of(group, timeout)
-        self._settings, self._device, self._source, settled = check_arguments(
-            lambda: BalancerSettings(
-                partition=PartitionSettings(
-                    strategy=strategy,
-                    tolerance=tolerance,
-                    max_tokens_per_rank=max_tokens_per_rank,
-                    on_overflow=on_overflow,
-                    equal_counts=equal_counts,
-                ),
-                topology=topology,
-                exchange=exchange,
-                batch_size=batch_size,
-                lookahead=lookahead,
-                timeout=timeout,
-                log_every=log_every,
-                log_window=log_window,
-            ),
-            batches,
-            device=device,
-            cost=cost,
-            members=members,
-            timeout=timeout,
-        )
+        members = members_of(group, config.timeout)
+        self._device, self._source, settled = check_arguments(batches, config, device=device, members=members)
         self._num_steps = settled.num_steps
-        log = StepLogger(every=log_every, window=log_window) if log_every is not None and members.rank == 0 else None
-        self._observers = [observe for observe in (log, on_step) if observe is not None]
+        log = None
+        if config.log_every is not None and members.rank == 0:
+            log = StepLogger(every=config.log_every, window=config.log_window)
+        self._observers = [observe for observe in (log, config.on_step) if observe is not None]
         self._connection = Connection(
             members,
             hosts=settled.hosts,
-            timeout=timeout,
+            timeout=config.timeout,
             backend=self._device.backend,
             use_in_thread=self._device.use_in_thread,
         )
         with self._connection.aborting():
             self._exchange = Exchange(
-                COLLECTIVES[self._settings.exchange](),
+                COLLECTIVES[config.exchange](),
                 self._connection.exchange_group,
                 self._device,
                 world_size=members.world_size,
             )
-            within(timeout, self._exchange.connect)  # NCCL connects through the store, in its first collective
+            within(config.timeout, self._exchange.connect)  # NCCL connects through the store, in its first collective
         self._planner = StepPlanner(
             self._source.rank_invariants,
-            cost=cost,
-            settings=self._settings,
+            config=config,
             all_gather=self._connection.all_gather,
             prepare=self._exchange.prepare,
             rank=members.rank,
@@ -319,7 +242,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         started: deque[Handle] = deque()
         launched: deque[Handle] = deque()
         try:
-            started.extend(self._start_next(source) for _ in range(self._settings.lookahead))
+            started.extend(self._start_next(source) for _ in range(self._config.lookahead))
             launched.append(self.launch(started.popleft()))
             while launched[0].in_flight is not None:
                 started.append(self._start_next(source))

@@ -1,113 +1,140 @@
-"""How steps are balanced: the options of a partition and those of a Balancer, with their defaults."""
+"""`BalanceConfig`: the options of balancing, for a Balancer and for a loader that balances itself."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.cost import Cost, describe_cost
+from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.partition.registry import STRATEGIES
+from evenrank.dataloader.balance.partition.strategies import (
+    DEFAULT_STRATEGY,
+    DEFAULT_TOLERANCE,
+    OnOverflow,
+    check_options,
+)
 
-OnOverflow = Literal["raise", "warn"]
+ExchangeName = Literal["all-to-all", "all-gather"]
+
+_NO_EXCHANGE_ONLY = ("pack", "window")
+_EXCHANGE_ONLY = ("exchange", "batch_size", "lookahead")
+_PER_RANK = ("timeout", "on_step", "log_every", "log_window")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionSettings:
-    """How the samples of a step are assigned to ranks."""
+class BalanceConfig:
+    """How steps are balanced over the ranks; the same on all ranks, except for the last four options.
 
-    strategy: str = "lpt-swap"
+    A Balancer, or `build_loader`, checks the options, so that a mistake on one rank is reported on all ranks.
+    """
+
+    cost: Cost
+    """What a sample costs; see `evenrank.dataloader.balance.cost`."""
+
+    strategy: str = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
     `karmarkar-karp` is the baseline; `none` moves nothing; or one of your own (`register_strategy`)."""
 
-    tolerance: float = 0.001
+    tolerance: float = DEFAULT_TOLERANCE
     """Relative tolerance, from 0 to below 1: a heaviest load of (1 + tolerance) * lower bound is good enough."""
 
     max_tokens_per_rank: int | None = None
-    """Limit to the tokens of a rank in a step, so that it fits in device memory; None: no limit."""
+    """Limit to the tokens of a rank in a step, so that it fits in device memory; None: no limit. The tokens of a sample
+    are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys."""
 
     on_overflow: OnOverflow = "raise"
-    """What to do in a step where that limit cannot be kept: raise on all ranks, or warn and exceed it."""
+    """Where that limit cannot be kept: `raise` on all ranks, or `warn` and exceed it."""
 
-    equal_counts: bool = True
-    """Every rank gets as many rows as the others, padding included. False, for `karmarkar-karp` and models that need no
-    fixed batch size: any number of samples, at least one if there are as many samples as ranks, and no padding."""
+    pack: bool = False
+    """`build_loader` only. Each step has as many samples as fit `max_tokens_per_rank`, at most the loader's
+    `batch_size` per rank, so the number of samples varies and the rest of the rows are padding. A sample that is longer
+    than the limit raises or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens.
+    `drop_last` leaves out a last step that has room for more samples."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1:
-            raise ConfigError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
-        if self.max_tokens_per_rank is not None and self.max_tokens_per_rank < 1:
-            raise ConfigError(f"max_tokens_per_rank must be at least 1, got {self.max_tokens_per_rank}")
-        if self.on_overflow not in get_args(OnOverflow):
-            known = ", ".join(get_args(OnOverflow))
-            raise ConfigError(f"on_overflow must be one of {known}, got {self.on_overflow!r}")
+    window: int = 1
+    """`build_loader` only. Steps whose samples may change steps among themselves, so that fewer of them wait for
+    samples that make their ranks uneven. 1: samples stay in their steps."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BalancerSettings:
-    """How a Balancer works."""
-
-    partition: PartitionSettings = field(default_factory=PartitionSettings)
-    """How samples are assigned to ranks."""
-
-    topology: tuple[int, int] | None = None
-    """Hosts and ranks per host, for ranks that are numbered host by host; None: all ranks are equally close."""
-
-    exchange: str = "all-to-all"
-    """The collective that moves samples: `all-to-all`, `all-gather`, or one of your own (`register_exchange`)."""
+    exchange: ExchangeName = "all-to-all"
+    """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
+    gives the same batches."""
 
     batch_size: int | None = None
-    """Rows of every balanced batch; None: those of the longest batch of any rank so far."""
+    """`Balancer` only. Rows of every balanced batch, at least those of the loader's batches, which are padded to it;
+    None: those of the longest batch of any rank so far."""
 
     lookahead: int = 2
-    """Steps whose metadata is gathered ahead of the step that trains, at least 1."""
+    """`Balancer` only. Steps whose metadata is gathered ahead of the step that trains, at least 1. On a GPU each
+    of them takes device memory of four times its batch; with `all-gather`, of three batches and those of all ranks."""
 
     timeout: timedelta = timedelta(minutes=30)
-    """How long a collective waits for other ranks."""
+    """How long a collective or a comparison waits for other ranks."""
+
+    on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
+    """Called on the training thread with the metrics of each step, before its batch is handed out; see
+    `evenrank.dataloader.balance.writers`. With no exchange, samples that change ranks count as moved and the times of
+    gathering and exchanging are 0."""
 
     log_every: int | None = None
-    """Steps from one line of the log to the next, at least 1; None: no lines."""
+    """Rank 0 logs a line for people every so many steps; None: no lines."""
 
     log_window: tuple[int, int] | None = None
-    """Start and stop of the steps that are logged, start..stop-1; None: all."""
+    """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
 
-    def __post_init__(self) -> None:
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
-        if not self.partition.equal_counts and self.topology is not None:
-            raise ConfigError(f"topology needs equal_counts=True, got False and {self.topology}; leave out one of them")
-        if not self.partition.equal_counts and self.batch_size is not None:
-            raise ConfigError(
-                f"batch_size, the rows of every balanced batch, needs equal_counts=True, got False and "
-                f"{self.batch_size}; leave out one of them"
-            )
-        if self.lookahead < 1:
-            raise ConfigError(f"lookahead must be at least 1, got {self.lookahead}")
-        if self.log_every is not None and self.log_every < 1:
-            raise ConfigError(f"log_every must be at least 1, got {self.log_every}")
+    def check(self, *, exchanges: bool) -> None:
+        """Check the options.
+
+        Args:
+            exchanges: for a Balancer, which exchanges samples; otherwise for a loader that balances itself.
+
+        Raises:
+            ConfigError: an option is out of range, contradicts another one, or has no effect.
+
+        """
+        check_options(
+            tolerance=self.tolerance, max_tokens_per_rank=self.max_tokens_per_rank, on_overflow=self.on_overflow
+        )
+        STRATEGIES.check(self.strategy)
+        if self.exchange not in get_args(ExchangeName):
+            raise ConfigError(f"exchange must be one of {', '.join(get_args(ExchangeName))}, got {self.exchange!r}")
+        if type(self.window) is not int or self.window < 1:
+            raise ConfigError(f"window must be an integer of at least 1, got {self.window!r}")
+        if self.strategy == "none" and (self.window > 1 or self.pack):
+            option = "pack=True" if self.pack else f"window={self.window}"
+            raise ConfigError(f"{option} needs a strategy that assigns samples to ranks, got 'none'; choose another")
+        if self.pack and self.window > 1:
+            raise ConfigError(f"pack=True decides which samples a step has; leave out window={self.window}")
+        if self.pack and self.max_tokens_per_rank is None:
+            raise ConfigError("pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it")
+        for name in ("batch_size", "lookahead", "log_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.log_window is not None:
             start, stop = self.log_window
             if not 0 <= start < stop:
                 raise ConfigError(f"log_window must be (start, stop) with 0 <= start < stop, got {self.log_window}")
             if self.log_every is None:
                 raise ConfigError(f"log_window={self.log_window} needs log_every; log_every=1 logs each of these steps")
+        for known in dataclasses.fields(self):
+            if known.name in (_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY):
+                value = getattr(self, known.name)
+                if value != known.default:
+                    other, this = ("build_loader", "Balancer") if exchanges else ("Balancer", "build_loader")
+                    raise ConfigError(
+                        f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
+                    )
 
-    def shared(self) -> dict[str, Any]:
-        """Return the options that must be the same on all ranks, by name."""
-        names = ("topology", "exchange", "batch_size", "lookahead")
-        return dataclasses.asdict(self.partition) | {name: getattr(self, name) for name in names}
+    @property
+    def partition_options(self) -> dict[str, Any]:
+        """The options of `partition`, by name."""
+        names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow")
+        return {name: getattr(self, name) for name in names}
 
-
-DEFAULTS = BalancerSettings()
-
-
-def check_topology(topology: tuple[int, int], world_size: int) -> None:
-    """Check that a topology has `world_size` ranks.
-
-    Raises:
-        ConfigError: it has another number of ranks.
-
-    """
-    hosts, ranks_per_host = topology
-    if hosts < 1 or ranks_per_host < 1 or hosts * ranks_per_host != world_size:
-        raise ConfigError(
-            f"topology is (hosts, ranks per host): {hosts} * {ranks_per_host} differs from the world size, {world_size}"
-        )
+    def rank_invariants(self, *, exchanges: bool) -> dict[str, Any]:
+        """Return the options that must be the same on all ranks, by name; for `exchanges` see `check`."""
+        left_out = {"cost", *_PER_RANK, *(_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY)}
+        names = [option.name for option in dataclasses.fields(self) if option.name not in left_out]
+        return {name: getattr(self, name) for name in names} | {"cost": describe_cost(self.cost)}

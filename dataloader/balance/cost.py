@@ -9,7 +9,9 @@ rounds. They are shifted right by a number of bits that follows from the configu
 whole step add up below 2^62.
 """
 
+import dataclasses
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -370,3 +372,9 @@ class SelfAttentionCost(TokenCost):
         attention = 2 * attended_pairs(history, candidates, causal=self.causal) * width
         feed_forward = 4 * tokens * self.hidden * int(self.ffn_multiplier * self.hidden)
         return 3 * self.layers * (projections + attention + feed_forward)
+
+
+def describe_cost(cost: object) -> str:
+    """Return a description of a cost that is the same in all processes for equal costs."""
+    text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -53,9 +53,6 @@ class StepMetrics:
     moved_bytes: int
     """Bytes of the samples that moved."""
 
-    bytes_between_hosts: int = 0
-    """Bytes of the samples that moved to another host; 0 where the topology is not known."""
-
     gather_seconds: float = 0.0
     """Time of the metadata all-gather, on this rank, in the background."""
 
@@ -89,7 +86,6 @@ def measure_step(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
     sample_bytes: NDArray[np.int64],
-    ranks_per_host: int | None = None,
     epoch: int = 0,
     step: int = 0,
 ) -> StepMetrics:
@@ -100,29 +96,23 @@ def measure_step(
         costs: int64 [W, B], of each sample, 0 for padding.
         tokens: int64 [W, B], of each sample, 0 for padding.
         sample_bytes: int64 [W, B], of each sample, 0 for padding.
-        ranks_per_host: if it is known.
         epoch: of the step.
         step: its number.
 
     """
     moved = assignment.moved
-    leaves_host = np.zeros_like(moved)
-    if ranks_per_host is not None:
-        home = np.arange(len(costs))[:, np.newaxis]
-        leaves_host = moved & (assignment.rank_of // ranks_per_host != home // ranks_per_host)
     return StepMetrics(
         epoch=epoch,
         step=step,
         before=costs.sum(axis=1),
         after=assignment.loads(costs),
-        lower_bound=lower_bound(costs, len(costs), equal_counts=assignment.equal_counts),
+        lower_bound=lower_bound(costs, len(costs)),
         samples=int(np.count_nonzero(assignment.rank_of >= 0)),
         moved_samples=int(np.count_nonzero(moved)),
         tokens=int(tokens.sum()),
         moved_tokens=int(tokens[moved].sum()),
         sample_bytes=int(sample_bytes.sum()),
         moved_bytes=int(sample_bytes[moved].sum()),
-        bytes_between_hosts=int(sample_bytes[leaves_host].sum()),
     )
 
 
@@ -219,9 +209,6 @@ class MetricsSummary:
     moved_bytes: float = _metric(_mean, "bytes moved per step", Unit.BYTES)
     """Bytes of the samples that moved, of all ranks, mean per step."""
 
-    bytes_between_hosts: float = _metric(_mean, "bytes moved between hosts per step", Unit.BYTES)
-    """Bytes of the samples that moved to another host, mean per step; 0 where the topology is not known."""
-
     gather_seconds: float = _metric(_mean, "in the background: metadata all-gather", Unit.SECONDS)
     """Time of the metadata all-gather, mean per step."""
 
@@ -280,7 +267,6 @@ def _summarize_step(step: StepMetrics) -> MetricsSummary:
         moved_samples=step.moved_samples / step.samples if step.samples else 0.0,
         moved_tokens=step.moved_tokens / step.tokens if step.tokens else 0.0,
         moved_bytes=step.moved_bytes,
-        bytes_between_hosts=step.bytes_between_hosts,
         gather_seconds=step.gather_seconds,
         plan_seconds=step.plan_seconds,
         exchange_seconds=step.exchange_seconds,

@@ -7,109 +7,23 @@ a Balancer's. So each rank comes to the same assignment alone, and reads just th
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64
-from evenrank.core.numba_cache import code_hash
-from evenrank.dataloader.balance.config import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings, check_topology
-from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
+from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.partition.registry import find_strategy
-from evenrank.dataloader.balance.partition.strategies import real_rows
-from evenrank.dataloader.balance.ranks.consistency import describe_cost
-from evenrank.dataloader.balance.ranks.process_group import Group
-from evenrank.dataloader.balance.step_windows import assign_step, assign_to_steps, measure_assignment
+from evenrank.dataloader.balance.partition.strategies import partition, real_rows
+from evenrank.dataloader.balance.step_windows import assign_to_steps, measure_assignment
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.collate.gather import SampleLengths
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BalanceConfig:
-    """How a loader balances its steps over the ranks; the same on all ranks, except for `on_step`."""
-
-    cost: Cost
-    """What a sample costs; see `evenrank.dataloader.balance.cost`."""
-    strategy: str = DEFAULTS.partition.strategy
-    """See `Balancer`, which explains this and the next five options."""
-    tolerance: float = DEFAULTS.partition.tolerance
-    max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank
-    on_overflow: OnOverflow = DEFAULTS.partition.on_overflow
-    equal_counts: bool = DEFAULTS.partition.equal_counts
-    topology: tuple[int, int] | None = DEFAULTS.topology
-    pack: bool = False
-    """Each step has as many samples as fit `max_tokens_per_rank`, at most `batch_size` per rank, so the number of
-    samples varies and the rest of the rows are padding. See `packing.py`. A sample that is longer than the limit raises
-    or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens. `drop_last` leaves out a
-    last step that has room for more samples."""
-    window: int = 1
-    """Steps whose samples may change steps among themselves, so that fewer of them wait for samples that make their
-    ranks uneven. 1: samples stay in their steps. See `window.py`."""
-    group: Group | None = field(default=None, compare=False)
-    """The data-parallel ranks, which compare their loaders when these are created. None: the default process group or,
-    without one, nothing is compared."""
-    timeout: timedelta = DEFAULTS.timeout
-    """How long comparisons wait for other ranks: when loaders are created, and at the end of an epoch."""
-    on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
-    """Called by the consumer's thread with the metrics of each step, before its batch is handed out. What would have
-    moved between ranks counts as moved; nothing is gathered or exchanged, so these times are 0."""
-
-    def __post_init__(self) -> None:
-        if type(self.window) is not int or self.window < 1:
-            raise ConfigError(f"window must be an integer of at least 1, got {self.window!r}")
-        if self.window > 1 and self.strategy == "none":
-            raise ConfigError(
-                f"window={self.window} needs a strategy that assigns samples to ranks, got 'none'; choose another "
-                "one, or leave out window"
-            )
-        if self.pack:
-            self._check_packing()
-
-    def _check_packing(self) -> None:
-        if self.window > 1:
-            raise ConfigError(f"pack=True decides which samples a step has; leave out window={self.window}")
-        if self.max_tokens_per_rank is None:
-            raise ConfigError("pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it")
-        if not self.equal_counts:
-            raise ConfigError("pack=True pads batches to batch_size rows, so it needs equal_counts=True, got False")
-        if self.topology is not None:
-            raise ConfigError(f"pack=True assigns samples to ranks of any host; leave out topology={self.topology}")
-        if self.strategy == "none":
-            raise ConfigError("pack=True needs a strategy that assigns samples to ranks, got 'none'")
-
-    @property
-    def settings(self) -> BalancerSettings:
-        """The same as settings of a Balancer.
-
-        Raises:
-            ConfigError: one is out of range.
-
-        """
-        return BalancerSettings(
-            partition=PartitionSettings(
-                strategy=self.strategy,
-                tolerance=self.tolerance,
-                max_tokens_per_rank=self.max_tokens_per_rank,
-                on_overflow=self.on_overflow,
-                equal_counts=self.equal_counts,
-            ),
-            topology=self.topology,
-            timeout=self.timeout,
-        )
-
-    def rank_invariants(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by name."""
-        names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "equal_counts", "topology")
-        options = {name: getattr(self, name) for name in (*names, "pack", "window")}
-        return options | {"cost": describe_cost(self.cost), "the code of evenrank": code_hash()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,20 +61,16 @@ class Sampler:
     """
 
     def __init__(self, config: BalanceConfig, schema: BatchSchema, *, rank: int, world_size: int) -> None:
+        config.check(exchanges=False)
         warm_up()
         self._cost = config.cost
-        self._settings = config.settings
+        self._config = config
         self._schema = schema
         self._rank = rank
         self._world_size = world_size
         slots = np.arange(world_size * schema.batch_size, dtype=np.uint64)
         self._multipliers = mix64(slots) | np.uint64(1)  # of `_hash`
         self._max_tokens = config.max_tokens_per_rank if config.pack else None  # a longer sample counts as this many
-        find_strategy(config.strategy, equal_counts=config.equal_counts)
-        if config.window > 1:
-            find_strategy(config.strategy, equal_counts=True)
-        if config.topology is not None:
-            check_topology(config.topology, world_size)
 
     def count_tokens(self, samples: SampleLengths) -> NDArray[np.int64]:
         """Return the tokens of n samples: int64 [n]; see `cost.count_tokens`."""
@@ -239,7 +149,7 @@ class Sampler:
             of_all.tokens,
             num_steps=num_samples // (self._world_size * self._schema.batch_size),
             world_size=self._world_size,
-            settings=self._settings.partition,
+            config=self._config,
             seed=seed,
             epoch=epoch,
         )
@@ -259,12 +169,13 @@ class Sampler:
         """
         of_step = self._cost_of(samples, with_lengths=False)
         digest = hashlib.sha256(of_step.costs.tobytes() + of_step.tokens.tobytes())
-        if self._settings.partition.max_tokens_per_rank is None:
+        if self._config.max_tokens_per_rank is None:
             is_real = real_rows(self._schema.batch_size, self._world_size, num_loaded)
             costs, tokens = (_in_rows(values, is_real, is_full=False) for values in (of_step.costs, of_step.tokens))
-            digest.update(
-                assign_step(self._settings, costs=costs, tokens=tokens, num_real=num_loaded).rank_of.tobytes()
+            assignment = partition(
+                costs, self._world_size, tokens=tokens, num_real=num_loaded, **self._config.partition_options
             )
+            digest.update(assignment.rank_of.tobytes())
         return digest.hexdigest()[:16]
 
     def _cost_of(self, samples: SampleLengths, *, with_lengths: bool, num_summed: int | None = None) -> "_Samples":
@@ -299,7 +210,7 @@ class Sampler:
         is_real = real_rows(shape[1], shape[0], num_real)
         costs, tokens = (_in_rows(values, is_real, is_full=is_full) for values in (samples.costs, samples.tokens))
         within = tokens if self._max_tokens is None else np.minimum(tokens, self._max_tokens)
-        assignment = assign_step(self._settings, costs=costs, tokens=within, num_real=num_real)
+        assignment = partition(costs, shape[0], tokens=within, num_real=num_real, **self._config.partition_options)
         trained_by = assignment.rank_of[is_real]
         indices = np.flatnonzero(trained_by == self._rank)
         plan_seconds = seconds + time.perf_counter() - started
@@ -307,7 +218,6 @@ class Sampler:
         if is_measured:
             metrics = measure_assignment(
                 assignment,
-                self._settings,
                 self._schema,
                 costs=costs,
                 tokens=tokens,
@@ -321,7 +231,7 @@ class Sampler:
             indices=first + indices,
             costs=samples.costs[indices],
             tokens=samples.tokens[indices],
-            num_rows=self._schema.batch_size if assignment.equal_counts else len(indices),
+            num_rows=self._schema.batch_size,
             world_loss_tokens=int(samples.loss_tokens.sum()),
             plan_hash=self._hash(sample_ids, trained_by),
             metrics=metrics,

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.balance.config import OnOverflow
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
-from evenrank.dataloader.balance.partition.strategies import TokenLimitWarning
+from evenrank.dataloader.balance.partition.strategies import OnOverflow, TokenLimitWarning
 from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens, tokens_by_rank
 from evenrank.datasets.order import StepSchedule
 

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import one_line
-from evenrank.dataloader.balance.config import BalancerSettings
-from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
+from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan
 from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.ranks.consistency import (
     check_batch,
     check_headers,
@@ -39,7 +40,7 @@ from evenrank.dataloader.balance.ranks.metadata import (
     hash63,
 )
 from evenrank.dataloader.balance.ranks.plan_check import confirm
-from evenrank.dataloader.balance.step_windows import assign_step, measure_assignment
+from evenrank.dataloader.balance.step_windows import measure_assignment
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import BatchSchema, lengths_of
@@ -67,8 +68,7 @@ class StepPlanner:
 
     Args:
         identity: returns what this rank's loader must have in common with those of all others, by name.
-        cost: what a sample costs.
-        settings: how steps are balanced; the same on all ranks.
+        config: how steps are balanced; the same on all ranks.
         all_gather: of all ranks.
         prepare: prepares the exchange of a batch; what it raises reaches all ranks before anything is sent.
         rank: this rank.
@@ -80,16 +80,14 @@ class StepPlanner:
         self,
         identity: Callable[[], Mapping[str, Any]],
         *,
-        cost: Cost,
-        settings: BalancerSettings,
+        config: BalanceConfig,
         all_gather: MetadataAllGather,
         prepare: Callable[[JaggedBatch, Plan], PreparedStep],
         rank: int,
         world_size: int,
     ) -> None:
         self._identity = identity
-        self._cost = cost
-        self._settings = settings
+        self._config = config
         self._all_gather = all_gather
         self._prepare = prepare
         self._rank = rank
@@ -140,19 +138,20 @@ class StepPlanner:
             rank_of=None if planned.plan is None else planned.plan.rank_of,
             error=failure,
             step_name=f"step {number} of epoch {epoch}",
-            strategy=self._settings.partition.strategy,
+            strategy=self._config.strategy,
         )
         return planned
 
     def _plan(self, schema: BatchSchema, step: StepMetadata, *, epoch: int, number: int) -> tuple[Plan, StepMetrics]:
         """Return this rank's plan for a step, and what it achieves."""
         started = time.perf_counter()
-        assignment = assign_step(self._settings, costs=step.costs, tokens=step.tokens, num_real=step.num_real)
+        assignment = partition(
+            step.costs, len(step.costs), tokens=step.tokens, num_real=step.num_real, **self._config.partition_options
+        )
         plan = make_plan(schema, step, assignment, self._rank)
         plan_seconds = time.perf_counter() - started
         metrics = measure_assignment(
             assignment,
-            self._settings,
             schema,
             costs=step.costs,
             tokens=step.tokens,
@@ -170,7 +169,7 @@ class StepPlanner:
         raise_reported_errors([report.error for report, _ in reports])
         # A setting that differs is named itself, rather than what it does to the batches.
         check_settings([identity for _, identity in reports])
-        return common_schema([report for report, _ in reports], self._settings.batch_size)
+        return common_schema([report for report, _ in reports], self._config.batch_size)
 
     def _try_identity(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
         """Return this rank's identity, and the error to report to all ranks."""
@@ -195,7 +194,7 @@ class StepPlanner:
         identity, error = self._try_identity(error)
         if batch is not None and error is None:
             try:
-                check_batch(batch, schema, max_batch_size=self._settings.batch_size)
+                check_batch(batch, schema, max_batch_size=self._config.batch_size)
                 if num_rows <= schema.batch_size:
                     batch = pad_batch(batch, schema.batch_size)
                     lengths = lengths_of(batch)
@@ -234,12 +233,12 @@ class StepPlanner:
         candidates = getattr(batch, "num_candidates", None)
         lengths_by_key = schema.lengths_by_key(lengths)
         costs = scaled_costs(
-            self._cost,
+            self._config.cost,
             lengths_by_key,
             np.zeros(batch.batch_size, dtype=np.int64) if candidates is None else candidates.numpy(),
             num_real=batch.num_real,
             samples_per_step=self._world_size * batch.batch_size,
         )
-        tokens = count_tokens(self._cost, lengths_by_key, batch.batch_size)
+        tokens = count_tokens(self._config.cost, lengths_by_key, batch.batch_size)
         tokens[batch.num_real :] = 0
         return costs, tokens

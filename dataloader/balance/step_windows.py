@@ -12,18 +12,16 @@ W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has
 one step has the loads 10 10, the other one 2 2.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.config import BalancerSettings, PartitionSettings
+from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.exchange.plan import sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, assign, real_rows
-from evenrank.dataloader.balance.partition.two_level import assign_by_host
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows
 from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.datasets.order import SampleOrder, permute
 
@@ -114,7 +112,7 @@ def assign_to_steps(
     *,
     num_steps: int,
     world_size: int,
-    settings: PartitionSettings,
+    config: BalanceConfig,
     seed: int,
     epoch: int,
 ) -> NDArray[np.int64]:
@@ -125,7 +123,7 @@ def assign_to_steps(
         tokens: int64 [n].
         num_steps: S.
         world_size: W.
-        settings: of the partition.
+        config: the options of the partition.
         seed: of what is left to chance, another one for each window.
         epoch: of the window.
 
@@ -137,10 +135,9 @@ def assign_to_steps(
 
     """
     num_bins = num_steps * world_size
-    # Bins have as many samples as ranks, so that steps do, whether a step then has equal counts or not. Nothing moves
-    # between ranks here, so tokens matter for the limit alone.
-    settings = dataclasses.replace(settings, equal_counts=True)
-    bins = assign(costs, num_bins, settings, tokens=None if settings.max_tokens_per_rank is None else tokens)
+    # Nothing moves between ranks here, so tokens matter for the limit alone.
+    limited = None if config.max_tokens_per_rank is None else tokens
+    bins = partition(costs, num_bins, tokens=limited, **config.partition_options)
     loads = bins.loads(costs)
     # Of integers, whose sum does not depend on the order in which a machine adds.
     mean = max(int(loads.sum()) // num_bins, 1)
@@ -161,33 +158,8 @@ def _shuffled(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
 # Assigning the samples of a step to ranks, and what that achieves: one rank's view of all, from costs and lengths.
 
 
-def assign_step(
-    settings: BalancerSettings,
-    *,
-    costs: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    num_real: NDArray[np.int64] | None,
-) -> Assignment:
-    """Decide which rank trains which sample.
-
-    Args:
-        settings: the partition and the topology.
-        costs: int64 [W, B], 0 for padding.
-        tokens: int64 [W, B], 0 for padding.
-        num_real: int64 [W], how many of each rank's first rows are samples; None: all.
-
-    Raises:
-        ConfigError: the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
-
-    """
-    if settings.topology is None:
-        return assign(costs, len(costs), settings.partition, tokens=tokens, num_real=num_real)
-    return assign_by_host(costs, settings.topology, settings.partition, tokens=tokens, num_real=num_real)
-
-
 def measure_assignment(
     assignment: Assignment,
-    settings: BalancerSettings,
     schema: BatchSchema,
     *,
     costs: NDArray[np.int64],
@@ -200,8 +172,7 @@ def measure_assignment(
     """Return what an assignment achieves; the times remain 0.
 
     Args:
-        assignment: from `assign_step`, with these settings, costs, tokens and numbers of samples.
-        settings: as there.
+        assignment: from `partition`, with these costs, tokens and numbers of samples.
         schema: of the batches.
         costs: as there.
         tokens: as there.
@@ -217,7 +188,6 @@ def measure_assignment(
         costs=costs,
         tokens=tokens,
         sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
-        ranks_per_host=None if settings.topology is None else settings.topology[1],
         epoch=epoch,
         step=step,
     )

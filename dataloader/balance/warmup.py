@@ -27,7 +27,6 @@ def warm_up() -> None:
     """
     costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
     plans = [functools.partial(partition, costs, 2, strategy=strategy, tokens=tokens) for strategy in _STRATEGIES]
-    plans.append(functools.partial(plans[0], equal_counts=False))
     # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
     plans.append(functools.partial(plans[0], max_tokens_per_rank=160))
     with _LOCK:

@@ -101,8 +101,8 @@ def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options
     """
     options = {"device": world.device, "group": world.data, **options}
     if config.balance == "none":
-        return Balancer(loader, strategy="none", **options)
-    return Balancer(loader, strategy=config.strategy, exchange=config.balance, **options)
+        return Balancer(loader, BalanceConfig(strategy="none", **options))
+    return Balancer(loader, BalanceConfig(strategy=config.strategy, exchange=config.balance, **options))
 
 
 def check_names(config: TrainConfig) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.config import BalancerSettings, PartitionSettings
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
@@ -310,7 +310,9 @@ def measure_exposed(
     loaded = [batch.pin_memory() if is_cuda else batch for batch in batches_of(batch_size, 16)]
 
     def balancer_of(batches: Iterable[SequenceBatch]) -> Balancer[SequenceBatch]:
-        return Balancer(batches, cost=COST, strategy=strategy, tolerance=TOLERANCE, device=device, timeout=TIMEOUT)
+        return Balancer(
+            batches, BalanceConfig(cost=COST, strategy=strategy, tolerance=TOLERANCE, timeout=TIMEOUT), device=device
+        )
 
     def source() -> Iterator[SequenceBatch]:
         for number, batch in enumerate(itertools.islice(itertools.cycle(loaded), steps + WARMUP_STEPS)):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.training import scale_loss
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
 def balance(path: Path, rank: int, world_size: int, batch_size: int | None = None) -> Balancer[SequenceBatch]:
     """Return the balanced batches of a rank; without a batch size, of the same steps for each world size."""
     config = LoaderConfig(batch_size=batch_size or GLOBAL_BATCH_SIZE // world_size, num_workers=1)
-    return Balancer(build_loader(path, config, rank=rank, world_size=world_size), cost=COST)
+    return Balancer(build_loader(path, config, rank=rank, world_size=world_size), BalanceConfig(cost=COST))
 
 
 def ids_of(batch: Any) -> list[int]:

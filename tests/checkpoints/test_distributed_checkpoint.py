@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, StreamConfig, build_loader, build_stream_loader
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import scale_loss
 from tests.checkpoints.resuming import COST, Model, balance, ids_of
 from tests.ranks import RankPool
@@ -159,7 +159,7 @@ def test_job_resumes_with_each_sample_once(
 def _stream(path: Path, rank: int, world_size: int) -> Balancer[SequenceBatch]:
     stream = StreamConfig(num_shards=7, buffer_rows=16, open_shards=2)
     loader = build_stream_loader(path, LoaderConfig(batch_size=6), stream, rank=rank, world_size=world_size)
-    return Balancer(loader, cost=COST)
+    return Balancer(loader, BalanceConfig(cost=COST))
 
 
 def _save_stream(rank: int, world_size: int, path: Path, folder: Path, step: int) -> Any:

@@ -21,7 +21,7 @@ from evenrank.dataloader import (
     jagged,
     random_codes,
 )
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
 from evenrank.dataloader.collate.gather import StoreRows
@@ -176,7 +176,7 @@ def _balanced(rank: int, world_size: int, max_history_length: int) -> list[tuple
     # The last rank runs out of batches first, and gets empty ones from then on.
     batches = RandomBatches(config, DATA, num_batches=3 if rank == world_size - 1 else 6)
     cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False, history_key="semantic_id")
-    with Balancer(list(batches), cost=cost) as balancer:
+    with Balancer(list(batches), BalanceConfig(cost=cost)) as balancer:
         return [
             (batch.length_limits, batch.max_lengths, lengths_of(batch).max(axis=1, initial=0).tolist())
             for batch in balancer

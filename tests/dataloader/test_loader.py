@@ -20,7 +20,7 @@ from evenrank.dataloader import (
     build_loader,
     build_stream_loader,
 )
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets import open_store
@@ -234,7 +234,7 @@ def _hits(rank: int, world_size: int, path: Path) -> tuple[int, float]:
     config = LoaderConfig(batch_size=7, split="eval", max_num_candidates=1, order="rows")
     with Balancer(
         build_loader(path, config, rank=rank, world_size=world_size),
-        cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False),
+        BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)),
     ) as batches:
         sums = torch.zeros(3, dtype=torch.int64)
         for batch in batches:

@@ -18,7 +18,7 @@ from evenrank.dataloader import (
     SequenceBatch,
     random_codes,
 )
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.batches.schema import check_contents
 from evenrank.dataloader.random_batches import _FORMAT
 from evenrank.datasets.distributions import Uniform
@@ -199,7 +199,7 @@ def test_a_state_of_other_batches_is_refused() -> None:
 def _both_as_rank_0(rank: int, world_size: int) -> None:
     with Balancer(
         RandomBatches(LoaderConfig(batch_size=4), num_batches=2, rank=0, world_size=world_size),
-        cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False),
+        BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)),
     ) as balancer:
         list(balancer)
 
@@ -212,7 +212,7 @@ def test_a_balancer_refuses_two_loaders_of_the_same_rank(ranks: RankPool) -> Non
 def _balanced_ids(rank: int, world_size: int) -> list[int]:
     batches = RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=world_size)
     with Balancer(
-        batches, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+        batches, BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False))
     ) as balancer:
         return [sample for batch in balancer for sample in ids_of(batch)]
 
@@ -254,7 +254,7 @@ def _balanced_semantic_ids(rank: int, world_size: int) -> list[tuple[dict[int, l
         interleave_actions=False,
         contextual=("candidate_id",),
     )
-    with Balancer(_semantic_ids(rank, world_size), cost=cost) as balancer:
+    with Balancer(_semantic_ids(rank, world_size), BalanceConfig(cost=cost)) as balancer:
         return [(_rows_by_id(batch), batch.loss_tokens, batch.world_loss_tokens) for batch in balancer]
 
 

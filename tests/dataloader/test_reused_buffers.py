@@ -10,7 +10,7 @@ from torchdata.nodes import IterableWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import JaggedCollate, dense, jagged
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankPool
@@ -63,7 +63,7 @@ class _Collate:
 
 
 def _balance(rank: int, world_size: int, kind: str) -> list[list[int]]:
-    with Balancer(LOADERS[kind](rank), cost=_tokens, lookahead=3) as balancer:
+    with Balancer(LOADERS[kind](rank), BalanceConfig(cost=_tokens, lookahead=3)) as balancer:
         ids = []
         for batch in balancer:
             assert batch.features.values().tolist() == batch.id.repeat_interleave(3).tolist()

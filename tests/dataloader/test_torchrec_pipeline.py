@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.dataloader.batch_helpers import ids_of
@@ -50,7 +50,7 @@ def _train_and_resume(rank: int, world_size: int, path: Path, num_steps: int, ba
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     config = LoaderConfig(batch_size=8)
     loader = build_loader(path, config, rank=rank, world_size=world_size)
-    source = Balancer(loader, cost=COST) if balanced else loader
+    source = Balancer(loader, BalanceConfig(cost=COST)) if balanced else loader
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
     iterator = iter(source)
     trained: list[int] = []
@@ -153,7 +153,7 @@ def _train_counting(rank: int, world_size: int, device_type: str, num_steps: int
     pipeline = TrainPipelineSparseDist(parallel, optimizer, device)
 
     batches = RandomBatches(CONFIG, DATA, num_batches=num_steps, rank=rank, world_size=world_size)
-    source = Balancer(batches, cost=COST, strategy="min-move", device=device) if balanced else batches
+    source = Balancer(batches, BalanceConfig(cost=COST, strategy="min-move"), device=device) if balanced else batches
     iterator = iter(source)
     trained: list[int] = []
     for step in itertools.count():

@@ -29,7 +29,7 @@ from evenrank.dataloader import (
     dense,
     jagged,
 )
-from evenrank.dataloader.balance import Balancer, StepMetrics
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.writers import JsonLines
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.soak.rounds import Fault, Round, Shape
@@ -188,14 +188,15 @@ def _train(
 
     with Balancer(
         make_loader(plan, shape, rank, data, injector),
-        cost=cost,
-        strategy=plan.strategy,
-        equal_counts=plan.equal_counts,
-        exchange=plan.exchange,
-        lookahead=plan.lookahead,
+        BalanceConfig(
+            cost=cost,
+            strategy=plan.strategy,
+            exchange=plan.exchange,
+            lookahead=plan.lookahead,
+            timeout=timeout,
+            on_step=on_step,
+        ),
         device=device,
-        timeout=timeout,
-        on_step=on_step,
     ) as balancer:
         if state:
             balancer.load_state_dict(state)

@@ -13,7 +13,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.training import scale_loss
@@ -111,7 +111,7 @@ def batches_of(rank: int, world_size: int, *, num_batches: int = 8) -> RandomBat
 
 def balanced(batches: RandomBatches[SequenceBatch], device: torch.device) -> Balancer[SequenceBatch]:
     cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
-    return Balancer(batches, cost=cost, device=device)
+    return Balancer(batches, BalanceConfig(cost=cost), device=device)
 
 
 def weights_of(model: nn.Module) -> dict[str, list[tuple[int, NDArray[np.float32]]]]:

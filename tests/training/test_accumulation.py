@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.training import accumulate
 from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
@@ -56,7 +56,7 @@ def test_no_batch_is_pulled_before_its_optimizer_step_is_asked_for() -> None:
 
 
 def _balancer(path: Path) -> Balancer[SequenceBatch]:
-    return Balancer(build_loader(path, LoaderConfig(batch_size=16), rank=0, world_size=1), cost=COST)
+    return Balancer(build_loader(path, LoaderConfig(batch_size=16), rank=0, world_size=1), BalanceConfig(cost=COST))
 
 
 def _ids(groups: Iterable[list[SequenceBatch]]) -> list[list[list[int]]]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
 from evenrank.training import accumulate, scale_loss
 from tests.ranks import RankPool
 
@@ -79,7 +79,7 @@ def _train(rank: int, world_size: int, path: Path, strategy: str, equal_counts: 
         model = DistributedDataParallel(_Model(501))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         loader = build_loader(path, _config(8), rank=rank, world_size=world_size)
-        with Balancer(loader, cost=cost, strategy=strategy, equal_counts=equal_counts) as balancer:
+        with Balancer(loader, BalanceConfig(cost=cost, strategy=strategy)) as balancer:
             for batches in accumulate(balancer, mode.num_steps, task_tokens=_task_tokens if mode.by_task else None):
                 optimizer.zero_grad()
                 for batch in batches:

@@ -16,7 +16,7 @@ from torchrec.distributed.train_pipeline import Tracer
 import evenrank.training
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.training import accumulate, scale_loss
@@ -158,7 +158,8 @@ def _train_in_a_pipeline(rank: int, world_size: int, counts_tasks: bool) -> dict
     )
     gradients = []
     with Balancer(
-        _batches(rank, world_size), cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+        _batches(rank, world_size),
+        BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)),
     ) as balancer:
         iterator = iter(balancer)
         if counts_tasks:

@@ -1,15 +1,12 @@
 """The collectives that move samples: what they send, how their buffers are laid out, and the calls that start them."""
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evenrank.core.registry import Registry
 from evenrank.dataloader.balance.exchange.batch_buffer import RowLayout
 from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_chunks, row_bytes
@@ -94,28 +91,6 @@ class Collective(ABC):
         """
 
 
-def _is_collective(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Collective) and not inspect.isabstract(value)
-
-
-COLLECTIVES: Registry[type[Collective]] = Registry(
-    "exchange", expected="a class derived from Collective, with all of its methods", accepts=_is_collective
-)
-
-
-def register_exchange(name: str) -> Callable[[type[Collective]], type[Collective]]:
-    """Return a decorator that makes a class available as `exchange=name`, on every rank that runs it.
-
-    A Balancer creates an object of the class without arguments.
-
-    Raises:
-        ConfigError: the name is taken, or what is decorated is not a Collective with all of its methods.
-
-    """
-    return COLLECTIVES.register(name)
-
-
-@register_exchange("all-to-all")
 class AllToAll(Collective):
     """One all-to-all sends each rank the samples that it trains: every key and every dense field, as bytes."""
 
@@ -157,7 +132,6 @@ class AllToAll(Collective):
         return group.all_to_all(receive, send, layout.receive_splits, layout.send_splits, async_op=async_op)
 
 
-@register_exchange("all-gather")
 class AllGather(Collective):
     """One all-gather sends all samples to every rank, which keeps those that it trains.
 
@@ -238,3 +212,6 @@ def _pack_rows(
     running = np.cumsum(num_bytes, axis=1) - num_bytes
     offset_in_section = running - running[:, first_of_chunk[chunk_of]]
     return ByteCopies.from_source(0, rows.starts[:, chunk_rows], offsets[:, chunk_of] + offset_in_section, num_bytes)
+
+
+COLLECTIVES: dict[str, type[Collective]] = {"all-to-all": AllToAll, "all-gather": AllGather}

@@ -132,7 +132,7 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
     is_received = sources != rank
     receive_section_bytes = _section_bytes(sections, trained_lengths[:, is_received], sources[is_received], world_size)
 
-    num_rows = batch_size if assignment.equal_counts else len(sources)
+    num_rows = batch_size
     lengths = np.zeros((world_lengths.shape[1], num_rows), dtype=np.int64)
     lengths[:, : len(sources)] = trained_lengths
     send_bytes, send_offsets = lay_out_chunks(send_section_bytes)

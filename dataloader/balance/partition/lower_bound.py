@@ -1,4 +1,4 @@
-"""Lower bounds on the heaviest load of any assignment to W ranks: of B slots to each, or of any number.
+"""A lower bound on the heaviest load of any assignment of B slots to each of W ranks.
 
 The largest of two pigeonhole bounds (compare Dell'Amico and Martello, "Bounds for the cardinality constrained P||Cmax
 problem", 2001):
@@ -7,8 +7,6 @@ problem", 2001):
   one of them has at least the mean. k = W gives the mean load of all ranks.
 - for k = 1..B-1: of the k W + 1 largest costs, k + 1 are on one rank: at least the k + 1 smallest of those, and the
   B - k - 1 smallest of all.
-
-Without equal counts the cheap costs that fill up ranks drop out, and the second bound holds for k = 0, too.
 
 Cost: O(W B + B^2) given the sorted order. Trade-off: it is not always reachable; how close the strategies come is in
 docs/results/planner.md.
@@ -46,25 +44,6 @@ def heaviest_load_bound(costs: NDArray[np.int64], order: NDArray[np.int64], worl
         for i in range(k * world_size - k, k * world_size + 1):
             shared += costs[order[i]]
         for i in range(size - (batch_size - k - 1), size):
-            shared += costs[order[i]]
-        bound = max(bound, shared)
-    return int(bound)
-
-
-@compiled
-def heaviest_load_bound_of_any_counts(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int) -> int:
-    """Return a load that the heaviest rank has at least if ranks may have any numbers of slots.
-
-    Args:
-        costs: int64 [n].
-        order: int64 [n], the slots by descending cost.
-        world_size: W.
-
-    """
-    bound = -(-costs.sum() // world_size)
-    for k in range((len(order) + world_size - 1) // world_size):
-        shared = np.int64(0)  # least load of a rank with k + 1 of the k W + 1 largest costs
-        for i in range(k * world_size - k, k * world_size + 1):
             shared += costs[order[i]]
         bound = max(bound, shared)
     return int(bound)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.registry import Registry
-from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp, largest_differencing
+from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
 from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
 from evenrank.dataloader.balance.partition.min_move import min_move
 from evenrank.dataloader.balance.partition.relabel import relabel
@@ -15,11 +15,7 @@ from evenrank.dataloader.balance.partition.relabel import relabel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionProblem:
-    """What a strategy is given: the n slots of a step in rank order.
-
-    With equal counts n is W * B, and slot r * B + j is row j of rank r, be it a sample or padding. Otherwise slots are
-    samples alone.
-    """
+    """Input of a strategy: the n = W * B slots of a step. Slot r * B + j is row j of rank r, a sample or padding."""
 
     costs: NDArray[np.int64]
     """[n], 0 for padding."""
@@ -41,52 +37,31 @@ class PartitionProblem:
 
 
 Strategy = Callable[[PartitionProblem], NDArray[np.int32]]
-"""Returns the rank of each slot: integers [n], in which each rank occurs B times or, without equal counts, at least
-once if there are W slots or more. Every rank calls it, so it must be a pure function: the same result for the same
-problem on all ranks. The problem's arrays are its own: it may write to them."""
+"""Returns the rank of each slot: integers [n], in which each rank occurs B times. Every rank calls it, so it must be a
+pure function: the same result for the same problem on all ranks. The problem's arrays are its own: it may write to
+them."""
 
-_EXPECTED = "a function of a PartitionProblem"
-STRATEGIES: Registry[Strategy] = Registry("strategy", expected=_EXPECTED, accepts=callable)
-UNEQUAL_STRATEGIES: Registry[Strategy] = Registry("strategy without equal counts", expected=_EXPECTED, accepts=callable)
+STRATEGIES: Registry[Strategy] = Registry("strategy", expected="a function of a PartitionProblem", accepts=callable)
 
 
-def register_strategy(name: str, *, equal_counts: bool = True) -> Callable[[Strategy], Strategy]:
+def register_strategy(name: str) -> Callable[[Strategy], Strategy]:
     """Return a decorator that makes a function available as `strategy=name`, on every rank that runs it.
-
-    Args:
-        name: of the strategy. It can be registered twice, with and without equal counts.
-        equal_counts: whether it is the strategy of that name for `equal_counts=True`, or for False.
 
     Raises:
         ConfigError: the name is taken, or what is decorated cannot be called.
 
     """
-    return (STRATEGIES if equal_counts else UNEQUAL_STRATEGIES).register(name)
-
-
-def find_strategy(name: str, *, equal_counts: bool) -> Strategy:
-    """Return a strategy by name.
-
-    Raises:
-        ConfigError: none of that name is registered; the message lists those that are.
-
-    """
-    return (STRATEGIES if equal_counts else UNEQUAL_STRATEGIES)[name]
+    return STRATEGIES.register(name)
 
 
 @register_strategy("none")
-def _identity(problem: PartitionProblem) -> NDArray[np.int32]:
+def _none(problem: PartitionProblem) -> NDArray[np.int32]:
     return problem.home
 
 
 @register_strategy("karmarkar-karp")
 def _karmarkar_karp(problem: PartitionProblem) -> NDArray[np.int32]:
     return _relabelled(problem, karmarkar_karp(problem.costs, problem.order, problem.world_size))
-
-
-@register_strategy("karmarkar-karp", equal_counts=False)
-def _largest_differencing(problem: PartitionProblem) -> NDArray[np.int32]:
-    return _relabelled(problem, largest_differencing(problem.costs, problem.order, problem.world_size))
 
 
 @register_strategy("lpt-swap")

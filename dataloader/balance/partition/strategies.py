@@ -4,22 +4,25 @@ A pure function on integers, so every rank computes the same assignment from the
 """
 
 import copy
-import dataclasses
 import warnings
 from dataclasses import dataclass
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.config import DEFAULTS, OnOverflow, PartitionSettings
-from evenrank.dataloader.balance.partition.lower_bound import heaviest_load_bound, heaviest_load_bound_of_any_counts
+from evenrank.dataloader.balance.partition.lower_bound import heaviest_load_bound
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
-from evenrank.dataloader.balance.partition.registry import PartitionProblem, find_strategy
+from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem
 from evenrank.dataloader.balance.partition.relabel import relabel
 from evenrank.dataloader.balance.partition.token_limit import balance_within_token_limit
 
 PADDING = -1
+DEFAULT_STRATEGY: Final = "lpt-swap"
+DEFAULT_TOLERANCE: Final = 0.001
+OnOverflow = Literal["raise", "warn"]
+
 _MAX_TOTAL_COST = 1 << 62
 
 
@@ -33,9 +36,6 @@ class Assignment:
 
     rank_of: NDArray[np.int32]
     """[W, B]: the rank that trains row j of rank r; -1 where that row is padding."""
-
-    equal_counts: bool = True
-    """Every rank trains B rows, padding included; otherwise as many rows as it has samples."""
 
     def loads(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the load of each rank: int64 [W].
@@ -63,18 +63,17 @@ def partition(
     *,
     tokens: NDArray[np.int64] | None = None,
     num_real: NDArray[np.int64] | None = None,
-    strategy: str = DEFAULTS.partition.strategy,
-    tolerance: float = DEFAULTS.partition.tolerance,
-    max_tokens_per_rank: int | None = DEFAULTS.partition.max_tokens_per_rank,
-    on_overflow: OnOverflow = DEFAULTS.partition.on_overflow,
-    equal_counts: bool = DEFAULTS.partition.equal_counts,
+    strategy: str = DEFAULT_STRATEGY,
+    tolerance: float = DEFAULT_TOLERANCE,
+    max_tokens_per_rank: int | None = None,
+    on_overflow: OnOverflow = "raise",
 ) -> Assignment:
-    """Decide which rank trains which sample of a step, with an equal number of rows on each rank by default.
+    """Decide which rank trains which sample of a step, with an equal number of rows on each rank.
 
     The strategies are those that are registered, among them ours:
 
     - `none`: every sample stays on its rank.
-    - `karmarkar-karp`: the largest differencing method, with equal counts or without.
+    - `karmarkar-karp`: the largest differencing method.
     - `lpt-swap`: longest processing time first, then swaps; never worse than `none`.
     - `min-move`: swaps that move the fewest tokens; never worse than `none`.
 
@@ -91,64 +90,48 @@ def partition(
         max_tokens_per_rank: limit to the sum of `tokens` of each rank. Where the strategy exceeds it, samples are
             assigned by tokens first, and costs are levelled within the limit.
         on_overflow: if that fails too: `raise`, or `warn` and return the assignment that exceeds the limit least.
-        equal_counts: every rank gets B rows, padding included. False: ranks get any numbers of samples, each at least
-            one if there are as many samples as ranks.
 
     Raises:
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
             could not be kept.
 
     """
-    settings = PartitionSettings(
-        strategy=strategy,
-        tolerance=tolerance,
-        max_tokens_per_rank=max_tokens_per_rank,
-        on_overflow=on_overflow,
-        equal_counts=equal_counts,
-    )
-    return assign(costs, world_size, settings, tokens=tokens, num_real=num_real)
-
-
-def assign(
-    costs: NDArray[np.int64],
-    world_size: int,
-    settings: PartitionSettings,
-    *,
-    tokens: NDArray[np.int64] | None = None,
-    num_real: NDArray[np.int64] | None = None,
-) -> Assignment:
-    """Decide which rank trains which sample of a step; `partition` with its options in one record."""
-    if settings.max_tokens_per_rank is not None and tokens is None:
+    check_options(tolerance=tolerance, max_tokens_per_rank=max_tokens_per_rank, on_overflow=on_overflow)
+    if max_tokens_per_rank is not None and tokens is None:
         raise ConfigError("max_tokens_per_rank needs the tokens of the samples")
     batch_size = rows_per_rank(costs, world_size)
     is_real = real_rows(batch_size, world_size, num_real)
-    # With equal counts padding is assigned, too, so that it fills up the ranks.
-    slots = slice(None) if settings.equal_counts else is_real.reshape(-1)
-    slot_costs = by_slot("costs", costs, is_real)[slots]
+    slot_costs = by_slot("costs", costs, is_real)
     order = argsort_descending(slot_costs)
-    bound = _heaviest_load_bound(slot_costs, order, world_size, equal_counts=settings.equal_counts)
+    bound = int(heaviest_load_bound(slot_costs, order, world_size))
     problem = PartitionProblem(
         costs=slot_costs,
-        tokens=None if tokens is None else by_slot("tokens", tokens, is_real)[slots],
-        home=np.repeat(np.arange(world_size, dtype=np.int32), batch_size)[slots],
+        tokens=None if tokens is None else by_slot("tokens", tokens, is_real),
+        home=np.repeat(np.arange(world_size, dtype=np.int32), batch_size),
         order=order,
         world_size=world_size,
-        target=bound + int(bound * settings.tolerance),
+        target=bound + int(bound * tolerance),
     )
     # A strategy of the user may work in place.
-    own = problem if settings.max_tokens_per_rank is None else copy.deepcopy(problem)
-    rank_of_slot = _call(own, settings)
-    if settings.max_tokens_per_rank is not None:
-        rank_of_slot = _within_token_limit(problem, rank_of_slot, settings, settings.max_tokens_per_rank)
-    rank_of = np.full(is_real.size, PADDING, dtype=np.int32)
-    rank_of[slots] = rank_of_slot
-    return Assignment(
-        rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)),
-        equal_counts=settings.equal_counts,
-    )
+    rank_of = _call(strategy, problem if max_tokens_per_rank is None else copy.deepcopy(problem))
+    if max_tokens_per_rank is not None:
+        rank_of = _within_token_limit(
+            problem, rank_of, max_tokens_per_rank, may_move=strategy != "none", on_overflow=on_overflow
+        )
+    return Assignment(rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)))
 
 
-def lower_bound(costs: NDArray[np.int64], world_size: int, *, equal_counts: bool = True) -> int:
+def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overflow: str) -> None:
+    """Raise a ConfigError if an option of `partition` is out of range."""
+    if not 0 <= tolerance < 1:
+        raise ConfigError(f"tolerance must be at least 0 and below 1, got {tolerance}")
+    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
+        raise ConfigError(f"max_tokens_per_rank must be at least 1, got {max_tokens_per_rank}")
+    if on_overflow not in get_args(OnOverflow):
+        raise ConfigError(f"on_overflow must be one of {', '.join(get_args(OnOverflow))}, got {on_overflow!r}")
+
+
+def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
     """Return a load that the heaviest of `world_size` ranks has at least, with B = len(costs) / world_size rows each.
 
     See `partition/lower_bound.py` for the formula.
@@ -156,18 +139,10 @@ def lower_bound(costs: NDArray[np.int64], world_size: int, *, equal_counts: bool
     Args:
         costs: int64 [W * B], padding included as zeros.
         world_size: W.
-        equal_counts: whether every rank has B rows, or any number.
 
     """
     slot_costs = np.ascontiguousarray(costs.reshape(-1), dtype=np.int64)
-    return _heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size, equal_counts=equal_counts)
-
-
-def _heaviest_load_bound(
-    costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int, *, equal_counts: bool
-) -> int:
-    bound = heaviest_load_bound if equal_counts else heaviest_load_bound_of_any_counts
-    return int(bound(costs, order, world_size))
+    return int(heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size))
 
 
 def rows_per_rank(costs: NDArray[np.int64], world_size: int) -> int:
@@ -234,10 +209,10 @@ def sums_by_rank(values: NDArray[np.int64], rank_of: NDArray[np.int32], *, world
     return sums
 
 
-def _call(problem: PartitionProblem, settings: PartitionSettings) -> NDArray[np.int32]:
+def _call(strategy: str, problem: PartitionProblem) -> NDArray[np.int32]:
     """Return what the strategy returns, after checking it: an exchange must not be given rows that do not fit."""
-    strategy, num_slots, world_size = settings.strategy, len(problem.costs), problem.world_size
-    rank_of = find_strategy(strategy, equal_counts=settings.equal_counts)(problem)
+    num_slots, world_size = len(problem.costs), problem.world_size
+    rank_of = STRATEGIES[strategy](problem)
     if not isinstance(rank_of, np.ndarray) or rank_of.shape != (num_slots,) or rank_of.dtype.kind not in "iu":
         described = f"{rank_of.dtype} {rank_of.shape}" if isinstance(rank_of, np.ndarray) else type(rank_of).__name__
         raise ConfigError(f"the strategy {strategy!r} must return integers of shape ({num_slots},), got {described}")
@@ -245,21 +220,18 @@ def _call(problem: PartitionProblem, settings: PartitionSettings) -> NDArray[np.
     if low < 0 or high >= world_size:
         raise ConfigError(f"the strategy {strategy!r} must return ranks 0..{world_size - 1}, got {low}..{high}")
     counts = np.bincount(rank_of, minlength=world_size)
-    if settings.equal_counts:
-        batch_size = num_slots // world_size
-        is_wrong, expected = counts != batch_size, f"{batch_size} of the {num_slots} slots, padding included,"
-    else:
-        is_wrong, expected = counts < min(num_slots // world_size, 1), f"at least one of the {num_slots} samples"
-    if is_wrong.any():
+    batch_size = num_slots // world_size
+    if (is_wrong := counts != batch_size).any():
         rank = int(np.argmax(is_wrong))
         raise ConfigError(
-            f"the strategy {strategy!r} must assign {expected} to each rank; rank {rank} got {counts[rank]}"
+            f"the strategy {strategy!r} must assign {batch_size} of the {num_slots} slots, padding included, to each "
+            f"rank; rank {rank} got {counts[rank]}"
         )
     return rank_of.astype(np.int32, copy=False)
 
 
 def _within_token_limit(
-    problem: PartitionProblem, rank_of: NDArray[np.int32], settings: PartitionSettings, max_tokens: int
+    problem: PartitionProblem, rank_of: NDArray[np.int32], max_tokens: int, *, may_move: bool, on_overflow: str
 ) -> NDArray[np.int32]:
     """Return `rank_of` if it keeps the limit, else an assignment that does, or act as `on_overflow` says."""
     assert problem.tokens is not None
@@ -267,20 +239,15 @@ def _within_token_limit(
     most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size=world_size).max())
     if most_tokens <= max_tokens:
         return rank_of
-    if settings.strategy != "none":  # which must not move anything
-        if settings.equal_counts:
-            rank_of = balance_within_token_limit(
-                problem.costs, problem.tokens, problem.order, world_size, max_tokens, problem.target
-            )
-            rank_of = relabel(rank_of, problem.tokens, problem.home, world_size)
-        else:  # by tokens alone
-            order = argsort_descending(problem.tokens)
-            by_tokens = dataclasses.replace(problem, costs=problem.tokens, order=order, target=max_tokens)
-            rank_of = _call(copy.deepcopy(by_tokens), settings)
+    if may_move:
+        rank_of = balance_within_token_limit(
+            problem.costs, problem.tokens, problem.order, world_size, max_tokens, problem.target
+        )
+        rank_of = relabel(rank_of, problem.tokens, problem.home, world_size)
         most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size=world_size).max())
         if most_tokens <= max_tokens:
             return rank_of
-    if settings.on_overflow == "raise":
+    if on_overflow == "raise":
         longest, mean = int(problem.tokens.max()), -(-int(problem.tokens.sum()) // world_size)
         raise ConfigError(
             f"max_tokens_per_rank = {max_tokens:,} cannot be kept: the best assignment found has a rank with "
@@ -288,5 +255,5 @@ def _within_token_limit(
             'limit, use smaller batches, or pass on_overflow="warn"'
         )
     # The same message in every step, so that Python shows it once.
-    warnings.warn(f"max_tokens_per_rank = {max_tokens:,} is exceeded in some steps", TokenLimitWarning, stacklevel=4)
+    warnings.warn(f"max_tokens_per_rank = {max_tokens:,} is exceeded in some steps", TokenLimitWarning, stacklevel=3)
     return rank_of

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import pickle
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,12 +93,6 @@ def report_schema(batch: JaggedBatch | None, error: Exception | None) -> SchemaR
         except Exception as raised:  # reported to all ranks
             schema, error = None, raised
     return SchemaReport(schema=schema, error=None if error is None else one_line(error))
-
-
-def describe_cost(cost: object) -> str:
-    """Return a description of a cost that is the same in all processes for equal costs."""
-    text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:

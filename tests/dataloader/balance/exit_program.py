@@ -30,7 +30,7 @@ atexit.register(_check_workers)  # before evenrank registers anything, so that i
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from evenrank.dataloader.balance import Balancer  # noqa: E402
+from evenrank.dataloader.balance import BalanceConfig, Balancer  # noqa: E402
 from evenrank.dataloader.balance.warmup import warm_up  # noqa: E402
 from tests.dataloader.balance.costs import Ints, Lengths  # noqa: E402
 from tests.dataloader.rich_batch import rich_batch  # noqa: E402
@@ -46,7 +46,7 @@ def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
 
 def _balance(kind: str, rank: int) -> None:
     batches = [rich_batch([[(1, 1), (1, 1)]], first_id=rank)] * 6
-    balancer = Balancer(batches, cost=_tokens)
+    balancer = Balancer(batches, BalanceConfig(cost=_tokens))
     if kind == "in flight":
         _kept.extend((balancer, balancer.launch(balancer.start(batches[0]))))
         return

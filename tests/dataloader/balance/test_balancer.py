@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import STRATEGIES, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
 from evenrank.dataloader.balance.config import OnOverflow
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
@@ -44,7 +44,7 @@ def _balance(
 ) -> list[dict[str, Any]]:
     batches = _batches(rank, steps[rank], batch_size)
     metrics: list[StepMetrics] = []
-    with Balancer(batches, cost=_tokens, strategy=strategy, on_step=metrics.append) as balancer:
+    with Balancer(batches, BalanceConfig(cost=_tokens, strategy=strategy, on_step=metrics.append)) as balancer:
         seen: list[dict[str, Any]] = [
             {
                 "samples": samples_of(batch),
@@ -125,7 +125,7 @@ def test_balancing_never_loses_duplicates_or_alters_a_sample(
 def _rows(rank: int, world_size: int, batch_size: int | None) -> list[tuple[int, int]]:
     """Return rows and samples of the balanced batches of loaders that yield batches of 1, 3, ... rows."""
     batches = _batches(rank, [[[(1, 1), (1, 1)]] * rows for rows in ([1, 3, 2] if rank == 0 else [2, 1])], None)
-    with Balancer(batches, cost=_tokens, batch_size=batch_size) as balancer:
+    with Balancer(batches, BalanceConfig(cost=_tokens, batch_size=batch_size)) as balancer:
         return [(batch.batch_size, batch.num_real) for batch in [*balancer, *balancer]]
 
 
@@ -138,7 +138,7 @@ def test_shorter_batches_are_padded_to_the_longest_so_far_or_to_the_batch_size(r
 
 def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: str) -> list[Any]:
     """Return every bit of every balanced batch."""
-    with Balancer(_batches(rank, steps[rank], batch_size), cost=_tokens, exchange=exchange) as balancer:
+    with Balancer(_batches(rank, steps[rank], batch_size), BalanceConfig(cost=_tokens, exchange=exchange)) as balancer:
         seen = []
         for batch in balancer:
             parts: list[Any] = [batch.num_real, batch.step, batch.loss_tokens, batch.world_loss_tokens]
@@ -175,11 +175,13 @@ def _limited(rank: int, world_size: int, on_overflow: OnOverflow) -> list[tuple[
         warnings.catch_warnings(),
         Balancer(
             batches,
-            cost=one_per_sample,
-            strategy="min-move",
-            max_tokens_per_rank=limit,
-            on_overflow=on_overflow,
-            on_step=seen.append,
+            BalanceConfig(
+                cost=one_per_sample,
+                strategy="min-move",
+                max_tokens_per_rank=limit,
+                on_overflow=on_overflow,
+                on_step=seen.append,
+            ),
         ) as balancer,
     ):
         warnings.simplefilter("ignore", TokenLimitWarning)
@@ -210,7 +212,7 @@ def _walk(rank: int, world_size: int, path: Path, stop: int | None, state: Any, 
     loader = build_loader(path, LoaderConfig(batch_size=batch_size, seed=3), rank=rank, world_size=world_size)
     trained: list[int] = []
     batch = None
-    with Balancer(loader, cost=COST, lookahead=3) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST, lookahead=3)) as balancer:
         if state is not None:
             balancer.load_state_dict(state)
         for batch in itertools.islice(balancer, stop):
@@ -232,7 +234,7 @@ def test_training_resumes_on_another_world_size_with_the_remaining_samples(
 
 def _start_launch_finish(rank: int, world_size: int) -> list[list[int]]:
     batches = _batches(rank, [[[(rank, 1), (1, 1)]], [[(1, 1), (rank, 1)]]], 2)
-    with Balancer(batches, cost=_tokens) as balancer:
+    with Balancer(batches, BalanceConfig(cost=_tokens)) as balancer:
         seen: list[list[int]] = []
         for batch in [*batches, None]:
             balanced = balancer.finish(balancer.launch(balancer.start(batch)))
@@ -247,7 +249,7 @@ def test_start_launch_and_finish_can_be_called_directly(ranks: RankPool) -> None
 
 
 def test_a_step_is_launched_and_finished_once() -> None:
-    with Balancer(_batches(0, [[[(1, 1), (1, 1)]]], 2), cost=_tokens) as balancer:
+    with Balancer(_batches(0, [[[(1, 1), (1, 1)]]], 2), BalanceConfig(cost=_tokens)) as balancer:
         handle = balancer.start(rich_batch([[(1, 1), (1, 1)]]))
         with pytest.raises(ConfigError, match="can be finished once, after it is launched; this one is started"):
             balancer.finish(handle)
@@ -261,7 +263,7 @@ def test_a_step_is_launched_and_finished_once() -> None:
 
 def test_torchs_default_device_does_not_matter() -> None:
     batches = _batches(0, [[[(3, 1), (2, 1)]]], 1)
-    with torch.device("meta"), Balancer(batches, cost=_tokens) as balancer:
+    with torch.device("meta"), Balancer(batches, BalanceConfig(cost=_tokens)) as balancer:
         (batch,) = balancer
     assert samples_of(batch) == samples_of(batches[0])
 
@@ -278,7 +280,7 @@ def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
     ids = torch.full((4,), float("nan"), dtype=torch.float64)
     ids[:num_real] = torch.arange(num_real)
     batches = [DenseBatch(batch_size=4, num_real=num_real, ids=ids)]
-    with Balancer(batches, cost=one_per_sample, exchange=exchange) as balancer:
+    with Balancer(batches, BalanceConfig(cost=one_per_sample, exchange=exchange)) as balancer:
         (batch,) = balancer
     assert batch.ids[batch.num_real :].isnan().all()
     ids_left: list[float] = batch.ids[: batch.num_real].tolist()
@@ -294,7 +296,7 @@ def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str
 
 def test_without_a_process_group_there_is_one_rank(small_dataset: Path) -> None:
     expected = [sorted(batch.sample_ids.tolist()) for batch in _whole_loader(small_dataset)]
-    with Balancer(_whole_loader(small_dataset), cost=COST) as balancer:
+    with Balancer(_whole_loader(small_dataset), BalanceConfig(cost=COST)) as balancer:
         assert len(balancer) == len(expected)
         assert [sorted(batch.sample_ids.tolist()) for batch in balancer] == expected
 
@@ -306,7 +308,7 @@ def _whole_loader(path: Path) -> Loader[SequenceBatch]:
 def _soak(rank: int, world_size: int, path: Path, steps: int) -> list[float]:
     loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size)
     resident = []
-    with Balancer(loader, cost=COST) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
         batches = itertools.chain.from_iterable(iter(balancer) for _ in itertools.count())
         for number, _ in enumerate(itertools.islice(batches, steps)):
             if number % (steps // 4) == steps // 4 - 1:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from evenrank.core.errors import ConfigError, EvenrankError, RankError, one_line
 from evenrank.core.numba_cache import code_hash
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics, balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics, balancer
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.batches.batch import JaggedBatch, keyed_jagged_tensor
@@ -57,7 +57,7 @@ def _fail_in_step(rank: int, world_size: int, culprit: int, step: int) -> int:
             yield rich_batch([[(1, 1), (1, 1)]], first_id=rank)
 
     count = 0
-    with Balancer(batches(), cost=_tokens) as balancer:
+    with Balancer(batches(), BalanceConfig(cost=_tokens)) as balancer:
         for _ in balancer:
             count += 1
     return count
@@ -82,7 +82,10 @@ def _fail_without_text(rank: int, world_size: int) -> str:
             raise _WithoutTextError
         return lengths["a"]
 
-    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 4, cost=cost) as balancer, pytest.raises(RankError) as raised:
+    with (
+        Balancer([rich_batch([[(1, 1), (1, 1)]])] * 4, BalanceConfig(cost=cost)) as balancer,
+        pytest.raises(RankError) as raised,
+    ):
         list(balancer)
     return str(raised.value)
 
@@ -98,7 +101,7 @@ def _writer_fails(rank: int, world_size: int) -> list[str]:
 
     batches = [replace(rich_batch([[(1, 1), (1, 1)]]), step=step) for step in range(8)]
     errors = []
-    with Balancer(batches, cost=_tokens, on_step=write, timeout=timedelta(minutes=10)) as balancer:
+    with Balancer(batches, BalanceConfig(cost=_tokens, on_step=write, timeout=timedelta(minutes=10))) as balancer:
         for _ in range(2):
             try:
                 for _ in balancer:
@@ -124,7 +127,7 @@ def _leave_with_a_step_in_flight(rank: int, world_size: int, how: str) -> str:
             raise OSError("no space left on device")
 
     batches = [replace(rich_batch([[(1, 1), (1, 1)]]), step=step) for step in range(8)]
-    balancer = Balancer(batches, cost=_tokens, on_step=write, timeout=timedelta(minutes=10))
+    balancer = Balancer(batches, BalanceConfig(cost=_tokens, on_step=write, timeout=timedelta(minutes=10)))
     try:
         if how == "by hand":
             for batch in batches:
@@ -156,7 +159,7 @@ def test_a_step_in_flight_that_is_kept_does_not_keep_the_other_ranks_waiting(ran
 
 
 def test_an_iterator_of_a_closed_balancer_says_so() -> None:
-    balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])] * 4, cost=_tokens)
+    balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])] * 4, BalanceConfig(cost=_tokens))
     iterator = iter(balancer)
     next(iterator)
     balancer.close()
@@ -202,7 +205,7 @@ def _disagree(rank: int, world_size: int, what: str) -> None:
                 second = replace(batch, matrix=batch.matrix.clone().requires_grad_())
             case "schema is local":
                 batch = second = _local_batch()
-    with Balancer([batch, second], **options) as balancer:
+    with Balancer([batch, second], BalanceConfig(**options)) as balancer:
         list(balancer)
 
 
@@ -239,7 +242,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(ranks: RankPool, what
 
 def _run_other_code(rank: int, world_size: int) -> None:
     with patch.object(balancer, "code_hash", lambda: "0123456789abcdef" if rank == 1 else code_hash()):
-        Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+        Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=_tokens))
 
 
 def test_ranks_with_other_source_files_are_refused(ranks: RankPool) -> None:
@@ -261,7 +264,7 @@ def _loaders_disagree(rank: int, world_size: int, path: Path, what: str, state: 
     seed = rank if what == "seed" else 0
     loader_rank = 0 if what == "rank" else rank
     loader = build_loader(path, LoaderConfig(batch_size=4, seed=seed), rank=loader_rank, world_size=world_size)
-    with Balancer(loader, cost=COST) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
         steps = 0
         for batch in balancer:
             steps += 1
@@ -306,7 +309,7 @@ def test_a_rank_that_is_killed_ends_the_others_within_seconds(exchange: str) -> 
 
 
 def _lose_a_rank_later(rank: int, world_size: int, exchange: str) -> None:
-    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 50, cost=_tokens, exchange=exchange) as balancer:
+    with Balancer([rich_batch([[(1, 1), (1, 1)]])] * 50, BalanceConfig(cost=_tokens, exchange=exchange)) as balancer:
         for number, _ in enumerate(balancer):
             if rank == 1 and number == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -315,11 +318,11 @@ def _lose_a_rank_later(rank: int, world_size: int, exchange: str) -> None:
 def _close_twice(rank: int, world_size: int) -> str:
     import torch.distributed as dist
 
-    balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+    balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=_tokens))
     list(balancer)
     balancer.close()
     balancer.close()
-    other = Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+    other = Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=_tokens))
     dist.destroy_process_group()
     other.close()
     try:
@@ -336,7 +339,7 @@ def test_closing_twice_or_after_the_default_group_does_nothing(ranks: RankPool) 
 def _leave_early_twice(rank: int, world_size: int, path: Path) -> tuple[int, int, list[int]]:
     loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size)
     before = threading.active_count()
-    with Balancer(loader, cost=COST) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
         for _ in range(2):
             for batch in balancer:
                 if batch.step == 2:
@@ -357,7 +360,7 @@ def _leave_and_count(rank: int, world_size: int, path: Path) -> tuple[int, int, 
     loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size)
     counts = []
     for _ in range(6):
-        with Balancer(loader, cost=COST) as balancer:
+        with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
             for batch in balancer:
                 if batch.step == 1:
                     break
@@ -376,7 +379,7 @@ def test_balancers_leave_no_thread_file_or_group_behind(ranks: RankPool, small_d
 
 def _balance_within_impossible_limit(rank: int, world_size: int) -> None:
     batch = rich_batch([[(1, 1), (1, 1)]])
-    with Balancer([batch] * 5, cost=_tokens, max_tokens_per_rank=3) as balancer:
+    with Balancer([batch] * 5, BalanceConfig(cost=_tokens, max_tokens_per_rank=3)) as balancer:
         list(balancer)
 
 
@@ -401,7 +404,7 @@ def test_a_token_limit_that_cannot_be_kept_is_raised_on_all_ranks(ranks: RankPoo
 )
 def test_wrong_arguments_name_the_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Balancer([], cost=_tokens, **options)
+        Balancer([], BalanceConfig(cost=_tokens, **options))
 
 
 def _fail_while_connecting(rank: int, world_size: int) -> str:
@@ -410,7 +413,7 @@ def _fail_while_connecting(rank: int, world_size: int) -> str:
 
     try:
         with patch.object(Exchange, "connect", connect) if rank == 1 else contextlib.nullcontext():
-            Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens)
+            Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=_tokens))
     except (OSError, RankError) as error:
         # Rank 1 keeps its error, and with it the frames of the constructor, until rank 0 has ended.
         dist.monitored_barrier(timeout=timedelta(seconds=60))
@@ -428,7 +431,7 @@ def _drop(rank: int, world_size: int, kind: str) -> None:
     """Drop Balancers without closing them; none of their threads, files or groups may be left."""
     counts = []
     for _ in range(6):
-        balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])] * 6, cost=_tokens)
+        balancer = Balancer([rich_batch([[(1, 1), (1, 1)]])] * 6, BalanceConfig(cost=_tokens))
         for batch in balancer if kind != "unused" else ():
             if kind == "left early" and batch.step == 1:
                 break

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from evenrank.dataloader.balance import Balancer, StepMetrics
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.ranks import process_group
 from evenrank.dataloader.balance.ranks.process_group import Group
 from tests.dataloader.balance.costs import Ints, Lengths
@@ -37,7 +37,7 @@ def _batches(reader: int, num_steps: int = 4) -> list[RichBatch]:
 
 def _balance(reader: int, group: Group | None, metrics: list[StepMetrics] | None = None) -> Seen:
     on_step = None if metrics is None else metrics.append
-    with Balancer(_batches(reader), cost=_tokens, group=group, on_step=on_step) as balancer:
+    with Balancer(_batches(reader), BalanceConfig(cost=_tokens, on_step=on_step), group=group) as balancer:
         return [samples_of(batch) for batch in balancer]
 
 
@@ -90,8 +90,8 @@ def test_disjoint_groups_do_not_wait_for_each_other(ranks: RankPool) -> None:
 
 def _balance_twice(rank: int, world_size: int) -> tuple[Seen, Seen]:
     # The first one reads the readers' batches in order, the second one in reverse.
-    first = Balancer(_batches(rank), cost=_tokens)
-    second = Balancer(_batches(world_size - 1 - rank), cost=_tokens)
+    first = Balancer(_batches(rank), BalanceConfig(cost=_tokens))
+    second = Balancer(_batches(world_size - 1 - rank), BalanceConfig(cost=_tokens))
     with first, second:
         steps = [(samples_of(one), samples_of(other)) for one, other in zip(first, second, strict=True)]
     return [one for one, _ in steps], [other for _, other in steps]
@@ -113,7 +113,7 @@ def _pass_wrong_group(rank: int, world_size: int, what: str) -> None:
     elif what == "outside":
         groups = [dist.new_group([other]) for other in range(world_size)]
         group = groups[1 - rank]
-    Balancer(_batches(rank), cost=_tokens, group=group)
+    Balancer(_batches(rank), BalanceConfig(cost=_tokens), group=group)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_wrong_group_is_an_error(ranks: RankPool, what: str, message: str) -> No
 def _pass_device(rank: int, world_size: int, devices: list[str | None]) -> None:
     # A rank that creates a group would wait there for the others.
     with patch.object(process_group.FailFastGroup, "__init__", side_effect=AssertionError("created a group")):
-        Balancer(_batches(rank), cost=_tokens, device=devices[rank])
+        Balancer(_batches(rank), BalanceConfig(cost=_tokens), device=devices[rank])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device; exchange/test_cuda.py has these faults")
@@ -155,7 +155,7 @@ def test_device_that_one_rank_lacks_is_reported_on_all_ranks(ranks: RankPool, de
 
 def _create_on_one_rank(rank: int, world_size: int) -> None:
     if rank == 0:
-        Balancer(_batches(rank), cost=_tokens, timeout=timedelta(seconds=1))
+        Balancer(_batches(rank), BalanceConfig(cost=_tokens, timeout=timedelta(seconds=1)))
 
 
 def test_rank_that_creates_no_balancer_is_named(ranks: RankPool) -> None:
@@ -168,7 +168,7 @@ def test_rank_that_creates_no_balancer_is_named(ranks: RankPool) -> None:
 def _length(rank: int, world_size: int, num_batches: list[int | None]) -> int | str:
     number = num_batches[rank]
     batches = iter(_batches(rank)) if number is None else _batches(rank, number)
-    with Balancer(batches, cost=_tokens) as balancer:
+    with Balancer(batches, BalanceConfig(cost=_tokens)) as balancer:
         try:
             return len(balancer)
         except TypeError as error:

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import Balancer, StepMetrics
+from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.writers import StepLogger, log_line
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch
@@ -145,7 +145,9 @@ def _batches(rank: int = 0) -> list[RichBatch]:
 
 def test_the_lines_of_a_balancer_have_the_metrics_that_on_step_gets(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[StepMetrics] = []
-    with Balancer(_batches(), cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7)) as balancer:
+    with Balancer(
+        _batches(), BalanceConfig(cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7))
+    ) as balancer:
         for _ in range(2):
             assert len(list(balancer)) == 4
     assert len(seen) == 8
@@ -153,7 +155,7 @@ def test_the_lines_of_a_balancer_have_the_metrics_that_on_step_gets(caplog: pyte
 
 
 def test_a_balancer_logs_nothing_unless_asked(caplog: pytest.LogCaptureFixture, logger: logging.Logger) -> None:
-    with Balancer(_batches(), cost=one_per_sample) as balancer:
+    with Balancer(_batches(), BalanceConfig(cost=one_per_sample)) as balancer:
         assert len(list(balancer)) == 4
     assert _lines(caplog) == []
     assert logger.level == logging.NOTSET
@@ -177,7 +179,7 @@ def test_a_balancer_logs_nothing_unless_asked(caplog: pytest.LogCaptureFixture, 
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        Balancer(_batches(), cost=one_per_sample, **options)
+        Balancer(_batches(), BalanceConfig(cost=one_per_sample, **options))
     assert str(raised.value) == message
 
 
@@ -190,7 +192,9 @@ def _standard_error(rank: int, world_size: int) -> list[str]:
     written = io.StringIO()
     with (
         contextlib.redirect_stderr(written),
-        Balancer(_batches(rank), cost=one_per_sample, group=group, log_every=rank, log_window=(1, 3)) as balancer,
+        Balancer(
+            _batches(rank), BalanceConfig(cost=one_per_sample, log_every=rank, log_window=(1, 3)), group=group
+        ) as balancer,
     ):
         root, log = logging.getLogger(), logging.getLogger("evenrank")
         previous, root.handlers = root.handlers, []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.exchange.plan import make_plan
 from evenrank.dataloader.balance.partition.strategies import Assignment
 from evenrank.dataloader.balance.ranks.metadata import Header, decode, encode
@@ -90,7 +90,7 @@ def _count(rank: int, world_size: int, config: LoaderConfig) -> list[tuple[int, 
     batches = RandomBatches(config, data, num_batches=6, rank=rank, world_size=world_size)
     loaded = list(batches)
     assert [batch.loss_tokens for batch in loaded] == [_counted(batch) for batch in loaded]
-    with Balancer(batches, cost=_per_item) as balancer:
+    with Balancer(batches, BalanceConfig(cost=_per_item)) as balancer:
         balanced = list(balancer)
     return [
         (before.loss_tokens, after.loss_tokens, _counted(after), after.world_loss_tokens)

@@ -77,7 +77,9 @@ def _without_and_with_exchange(
         metrics: list[StepMetrics] = []
         batches: Any
         if has_exchange:
-            batches = Balancer(build_loader(_data(folders), config, **ranks), **balance, on_step=metrics.append)
+            batches = Balancer(
+                build_loader(_data(folders), config, **ranks), BalanceConfig(**balance, on_step=metrics.append)
+            )
         else:
             way = BalanceConfig(**balance, on_step=metrics.append)
             batches = build_loader(_data(folders), config, **ranks, balance=way)

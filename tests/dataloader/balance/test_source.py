@@ -21,7 +21,7 @@ from evenrank.dataloader import (
     dense,
     jagged,
 )
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.source import _FORMAT_OF_RANK, Position
 from evenrank.dataloader.state.checks import encode
 from tests.dataloader.balance.costs import Ints, Lengths
@@ -112,7 +112,7 @@ def _ids(batch: Any) -> list[int]:
 
 def _balance_two_epochs(rank: int, world_size: int, kind: str) -> tuple[list[list[int]], Any, Any]:
     loader = LOADERS[kind](rank, world_size)
-    with Balancer(loader, cost=_tokens) as balancer:
+    with Balancer(loader, BalanceConfig(cost=_tokens)) as balancer:
         length = len(balancer) if kind in WITH_LENGTH else None
         positions = []
         epochs = []
@@ -155,7 +155,7 @@ def _stop_and_resume(rank: int, world_size: int, step: int, kind: str) -> tuple[
         # Uneven: 3 batches on rank 0, 5 on the others.
         samples = MapStyle(rank, world_size)
         samples.indices = samples.indices[: 13 if rank == 0 else None]
-        return Balancer(STATEFUL[kind](samples), cost=_tokens)
+        return Balancer(STATEFUL[kind](samples), BalanceConfig(cost=_tokens))
 
     with make() as balancer:
         steps = iter(balancer)
@@ -191,7 +191,7 @@ def _resume_a_mapped_stream(rank: int, world_size: int, path: Path, step: int) -
     def make() -> Balancer[Any]:
         stream = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
         loader = build_stream_loader(path, LoaderConfig(batch_size=12), stream, rank=rank, world_size=world_size)
-        return Balancer(Mapper(loader, _same), cost=_tokens)
+        return Balancer(Mapper(loader, _same), BalanceConfig(cost=_tokens))
 
     with make() as balancer:
         steps = iter(balancer)
@@ -219,7 +219,7 @@ def test_stream_inside_a_node_resumes_on_as_many_ranks(ranks: RankPool, small_da
 
 
 def _state_after_every_batch(rank: int, world_size: int) -> None:
-    with Balancer(_stateful(MapStyle(rank, world_size)), cost=_tokens) as balancer:
+    with Balancer(_stateful(MapStyle(rank, world_size)), BalanceConfig(cost=_tokens)) as balancer:
         batches, states = [], []
         for batch in balancer:
             batches.append(batch)
@@ -234,7 +234,7 @@ def test_state_after_a_batch_is_the_one_that_it_was_handed_out_with(ranks: RankP
 
 
 def _load_of_other_ranks(rank: int, world_size: int) -> None:
-    with Balancer(_stateful(MapStyle(rank, world_size)), cost=_tokens) as balancer:
+    with Balancer(_stateful(MapStyle(rank, world_size)), BalanceConfig(cost=_tokens)) as balancer:
         next(iter(balancer))
         state = balancer.state_dict()
         state["ranks"] = {"0": state["ranks"].get("0", "")}  # as saved by a library that saves rank 0's state only
@@ -267,7 +267,7 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
     ],
 )
 def test_damaged_state_is_refused_and_the_position_kept(damage: Callable[[dict[str, Any]], None], message: str) -> None:
-    with Balancer(_stateful(MapStyle(0, 1)), cost=_tokens) as balancer:
+    with Balancer(_stateful(MapStyle(0, 1)), BalanceConfig(cost=_tokens)) as balancer:
         batches = iter(balancer)
         next(batches)
         state = balancer.state_dict()
@@ -282,11 +282,11 @@ def test_damaged_state_is_refused_and_the_position_kept(damage: Callable[[dict[s
 @pytest.mark.parametrize("kind", [kind for kind in STATEFUL if "worker" not in kind])
 def test_state_is_loaded_after_another_one_was_asked_for(kind: str) -> None:
     """As torch.distributed.checkpoint does, which takes it as a template."""
-    with Balancer(STATEFUL[kind](MapStyle(0, 1)), cost=_tokens) as balancer:
+    with Balancer(STATEFUL[kind](MapStyle(0, 1)), BalanceConfig(cost=_tokens)) as balancer:
         steps = iter(balancer)
         trained = _ids(next(steps)) + _ids(next(steps))
         state = balancer.state_dict()
-    with Balancer(STATEFUL[kind](MapStyle(0, 1)), cost=_tokens) as resumed:
+    with Balancer(STATEFUL[kind](MapStyle(0, 1)), BalanceConfig(cost=_tokens)) as resumed:
         resumed.state_dict()
         resumed.load_state_dict(state)
         rest = [i for batch in resumed for i in _ids(batch)]
@@ -295,7 +295,7 @@ def test_state_is_loaded_after_another_one_was_asked_for(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["StatefulDataLoader", "nodes"])
 def test_state_that_the_loader_itself_cannot_load_is_refused(kind: str) -> None:
-    with Balancer(STATEFUL[kind](MapStyle(0, 1)), cost=_tokens) as balancer:
+    with Balancer(STATEFUL[kind](MapStyle(0, 1)), BalanceConfig(cost=_tokens)) as balancer:
         state = balancer.state_dict()
         state["ranks"] = {"0": encode(_FORMAT_OF_RANK.make(rank=0, has_ended=False, state={"x": 1}))}
         balancer.load_state_dict(state)
@@ -305,7 +305,7 @@ def test_state_that_the_loader_itself_cannot_load_is_refused(kind: str) -> None:
 
 def test_steps_started_by_hand_have_the_state_of_loaders_that_know_positions_only() -> None:
     loader = _stateful(MapStyle(0, 1))
-    with Balancer(loader, cost=_tokens) as balancer:
+    with Balancer(loader, BalanceConfig(cost=_tokens)) as balancer:
         batch = balancer.finish(balancer.launch(balancer.start(next(iter(loader)))))
         assert batch is not None
         with pytest.raises(ConfigError, match="steps were started with batches that the Balancer has not pulled"):
@@ -313,7 +313,7 @@ def test_steps_started_by_hand_have_the_state_of_loaders_that_know_positions_onl
 
 
 def test_loader_without_state_is_an_error_only_when_state_is_asked_for() -> None:
-    with Balancer(_data_loader(MapStyle(0, 1)), cost=_tokens) as balancer:
+    with Balancer(_data_loader(MapStyle(0, 1)), BalanceConfig(cost=_tokens)) as balancer:
         assert len(list(balancer)) == len(balancer) == 9
         for use in (balancer.state_dict, lambda: balancer.load_state_dict({})):
             with pytest.raises(
@@ -338,7 +338,7 @@ def test_loader_without_state_is_an_error_only_when_state_is_asked_for() -> None
 )
 def test_what_is_no_loader_is_refused(batches: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Balancer(batches, cost=_tokens)
+        Balancer(batches, BalanceConfig(cost=_tokens))
 
 
 def _yield_wrong_objects(rank: int, world_size: int, kind: str) -> None:
@@ -349,7 +349,7 @@ def _yield_wrong_objects(rank: int, world_size: int, kind: str) -> None:
         "Tensor": torch.ones(3),
         "KeyedJaggedTensor": batch.features,
     }[kind]
-    with Balancer([batch, wrong if rank == 1 else batch], cost=_tokens) as balancer:
+    with Balancer([batch, wrong if rank == 1 else batch], BalanceConfig(cost=_tokens)) as balancer:
         list(balancer)
 
 
@@ -398,7 +398,7 @@ def _fail(rank: int, world_size: int, method: str) -> None:
             self._raise("rank_invariants")
             return {}
 
-    with Balancer(Unreadable(), cost=_tokens) as balancer:
+    with Balancer(Unreadable(), BalanceConfig(cost=_tokens)) as balancer:
         list(balancer)
 
 
@@ -412,7 +412,7 @@ def test_loader_that_fails_on_one_rank_is_reported_on_all(ranks: RankPool, metho
 def test_pinning_data_loader_is_balanced_on_a_gpu() -> None:
     loader = _data_loader(MapStyle(0, 1), num_workers=1, pin_memory=True, persistent_workers=True)
     assert all(batch.features.values().is_pinned() and batch.id.is_pinned() for batch in loader)
-    with Balancer(loader, cost=_tokens, device="cuda") as balancer:
+    with Balancer(loader, BalanceConfig(cost=_tokens), device="cuda") as balancer:
         for _ in range(2):
             batches = list(balancer)
             assert all(batch.id.is_cuda and batch.features.values().is_cuda for batch in batches)
@@ -431,7 +431,7 @@ def _stop_early(rank: int, world_size: int, kind: str) -> None:
     loader = {"DataLoader": _data_loader, "StatefulDataLoader": _stateful}[kind.split(",")[0]](
         dataset, num_workers=int(kind.endswith("worker"))
     )
-    with Balancer(loader, cost=_tokens) as balancer:
+    with Balancer(loader, BalanceConfig(cost=_tokens)) as balancer:
         list(balancer)
 
 
@@ -462,7 +462,7 @@ def test_only_lengths_that_are_exact_are_checked() -> None:
         (resumed, 33),
         (asked, 33),
     ):
-        with Balancer(loader, cost=_tokens) as balancer:
+        with Balancer(loader, BalanceConfig(cost=_tokens)) as balancer:
             assert sum(batch.num_real for batch in balancer) == expected
             assert sum(batch.num_real for batch in balancer) == 43
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evenrank.dataloader import LoaderConfig, RandomBatches
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.batches.schema import schema_of
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
@@ -52,8 +52,10 @@ def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) 
     with MODES[mode]():
         loader = list(RandomBatches(CONFIG, num_batches=3 - rank, rank=rank, world_size=world_size))
         with (
-            Balancer(loader, cost=one_per_sample, exchange=exchange, device=device) as balancer,
-            Balancer(rich, cost=one_per_sample, exchange=exchange, device=device, batch_size=5) as rich_balancer,
+            Balancer(loader, BalanceConfig(cost=one_per_sample, exchange=exchange), device=device) as balancer,
+            Balancer(
+                rich, BalanceConfig(cost=one_per_sample, exchange=exchange, batch_size=5), device=device
+            ) as rich_balancer,
         ):
             for batch in (*balancer, *balancer):
                 trained.append((ids_of(batch), rows_of(batch.features, "item_id"), str(batch.features.device())))

@@ -62,7 +62,7 @@ def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
         if way == "no exchange":
             batches: Any = _loader(path, rank, BalanceConfig(cost=COST, topology=topology))
         else:
-            batches = Balancer(_loader(path, rank, None), cost=COST, topology=topology, exchange=way)
+            batches = Balancer(_loader(path, rank, None), BalanceConfig(cost=COST, exchange=way))
         with contextlib.closing(batches):
             seen.append([_samples(batch) for batch in batches])
     return seen
@@ -97,7 +97,7 @@ def test_every_sample_is_trained_once_over_a_slow_link(
 def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
     """Train without end; when the fault has come, leave the loop, or go on."""
     batch = rich_batch([[(1, 1), (1, 1)]], first_id=rank)
-    with Balancer(itertools.repeat(batch), cost=_tokens, exchange=exchange, timeout=TIMEOUT) as balancer:
+    with Balancer(itertools.repeat(batch), BalanceConfig(cost=_tokens, exchange=exchange, timeout=TIMEOUT)) as balancer:
         for number, _ in enumerate(balancer):
             if number == 3:
                 if leaves:
@@ -106,7 +106,7 @@ def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
                 gate.reach()
     if leaves:
         # What it has started has failed, but it needed nothing of it.
-        Balancer([batch], cost=_tokens, exchange=exchange, timeout=TIMEOUT)
+        Balancer([batch], BalanceConfig(cost=_tokens, exchange=exchange, timeout=TIMEOUT))
 
 
 def _construct(rank: int, gate: Gate, name: str) -> None:
@@ -123,7 +123,7 @@ def _construct(rank: int, gate: Gate, name: str) -> None:
     module, attribute = name.rsplit(".", 1)
     owner = pkgutil.resolve_name(module)
     with patch.object(owner, attribute, after_fault(getattr(owner, attribute))):
-        Balancer([rich_batch([[(1, 1), (1, 1)]])], cost=_tokens, timeout=TIMEOUT)
+        Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=_tokens, timeout=TIMEOUT))
 
 
 def _create_loader(rank: int, gate: Gate, path: Path) -> None:

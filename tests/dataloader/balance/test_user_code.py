@@ -81,7 +81,7 @@ def _every_way(rank: int, world_size: int, path: Path, cost: Any, options: dict[
     ways = [_steps(build_loader(path, CONFIG, **ranks, balance=balance))]
     for exchange in ("all-to-all", "all-gather"):
         loader = build_loader(path, CONFIG, **ranks)
-        ways.append(_steps(Balancer(loader, cost=cost, exchange=exchange, on_step=_mangle, **options)))
+        ways.append(_steps(Balancer(loader, BalanceConfig(cost=cost, exchange=exchange, on_step=_mangle, **options))))
     return ways
 
 
@@ -158,7 +158,7 @@ def _balance_with_changed_plan(rank: int, world_size: int, path: Path) -> int:
     with restored(COLLECTIVES):
         register_exchange("moves rows")(MovesRows)
         loader = build_loader(path, CONFIG, rank=rank, world_size=world_size)
-        with Balancer(loader, cost=Pure(), exchange="moves rows") as balancer:
+        with Balancer(loader, BalanceConfig(cost=Pure(), exchange="moves rows")) as balancer:
             return len(list(balancer))
 
 

@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader, build_stream_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 
@@ -26,7 +26,7 @@ def _add_next_ids(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBat
 
 def _balance(rank: int, world_size: int, path: Path) -> list[tuple[bool, list[int], list[str]]]:
     loader = build_loader(path, CONFIG, rank=rank, world_size=world_size, transform=_add_next_ids)
-    with Balancer(loader, cost=COST) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
         return [(_has_next_ids(batch), ids_of(batch), list(batch.features.keys())) for batch in balancer]
 
 
@@ -67,7 +67,7 @@ def test_a_batch_that_a_transform_makes_anew_keeps_its_position(
 ) -> None:
     def make(transform: Any) -> Any:
         loader = _make(small_dataset, kind, transform)
-        return Balancer(loader, cost=COST) if is_balanced else loader
+        return Balancer(loader, BalanceConfig(cost=COST)) if is_balanced else loader
 
     expected = [(batch.epoch, batch.step, batch.position, ids_of(batch)) for batch in make(None)]
     loader = make(_anew)

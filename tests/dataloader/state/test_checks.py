@@ -75,13 +75,14 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     ),
     "stream": lambda path: build_stream_loader(path, CONFIG, STREAM, **RANK),
     "random batches": lambda path: RandomBatches(LoaderConfig(batch_size=8), num_batches=9, **RANK),
-    "balanced loader": lambda path: Balancer(build_loader(path, CONFIG, **RANK), cost=_tokens),
-    "balanced stream": lambda path: Balancer(build_stream_loader(path, CONFIG, STREAM, **RANK), cost=_tokens),
-    "balanced StatefulDataLoader": lambda path: Balancer(
-        StatefulDataLoader(INDICES, batch_size=8, collate_fn=COLLATE),
-        cost=_tokens,
+    "balanced loader": lambda path: Balancer(build_loader(path, CONFIG, **RANK), BalanceConfig(cost=_tokens)),
+    "balanced stream": lambda path: Balancer(
+        build_stream_loader(path, CONFIG, STREAM, **RANK), BalanceConfig(cost=_tokens)
     ),
-    "balanced nodes": lambda path: Balancer(_nodes(), cost=_tokens),
+    "balanced StatefulDataLoader": lambda path: Balancer(
+        StatefulDataLoader(INDICES, batch_size=8, collate_fn=COLLATE), BalanceConfig(cost=_tokens)
+    ),
+    "balanced nodes": lambda path: Balancer(_nodes(), BalanceConfig(cost=_tokens)),
 }
 
 

@@ -22,7 +22,7 @@ from evenrank.dataloader import (
     build_stream_loader,
     random_codes,
 )
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.ranks.consistency import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.routing import KeyMap
@@ -179,7 +179,7 @@ def _of_other_world_size(rank: int, world_size: int, path: Path, kind: str) -> N
         loader = Prefetcher(Mapper(loader, _same), 2)
     if kind == "torchdata's Loader":
         loader = NodeLoader(Mapper(loader, _same))
-    with Balancer(loader, cost=COST) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
         list(balancer)
 
 
@@ -199,7 +199,7 @@ def test_loader_of_another_world_size_is_refused_on_every_rank(ranks: RankPool, 
 
 def _with_other_codes(rank: int, world_size: int, path: Path) -> None:
     config = SemanticIdConfig(batch_size=4, codes=OTHER_CODES if rank else CODES)
-    with Balancer(build_loader(path, config, rank=rank, world_size=world_size), cost=len) as balancer:  # type: ignore[arg-type]
+    with Balancer(build_loader(path, config, rank=rank, world_size=world_size), BalanceConfig(cost=len)) as balancer:  # type: ignore[arg-type]
         list(balancer)
 
 

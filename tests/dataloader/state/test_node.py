@@ -31,7 +31,7 @@ from evenrank.dataloader import (
     dense,
     jagged,
 )
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import one_per_sample
 
 Node = Any  # a torchdata node, untyped
@@ -63,7 +63,7 @@ def _random() -> Any:
 
 
 def _balance(batches: Any) -> Balancer[Any]:
-    return Balancer(batches, cost=one_per_sample)
+    return Balancer(batches, BalanceConfig(cost=one_per_sample))
 
 
 def _own_samples(num_workers: int = 0) -> Any:

@@ -22,7 +22,7 @@ from evenrank.dataloader import (
     build_stream_loader,
     merge_stream_states,
 )
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.stream.state import FORMAT
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.stream import StreamSource
@@ -136,7 +136,9 @@ def test_only_the_windows_of_open_shards_are_in_memory(
 
 def _balanced(rank: int, world_size: int, path: Path) -> list[list[int]]:
     (loader,) = _loaders(path, world_size, StreamConfig(num_shards=4, buffer_rows=16))[rank : rank + 1]
-    with Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)) as balancer:
+    with Balancer(
+        loader, BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False))
+    ) as balancer:
         return [ids_of(batch) for batch in balancer]
 
 

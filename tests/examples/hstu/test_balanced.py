@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader import SequenceBatch
-from evenrank.dataloader.balance import STRATEGIES, Balancer
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer
 from evenrank.training import scale_loss
 from tests.examples.hstu.samples import CONFIG, Sample, make_batch, make_ranking, make_retrieval, random_samples
 from tests.ranks import RankPool
@@ -52,7 +52,7 @@ def _train(
     results = {}
     for strategy in strategies:
         gradients, num_changed = [], 0
-        with Balancer(batches, cost=CONFIG.cost(), strategy=strategy) as balancer:
+        with Balancer(batches, BalanceConfig(cost=CONFIG.cost(), strategy=strategy)) as balancer:
             for batch, loaded in zip(balancer, batches, strict=True):
                 model.zero_grad()
                 loss_sums, _ = model(batch)

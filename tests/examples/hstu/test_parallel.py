@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import scale_loss
 from hstu.config import HSTUConfig
 from hstu.parallel import ShardedLayerNorm, tensor_parallel
@@ -139,7 +139,7 @@ def _on_a_mesh(rank: int, world_size: int) -> tuple[list[dict[str, list[int]]], 
     fully_shard(model, mesh=mesh["dp"])
     batches = [make_batch(random_samples(8, seed=step)[4 * data : 4 * data + 4], first_id=4 * data) for step in (0, 1)]
     seen, gradients = [], []
-    with Balancer(batches, cost=CONFIG.cost(), group=mesh["dp"]) as balancer:
+    with Balancer(batches, BalanceConfig(cost=CONFIG.cost()), group=mesh["dp"]) as balancer:
         for batch in balancer:
             seen.append({"ids": batch.sample_ids.tolist(), "items": batch.features["item_id"].values().tolist()})
             model.zero_grad()

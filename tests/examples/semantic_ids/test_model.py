@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader, random_codes
-from evenrank.dataloader.balance import Balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.training import RankingMetrics, scale_loss
 from semantic_ids.beam_search import Catalogue, beam_search
@@ -156,7 +156,7 @@ def _train(rank: int, world_size: int, path: Path, strategy: str, history_labels
     parallel = DistributedDataParallel(model)
     loader = build_loader(path, _config(6, history_labels), rank=rank, world_size=world_size)
     gradients = []
-    with Balancer(loader, cost=model.config.cost(), strategy=strategy) as balancer:
+    with Balancer(loader, BalanceConfig(cost=model.config.cost(), strategy=strategy)) as balancer:
         for batch in balancer:
             loss_sums, _ = parallel(batch)
             scale_loss(loss_sums.sum(), batch).backward()

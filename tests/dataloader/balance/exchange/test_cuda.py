@@ -14,7 +14,7 @@ from torchdata.nodes import PinMemory
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError, EvenrankError
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.ranks import process_group
@@ -75,7 +75,7 @@ def _same_as_on_the_cpu(rank: int, world_size: int, device: str, seeds: int) -> 
                 bits = []
                 for where in (None, f"{device}:{rank}"):
                     with Balancer(
-                        _world(rank, seed), cost=_tokens, exchange=exchange, device=where, **variant
+                        _world(rank, seed), BalanceConfig(cost=_tokens, exchange=exchange, **variant), device=where
                     ) as balancer:
                         bits.append([_bits(batch) for batch in balancer])
                 assert bits[0] == bits[1]
@@ -106,7 +106,7 @@ def _pass_devices(rank: int, world_size: int, devices: list[str | None]) -> str:
     # A rank that creates a group would wait there for the others.
     with patch.object(process_group.FailFastGroup, "__init__", side_effect=AssertionError("created a group")):
         try:
-            Balancer(_world(rank, 0), cost=_tokens, device=devices[rank])
+            Balancer(_world(rank, 0), BalanceConfig(cost=_tokens), device=devices[rank])
         except EvenrankError as error:
             return str(error)
     return "no error"
@@ -135,7 +135,7 @@ def _balance_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
     mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("replicate", "shard"))
     for group in (None, mesh["shard"]):  # the default group is over Gloo, that of the mesh over NCCL
         batches = RandomBatches(_config(), DATA, num_batches=5, rank=rank, world_size=world_size)
-        with Balancer(PinMemory(batches), cost=COST, device="cuda", group=group) as balancer:
+        with Balancer(PinMemory(batches), BalanceConfig(cost=COST), device="cuda", group=group) as balancer:
             seen.append([int(sample) for batch in balancer for sample in batch.sample_ids[: batch.num_real]])
     assert seen[0] == seen[1]
     return seen
@@ -158,7 +158,7 @@ def _train_on_another_stream(rank: int, world_size: int) -> list[list[int]]:
     sums = []
     with (
         torch.cuda.stream(stream),
-        Balancer(batches, cost=COST, strategy="none", device=f"cuda:{rank}") as balancer,
+        Balancer(batches, BalanceConfig(cost=COST, strategy="none"), device=f"cuda:{rank}") as balancer,
     ):
         for batch in balancer:
             assert torch.cuda.current_stream() == stream
@@ -180,7 +180,7 @@ def test_the_current_stream_stays_current_and_sees_complete_batches() -> None:
 def _on_the_second_gpu(rank: int, world_size: int) -> tuple[int, bool]:
     torch.cuda.set_device(1)
     batches = RandomBatches(_config(), DATA, num_batches=5, rank=rank, world_size=world_size)
-    with Balancer(batches, cost=COST, device="cuda:1") as balancer:
+    with Balancer(batches, BalanceConfig(cost=COST), device="cuda:1") as balancer:
         count = sum(1 for _ in balancer)
     return count, torch._C._cuda_hasPrimaryContext(0)  # type: ignore[attr-defined]  # undocumented
 
@@ -206,7 +206,7 @@ def _interleave(rank: int, world_size: int, steps: int) -> tuple[int, list[int]]
     total = torch.zeros(3, dtype=torch.int64, device="cuda")
     wrong = 0
     batches = RandomBatches(_config(), DATA, num_batches=steps, rank=rank, world_size=world_size)
-    with Balancer(batches, cost=COST, strategy="min-move", device=f"cuda:{rank}") as balancer:
+    with Balancer(batches, BalanceConfig(cost=COST, strategy="min-move"), device=f"cuda:{rank}") as balancer:
         for batch in balancer:
             for _ in range(4):
                 weight = torch.tanh(weight @ weight)
@@ -260,10 +260,10 @@ def test_1000_steps_between_all_reduces_neither_hang_nor_lose_samples() -> None:
 )
 def test_an_unknown_device_is_named(device: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Balancer([], cost=COST, device=device)
+        Balancer([], BalanceConfig(cost=COST), device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_named() -> None:
     with pytest.raises(ConfigError, match="device is cuda, but PyTorch finds no CUDA device on this host"):
-        Balancer([], cost=COST, device="cuda")
+        Balancer([], BalanceConfig(cost=COST), device="cuda")

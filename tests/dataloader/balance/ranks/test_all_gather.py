@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.ranks import consistency
 from evenrank.dataloader.balance.ranks.metadata import (
     FlatAllGather,
@@ -69,7 +69,7 @@ def _balance_hierarchically(rank: int, world_size: int) -> tuple[str, list[int]]
     with (
         patch.object(consistency, "MAX_RANKS_OF_FLAT_ALL_GATHER", 2),
         patch.object(socket, "gethostname", lambda: f"host {rank // 2}"),
-        Balancer(batches, cost=cost) as balancer,
+        Balancer(batches, BalanceConfig(cost=cost)) as balancer,
     ):
         kind = type(balancer._connection.all_gather).__name__
         for batch in balancer:

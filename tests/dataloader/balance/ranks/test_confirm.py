@@ -8,7 +8,14 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, RandomBatches
-from evenrank.dataloader.balance import STRATEGIES, Balancer, PartitionProblem, partition, register_strategy
+from evenrank.dataloader.balance import (
+    STRATEGIES,
+    BalanceConfig,
+    Balancer,
+    PartitionProblem,
+    partition,
+    register_strategy,
+)
 from evenrank.dataloader.balance.config import DEFAULTS
 from evenrank.dataloader.balance.ranks.metadata import make_all_gather
 from evenrank.dataloader.balance.ranks.plan_check import confirm
@@ -42,7 +49,7 @@ def _batches(rank: int, world_size: int) -> RandomBatches[Any]:
 def _train_with_tokens_of_rank(
     rank: int, world_size: int, options: dict[str, Any]
 ) -> list[list[tuple[int, list[int]]]]:
-    with Balancer(_batches(rank, world_size), cost=_CostOfRank(rank), **options) as balancer:
+    with Balancer(_batches(rank, world_size), BalanceConfig(cost=_CostOfRank(rank), **options)) as balancer:
         return [list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False)) for batch in balancer]
 
 
@@ -86,7 +93,9 @@ def _train_with_strategy(rank: int, world_size: int, what: str, exchange: str) -
     with restored(STRATEGIES):
         register_strategy("mine")(strategy)
         cost = _CostOfRank(0)
-        with Balancer(_batches(rank, world_size), cost=cost, strategy="mine", exchange=exchange) as balancer:
+        with Balancer(
+            _batches(rank, world_size), BalanceConfig(cost=cost, strategy="mine", exchange=exchange)
+        ) as balancer:
             for batch in balancer:
                 trained.append(batch.step)
     return trained
@@ -122,7 +131,7 @@ class _FailingTokens(_CostOfRank):
 
 
 def _catch_failing_tokens(rank: int, world_size: int) -> str:
-    balancer = Balancer(_batches(rank, world_size), cost=_FailingTokens(rank))
+    balancer = Balancer(_batches(rank, world_size), BalanceConfig(cost=_FailingTokens(rank)))
     try:
         list(balancer)
     except RankError as error:  # and the program goes on without closing the Balancer
