@@ -1,17 +1,15 @@
 """Plot of simulated and measured scaling."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
+from end_to_end.scaling import Scaling
 from evenrank.cli.reports import html_page
 from rendering.figures import STYLE, WIDTH
-
-if TYPE_CHECKING:
-    from end_to_end.scaling import Scaling
 
 # By strategy, the best last: lines that coincide are seen below one another.
 _STYLES: tuple[dict[str, Any], ...] = (
@@ -24,7 +22,7 @@ _STYLES: tuple[dict[str, Any], ...] = (
 
 
 @mpl.rc_context(STYLE)
-def draw(scaling: "Scaling") -> Figure:
+def draw(scaling: Scaling) -> Figure:
     """Draw speed-up and efficiency over ranks, predicted as lines and measured as circles."""
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     figure.suptitle(f"Predicted (lines) and measured (circles): {scaling.lengths}")

@@ -8,7 +8,8 @@ from end_to_end import scaling
 from end_to_end.columns import UNBALANCED
 from end_to_end.cost_fit import fit_cost
 from end_to_end.results import EVEN
-from end_to_end.scaling import scale, scaled_runs, simulated_compute, write_section
+from end_to_end.scaling import scale, scaled_runs, simulated_compute
+from end_to_end.scaling_section import write_section
 from evenrank.cli.simulation import LengthSource, simulate
 from evenrank.datasets.distributions import Lognormal
 from tests.scripts.bench.end_to_end import made_up
