@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,29 +13,37 @@ from evenrank.dataloader.balance.log_reader import parse_record
 from evenrank.dataloader.balance.metrics import LogRecord
 
 
-def read_json_lines(path: Path) -> list[LogRecord]:
-    """Read a log. An incomplete last line, of a job that was killed or is still writing, is skipped.
+class BalanceLog(NamedTuple):
+    """The records of a log, in the order of its lines."""
 
-    Returns:
-        The records in the order of the lines.
+    records: list[LogRecord]
+    skipped: int
+    """Lines that are no records, such as the incomplete one of a job that was killed."""
+
+
+def read_json_lines(path: Path) -> BalanceLog:
+    """Read a log. Lines that cannot be read are skipped and counted; unknown fields are ignored.
 
     Raises:
-        DataError: there is no such file, or a line is not a record. Unknown fields are ignored.
+        DataError: there is no such file, or no line of it is a record.
 
     """
+    remedy = "give a file that on_step=JsonLines(FILE) wrote"
     if path.exists() and not path.is_file():  # a pipe would never end
-        raise DataError(f"{path} is not a regular file; give a file that on_step=JsonLines(FILE) wrote")
+        raise DataError(f"{path} is not a regular file; {remedy}")
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}; give a file that on_step=JsonLines(FILE) wrote"
-        ) from error
-    *complete, rest = lines
-    records = [_record(line, f"{path}, line {number}") for number, line in enumerate(complete, 1)]
-    if rest.endswith(b"}"):  # only its newline is missing
-        records.append(_record(rest, f"{path}, line {len(lines)}"))
-    return records
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; {remedy}") from error
+    records, first_error = [], ""
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(parse_record(line))
+        except ValueError as error:
+            first_error = first_error or f"line {number} is not a record of balancing metrics: {error}"
+    if lines and not records:
+        raise DataError(f"{path} has no record; {first_error}; {remedy}")
+    return BalanceLog(records, len(lines) - len(records))
 
 
 def describe_log(records: Sequence[LogRecord]) -> str:
@@ -71,13 +80,3 @@ def typical_record(records: Sequence[LogRecord]) -> LogRecord:
     """Return the record with the median imbalance before balancing."""
     imbalance = [int(record.before.max()) / max(record.lower_bound, 1) for record in records]
     return records[int(np.argsort(imbalance, kind="stable")[(len(records) - 1) // 2])]
-
-
-def _record(line: bytes, where: str) -> LogRecord:
-    """Parse a line; `where` names it in the error message."""
-    try:
-        return parse_record(line)
-    except ValueError as error:
-        raise DataError(
-            f"{where} is not a record of balancing metrics: {error}; give a file that on_step=JsonLines(FILE) wrote"
-        ) from error

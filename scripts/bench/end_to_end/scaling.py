@@ -15,9 +15,9 @@ from end_to_end.columns import UNBALANCED, strategy_of
 from end_to_end.cost_fit import configuration, is_balanced, predict, sample_seconds, trained_segments
 from end_to_end.results import EVEN, LIVE, Floats, RunResult
 from end_to_end.step_times import job_ms, ratio, segments_of
-from evenrank.cli.simulation import LengthSource, planned_steps
+from evenrank.cli.simulation import LengthSource, simulated_steps
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance import MeasuredCost
+from evenrank.dataloader.balance import BalanceConfig, MeasuredCost
 from evenrank.datasets.distributions import parse_distribution
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -108,7 +108,8 @@ def simulated_compute(
     """Return the seconds that each rank computes in simulated steps, [steps, W], and their mean tokens per rank."""
     even, planned = strategy == EVEN, "none" if strategy in (UNBALANCED, EVEN) else strategy
     compute, tokens = [], 0
-    for step in planned_steps(source, cost, ranks, batch_size=batch_size, strategy=planned, steps=steps):
+    balance = BalanceConfig(cost=cost, strategy=planned)
+    for step in simulated_steps(source, balance, ranks, batch_size=batch_size, steps=steps):
         # In float64: the costs of a whole rank may not add up in int64.
         seconds = sample_seconds(cost, step.tokens).ravel()
         of_ranks = np.bincount(step.assignment.rank_of.ravel(), weights=seconds, minlength=ranks)
