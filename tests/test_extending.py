@@ -1,4 +1,4 @@
-"""The code of docs/how-to/extending.md, run as it stands there, and what happens to registrations that cannot work."""
+"""The code of docs/how-to/extending.md, run as it stands there, and registrations that cannot work."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ def _snippets() -> dict[str, str]:
 
 
 def _run_page(rank: int, world_size: int) -> list[list[tuple[int, list[int]]]]:
-    """Run the page's code; return this rank's samples of each step."""
+    """Run the page's code; return the samples of each step."""
     snippets = _snippets()
     loader = RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=world_size)
     trained: list[Any] = []
@@ -64,18 +64,23 @@ def _all_to_the_first(problem: PartitionProblem) -> np.ndarray[Any, Any]:
     return np.zeros(len(problem.costs), dtype=np.int32)
 
 
-def _register(rank: int, world_size: int, is_known_to_all: bool) -> None:
-    """Register a strategy on rank 0 alone, or one on each rank that has its own name."""
-    name = f"mine of rank {rank}" if is_known_to_all else "mine"
+def _register_on_some_ranks(rank: int, world_size: int, what: str) -> None:
+    options: dict[str, Any] = {"cost": one_per_sample}
     with restored(STRATEGIES):
-        if is_known_to_all or rank == 0:
-            register_strategy(name)(_all_to_the_first)
-        Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(cost=one_per_sample, strategy=name))
+        match what:
+            case "strategy":
+                options["strategy"] = "mine"
+                if rank != 1:
+                    register_strategy("mine")(_all_to_the_first)
+            case "names":
+                options["strategy"] = f"mine of rank {rank}"
+                register_strategy(options["strategy"])(_all_to_the_first)
+        Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(**options))
 
 
-def test_a_strategy_registered_on_one_rank_only_is_an_error_on_all(ranks: RankPool) -> None:
+def test_a_strategy_that_is_registered_on_one_rank_only_is_an_error_on_all(ranks: RankPool) -> None:
     message = "no strategy is called 'mine'; known are none, karmarkar-karp, lpt-swap, min-move"
-    failures = ranks.try_run(2, _register, False)
+    failures = ranks.try_run(2, _register_on_some_ranks, "strategy")
     assert all(isinstance(failure, RankFailure) for failure in failures)
     assert [(failure.type_name, failure.message) for failure in failures] == [
         ("RankError", f"rank 1 failed: {message}"),
@@ -85,7 +90,7 @@ def test_a_strategy_registered_on_one_rank_only_is_an_error_on_all(ranks: RankPo
 
 def test_ranks_with_strategies_of_different_names_are_refused(ranks: RankPool) -> None:
     message = "strategy differs between ranks: mine of rank 0 on rank 0, mine of rank 1 on rank 1"
-    assert [failure.message for failure in ranks.try_run(2, _register, True)] == [message] * 2
+    assert [failure.message for failure in ranks.try_run(2, _register_on_some_ranks, "names")] == [message] * 2
 
 
 @pytest.mark.parametrize(
