@@ -27,7 +27,6 @@ from typing import Any, Generic, Self, TypeVar, cast
 import torch
 
 from evenrank.core.errors import ConfigError, RankError, one_line
-from evenrank.core.numba_cache import code_hash
 from evenrank.dataloader.balance.config import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings, check_topology
 from evenrank.dataloader.balance.cost import Cost
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
@@ -140,7 +139,6 @@ def check_arguments(
         shared = settings.shared() | {
             "cost": describe_cost(cost),
             "device": exchange_device.device.type,
-            "the code of evenrank": code_hash(),
         }
     except Exception as raised:  # reported to all ranks
         error = raised

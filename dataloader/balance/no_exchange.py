@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.hashing import mix64
-from evenrank.core.numba_cache import code_hash
 from evenrank.dataloader.balance.config import DEFAULTS, BalancerSettings, OnOverflow, PartitionSettings, check_topology
 from evenrank.dataloader.balance.cost import Cost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.metrics import StepMetrics
@@ -109,7 +108,7 @@ class BalanceConfig:
         """Return what must be the same on all ranks, by name."""
         names = ("strategy", "tolerance", "max_tokens_per_rank", "on_overflow", "equal_counts", "topology")
         options = {name: getattr(self, name) for name in (*names, "pack", "window")}
-        return options | {"cost": describe_cost(self.cost), "the code of evenrank": code_hash()}
+        return options | {"cost": describe_cost(self.cost)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
