@@ -5,7 +5,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from io import BufferedReader
 from pathlib import Path
 
@@ -100,11 +100,18 @@ def user_folders() -> Iterator[Path]:
         yield Path(tempfile.gettempdir()) / f"evenrank-{os.geteuid()}"
 
 
-def is_private(folder: Path) -> bool:
-    """Return whether a folder exists, belongs to this user, and nobody else can write to it."""
+def is_trusted(folder: Path, owners: Collection[int], *, may_be_written: int = 0) -> bool:
+    """Return whether a folder exists and only trusted users can write to it.
+
+    Args:
+        folder: the folder, or a symbolic link to it.
+        owners: ids of the trusted users.
+        may_be_written: bits of `WRITABLE_BY_OTHERS` that its mode may have.
+
+    """
     try:
         link, target = folder.lstat(), folder.stat()
     except OSError:
         return False
-    is_own = link.st_uid == target.st_uid == os.geteuid()
-    return stat.S_ISDIR(target.st_mode) and is_own and not target.st_mode & WRITABLE_BY_OTHERS
+    is_open = target.st_mode & WRITABLE_BY_OTHERS & ~may_be_written
+    return stat.S_ISDIR(target.st_mode) and not is_open and {link.st_uid, target.st_uid} <= set(owners)

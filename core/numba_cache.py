@@ -18,6 +18,7 @@ import fcntl
 import functools
 import hashlib
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -28,7 +29,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.compiler_lock import global_compiler_lock
 
-from evenrank.core.files import is_private, open_lock_file, user_folders
+from evenrank.core.files import is_trusted, open_lock_file, user_folders
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 # Tests, scripts and virtual environments may be in the same folder.
@@ -100,11 +101,12 @@ def cache_folder() -> Path | None:
             if other.name != name:  # of earlier versions of the code
                 shutil.rmtree(other, ignore_errors=True)
         return in_package / name
+    user = (os.geteuid(),)
     for folder in user_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Loading machine code runs it, so nobody else may be able to write it.
-            if is_private(folder) and _can_lock(folder / name) and is_private(folder / name):
+            if is_trusted(folder, user) and _can_lock(folder / name) and is_trusted(folder / name, user):
                 return folder / name
     return None
 

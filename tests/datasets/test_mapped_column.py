@@ -45,7 +45,7 @@ def _entries(dataset: Path) -> list[str]:
 
 def test_the_named_columns_are_replaced_and_no_others(small_dataset: Path) -> None:
     store = open_store(small_dataset)
-    mapped = store.mapped({"item_id": _Reversed(), "segment": _Reversed(9)})
+    mapped = store.remapped({"item_id": _Reversed(), "segment": _Reversed(9)})
     assert mapped.events["item_id"].tolist() == [599 - item for item in store.events["item_id"].tolist()]
     assert mapped.rows["segment"].tolist() == [8 - segment for segment in store.rows["segment"].tolist()]
     for name in ("action", "timestamp_ms"):
@@ -57,8 +57,8 @@ def test_the_named_columns_are_replaced_and_no_others(small_dataset: Path) -> No
 
 def test_a_column_is_mapped_once_and_shared_as_a_file(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _copy(small_dataset, tmp_path)
-    first = open_store(dataset).mapped({"item_id": _Reversed()})
-    again = open_store(dataset).mapped({"item_id": _Unused()})
+    first = open_store(dataset).remapped({"item_id": _Reversed()})
+    again = open_store(dataset).remapped({"item_id": _Unused()})
     assert again.events["item_id"].tolist() == first.events["item_id"].tolist()
     assert isinstance(again.events["item_id"].base, np.memmap)
     assert not again.events["item_id"].flags.writeable
@@ -66,7 +66,7 @@ def test_a_column_is_mapped_once_and_shared_as_a_file(small_dataset: Path, tmp_p
 
 
 def _map_and_sum(path: Path, results: "multiprocessing.Queue[int]") -> None:
-    results.put(int(open_store(path).mapped({"item_id": _Reversed()}).events["item_id"].sum()))
+    results.put(int(open_store(path).remapped({"item_id": _Reversed()}).events["item_id"].sum()))
 
 
 def test_processes_that_start_together_map_once(small_dataset: Path, tmp_path: Path) -> None:
@@ -87,28 +87,28 @@ def test_other_maps_columns_and_splits_have_files_of_their_own(small_dataset: Pa
     dataset = _copy(small_dataset, tmp_path)
     store = open_store(dataset)
     for size in (600, 601, 602):
-        items = store.mapped({"item_id": _Reversed(size)}).events["item_id"]
+        items = store.remapped({"item_id": _Reversed(size)}).events["item_id"]
         assert items.tolist() == (size - 1 - store.events["item_id"]).tolist()
-    store.mapped({"segment": _Reversed()})
+    store.remapped({"segment": _Reversed()})
     eval_store = open_store(dataset, "eval")
-    mapped = eval_store.mapped({"item_id": _Reversed()}).events["item_id"]
+    mapped = eval_store.remapped({"item_id": _Reversed()}).events["item_id"]
     assert mapped.tolist() == (599 - eval_store.events["item_id"]).tolist()
     assert len(_entries(dataset)) == 5
 
 
 def test_a_pickled_store_has_the_replaced_columns(small_dataset: Path) -> None:
-    store = open_store(small_dataset).mapped({"item_id": _Reversed()}).mapped({"segment": _Reversed()})
+    store = open_store(small_dataset).remapped({"item_id": _Reversed()}).mapped({"segment": _Reversed()})
     copied = pickle.loads(pickle.dumps(store))
     assert copied.events["item_id"].tolist() == store.events["item_id"].tolist()
     assert copied.rows["segment"].tolist() == store.rows["segment"].tolist()
     assert isinstance(copied.events["item_id"].base, np.memmap)
-    in_memory = replace(open_store(small_dataset), folder=None).mapped({"item_id": _Reversed()})
+    in_memory = replace(open_store(small_dataset), folder=None).remapped({"item_id": _Reversed()})
     assert pickle.loads(pickle.dumps(in_memory)).events["item_id"].tolist() == store.events["item_id"].tolist()
 
 
 def test_columns_in_memory_are_mapped_there(small_dataset: Path) -> None:
     store = replace(open_store(small_dataset), folder=None)
-    items = store.mapped({"item_id": _Reversed()}).events["item_id"]
+    items = store.remapped({"item_id": _Reversed()}).events["item_id"]
     assert items.tolist() == (599 - store.events["item_id"]).tolist()
     assert not isinstance(items.base, np.memmap)
 
@@ -116,19 +116,19 @@ def test_columns_in_memory_are_mapped_there(small_dataset: Path) -> None:
 def test_a_map_that_changes_nothing_needs_no_file(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _copy(small_dataset, tmp_path)
     store = open_store(dataset)
-    mapped = store.mapped({"item_id": _Unused(is_identity=True)})
+    mapped = store.remapped({"item_id": _Unused(is_identity=True)})
     assert mapped.events["item_id"] is store.events["item_id"]
     assert _entries(dataset) == []
 
 
 def test_a_damaged_file_is_reported(small_dataset: Path, tmp_path: Path) -> None:
     dataset = _copy(small_dataset, tmp_path)
-    open_store(dataset).mapped({"item_id": _Reversed()})
+    open_store(dataset).remapped({"item_id": _Reversed()})
     (entry,) = _entries(dataset)
     path = dataset / ".cache" / entry / "values.npy"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(DataError, match=rf"^{path} is damaged; delete {path.parent} to have it rebuilt$"):
-        open_store(dataset).mapped({"item_id": _Reversed()})
+        open_store(dataset).remapped({"item_id": _Reversed()})
 
 
 def test_what_fails_half_way_leaves_no_file(small_dataset: Path, tmp_path: Path) -> None:
@@ -138,13 +138,13 @@ def test_what_fails_half_way_leaves_no_file(small_dataset: Path, tmp_path: Path)
 
     dataset = _copy(small_dataset, tmp_path)
     with pytest.raises(DataError, match=r"^no such key$"):
-        open_store(dataset).mapped({"item_id": Fails()})
+        open_store(dataset).remapped({"item_id": Fails()})
     assert not any("mapped" in path.name and path.is_dir() for path in (dataset / ".cache").iterdir())
 
 
 def _refuse(store: SequenceStore, maps: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        store.mapped(maps)
+        store.remapped(maps)
     assert str(raised.value) == message
 
 
@@ -163,7 +163,7 @@ def test_columns_that_cannot_be_mapped_are_refused(small_dataset: Path) -> None:
         "manifest.vocabulary_sizes['item_id'] or more",
     )
     _refuse(
-        store.mapped({"item_id": _Reversed()}),
+        store.remapped({"item_id": _Reversed()}),
         {"item_id": _Reversed()},
         "the column 'item_id' is mapped already; map it once",
     )
