@@ -97,7 +97,7 @@ def test_other_maps_columns_and_splits_have_files_of_their_own(small_dataset: Pa
 
 
 def test_a_pickled_store_has_the_replaced_columns(small_dataset: Path) -> None:
-    store = open_store(small_dataset).remapped({"item_id": _Reversed()}).mapped({"segment": _Reversed()})
+    store = open_store(small_dataset).remapped({"item_id": _Reversed()}).remapped({"segment": _Reversed()})
     copied = pickle.loads(pickle.dumps(store))
     assert copied.events["item_id"].tolist() == store.events["item_id"].tolist()
     assert copied.rows["segment"].tolist() == store.rows["segment"].tolist()
