@@ -247,7 +247,9 @@ class AttentionTracker:
         peak_flops: float | None = None,
     ) -> None:
         if not 0 <= start < stop:
-            raise ConfigError(f"the window is [{start}, {stop}); it must begin at 0 or later and have a step")
+            raise ConfigError(
+                f"the interval of steps is [{start}, {stop}); it must begin at 0 or later and not be empty"
+            )
         self._layers = {name: module for name, module in model.named_modules() if _matches(name, module, layers)}
         if not self._layers:
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
