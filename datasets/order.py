@@ -115,40 +115,39 @@ class SampleOrder(Protocol):
         """Return everything besides seed and epoch that determines the order, for comparison with a saved state."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RowOrder:
     """Ascending rows, in every epoch."""
 
-    samples: Samples
+    _kind = "rows"
+
+    def __init__(self, *, samples: Samples) -> None:
+        self._samples = samples
 
     @property
     def num_samples(self) -> int:
         """Positions of an epoch."""
-        return len(self.samples)
+        return len(self._samples)
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions."""
-        return self.samples.rows(positions)
+        return self._samples.rows(positions)
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return the kind of order and its length."""
-        return ("rows", len(self.samples))
+        return (self._kind, self.num_samples)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffledOrder(RowOrder):
     """A different permutation of the samples in each epoch."""
 
+    _kind = "shuffle"
+
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions."""
-        return self.samples.rows(permute(positions, len(self.samples), seed=seed, epoch=epoch))
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return the kind of order and its length."""
-        return ("shuffle", len(self.samples))
+        return self._samples.rows(permute(positions, self.num_samples, seed=seed, epoch=epoch))
 
 
-class TimeOrder:
+class TimeOrder(RowOrder):
     """Rows by the time of their last event, in every epoch, for training in one pass over time.
 
     Args:
@@ -157,23 +156,16 @@ class TimeOrder:
 
     """
 
-    def __init__(self, samples: Samples, time_order: NDArray[np.int64]) -> None:
-        self._time_order = time_order
-        left_out = np.flatnonzero(np.isin(time_order, samples.left_out))
-        self._sorted_samples = Samples(num_rows=samples.num_rows, left_out=left_out)  # indices into `time_order`
+    _kind = "time"
 
-    @property
-    def num_samples(self) -> int:
-        """Positions of an epoch."""
-        return len(self._sorted_samples)
+    def __init__(self, samples: Samples, time_order: NDArray[np.int64]) -> None:
+        left_out = np.flatnonzero(np.isin(time_order, samples.left_out))
+        super().__init__(samples=Samples(num_rows=samples.num_rows, left_out=left_out))  # indices into `time_order`
+        self._time_order = time_order
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions."""
-        return self._time_order[self._sorted_samples.rows(positions)]
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return the kind of order and its length."""
-        return ("time", len(self._sorted_samples))
+        return self._time_order[self._samples.rows(positions)]
 
 
 class StepSchedule(ABC):

@@ -138,17 +138,8 @@ def decoder_flops(
 ) -> ModelFlops:
     """Return the FLOPs of a decoder with softmax attention and a feed-forward network of two linears, as in SASRec.
 
-    Args:
-        hidden: width of the residual stream.
-        heads: attention heads of a layer; of this rank, if they are distributed in tensor parallelism.
-        head_dim: width of a head.
-        layers: number of layers.
-        ffn_hidden: inner width of the feed-forward network.
-        head: widths of the MLP of a prediction, such as (hidden, codes of a codebook); empty: there is none.
-
-    Raises:
-        ConfigError: a size is not positive.
-
+    Arguments are those of `hstu_flops`, and `ffn_hidden`, the inner width of the feed-forward network; `head` may be
+    (hidden, codes of a codebook).
     """
     _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers, ffn_hidden=ffn_hidden)
     width = heads * head_dim
@@ -168,11 +159,7 @@ def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tenso
         candidates   x x x x
                      x x x   x
 
-    Args:
-        history: integers [B], contextual tokens included.
-        contextual: integers [B], at most `history`.
-        candidates: integers [B].
-
+    All are integers [B]; `history` includes `contextual`.
     """
     history, contextual, candidates = history.long(), contextual.long(), candidates.long()
     causal = (history * (history + 1) - contextual * (contextual + 1)) // 2

@@ -10,6 +10,7 @@ import sysconfig
 import threading
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,7 +218,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_cache_a_process_compiles_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached, lost = compiled(lambda number: number + 1), compiled(lambda number: number + 2)
+    cached: Any = compiled(lambda number: number + 1)
+    lost: Any = compiled(lambda number: number + 2)
     assert cached(4) == 5
     assert len(list(folder.glob("*/*.nbc"))) == 1
     shutil.rmtree(folder)
