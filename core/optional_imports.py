@@ -80,7 +80,7 @@ def check_torch() -> None:
 def check_releases(installed: Mapping[str, str | None]) -> None:
     """Check that versions of PyTorch, fbgemm-gpu and TorchRec belong together.
 
-    Untested combinations with a newer release, a pre-release or a vendor's build ("2.13.0a0+nv25.10") may work, so they
+    Untested combinations with a newer PyTorch, a pre-release or a vendor's build ("2.13.0a0+nv25.10") may work, so they
     are a TorchReleaseWarning. Nothing is checked where one of the three is missing or has no metadata: planning needs
     none, and imports name the missing one.
 
@@ -107,10 +107,7 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
     problem = _problem(fbgemm, *versions)
     if problem is None:
         return
-    is_untested = any(
-        _is_custom(version) or _minor(version) > _minor(newest)
-        for version, newest in zip(versions, TESTED[-1], strict=True)
-    )
+    is_untested = _minor(found["torch"]) > _minor(TESTED[-1].torch) or any(map(_is_custom, versions))
     if not is_untested:
         raise ConfigError(problem)
     warnings.warn(f"{problem}; it was not tested and may fail", TorchReleaseWarning, stacklevel=2)
@@ -156,7 +153,8 @@ def _text(version: str) -> str:
 def _is_custom(version: Version) -> bool:
     """Return whether it is not an official release such as "2.13.0", "2.13.0+cpu" or "2.13.0+cu130"."""
     is_official = version.local is None or version.local.startswith(("cpu", "cu", "rocm", "xpu"))
-    return version.is_prerelease or not is_official
+    is_dated = version.major > 1000  # fbgemm-gpu's builds from source, such as "2026.11.22"
+    return version.is_prerelease or is_dated or not is_official
 
 
 def _installed(name: str) -> str | None:

@@ -73,7 +73,7 @@ def test_a_command_names_the_extra_that_is_missing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("hidden", ["matplotlib", "jinja2", "markupsafe"])
+@pytest.mark.parametrize("hidden", ["matplotlib", "jinja2"])
 def test_tables_do_without_what_pages_need(tmp_path: Path, small_dataset: Path, hidden: str) -> None:
     write_log(tmp_path / "log.jsonl", *STEPS)
     for command, path, shown in (("metrics", "log.jsonl", "load before"), ("inspect", str(small_dataset), "p50")):
