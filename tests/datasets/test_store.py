@@ -233,6 +233,11 @@ def test_other_maps_columns_and_splits_have_files_of_their_own(small_dataset: Pa
     assert len(_entries(dataset)) == 5
 
 
+def _file_of(column: NDArray[Any]) -> object:
+    assert isinstance(column.base, np.memmap)
+    return column.base.filename
+
+
 def test_a_pickled_store_maps_the_same_files_with_the_remapped_columns(small_dataset: Path) -> None:
     plain = open_store(small_dataset)
     assert len(pickle.dumps(plain)) < 1000
