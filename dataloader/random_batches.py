@@ -307,7 +307,7 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, batch_size))
         rows = np.arange(num_samples)
         sample_ids = (step * self._world_size + self._rank) * batch_size + rows
-        store = self._draw(rng, num_samples).mapped(self._config.key_maps)
+        store = self._draw(rng, num_samples).remapped(self._config.key_maps)
         (batch,) = self._collate([StoreRows(store, rows, rows)], sample_ids, batch_size=batch_size)
         return batch.pin_memory() if self._config.pin_memory else batch
 

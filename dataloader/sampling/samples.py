@@ -112,4 +112,4 @@ def remapped_stores(
             raise ConfigError(
                 f"key_maps has {unknown[0]!r}, which is no feature of the batches; they have {', '.join(features)}"
             )
-    return tuple(store.mapped(key_maps) for store in stores)
+    return tuple(store.remapped(key_maps) for store in stores)

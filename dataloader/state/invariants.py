@@ -8,7 +8,6 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from evenrank.core.errors import ConfigError
-from evenrank.core.numba_cache import compiled_code_hash
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.state.node import HasRankInvariants
 
@@ -26,8 +25,7 @@ def shared_settings(*records: Any) -> dict[str, Any]:
             compared unless it says otherwise.
 
     """
-    # The order of samples is computed in compiled loops.
-    settings: dict[str, Any] = {"compiled_code": compiled_code_hash()}
+    settings: dict[str, Any] = {}
     for record in records:
         for field in dataclasses.fields(record):
             value = getattr(record, field.name)

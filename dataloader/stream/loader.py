@@ -175,7 +175,7 @@ class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
         """Read a window and leave out the rows that are not samples."""
         first, order = shard.window(window_position, seed=seed, epoch=epoch)
-        store = self._source.read(first, first + len(order)).mapped(self._config.key_maps)
+        store = self._source.read(first, first + len(order)).remapped(self._config.key_maps)
         is_sample = np.ones(len(store), dtype=bool)
         for reason, rows in self._collate.unusable(store).items():
             self.left_out[reason] += len(rows)
