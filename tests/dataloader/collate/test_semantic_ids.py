@@ -193,7 +193,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path, suffix: str, monkeypatch: p
         (np.zeros((2, 5)), "must contain an integer tensor"),
         (np.zeros((500, 3), dtype=np.int64), "has 500 levels of 3 items, more than 64 levels; transpose the table"),
         (np.full((2, 5), -2), "has codes from -2 to -2"),
-        (np.array([[1, -1], [1, 1]]), "has codes for item 1 in some levels only"),
+        (np.array([[1, -1], [1, 1]]), "codes.npy: item 1 has codes in some levels only"),
     ],
 )
 def test_malformed_tables_are_refused(tmp_path: Path, table: NDArray[Any], message: str) -> None:
@@ -204,7 +204,7 @@ def test_malformed_tables_are_refused(tmp_path: Path, table: NDArray[Any], messa
 
 def test_codes_beyond_their_codebooks_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "codes.npy", CODES)
-    with pytest.raises(DataError, match=r"has codes up to \[3, 9\] in its levels, got codebook_sizes \[4, 9\]"):
+    with pytest.raises(DataError, match=r"below codebook_sizes, \[4, 9\], got 0 to \[3, 9\] in the levels; give each level"):
         read_codes(tmp_path / "codes.npy", (4, 9))
 
 
@@ -258,7 +258,7 @@ def test_files_without_a_table_of_codes_are_refused_with_one_line(tmp_path: Path
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
-        (np.zeros((2, 5), dtype=np.int32), r"codes must be integers \[items, 3\].*got int32 \[2, 5\]; transpose"),
+        (np.zeros((2, 5), dtype=np.int32), r"codes must be integers \[items, levels\] .*, got int32 \[2, 5\]; transpose"),
         (np.zeros((5, 3)), "codes must be integers"),
         (np.array([[0, 1, 4]]), r"below codebook_sizes, \[2, 3, 4\], got 0 to \[0, 1, 4\]"),
         (np.array([[0, -2, 0]]), "codes must be -1"),
