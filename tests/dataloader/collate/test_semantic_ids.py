@@ -204,7 +204,7 @@ def test_malformed_tables_are_refused(tmp_path: Path, table: NDArray[Any], messa
 
 def test_codes_beyond_their_codebooks_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "codes.npy", CODES)
-    with pytest.raises(DataError, match=r"below codebook_sizes, \[4, 9\], got 0 to \[3, 9\] in the levels; give each level"):
+    with pytest.raises(DataError, match=r"below codebook_sizes, \[4, 9\], got -1 to \[3, 9\] in the levels"):
         read_codes(tmp_path / "codes.npy", (4, 9))
 
 

@@ -12,7 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import MODES, Mode, Routing, bucketize, owner_rank
-from evenrank.dataloader.routing.bucketize import group_on_cpu, group_with_operators
 from tests.dataloader.routing.reference import Batch, batches, bucketized
 
 ROUNDROBIN = Routing(mode="roundrobin")
@@ -117,19 +116,6 @@ def test_ranges_are_bucketized_as_by_torchrec(batch: Batch, lengths_dtype: torch
 def _small(routing: Routing) -> int:
     assert routing.num_embeddings
     return min(routing.num_embeddings, 2**30)
-
-
-@given(st.lists(st.integers(0, 6), max_size=8), st.integers(1, 9), int_dtypes, st.randoms())
-def test_operators_group_as_the_compiled_loop(
-    lengths: list[int], world_size: int, dtype: torch.dtype, random: Any
-) -> None:
-    owners = torch.tensor([random.randrange(world_size) for _ in range(sum(lengths))], dtype=torch.int64)
-    by_loop, by_operators = (
-        group(owners, torch.tensor(lengths, dtype=dtype), world_size) for group in (group_on_cpu, group_with_operators)
-    )
-    for looped, operated in zip(by_loop, by_operators, strict=True):
-        assert looped.dtype == operated.dtype
-        assert torch.equal(looped, operated)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing import MODES, KeyMap, Mode, owner_rank
-from evenrank.dataloader.routing.table_permutation import Permutation, RoundRobin
+from evenrank.dataloader.routing.key_map import Permutation
 
 SIZES = st.integers(1, 3000)
 WORLDS = st.integers(1, 70)
@@ -93,23 +93,12 @@ def _reference(key: int, num_rows: int) -> int:
 
 
 @given(size=LARGE, data=st.data())
-def test_arrays_and_tensors_are_permuted_as_in_exact_arithmetic(size: int, data: Any) -> None:
+def test_keys_are_permuted_as_in_exact_arithmetic(size: int, data: Any) -> None:
     keys = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
     expected = [_reference(key, size) for key in keys.tolist()]
     permutation = Permutation.of(size)
     assert permutation.rows(keys).tolist() == expected
-    # What runs on a GPU.
-    on_device = permutation.rows(torch.from_numpy(keys))
-    assert on_device.tolist() == expected
-    assert permutation.keys(on_device).tolist() == keys.tolist()
-
-
-@given(size=SIZES, world_size=WORLDS)
-def test_tensors_go_round_the_ranks_as_arrays_do(size: int, world_size: int) -> None:
-    round_robin, keys = RoundRobin.of(size, world_size), np.arange(size)
-    rows = round_robin.rows(torch.from_numpy(keys))
-    assert rows.tolist() == round_robin.rows(keys).tolist()
-    assert round_robin.keys(rows).tolist() == keys.tolist()
+    assert permutation.keys(permutation.rows(keys)).tolist() == keys.tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)

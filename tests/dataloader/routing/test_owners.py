@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import MODES, Mode, Routing, hash_keys, owner_rank
-from evenrank.dataloader.routing.modes import owners_and_rows
-from evenrank.dataloader.routing.tensor_owners import owners_and_rows_with_operators
+from evenrank.dataloader.routing.owners import owners_and_rows
 from tests.dataloader.routing.reference import hash_word, keys_of, owner_and_row, signed
 
 # Of `fmix64`, from the tests of other implementations.
@@ -78,12 +77,9 @@ def test_arrays_and_tensors_have_the_owners_of_pythons_integers(
     ):
         assert found.dtype in (np.int64, torch.int64)
         assert found.tolist() == [owner for owner, _ in expected]
-    by_numpy = owners_and_rows(array, world_size, routing)
-    by_operators = owners_and_rows_with_operators(tensor, world_size, routing)
-    for owners, rows in (by_numpy, by_operators):
-        assert owners.tolist() == [owner for owner, _ in expected]
-        assert rows.dtype in (array.dtype, tensor.dtype)
-        assert rows.tolist() == [signed(row, bits) for _, row in expected]
+    _, rows = owners_and_rows(array, world_size, routing)
+    assert rows.dtype == array.dtype
+    assert rows.tolist() == [signed(row, bits) for _, row in expected]
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)), st.integers(1, 64), modes, tables)
