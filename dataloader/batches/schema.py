@@ -62,7 +62,7 @@ class BatchSchema:
         return longest_rows(dict(zip(self.jagged_keys, lengths, strict=True)))
 
     def differences(self, other: "BatchSchema") -> list[str]:
-        """Describe the differences from another schema, each as `field: this schema's value and the other's`."""
+        """Return the differences from another schema, each as `field: this schema's value and the other's`."""
         differences = [
             f"{name}: {getattr(self, name)} and {getattr(other, name)}"
             for name in ("batch_type", "batch_size", "loss_key")
