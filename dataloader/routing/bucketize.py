@@ -96,11 +96,11 @@ def bucketize(
             keys, lengths, offsets, features, world_size, weights=weights, positions=bucketize_pos
         )
     else:
-        owners, rows = _find_owners(keys.cpu().numpy(), kjt.length_per_key(), features, world_size)
+        owners, owned_rows = _find_owners(keys.cpu().numpy(), kjt.length_per_key(), features, world_size)
         grouped_lengths, places = _group(owners, lengths.long().cpu().numpy(), world_size)
         new_lengths = torch.from_numpy(grouped_lengths).to(lengths)
         permutation = torch.from_numpy(places).to(keys.device)
-        rows = torch.empty_like(keys).index_copy_(0, permutation, torch.from_numpy(rows).to(keys.device))
+        rows = torch.empty_like(keys).index_copy_(0, permutation, torch.from_numpy(owned_rows).to(keys.device))
         extra = _positions(lengths, offsets, keys) if bucketize_pos else weights
         if extra is not None:
             extra = torch.empty_like(extra).index_copy_(0, permutation, extra)
