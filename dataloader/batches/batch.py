@@ -87,7 +87,7 @@ def dense(
     Args:
         fill: value of its padding rows.
         default: of the field.
-        dtype: what a JaggedCollate converts to; None: that of the first sample's array or tensor;
+        dtype: of the tensor that a JaggedCollate makes; None: that of the first sample's array or tensor;
             Python's floats become float32.
         shape: of a row that a JaggedCollate makes; None: that of the first sample's value.
 
@@ -133,7 +133,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     """63-bit hash of which rank trains which sample in this step, where each rank plans alone; equal on all ranks. None
     where they confirm their plans, or nothing is balanced."""
     max_lengths: Mapping[str, int] | None = host(None)
-    """Longest row of each key; names are those of `BatchSchema.lengths_by_key`."""
+    """Longest row of each key; named as by `BatchSchema.lengths_by_key`."""
     length_limits: Mapping[str, int] | None = host(None)
     """Longest that a row of each key can be in any batch of any rank, for buffers and CUDA graphs of a fixed size;
     names as in `max_lengths`. Keys without a known limit are left out; None: no key has one.
@@ -171,7 +171,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
         """Return the batch of these rows, in this order, over all fields; on a GPU, this synchronizes.
 
-        `loss_tokens` and `max_lengths` are those of the rows, the other metadata are kept.
+        `loss_tokens` and `max_lengths` are of these rows; the other metadata are kept.
 
         Args:
             rows: [n], each in 0..batch_size-1; a row may occur several times or not at all, but padding only after
@@ -250,7 +250,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     moved = value.to(device, non_blocking=non_blocking)
     if isinstance(moved, KeyedJaggedTensor) and moved is not value:
-        moved._jt_dict = None  # what `to_dict` has cached; TorchRec passes it on with tensors of the old device
+        moved._jt_dict = None  # cached by `to_dict`; TorchRec passes it on with tensors of the old device
     return moved
 
 

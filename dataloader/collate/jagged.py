@@ -111,7 +111,7 @@ class JaggedCollate:
         declarations: for each name that the batch has, `jagged()`, or `dense()`: one array per sample of the same
             shape, or a number. Samples may have other names too, which are left out. A dense `num_candidates` tells
             costs how many of the last items are candidates.
-        batch_size: pad to this many rows; None: as many rows as samples. A Balancer pads what is shorter itself.
+        batch_size: pad to this many rows; None: as many rows as samples. A Balancer pads shorter batches itself.
         loss_key: the key whose lengths count the loss tokens, such as `LossKey("features", "item_id")`; None: each
             sample is one loss token.
 

@@ -59,7 +59,7 @@ def bucketize(
 ) -> tuple[KeyedJaggedTensor, Tensor]:
     """Group values by the rank that owns them: by (rank, key, row), and in their order within these.
 
-    Returns what TorchRec's `bucketize_kjt_before_all2all` returns with `output_permute=True`, which knows the mode
+    Equals TorchRec's `bucketize_kjt_before_all2all` with `output_permute=True`, which knows the mode
     `continuous` only. For two ranks, one key and two rows in mode `roundrobin`:
 
         values          [5 2 7 | 9 4]

@@ -266,7 +266,7 @@ if triton is not None:
         has_positions: tl.constexpr,
         block: tl.constexpr,
     ):
-        """Add the start of each key's group to its place, and write there what belongs there."""
+        """Add the start of each key's group to its place, and move its row and weight or position there."""
         index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         is_key = index < num_keys
         group = tl.load(groups + index, mask=is_key, other=0)

@@ -91,7 +91,7 @@ class KeyMap:
         return rows
 
     def inverse(self, rows: Integers) -> Integers:
-        """Return the key of each row, of the same shape, dtype, kind and device; raises what a call raises."""
+        """Return the key of each row, of the same shape, dtype, kind and device; raises the same errors as a call."""
         self._check(rows, "row")
         keys: Integers = self._apply(self._bijection().keys, rows)
         return keys

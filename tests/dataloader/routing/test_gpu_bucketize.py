@@ -81,3 +81,18 @@ def test_nothing_waits_for_the_gpu_with_routings_that_were_used_before() -> None
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.values().is_cuda
+
+
+@pytest.mark.gpu
+def test_without_triton_the_cpu_finds_owners_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    kjt = _large(np.random.default_rng(0), np.full(3 * 50, 20))
+    expected, permutation = bucketize(kjt, 8, ROUTINGS)
+    monkeypatch.setattr(gpu_bucketize, "HAS_TRITON", False)
+    on_gpu = kjt.to(torch.device("cuda"))
+    found, found_permutation = bucketize(on_gpu, 8, ROUTINGS)
+    assert found.values().is_cuda
+    assert torch.equal(found.values().cpu(), expected.values())
+    assert torch.equal(found.lengths().cpu(), expected.lengths())
+    assert torch.equal(found_permutation.cpu(), permutation)
+    owners = owner_rank(on_gpu.values(), 8, "hash_roundrobin")
+    assert torch.equal(owners.cpu(), owner_rank(kjt.values(), 8, "hash_roundrobin"))
