@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.routing import KeyMap, dist_type, remap
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "routing.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "routing.md"
 
 
 def _code() -> list[str]:
