@@ -35,7 +35,6 @@ def open_regular(path: Path | str) -> BufferedReader:
 
     Raises:
         DataError: the path leads to something else or to nothing, or the file cannot be opened.
-
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -60,7 +59,6 @@ def open_lock_file(path: Path) -> BufferedReader:
 
     Raises:
         OSError: it cannot be opened, or is a symbolic link or anything else than an empty file.
-
     """
     # NFS locks only files that are open for writing.
     file = os.fdopen(opener_of_own_files(str(path), os.O_RDWR | os.O_CREAT), "rb")
@@ -76,7 +74,6 @@ def write_text(path: Path, text: str) -> None:
 
     Raises:
         OSError: the file cannot be written; an existing one is unchanged, and no partial file is left.
-
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -107,7 +104,6 @@ def is_trusted(folder: Path, owners: Collection[int], *, may_be_written: int = 0
         folder: the folder, or a symbolic link to it.
         owners: ids of the trusted users.
         may_be_written: bits of `WRITABLE_BY_OTHERS` that its mode may have.
-
     """
     try:
         link, target = folder.lstat(), folder.stat()

@@ -56,7 +56,6 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
     Args:
         package: its `__name__`.
         file: its `__file__`, next to which a `.pyi` file lists the names.
-
     """
     get, names, exported = lazy_loader.attach_stub(package, file)
 
@@ -89,7 +88,6 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
 
     Raises:
         ConfigError: a combination is known to fail, or both builds of fbgemm-gpu are installed.
-
     """
     found = {name: version for name, text in installed.items() if (version := _parse(text)) is not None}
     if FBGEMM_CUDA in found and FBGEMM_CPU in found:

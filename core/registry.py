@@ -15,7 +15,6 @@ class Registry(Generic[Value]):
         kind: name of the kind in messages, such as `strategy`.
         expected: description of a valid implementation in messages, such as `a function`.
         accepts: whether an object is a valid implementation.
-
     """
 
     def __init__(self, kind: str, *, expected: str, accepts: Callable[[object], bool]) -> None:
@@ -29,7 +28,6 @@ class Registry(Generic[Value]):
 
         Raises:
             ConfigError: the name is taken or no string, or the object is no valid implementation.
-
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"the name of a registered {self._kind} must be a string, got {name!r}; pass it a name")

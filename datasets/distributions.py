@@ -177,7 +177,6 @@ def draw_zipf(rng: np.random.Generator, size: int, *, exponent: float, first: in
         exponent: at least 0; above 1 if `span` is infinite.
         first: at least 1.
         span: the largest value, or infinity. Values above 2^53 are multiples of powers of 2.
-
     """
     power = 1 - exponent
     end = float(_box_cox(np.log1p((span + 0.5) / first), power))
@@ -253,7 +252,6 @@ class Histogram:
         Raises:
             ConfigError: there is no such column, or it has a negative value.
             DataError: the dataset is missing or malformed, or the split has no values.
-
         """
         store = open_store(path, split)
         columns: dict[str, NDArray[np.integer]] = {LENGTH: store.lengths, **store.events, **store.rows}
@@ -298,7 +296,6 @@ def parse_distribution(text: str) -> Distribution:
     Raises:
         ConfigError: the name, a parameter or a value is invalid, or a parameter is missing.
         DataError: the dataset of a histogram is missing or malformed.
-
     """
     name, _, rest = text.partition(":")
     if name not in DISTRIBUTIONS:

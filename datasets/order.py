@@ -38,7 +38,6 @@ def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch:
 
     Returns:
         int64 of the same shape as `positions`.
-
     """
     words = np.array(positions, dtype=np.uint64)
     bits = max(2, (num_samples - 1).bit_length())
@@ -153,7 +152,6 @@ class TimeOrder(RowOrder):
     Args:
         samples: the rows that are samples.
         time_order: int64 [rows]: all rows, sorted by the time of their last event.
-
     """
 
     _kind = "time"
@@ -275,7 +273,6 @@ class MixtureOrder:
 
     Raises:
         ConfigError: a weight is not positive, or a dataset has no samples or a quota of 0.
-
     """
 
     def __init__(self, samples: Sequence[Samples], weights: Sequence[float], num_samples: int | None = None) -> None:

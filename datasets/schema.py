@@ -148,7 +148,6 @@ def check_names(names: Iterable[str]) -> None:
 
     Raises:
         ConfigError: a name is reserved, is no file name on every system, or differs from another only by case.
-
     """
     names = tuple(names)
     _check_distinct(names)
@@ -164,7 +163,6 @@ def check_new_names(names: Iterable[str]) -> None:
 
     Raises:
         ConfigError: a name contains a dot, or `check_names` refuses it.
-
     """
     names = tuple(names)
     check_names(names)
@@ -214,7 +212,6 @@ def read_manifest(folder: Path | str) -> Manifest:
 
     Raises:
         DataError: the file is missing, malformed, or of another schema version.
-
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME

@@ -54,7 +54,6 @@ def _remap_in_cache(
         name: of the column.
         folder: of its dataset.
         cache: identifies the dataset and the split; part of the name of the cache's entry.
-
     """
     identity = json.dumps([name, column_map.describe()], sort_keys=True)
     entry = f"{cache}-mapped-{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{_REMAPPED_LAYOUT}"
@@ -127,7 +126,6 @@ class SequenceStore:
         Raises:
             ConfigError: there is no such column, or it has values that cannot be mapped.
             DataError: the cache cannot be written.
-
         """
         columns = {name: self._remapped(name, column_map) for name, column_map in column_maps.items()}
         return replace(
@@ -177,7 +175,6 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
 
     Raises:
         DataError: the folder is not a dataset, has no such split, or its Parquet files do not match the manifest.
-
     """
     folder = Path(path).absolute()
     manifest = read_manifest(folder)

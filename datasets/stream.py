@@ -127,7 +127,6 @@ class StreamSource:
 
         Raises:
             DataError: a file cannot be read, does not match the manifest, or was replaced by another one.
-
         """
         blocks = list(self._read_blocks(first, end))
         lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
@@ -223,7 +222,6 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
 
     Raises:
         DataError: there is no dataset, it cannot be reached, or it has no such split.
-
     """
     try:
         if "://" in str(url):
@@ -275,7 +273,6 @@ class Shard:
 
         Returns:
             Its first row in the split, and the order of its n rows, a permutation of 0..n-1: int64 [n].
-
         """
         first = self._first_row(position, seed=seed, epoch=epoch)
         num_rows = min(self.buffer_rows, self.end - first)

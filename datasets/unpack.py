@@ -67,7 +67,6 @@ def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Pat
 
     Raises:
         DataError: raised by `build`, or the entry cannot be written.
-
     """
     caches = _caches(folder)
     for cache in caches:
@@ -200,7 +199,6 @@ def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
 
     Raises:
         DataError: the Parquet files do not match the manifest, or the cache cannot be written.
-
     """
     name = f"{manifest.content_hash}-{split}-{_LAYOUT}"
     return find_or_build(folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], entry))
@@ -283,7 +281,6 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
 
     Raises:
         DataError: a column is missing, has another type, nulls, other lengths or values out of range.
-
     """
     event_dtypes = manifest.event_dtypes
     row_dtypes = dict.fromkeys(manifest.row_columns, "int64")

@@ -232,7 +232,6 @@ class AttentionTracker:
 
     Raises:
         ConfigError: no module matches, or the interval is empty.
-
     """
 
     def __init__(
@@ -271,7 +270,6 @@ class AttentionTracker:
         Returns:
             After the interval's last step, a row for each layer that was called, in the order of the model; this waits
             for the device. After all other steps, nothing.
-
         """
         self._num_steps += 1
         if self._is_detached:

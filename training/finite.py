@@ -45,7 +45,6 @@ class FiniteCheck:
 
     Raises:
         ConfigError: this process is not a rank of the group.
-
     """
 
     def __init__(self, *, group: Group | None = None) -> None:
@@ -67,7 +66,6 @@ class FiniteCheck:
         Raises:
             RankError: a loss was not finite on some rank; on every rank. The message names the first such rank, the
                 epoch and step, the losses and, where batches have a field `sample_ids`, the samples.
-
         """
         self.finish()
         sample_ids = dict(batch.tensors()).get("sample_ids")

@@ -121,7 +121,6 @@ def hstu_flops(
 
     Raises:
         ConfigError: a size is not positive.
-
     """
     _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
     width = heads * head_dim
@@ -174,7 +173,6 @@ def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predic
         contextual: integers [B], the number of them that are contextual and attend to the whole history.
         candidates: integers [B], tokens of candidates.
         predictions: rows of the head; `batch.loss_tokens` for most models.
-
     """
     pairs = hstu_pairs(history, contextual, candidates).sum()
     return Work(tokens=(history + candidates).long().sum(), pairs=pairs, predictions=predictions)
@@ -186,7 +184,6 @@ def causal_work(tokens: Tensor, *, predictions: Count) -> Work:
     Args:
         tokens: integers [B]; for semantic ids, including the candidates and the begin of the sequence.
         predictions: rows of the head.
-
     """
     tokens = tokens.long()
     return Work(tokens=tokens.sum(), pairs=(tokens * (tokens + 1) // 2).sum(), predictions=predictions)
@@ -205,7 +202,6 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
 
     Raises:
         ConfigError: the batch lacks one of the keys.
-
     """
     items, candidates = _lengths(batch, ITEM_ID), batch.num_candidates
     history = items - candidates

@@ -50,7 +50,6 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     Raises:
         ConfigError: `loss_sums` is no tensor, or the batch, not being from a Balancer, does not know the loss tokens of
             all ranks, or has those of other tasks.
-
     """
     # While torch.fx traces, both are proxies, whose values cannot be looked at. `torch.fx.wrap` would not do here: it
     # applies to modules imported before tracing starts, and this one is imported at its first use.
@@ -88,7 +87,6 @@ def label_bits(labels: Tensor, num_tasks: int) -> Tensor:
     Returns:
         float32 [n, num_tasks] of 0 and 1, on the device of the labels; a target for
         `binary_cross_entropy_with_logits`.
-
     """
     tasks = torch.arange(num_tasks, device=labels.device)
     return (labels.unsqueeze(-1) >> tasks).bitwise_and(1).float()
@@ -138,7 +136,6 @@ def accumulate(
         ConfigError: `num_steps` is below 1, this process is not a rank of the group, batches are not from a Balancer,
             or `task_tokens` returns something else.
         RankError: `num_steps` or the tasks differ between ranks; while iterating, on every rank.
-
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
@@ -210,7 +207,6 @@ class LossAverage:
     Raises:
         ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
         RankError: `num_tasks` differs between ranks.
-
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
@@ -240,7 +236,6 @@ class LossAverage:
 
         Raises:
             ConfigError: there are other numbers of tasks, or the losses are on another kind of device.
-
         """
         sums = loss_sums.reshape(-1)
         num_tasks = self._totals.shape[1]
@@ -265,7 +260,6 @@ class LossAverage:
 
         Raises:
             RankError: ranks have planned these steps differently; on every rank.
-
         """
         totals = self._totals.clone()
         if self._group is not None:

@@ -37,7 +37,6 @@ class BinaryAUC:
 
     Raises:
         ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
-
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
@@ -63,7 +62,6 @@ class BinaryAUC:
 
         Raises:
             ConfigError: the shapes are others.
-
         """
         if scores.shape != targets.shape or scores.shape[1:] != (self._num_tasks,):
             raise ConfigError(
@@ -83,7 +81,6 @@ class BinaryAUC:
 
         Raises:
             RankError: ranks have different metrics, tasks or kinds of devices.
-
         """
         scores, is_positive = torch.cat(self._scores), torch.cat(self._is_positive)
         self._scores, self._is_positive = [scores], [is_positive]
@@ -127,7 +124,6 @@ class RankingMetrics:
 
     Raises:
         ConfigError: `ks` is empty or has a value below 1, or this process is not a rank of the group.
-
     """
 
     def __init__(
@@ -152,7 +148,6 @@ class RankingMetrics:
         Args:
             places: integers [n], of the targets in their rankings: 1 for the best item; 0 or less if the target was not
                 found.
-
         """
         if places.dim() != 1 or places.is_floating_point():
             raise ConfigError(f"places must be integers [n], got {places.dtype} {list(places.shape)}")
@@ -169,7 +164,6 @@ class RankingMetrics:
 
         Raises:
             RankError: ranks have different metrics, `ks` or kinds of devices.
-
         """
         gather_checked(self._settings, None, self._group)
         totals = self._counts.clone()

@@ -45,7 +45,6 @@ class PipelineForward(Generic[Batch]):
     Args:
         model: called with a batch.
         loss: from the model's output and the batch to a scalar; None: the model returns (loss, output).
-
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Batch], Tensor] | None) -> None:
@@ -119,7 +118,6 @@ def make_pipeline(
 
     Raises:
         ConfigError: there is no pipeline of that name, or it cannot work with this device or model.
-
     """
     return PIPELINES[name](model, optimizer, torch.device(device), PipelineForward(model, loss))
 

@@ -73,7 +73,6 @@ class ThroughputMeter:
     Raises:
         ConfigError: `every` or `peak_flops` is not positive, or this process is not a rank of the group.
         RankError: `every` differs between ranks.
-
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class ThroughputMeter:
 
         Args:
             work: of this rank's batch; its counts may be scalars on the meter's device.
-
         """
         self._num_steps += 1
         self._in_interval += 1
@@ -166,7 +164,6 @@ class DevicePeaks:
         Args:
             dtype: of the operands.
             tf32: whether products of float32 use TF32.
-
         """
         peaks = {
             torch.float32: self.tf32 if tf32 else self.fp32,
@@ -288,7 +285,6 @@ def computed_peaks(
         multiprocessors: number of multiprocessors.
         clock: of the multiprocessors, in Hz.
         bandwidth: of its memory, in bytes per second, if it is known.
-
     """
     if capability not in _PER_CLOCK:
         known = ", ".join(f"{major}.{minor}" for major, minor in _PER_CLOCK)
@@ -313,7 +309,6 @@ def device_peaks(device: torch.device | str | int | None = None) -> DevicePeaks:
 
     Raises:
         ConfigError: it is no CUDA device, or not in the table, and its clock or compute capability is unknown.
-
     """
     if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
         raise ConfigError(f"no peaks are known of the device {device}; pass a CUDA device, or its peak in FLOP/s")

@@ -105,7 +105,6 @@ class StallWatch:
     Raises:
         ConfigError: `seconds` is not positive, or this process is not a rank of the group.
         RankLostError: the store of the group does not respond.
-
     """
 
     def __init__(self, seconds: float, *, group: Group | None = None, file: TextIO | None = None) -> None:

@@ -31,10 +31,8 @@ class LossKey(NamedTuple):
 
     field: str
     """Name of a KeyedJaggedTensor of the batch."""
-
     key: str
     """One of its keys."""
-
     skip: int = 0
     """Leading tokens of each row that have no loss, 0 or 1. It is 1 where tokens are predicted from their predecessors,
     because the first token of a row has none."""
@@ -52,7 +50,6 @@ def loss_tokens(
 
     Returns:
         int64 of the same shape.
-
     """
     if loss_key is None:
         return is_real.astype(np.int64)
@@ -90,7 +87,6 @@ def dense(
         dtype: of the tensor that a JaggedCollate makes; None: that of the first sample's array or tensor;
             Python's floats become float32.
         shape: of a row that a JaggedCollate makes; None: that of the first sample's value.
-
     """
     return field(
         default=default, metadata={"fill": fill, "dtype": dtype, "shape": None if shape is None else tuple(shape)}
@@ -180,7 +176,6 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         Raises:
             IndexError: a row is out of range.
             ValueError: padding comes before a sample.
-
         """
         chosen = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows, dtype=np.int64).reshape(-1)
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.batch_size:
@@ -335,7 +330,6 @@ def keyed_jagged_tensor(
         lengths: int64 or int32 [K, B].
         weights: one per value, or None.
         length_per_key: the sums of `lengths` over rows, if they are known already.
-
     """
     suppress_fx_tracing_warning()
     if length_per_key is None:
@@ -360,7 +354,6 @@ def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[Keye
 
     Returns:
         A KeyedJaggedTensor of n rows on the same device, and its lengths [K, n].
-
     """
     device, weights = value.values().device, value.weights_or_none()
     lengths = value.lengths().view(len(value.keys()), -1).cpu().numpy()

@@ -25,7 +25,6 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
 
     Raises:
         ConfigError: the batch has more rows than `batch_size`.
-
     """
     num_padding = batch_size - batch.batch_size
     if num_padding < 0:
@@ -85,7 +84,6 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
     Raises:
         ConfigError: `batch_size` is below 1. While iterating: `collate` has made more rows, or cannot make a batch of
             no samples.
-
     """
 
     def __init__(
@@ -110,7 +108,6 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
 
         Raises:
             TypeError: the samples have no length.
-
         """
         num_samples = len(cast(Sized, self._samples))
         num_full, num_left = divmod(num_samples, self._batch_size)

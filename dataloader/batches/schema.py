@@ -96,7 +96,6 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
 
     Raises:
         TypeError, ValueError: a field has an unsupported type, or a number of rows other than `batch_size`.
-
     """
     fills = batch.fill_values()
     schema = BatchSchema(
@@ -153,7 +152,6 @@ def check_contents(batch: JaggedBatch) -> None:
     Raises:
         ValueError: they do not match, a row is longer than its limit, or `num_real` is out of range; the message names
             the field or the key.
-
     """
     if not 0 <= batch.num_real <= batch.batch_size:
         raise ValueError(f"num_real must be between 0 and batch_size = {batch.batch_size}, got {batch.num_real}")

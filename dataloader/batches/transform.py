@@ -21,7 +21,6 @@ def apply(transform: Transform[Batch], batch: Batch, rng: np.random.Generator) -
     Raises:
         ConfigError: it returned something else than a batch.
         RuntimeError: it raised StopIteration, which would be taken for the end of the epoch.
-
     """
     position = {"epoch": batch.epoch, "step": batch.step, "position": batch.position}
     try:

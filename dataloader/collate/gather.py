@@ -40,7 +40,6 @@ def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64
 
     Raises:
         IndexError: a row number is out of range.
-
     """
     ends = np.cumsum([len(store) for store in stores])
     if len(sample_ids) and not 0 <= int(sample_ids.min()) <= int(sample_ids.max()) < ends[-1]:
@@ -84,7 +83,6 @@ def find_spans(
 
     Raises:
         IndexError: a row has fewer events than candidates.
-
     """
     spans = HistorySpans(*np.empty((3, num_samples), dtype=np.int64))
     for store, rows, sample_indices in groups:
@@ -164,7 +162,6 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
 
     Raises:
         IndexError: an item has no tokens.
-
     """
     lengths = np.stack([pad_rows(values.lengths, batch_size, num_batches) for values in keys.values()], axis=1)
     out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths

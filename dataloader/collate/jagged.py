@@ -42,7 +42,6 @@ def jagged(dtype: torch.dtype = torch.int64, *, field: str = "features", max_len
         dtype: of the values; the same for all keys of a field.
         field: the KeyedJaggedTensor of the batch that the key belongs to.
         max_length: most values that a sample may have, for `length_limits` of the batches; None: any number.
-
     """
     return Jagged(dtype, field, max_length)
 
@@ -117,7 +116,6 @@ class JaggedCollate:
 
     Raises:
         ConfigError: a declaration is invalid, or `loss_key` is not among the jagged keys.
-
     """
 
     def __init__(
@@ -169,7 +167,6 @@ class JaggedCollate:
 
         Raises:
             DataError: a sample lacks a name, or its value does not fit the declaration.
-
         """
         values: dict[str, KeyedJaggedTensor | Tensor | None] = {}
         lengths: dict[tuple[str, str], NDArray[np.int64]] = {}

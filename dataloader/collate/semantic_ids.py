@@ -87,7 +87,6 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
 
     Raises:
         DataError: the file cannot be read, or is not such a table.
-
     """
     path = Path(path)
     table = _read_tensor(path)

@@ -47,7 +47,6 @@ class Collate(ABC, Generic[Batch]):
 
         Raises:
             DataError: a row has a user id that cannot be a feature.
-
         """
 
     @abstractmethod
@@ -79,7 +78,6 @@ class Collate(ABC, Generic[Batch]):
             sample_ids: int64 [n], n <= num_batches * batch_size: the ids that batches give the samples.
             batch_size: rows of each batch.
             num_batches: how many to make.
-
         """
         num_samples = len(sample_ids)
         spans = self._find_spans(groups, num_samples)

@@ -29,7 +29,6 @@ def map_features(features: KeyedJaggedTensor, key_maps: Mapping[str, KeyMap]) ->
     Raises:
         ConfigError: there is no such feature, or its dtype cannot hold all rows.
         DataError: a key is not in the table.
-
     """
     names = features.keys()
     if unknown := [name for name in key_maps if name not in names]:
@@ -85,7 +84,6 @@ def bucketize(
     Raises:
         ConfigError: a key has no routing, strides vary, values are no integers, `world_size` is out of range, or
             positions would replace weights.
-
     """
     features = _check(kjt, world_size, routings, bucketize_pos)
     weights = kjt.weights_or_none()

@@ -34,7 +34,6 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
 
     Raises:
         StateError: a feature has another map, or the entry is damaged.
-
     """
     if saved is None and notify:
         _log.warning(
@@ -60,7 +59,6 @@ def read_dist_type(saved: str | None, *, source: str) -> dict[str, KeyMap]:
 
     Raises:
         StateError: the entry is damaged, or a map has constants that this release does not have.
-
     """
     key_maps = {}
     for name, entry in ({} if saved is None else _parse(saved, source)).items():

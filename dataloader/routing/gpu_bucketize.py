@@ -82,7 +82,6 @@ def bucketize_with_kernels(
     Returns:
         Lengths [W * K * B]; rows in the owner's shard [n], of the keys' dtype; weights [n] or positions [n], of the
         keys' dtype, or None; and where each key went: int64 [n].
-
     """
     num_rows, num_keys = lengths.numel(), keys.numel()
     new_lengths = torch.zeros(world_size * num_rows, dtype=lengths.dtype, device=keys.device)

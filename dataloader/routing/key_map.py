@@ -52,7 +52,6 @@ class KeyMap:
 
     Raises:
         ConfigError: a field is out of range.
-
     """
 
     num_embeddings: int
@@ -84,7 +83,6 @@ class KeyMap:
         Raises:
             ConfigError: the dtype cannot hold all rows.
             DataError: a key is not in 0..num_embeddings-1.
-
         """
         self._check(keys, "key")
         rows: Integers = self._apply(self._bijection().rows, keys)

@@ -30,7 +30,6 @@ class Routing:
 
     Raises:
         ConfigError: the mode is unknown, or `num_embeddings` is missing or out of range.
-
     """
 
     mode: Mode

@@ -47,7 +47,6 @@ def owner_rank(
 
     Raises:
         ConfigError: the mode is unknown, an argument is missing or out of range, or keys are no integers.
-
     """
     check_routing(world_size, mode, num_embeddings)
     routing = Routing(mode=mode, num_embeddings=num_embeddings)
@@ -86,7 +85,6 @@ def owners_and_rows(
 
     Raises:
         ConfigError: keys are no integers.
-
     """
     size = np.uint64(world_size)
     if routing.mode == "hash_roundrobin":

@@ -44,7 +44,6 @@ def remap(table: Tensor, before: KeyMap | None, after: KeyMap | None) -> Tensor:
 
     Raises:
         ConfigError: a KeyMap is for a table of another size.
-
     """
     num_rows = len(table) if table.dim() else 0
     for name, key_map in (("before", before), ("after", after)):
@@ -89,7 +88,6 @@ def remap_checkpoint(
             entry `dist_type` differs from `before`, or a new value of one from `after`.
         StateError: an entry `dist_type` is damaged.
         DataError: the checkpoint is damaged or missing, or the new one cannot be written.
-
     """
     source, target, values = Path(source), Path(target), values or {}
     if target.exists():
@@ -210,7 +208,6 @@ class _InParts(DefaultSavePlanner):
 
     Args:
         paths: place of each entry in the nested state dict that was saved.
-
     """
 
     def __init__(self, paths: Mapping[str, Any]) -> None:
