@@ -20,12 +20,13 @@ from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, parse_split
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replacing_folder, writing
 from evenrank.preprocess.output.writer import SplitWriter, make_manifest
-from evenrank.preprocess.sources.catalog import DATASETS
-from evenrank.preprocess.sources.custom import TabularConfig
-from evenrank.preprocess.sources.interactions import Interactions
-from evenrank.preprocess.sources.registry import ContextLookup, read_source
-from evenrank.preprocess.sources.synthetic import SyntheticConfig
-from evenrank.preprocess.sources.vocabulary import write_vocabularies
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, KuaiRandDataset
+from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
+from evenrank.preprocess.sources.download import ensure_raw_files
+from evenrank.preprocess.sources.interactions import ContextLookup, Interactions
+from evenrank.preprocess.sources.kuairand import read_kuairand
+from evenrank.preprocess.sources.movielens import read_movielens
+from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
 
 # A low estimate, since a few buckets too many cost little: a row of MovieLens, the densest log known, has 27 bytes.
 _BYTES_PER_EVENT = 20
@@ -84,24 +85,39 @@ def preprocess(
     """
     with replacing_folder(config.out) as folder:
         on_stage(f"opening {config.dataset}")
-        interactions = read_source(
-            config.dataset,
-            raw_dir=config.raw_dir,
-            synthetic=config.synthetic,
-            custom=config.custom,
-            seed=config.seed,
-            show_progress=show_progress,
-        )
+        interactions = open_source(config, show_progress=show_progress)
         with writing(config.out):
             manifest = _write_dataset(folder, config, interactions, on_stage)
     return manifest
+
+
+def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Interactions:
+    """Open the raw files of a dataset, downloading them first if they are missing; events are read lazily.
+
+    Raises:
+        DataError: a file is missing, empty, or does not start as expected.
+        ConfigError: the dataset is `custom`, and has no description.
+
+    """
+    if config.dataset == SYNTHETIC:
+        return draw_interactions(config.synthetic, seed=config.seed)
+    if config.dataset == CUSTOM:
+        if config.custom is None:
+            raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
+        return read_tabular(config.custom)
+    public = CATALOG[config.dataset]
+    folder = ensure_raw_files(public, config.raw_dir, show_progress=show_progress)
+    if isinstance(public, KuaiRandDataset):
+        return read_kuairand(public, folder)
+    return read_movielens(public, folder)
 
 
 def _write_dataset(
     folder: Path, config: PreprocessConfig, interactions: Interactions, on_stage: Callable[[str], None]
 ) -> Manifest:
     """Write all files of a dataset to an empty folder."""
-    write_vocabularies(interactions.vocabularies, folder)
+    for name, vocabulary in interactions.vocabularies.items():
+        vocabulary.write_parquet(folder / f"vocabulary_{name}.parquet")
     num_bytes = sum(part.size for part in interactions.parts)
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
     buckets = Buckets(folder / ".buckets", num_bytes // _BYTES_PER_EVENT, dtypes)

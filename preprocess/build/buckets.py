@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import USER_ID, user_hash
-from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, reading
+from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
 
 Columns = dict[str, NDArray[Any]]  # by name, the values of a column of events: int64 or int32 [events]
 
@@ -170,7 +170,7 @@ def fill_buckets(
 
 
 def _batches(part: EventPart) -> Iterator[pl.DataFrame]:
-    with reading(part.name):
+    with wrap_read_errors(part.name):
         yield from part.events.collect_batches(chunk_size=_BATCH_EVENTS, maintain_order=True)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
 from evenrank.datasets.schema import USER_ID, SourceFile
@@ -81,13 +83,7 @@ def encode_context(raw: pl.DataFrame) -> Context:
     Args:
         raw: user_id (int64, unique), and the features as they were read, of any sortable type.
 
-    Raises:
-        DataError: a user appears twice.
-
     """
-    if raw.get_column(USER_ID).is_duplicated().any():
-        repeated = raw.filter(pl.col(USER_ID).is_duplicated()).get_column(USER_ID).item(0)
-        raise DataError(f"user {repeated} appears twice among the users' features; keep one row per user")
     columns, labels = [raw.get_column(USER_ID)], {}
     for feature in raw.drop(USER_ID).iter_columns():
         values = feature.drop_nulls().unique().sort()
@@ -96,30 +92,38 @@ def encode_context(raw: pl.DataFrame) -> Context:
     return Context(features=pl.DataFrame(columns), labels=labels)
 
 
-def encode_text_context(
-    rows: Sequence[Sequence[str]], columns: Sequence[str], *, integer_columns: Sequence[str]
-) -> Context:
-    """Encode features that were read as text; an empty field is a missing value.
+class ContextLookup:
+    """Look up features by user id; a user without features gets 0, the id of a missing value.
 
-    Args:
-        rows: the fields of each user.
-        columns: the names of the fields, `user_id` among them.
-        integer_columns: the columns to sort as integers rather than as text; their fields are digits, or empty.
-
-    Raises:
-        DataError: a user appears twice.
+    Attributes:
+        names: names of the features, in column order.
 
     """
-    text = pl.DataFrame(rows, schema=dict.fromkeys(columns, pl.String), orient="row")
-    features = text.with_columns(pl.when(pl.all() != "").then(pl.all()))
-    return encode_context(features.with_columns(pl.col(integer_columns).cast(pl.Int64)))
 
+    def __init__(self, context: Context | None) -> None:
+        features = pl.DataFrame(schema={USER_ID: pl.Int64}) if context is None else context.features.sort(USER_ID)
+        columns = {column.name: column.to_numpy() for column in features.iter_columns()}
+        self._users: NDArray[np.int64] = columns.pop(USER_ID)
+        self._features = columns
+        self._requested = np.zeros(len(self._users), dtype=bool)
+        self.names = tuple(columns)
 
-# Errors of reading raw files as one-line `DataError`s that name the file.
+    def lookup(self, user_ids: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Return each feature of the given users: int64 [users]."""
+        if not len(self._users):
+            return {name: np.zeros(len(user_ids), dtype=np.int64) for name in self.names}
+        positions = np.minimum(np.searchsorted(self._users, user_ids), len(self._users) - 1)
+        is_known = self._users[positions] == user_ids
+        self._requested[positions[is_known]] = True
+        return {name: np.where(is_known, values[positions], 0) for name, values in self._features.items()}
+
+    def count_unrequested(self) -> int:
+        """Return the number of users that have features and were never looked up."""
+        return int(np.count_nonzero(~self._requested))
 
 
 @contextlib.contextmanager
-def reading(*paths: Path | str) -> Iterator[None]:
+def wrap_read_errors(*paths: Path | str) -> Iterator[None]:
     """Replace an error of the operating system, a decompressor or Polars by a `DataError` that names `paths`."""
     try:
         yield
@@ -129,12 +133,3 @@ def reading(*paths: Path | str) -> Iterator[None]:
         if reason := getattr(error, "strerror", None):
             raise DataError(f"{names} cannot be read: {reason}; check the path and its permissions") from error
         raise DataError(f"{names} cannot be read: {first_line(error)}; check that the file is complete") from error
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Prepend the path of a file to the message of a `DataError`, for checks that only know its columns."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error

@@ -170,7 +170,7 @@ def test_column_types_match_the_schema(small_dataset: Path) -> None:
             r"ratings.csv starts with '', expected 'userId,movieId,rating,timestamp'; check",
         ),
         ("ml-20m", {"ml-20m/ratings.csv": "a,b\n1,2\n"}, r"ratings.csv starts with 'a,b', expected"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n"}, "ratings.csv contains no events"),
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n"}, "ratings.csv contains no rows"),
         (
             "ml-20m",
             {"ml-20m/ratings.csv": ML_20M + "1,2,5.5,3\n"},
@@ -218,7 +218,7 @@ def test_column_types_match_the_schema(small_dataset: Path) -> None:
         ),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3\n"}, r"line 7 \('1,2,3'\): expected 4 fields, got 3"),
         ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,4,5\n"}, r"line 7 .*: expected 4 fields, got 5"),
-        ("ml-1m", {"ml-1m/ratings.dat": "", USERS: ML_1M_USERS}, "ratings.dat contains no events"),
+        ("ml-1m", {"ml-1m/ratings.dat": "", USERS: ML_1M_USERS}, "ratings.dat contains no rows"),
         (
             "ml-1m",
             {"ml-1m/ratings.dat": "1::2::6::3\n", USERS: ML_1M_USERS},
@@ -229,7 +229,7 @@ def test_column_types_match_the_schema(small_dataset: Path) -> None:
             {"ml-1m/ratings.dat": "1::2::4.5::3\n", USERS: ML_1M_USERS},
             r"1::2::4.5::3'\): rating is not on",
         ),
-        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ""}, "users.dat contains no users"),
+        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ""}, "users.dat contains no rows"),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": "1::F\n"}, r"users.dat, line 1 \('1::F'\)"),
         ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS * 2}, "user 1 appears twice"),
     ],

@@ -14,7 +14,6 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
 from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, Interactions
-from evenrank.preprocess.sources.vocabulary import write_vocabularies
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
@@ -133,9 +132,8 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
     # Sorted: "12", "7", "b", "zoë".
     assert _rows(interactions) == [(4, 5, 0, 3000), (3, 6, 0, 2000), (1, 5, 0, 1000), (2, 9, 0, 4000)]
     assert [part.name for part in interactions.parts] == [str(first), str(tmp_path / "b.parquet")]
-    write_vocabularies(interactions.vocabularies, tmp_path)
-    assert [path.name for path in tmp_path.glob("vocabulary_*")] == ["vocabulary_user_id.parquet"]
-    written = pl.read_parquet(tmp_path / "vocabulary_user_id.parquet")
+    assert list(interactions.vocabularies) == ["user_id"]
+    written = interactions.vocabularies["user_id"]
     assert dict(written.schema) == {"id": pl.Int64, "value": pl.String}
     assert written.rows() == [(1, "12"), (2, "7"), (3, "b"), (4, "zoë")]
 
@@ -455,7 +453,7 @@ MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line
         ("log.csv", "time,user,thing\n1,2,3\n", "has no column 'item'; known: time, user, thing"),
         ("log.csv", "user,item,time,item\n1,2,3,4\n", "has 2 columns 'item'; rename all but one"),
         ("log.csv", "", "is empty; create it again"),
-        ("log.csv", HEADER, "contains no rows; create it again, or leave it out"),
+        ("log.csv", HEADER, "contains no rows; create or download it again"),
         ("log.csv", '"user,item,time\n1,2,3\n', "the header '\"user,item,time' cannot be parsed"),
         ("log.xlsx", EVENTS, "has an unknown suffix; expected one of .csv, .csv.gz, .tsv, .parquet"),
         ("log.csv.gz", EVENTS, "cannot be read: Not a gzipped file"),
@@ -502,11 +500,11 @@ def test_parquet_with_damaged_pages_raises(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_raises(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"log\.csv does not exist or is not a file; check the path"):
+    with pytest.raises(DataError, match=r"log\.csv cannot be read: No such file or directory; check the path"):
         read_tabular(_config(tmp_path / "log.csv"))
 
 
 def test_numbers_are_not_iso_times(tmp_path: Path) -> None:
     ONE.write_parquet(tmp_path / "log.parquet")
-    with pytest.raises(DataError, match="'time' has type Int64, not text; set timestamp_unit"):
+    with pytest.raises(DataError, match="'time' of type Int64 is not text; set timestamp_unit"):
         read_tabular(_config(tmp_path / "log.parquet", timestamp_unit="iso"))
