@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, Manifest, Split
-from evenrank.preprocess.build.audit import Audit
 from evenrank.preprocess.build.buckets import Buckets, OnError, fill_buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.inference_requests import RequestRule, RequestWriter
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.build.splits import EVAL, parse_split
-from evenrank.preprocess.output.replace import REQUESTS_NAME, replacing_folder, writing
+from evenrank.preprocess.build.splits import EVAL, Audit, parse_split
+from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter, make_manifest
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, KuaiRandDataset
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
@@ -40,6 +39,8 @@ class PreprocessConfig:
     """One of `DATASETS`."""
     out: Path
     """Folder of the new dataset. An existing dataset there is replaced."""
+    overwrite: bool = False
+    """Whether to replace a folder that contains something else than a dataset."""
     raw_dir: Path = Path("raw")
     """Folder with a folder or an archive of raw files per public dataset. Missing ones are downloaded into it."""
     split: str = "user:0.3"
@@ -52,8 +53,8 @@ class PreprocessConfig:
     """What to do about rows that cannot be read: raise an error, or skip and count them."""
     requests: RequestRule | None = None
     """Rule for requests.parquet; None: do not write it."""
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
-    """Size and distributions of dataset `synthetic`."""
+    synthetic: SyntheticConfig | None = None
+    """Size and distributions of dataset `synthetic`; None: the defaults."""
     custom: TabularConfig | None = None
     """Files and columns of dataset `custom`."""
 
@@ -83,12 +84,14 @@ def preprocess(
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
 
     """
-    with replacing_folder(config.out) as folder:
+
+    def write(folder: Path) -> Manifest:
         on_stage(f"opening {config.dataset}")
         interactions = open_source(config, show_progress=show_progress)
-        with writing(config.out):
-            manifest = _write_dataset(folder, config, interactions, on_stage)
-    return manifest
+        with wrap_write_errors(config.out):
+            return _write_dataset(folder, config, interactions, on_stage)
+
+    return replace_folder(config.out, write, overwrite=config.overwrite)
 
 
 def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Interactions:
@@ -100,7 +103,7 @@ def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Int
 
     """
     if config.dataset == SYNTHETIC:
-        return draw_interactions(config.synthetic, seed=config.seed)
+        return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
     if config.dataset == CUSTOM:
         if config.custom is None:
             raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")

@@ -13,14 +13,16 @@ from evenrank.core.files import open_regular
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.interactions import (
+    IS_WELL_FORMED,
     MAX_TIMESTAMP_MS,
     Context,
     EventPart,
     Interactions,
+    Table,
     encode_context,
     wrap_read_errors,
 )
-from evenrank.preprocess.sources.tabular import IS_WELL_FORMED, Table, open_table
+from evenrank.preprocess.sources.tabular import open_table
 from evenrank.preprocess.sources.vocabulary import (
     TEXT_TYPES,
     IdEncoder,

@@ -17,6 +17,10 @@ from evenrank.datasets.schema import USER_ID, SourceFile
 # columns are undefined.
 IS_GOOD = "is_good"
 
+# Columns that are added to those of a file; the prefix keeps them apart from the file's own names.
+LINE, TEXT, FAULT = "evenrank line", "evenrank text", "evenrank fault"
+IS_WELL_FORMED = "evenrank is_well_formed"
+
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999
 
@@ -45,6 +49,69 @@ class EventPart:
     """Columns user_id, item_id, timestamp_ms (int64), action (int32), extra columns and IS_GOOD; in file order."""
     find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()
     """Returns the first `limit` bad rows. May be slow: it is only called if there are any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """The needed columns of a file, read lazily and in file order."""
+
+    path: Path
+    """The file."""
+    size: int
+    """Approximate number of bytes of its events in memory."""
+    dtypes: Mapping[str, pl.DataType]
+    """Types of the needed columns."""
+    rows: pl.LazyFrame
+    """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields."""
+    described_rows: pl.LazyFrame
+    """LINE, TEXT, FAULT (null if the line is well formed) and the needed columns; may be slower to read."""
+
+    def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
+        """Return the events of the file.
+
+        Args:
+            events: expressions over the needed columns: user_id, item_id, action, timestamp_ms and extra columns.
+            checks: conditions that hold for good rows, by the reason to report where they do not.
+
+        """
+        is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False).alias(IS_GOOD)
+        return EventPart(
+            name=str(self.path),
+            size=self.size,
+            events=self.rows.select(*events, is_good),
+            find_bad=lambda limit: self.find_bad(checks, limit),
+        )
+
+    def find_bad(self, checks: Mapping[str, pl.Expr], limit: int) -> list[BadRow]:
+        """Return the first `limit` rows that are malformed or fail a check."""
+        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
+        first_reason = pl.coalesce(FAULT, *reasons).alias("reason")
+        bad = self.described_rows.select(LINE, TEXT, first_reason).drop_nulls("reason").head(limit)
+        with wrap_read_errors(self.path):
+            rows = bad.collect(engine="streaming")  # which stops at the limit
+        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
+
+    def read_users(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
+        """Return user_id and features of all rows.
+
+        Raises:
+            DataError: a row is malformed or fails a check, or a user appears twice.
+
+        """
+        for row in self.find_bad(checks, 1):
+            raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
+        with wrap_read_errors(self.path):
+            users = self.rows.select(*columns).collect()
+        ids = users.get_column(USER_ID)
+        if ids.is_duplicated().any():
+            repeated = ids.filter(ids.is_duplicated()).item(0)
+            raise DataError(f"{self.path}: user {repeated} appears twice; keep one row per user")
+        return users
+
+
+def integer_check(name: str) -> dict[str, pl.Expr]:
+    """Return the check that a column contains 64-bit integers, keyed by the reason to report."""
+    return {f"{name} is not an integer in -2^63..2^63-1": pl.col(name).cast(pl.Int64, strict=False).is_not_null()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

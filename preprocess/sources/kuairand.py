@@ -16,8 +16,9 @@ from evenrank.preprocess.sources.interactions import (
     EventPart,
     Interactions,
     encode_context,
+    integer_check,
 )
-from evenrank.preprocess.sources.tabular import integer_check, open_plain_csv, open_table
+from evenrank.preprocess.sources.tabular import open_plain_csv, open_table
 
 # All columns of a log, in file order.
 _HEADER = (

@@ -7,8 +7,14 @@ import polars as pl
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.catalog import MovieLensDataset
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS, Context, Interactions, encode_context
-from evenrank.preprocess.sources.tabular import integer_check, open_plain_csv
+from evenrank.preprocess.sources.interactions import (
+    MAX_TIMESTAMP_MS,
+    Context,
+    Interactions,
+    encode_context,
+    integer_check,
+)
+from evenrank.preprocess.sources.tabular import open_plain_csv
 
 _RATING_COLUMNS = {"userId": pl.Int64, "movieId": pl.Int64, "rating": pl.Float64, "timestamp": pl.Int64}
 _USER_COLUMNS = dict.fromkeys(("user", "sex", "age_group", "occupation", "zip_code"), pl.String)

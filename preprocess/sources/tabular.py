@@ -23,12 +23,8 @@ from polars.io.plugins import register_io_source
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
 from evenrank.core.numba_cache import compiled
-from evenrank.datasets.schema import USER_ID
-from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, EventPart, wrap_read_errors
+from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
 
-# Columns that are added to those of a file; the prefix keeps them apart from the file's own names.
-LINE, TEXT, FAULT = "evenrank line", "evenrank text", "evenrank fault"
-IS_WELL_FORMED = "evenrank is_well_formed"
 _FIELDS = "evenrank fields"
 
 _SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t"}
@@ -41,65 +37,8 @@ _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"(?<!\r)\r+\n")
 _NUL_FAULT = "the line contains a NUL byte; the file is damaged there"
 _QUOTE_FAULT = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
-_SKIPPED, _INTEGER, _DECIMAL = range(3)  # how `parse_numbers` reads a column
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """The needed columns of a file, read lazily and in file order."""
-
-    path: Path
-    """The file."""
-    size: int
-    """Approximate number of bytes of its events in memory."""
-    dtypes: Mapping[str, pl.DataType]
-    """Types of the needed columns."""
-    rows: pl.LazyFrame
-    """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields."""
-    described_rows: pl.LazyFrame
-    """LINE, TEXT, FAULT (null if the line is well formed) and the needed columns; may be slower to read."""
-
-    def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
-        """Return the events of the file.
-
-        Args:
-            events: expressions over the needed columns: user_id, item_id, action, timestamp_ms and extra columns.
-            checks: conditions that hold for good rows, by the reason to report where they do not.
-
-        """
-        is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False).alias(IS_GOOD)
-        return EventPart(
-            name=str(self.path),
-            size=self.size,
-            events=self.rows.select(*events, is_good),
-            find_bad=lambda limit: self.find_bad(checks, limit),
-        )
-
-    def find_bad(self, checks: Mapping[str, pl.Expr], limit: int) -> list[BadRow]:
-        """Return the first `limit` rows that are malformed or fail a check."""
-        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
-        first_reason = pl.coalesce(FAULT, *reasons).alias("reason")
-        bad = self.described_rows.select(LINE, TEXT, first_reason).drop_nulls("reason").head(limit)
-        with wrap_read_errors(self.path):
-            rows = bad.collect(engine="streaming")  # which stops at the limit
-        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
-
-    def read_users(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
-        """Return user_id and features of all rows.
-
-        Raises:
-            DataError: a row is malformed or fails a check, or a user appears twice.
-
-        """
-        for row in self.find_bad(checks, 1):
-            raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
-        with wrap_read_errors(self.path):
-            users = self.rows.select(*columns).collect()
-        ids = users.get_column(USER_ID)
-        if ids.is_duplicated().any():
-            repeated = ids.filter(ids.is_duplicated()).item(0)
-            raise DataError(f"{self.path}: user {repeated} appears twice; keep one row per user")
-        return users
+_NEWLINE, _MINUS, _POINT, _ZERO = b"\n-.0"
+_SKIPPED, _INTEGER, _DECIMAL = 0, 1, 2  # how `parse_numbers` reads a column
 
 
 def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> Table:
@@ -128,11 +67,16 @@ def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> T
         return _open_parquet(path, names)
     separator = _SEPARATORS[suffix]
     with wrap_read_errors(path):
-        header = _parse_header(_read_header(path), path, separator)
+        line = _read_header(path)
+        try:
+            header = next(csv.reader([line], delimiter=separator, strict=True), [])
+        except csv.Error as error:
+            raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
         _check_columns(path, header, names)
         num_rows = sum(block.num_lines() for block in _read_blocks(path, has_header=True))
     layout = _QuotedLayout(
         separator=separator,
+        dtypes=dict.fromkeys(names, pl.String()),
         num_columns=len(header),
         positions={name: header.index(name) for name in names},
         is_exact=is_exact,
@@ -163,13 +107,9 @@ def open_plain_csv(
             )
         if next(_read_blocks(path, has_header=has_header), None) is None:
             raise _no_rows(path)
-    layout = _PlainLayout(separator=separator, columns=columns)
+    dtypes = {name: dtype() for name, dtype in columns.items() if dtype is not None}
+    layout = _PlainLayout(separator=separator, dtypes=dtypes, columns=tuple(columns))
     return _csv_table(path, layout, has_header=has_header, size=path.stat().st_size)
-
-
-def integer_check(name: str) -> dict[str, pl.Expr]:
-    """Return the check that a column contains 64-bit integers, keyed by the reason to report."""
-    return {f"{name} is not an integer in -2^63..2^63-1": pl.col(name).cast(pl.Int64, strict=False).is_not_null()}
 
 
 def _check_columns(path: Path, present: Sequence[str], names: Sequence[str]) -> None:
@@ -218,7 +158,7 @@ class _Block:
     replaced."""
 
     def num_lines(self) -> int:
-        return int(np.count_nonzero(np.frombuffer(self.data, dtype=np.uint8) == ord("\n")))
+        return int(np.count_nonzero(np.frombuffer(self.data, dtype=np.uint8) == _NEWLINE))
 
     def lines(self) -> pl.DataFrame:
         """Return the columns LINE (int64) and TEXT, one row per line."""
@@ -244,13 +184,6 @@ def _read_header(path: Path) -> str:
     if len(line) > _MAX_LINE_BYTES:
         raise _too_long(path, 1)
     return line.decode(errors="replace").rstrip("\r\n")
-
-
-def _parse_header(line: str, path: Path, separator: str) -> list[str]:
-    try:
-        return next(csv.reader([line], delimiter=separator, strict=True), [])
-    except csv.Error as error:
-        raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
 
 
 def _read_blocks(path: Path, *, has_header: bool) -> Iterator[_Block]:
@@ -289,13 +222,13 @@ def _too_long(path: Path, line: int) -> DataError:
     return DataError(f"{path}, line {line} is longer than {_MAX_LINE_BYTES >> 20} MiB; check that it is a text file")
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Layout(ABC):
-    """The columns of a CSV file and how its lines are divided into fields."""
+    """How the lines of a CSV file are divided into fields."""
 
-    @property
-    @abstractmethod
-    def dtypes(self) -> dict[str, pl.DataType]:
-        """Types of the needed columns."""
+    separator: str
+    dtypes: dict[str, pl.DataType]
+    """Types of the needed columns."""
 
     @abstractmethod
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
@@ -314,58 +247,66 @@ class _Layout(ABC):
 
 
 def _csv_table(path: Path, layout: _Layout, *, has_header: bool, size: int) -> Table:
-    def scan(parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
-        def read(
-            columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
-        ) -> Iterator[pl.DataFrame]:
-            for block in _read_blocks(path, has_header=has_header):
-                rows = parse(block)
-                if predicate is not None:
-                    rows = rows.filter(predicate)
-                if num_rows is not None:
-                    rows = rows.head(num_rows)
-                    num_rows -= len(rows)
-                yield rows if columns is None else rows.select(columns)
-                if num_rows == 0:
-                    return
-
-        return register_io_source(read, schema=schema)
-
     described = {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **layout.dtypes}
     return Table(
         path=path,
         size=size,
         dtypes=layout.dtypes,
-        rows=scan(layout.parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}),
-        described_rows=scan(layout.parse_strictly, described),
+        rows=_scan(path, layout.parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}, has_header=has_header),
+        described_rows=_scan(path, layout.parse_strictly, described, has_header=has_header),
     )
+
+
+def _scan(
+    path: Path, parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType], *, has_header: bool
+) -> pl.LazyFrame:
+    """Return the rows of all blocks of a file, in file order, read lazily and in bounded memory."""
+
+    def read(
+        columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
+    ) -> Iterator[pl.DataFrame]:
+        for block in _read_blocks(path, has_header=has_header):
+            rows = parse(block)
+            if predicate is not None:
+                rows = rows.filter(predicate)
+            if num_rows is not None:
+                rows = rows.head(num_rows)
+                num_rows -= len(rows)
+            yield rows if columns is None else rows.select(columns)
+            if num_rows == 0:
+                return
+
+    return register_io_source(read, schema=schema)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlainLayout(_Layout):
-    """Known columns without quotes."""
+    """Fields without quotes."""
 
-    separator: str
-    columns: Mapping[str, type[pl.DataType] | None]
-
-    @property
-    def dtypes(self) -> dict[str, pl.DataType]:
-        return {name: dtype() for name, dtype in self.columns.items() if dtype is not None}
+    columns: Sequence[str]
+    """All columns of the file."""
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
-        kinds = {None: _SKIPPED, pl.Int64: _INTEGER, pl.Float64: _DECIMAL}
-        if any(dtype not in kinds for dtype in self.columns.values()):
+        kind_of_dtype = {None: _SKIPPED, pl.Int64(): _INTEGER, pl.Float64(): _DECIMAL}
+        if not kind_of_dtype.keys() >= set(self.dtypes.values()):
             return None
-        kind_of = np.array([kinds[dtype] for dtype in self.columns.values()], dtype=np.int8)
-        num_lines = block.num_lines()
-        integers = np.empty((np.count_nonzero(kind_of == _INTEGER), num_lines), dtype=np.int64)
-        decimals = np.empty((np.count_nonzero(kind_of == _DECIMAL), num_lines), dtype=np.float64)
-        data = np.frombuffer(block.data, dtype=np.uint8)
-        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), kind_of, integers, decimals):
+        kinds = {name: kind_of_dtype[self.dtypes.get(name)] for name in self.columns}
+        values = {
+            kind: np.empty((list(kinds.values()).count(kind), block.num_lines()), dtype=dtype)
+            for kind, dtype in ((_INTEGER, np.int64), (_DECIMAL, np.float64))
+        }
+        if not parse_numbers(
+            np.frombuffer(block.data, dtype=np.uint8),
+            ord(self.separator[0]),
+            len(self.separator),
+            np.array(list(kinds.values()), dtype=np.int8),
+            values[_INTEGER],
+            values[_DECIMAL],
+        ):
             return None
-        values = {_INTEGER: iter(integers), _DECIMAL: iter(decimals)}
-        columns = {name: next(values[kinds[self.columns[name]]]) for name in self.dtypes}
-        return pl.DataFrame(columns).with_columns(pl.lit(True).alias(IS_WELL_FORMED))
+        rows = {kind: iter(array) for kind, array in values.items()}
+        columns = pl.DataFrame({name: next(rows[kind]) for name, kind in kinds.items() if kind != _SKIPPED})
+        return columns.with_columns(pl.lit(True).alias(IS_WELL_FORMED))
 
     def parse_strictly(self, block: _Block) -> pl.DataFrame:
         fields = pl.col(TEXT).str.split(self.separator)
@@ -377,9 +318,8 @@ class _PlainLayout(_Layout):
             .then(pl.format(f"expected {len(self.columns)} fields, got {{}}", num_fields))
         )
         values = (
-            fields.list.get(index, null_on_oob=True).cast(dtype, strict=False).alias(name)
-            for index, (name, dtype) in enumerate(self.columns.items())
-            if dtype is not None
+            fields.list.get(self.columns.index(name), null_on_oob=True).cast(dtype, strict=False).alias(name)
+            for name, dtype in self.dtypes.items()
         )
         return block.lines().select(LINE, TEXT, fault.alias(FAULT), *values)
 
@@ -393,7 +333,7 @@ def parse_numbers(
     integers: NDArray[np.int64],
     decimals: NDArray[np.float64],
 ) -> bool:
-    """Parse lines of numbers in plain digits, several times as fast as a CSV reader that copes with everything else.
+    """Parse lines of numbers in plain digits; several times as fast as a CSV reader that copes with everything else.
 
     Args:
         data: uint8 [bytes], the lines, each with a final newline.
@@ -407,51 +347,46 @@ def parse_numbers(
         False if a line has another form, which does not mean that it is malformed; the results are undefined then.
 
     """
-    position = 0
-    line = 0
+    position = line = 0
     while position < len(data):
-        integer_column = 0
-        decimal_column = 0
+        num_integers = num_decimals = 0
         for column in range(len(kinds)):
-            if column > 0:
-                for _ in range(width):
-                    if data[position] != separator:
-                        return False
-                    position += 1
-            if kinds[column] == 0:
-                while data[position] != separator and data[position] != 10:
+            for _ in range(width if column > 0 else 0):
+                if data[position] != separator:
+                    return False
+                position += 1
+            if kinds[column] == _SKIPPED:
+                while data[position] != separator and data[position] != _NEWLINE:
                     if data[position] == 0:
                         return False
                     position += 1
                 continue
-            sign = 1
-            if kinds[column] == 1 and data[position] == 45:  # a minus
-                sign = -1
-                position += 1
-            value = 0
-            num_digits = 0
+            is_integer = kinds[column] == _INTEGER
+            is_negative = is_integer and data[position] == _MINUS
+            position += is_negative
+            value = num_digits = 0
             scale = 0.0  # a power of ten once there is a decimal point
             while True:
-                digit = np.int64(data[position]) - 48
+                digit = np.int64(data[position]) - _ZERO
                 if 0 <= digit <= 9:
                     value = 10 * value + digit
                     num_digits += 1
                     scale *= 10.0
-                elif kinds[column] == 2 and digit == -2 and scale == 0.0:  # a decimal point
+                elif data[position] == _POINT and not is_integer and scale == 0.0:
                     scale = 1.0
                 else:
                     break
                 position += 1
             # Integers below 10^18 fit into an int64. Below 10^15, both operands of the division are exact.
-            if num_digits == 0 or num_digits > (18 if kinds[column] == 1 else 15):
+            if num_digits == 0 or num_digits > (18 if is_integer else 15):
                 return False
-            if kinds[column] == 1:
-                integers[integer_column, line] = sign * value
-                integer_column += 1
+            if is_integer:
+                integers[num_integers, line] = -value if is_negative else value
+                num_integers += 1
             else:
-                decimals[decimal_column, line] = value / max(scale, 1.0)
-                decimal_column += 1
-        if data[position] != 10:
+                decimals[num_decimals, line] = value / max(scale, 1.0)
+                num_decimals += 1
+        if data[position] != _NEWLINE:
             return False
         position += 1
         line += 1
@@ -460,19 +395,14 @@ def parse_numbers(
 
 @dataclass(frozen=True, kw_only=True)
 class _QuotedLayout(_Layout):
-    """Columns of text that are found by name, with fields that may be quoted."""
+    """Fields of text that may be quoted."""
 
-    separator: str
     num_columns: int
     """Number of columns of the file."""
     positions: Mapping[str, int]
     """Positions of the needed columns among them."""
     is_exact: bool
     """Whether a line without some of the columns that are not needed is malformed."""
-
-    @property
-    def dtypes(self) -> dict[str, pl.DataType]:
-        return dict.fromkeys(self.positions, pl.String())
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
         if self.is_exact or not self._is_simple(block.data):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources.tabular import Table
+from evenrank.preprocess.sources.interactions import Table
 
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
 

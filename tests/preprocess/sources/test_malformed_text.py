@@ -12,10 +12,10 @@ import pytest
 from evenrank.core.errors import DataError
 from evenrank.preprocess.sources import tabular
 from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
-from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart
+from evenrank.preprocess.sources.interactions import IS_GOOD, IS_WELL_FORMED, EventPart
 from evenrank.preprocess.sources.kuairand import read_kuairand
 from evenrank.preprocess.sources.movielens import read_movielens
-from evenrank.preprocess.sources.tabular import IS_WELL_FORMED, open_table
+from evenrank.preprocess.sources.tabular import open_table
 from tests.preprocess.sources.plain_readers import kuairand_row, movielens_row, quoted_fields, read_lines
 from tests.preprocess.sources.test_kuairand import GOOD, LOG_HEADER, PURE, USERS, USERS_HEADER, write
 
