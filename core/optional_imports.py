@@ -19,7 +19,6 @@ EXTRAS = {
     "markupsafe": "reports",
     "matplotlib": "reports",
     "polars": "preprocess",
-    "pooch": "preprocess",
     "requests": "preprocess",
     "tensorboard": "tensorboard",
     "fbgemm_gpu": "train",

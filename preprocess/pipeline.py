@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -145,12 +145,7 @@ def _write_dataset(
 
 
 class _DatasetBuilder:
-    """Build sequences from buckets and write them.
-
-    Attributes:
-        counts: what happened to events and users, by description; complete after `build`.
-
-    """
+    """Builds sequences from buckets and writes them; `counts` describe the effect of filters and split afterwards."""
 
     def __init__(self, folder: Path, config: PreprocessConfig, interactions: Interactions) -> None:
         self.counts = {"duplicate events (kept)": 0, "users left out by filters": 0}
@@ -196,8 +191,9 @@ class _DatasetBuilder:
 
     def largest(self) -> dict[str, int]:
         """Return the largest user_id, item_id and action of all splits."""
-        names = (USER_ID, ITEM_ID, ACTION)
-        return {name: max(writer.largest(name) for writer in self._writers.values()) for name in names}
+        return {
+            name: max(writer.largest[name] for writer in self._writers.values()) for name in (USER_ID, ITEM_ID, ACTION)
+        }
 
     def _write(self, all_users: Sequences, requests: RequestWriter | None) -> None:
         sequences = keep_lengths(all_users, self._config.filters)
@@ -226,7 +222,7 @@ class _DatasetBuilder:
 
 
 def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_]] | None) -> tuple[Sequences, int]:
-    columns = buckets.read(index, buckets.names)
+    columns = buckets.read(index)
     if masks is not None:
         columns = {name: values[masks[index]] for name, values in columns.items()}
     return build_sequences(columns)
@@ -235,18 +231,14 @@ def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_
 def _describe_options(
     config: PreprocessConfig, source_options: Mapping[str, object], counts: Mapping[str, int]
 ) -> dict[str, object]:
-    """Return the options for the manifest, with filters that are not the default and counts that are not zero."""
-    filters = {
-        entry.name: value
-        for entry in fields(config.filters)
-        if (value := getattr(config.filters, entry.name)) != entry.default
-    }
+    """Return the options for the manifest, without default filters and counts of zero."""
+    default = asdict(Filters())
     return {
         **source_options,
         "split": config.split,
         "seed": config.seed,
         "on_error": config.on_error,
-        "filters": filters,
+        "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
         "requests": None if config.requests is None else asdict(config.requests),
         "audit": {description: count for description, count in counts.items() if count},
     }

@@ -46,11 +46,8 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
             lock_file = _lock(lock, out)
         try:
             with wrap_write_errors(out):
-                if old.exists() and not out.exists():  # a process was killed between the two renames
-                    old.rename(out)
+                _clean_up(out, partial, old)  # after a process that was killed
                 _check_replaceable(out, overwrite=overwrite)
-                _remove(old)
-                _remove(partial)
                 partial.mkdir()
             result = write(partial)
             with wrap_write_errors(out):
@@ -60,9 +57,15 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
                 _put_in_place(partial, out, old)
             return result
         finally:
-            _remove(partial)
-            lock.unlink(missing_ok=True)
-            lock_file.close()
+            with wrap_write_errors(out):
+                try:
+                    _clean_up(out, partial, old)
+                except BaseException:  # a further signal to stop
+                    _clean_up(out, partial, old)
+                    raise
+                finally:
+                    lock.unlink(missing_ok=True)
+                    lock_file.close()
     finally:
         for folder in missing_parents:
             with contextlib.suppress(OSError):  # not empty: the dataset was written
@@ -138,13 +141,15 @@ def _listed_files(folder: Path) -> set[str]:
 def _put_in_place(partial: Path, out: Path, old: Path) -> None:
     if out.exists():
         out.rename(old)
-    try:
-        partial.rename(out)
-    except BaseException:
-        if old.exists():
-            old.rename(out)
-        raise
+    partial.rename(out)
     _flush(out.parent)
+
+
+def _clean_up(out: Path, partial: Path, old: Path) -> None:
+    """Put the old folder back if nothing has taken its place, and remove everything else."""
+    if old.exists() and not out.exists():
+        old.rename(out)
+    _remove(partial)
     _remove(old)
 
 
