@@ -31,8 +31,6 @@ _DENSE_IDS = 1 << 27
 class SplitRule:
     """A rule that divides sequences into splits."""
 
-    text: str
-    """The rule as it is written on the command line."""
     divide: Callable[[Sequences, int], dict[str, Sequences]]
     """Returns the rows of each split, given sequences and a seed."""
     has_targets: bool = False
@@ -49,15 +47,13 @@ def parse_split(text: str) -> SplitRule:
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
-            return SplitRule(text=text, divide=lambda sequences, seed: _by_user(sequences, fraction, seed))
+            return SplitRule(divide=lambda sequences, seed: _by_user(sequences, fraction, seed))
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_TARGETS:
-            return SplitRule(text=text, divide=lambda sequences, seed: _leave_last(sequences, count), has_targets=True)
+            return SplitRule(divide=lambda sequences, seed: _leave_last(sequences, count), has_targets=True)
         if kind == "time" and 0 <= (boundary_ms := _milliseconds(value)) <= MAX_TIMESTAMP_MS:
-            return SplitRule(
-                text=text, divide=lambda sequences, seed: _by_time(sequences, boundary_ms), has_targets=True
-            )
+            return SplitRule(divide=lambda sequences, seed: _by_time(sequences, boundary_ms), has_targets=True)
         if text == "none":
-            return SplitRule(text=text, divide=lambda sequences, seed: {TRAIN: sequences})
+            return SplitRule(divide=lambda sequences, seed: {TRAIN: sequences})
     except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
@@ -140,8 +136,9 @@ class Audit:
 
     def follow(self, split: str, sequences: Sequences) -> None:
         """Register rows that are about to be written to a split."""
-        targets = _targets(sequences) if split == EVAL else sequences
-        self._seen[split].add(targets)
+        if sequences.num_targets.any():  # only the events to predict count
+            sequences = replace(sequences, begins=sequences.ends - sequences.num_targets)
+        self._seen[split].add(sequences)
         if split == TRAIN:
             rows = sequences.ends[sequences.lengths > 0]
             newest = sequences.events[TIMESTAMP_MS][sequences.order[rows - 1]]  # of the last event of each row
@@ -178,10 +175,3 @@ def _target_times(folder: Path) -> Iterator[NDArray[np.int64]]:
                     first_targets = offsets[1:] - table.column(NUM_TARGETS).to_numpy()
                     times = times[np.arange(len(times)) >= np.repeat(first_targets, np.diff(offsets))]
                 yield times
-
-
-def _targets(sequences: Sequences) -> Sequences:
-    """Restrict each row to the events that are to be predicted."""
-    if not sequences.num_targets.any():
-        return sequences
-    return replace(sequences, begins=sequences.ends - sequences.num_targets)
