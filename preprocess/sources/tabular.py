@@ -73,7 +73,7 @@ def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> T
         except csv.Error as error:
             raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
         _check_columns(path, header, names)
-        num_rows = sum(block.num_lines() for block in _read_blocks(path, has_header=True))
+        num_rows = sum(block.num_lines for block in _read_blocks(path, has_header=True))
     layout = _QuotedLayout(
         separator=separator,
         dtypes=dict.fromkeys(names, pl.String()),
@@ -153,17 +153,16 @@ class _Block:
 
     first_line: int
     """Number of the first line; the first line of a file has number 1."""
+    num_lines: int
+    """Number of lines."""
     data: bytes
     """The lines in UTF-8, each with a final newline; carriage returns before it and bytes that are not UTF-8 are
     replaced."""
 
-    def num_lines(self) -> int:
-        return int(np.count_nonzero(np.frombuffer(self.data, dtype=np.uint8) == _NEWLINE))
-
     def lines(self) -> pl.DataFrame:
         """Return the columns LINE (int64) and TEXT, one row per line."""
         text = self.data.decode().split("\n")[:-1]
-        numbers = np.arange(self.first_line, self.first_line + len(text), dtype=np.int64)
+        numbers = np.arange(self.first_line, self.first_line + self.num_lines, dtype=np.int64)
         return pl.DataFrame({LINE: numbers, TEXT: text}, schema={LINE: pl.Int64, TEXT: pl.String})
 
 
@@ -200,9 +199,10 @@ def _read_blocks(path: Path, *, has_header: bool) -> Iterator[_Block]:
                 raise _too_long(path, number + chunk.count(b"\n"))
             ending = b"" if (rest or chunk).endswith(b"\n") else b"\n"
             lines = b"".join((chunk, rest, ending)) if rest or ending else chunk
-            block = _Block(first_line=number, data=_normalize(lines))
-            number += block.num_lines()
-            yield block
+            data = _normalize(lines)
+            num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
+            yield _Block(first_line=number, num_lines=num_lines, data=data)
+            number += num_lines
 
 
 def _normalize(lines: bytes) -> bytes:
@@ -292,7 +292,7 @@ class _PlainLayout(_Layout):
             return None
         kinds = {name: kind_of_dtype[self.dtypes.get(name)] for name in self.columns}
         values = {
-            kind: np.empty((list(kinds.values()).count(kind), block.num_lines()), dtype=dtype)
+            kind: np.empty((list(kinds.values()).count(kind), block.num_lines), dtype=dtype)
             for kind, dtype in ((_INTEGER, np.int64), (_DECIMAL, np.float64))
         }
         if not parse_numbers(
