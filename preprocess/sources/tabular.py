@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -287,24 +288,23 @@ class _PlainLayout(_Layout):
     """All columns of the file."""
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
-        kind_of_dtype = {None: _SKIPPED, pl.Int64(): _INTEGER, pl.Float64(): _DECIMAL}
+        kind_of_dtype: dict[pl.DataType | None, int] = {None: _SKIPPED, pl.Int64(): _INTEGER, pl.Float64(): _DECIMAL}
         if not kind_of_dtype.keys() >= set(self.dtypes.values()):
             return None
         kinds = {name: kind_of_dtype[self.dtypes.get(name)] for name in self.columns}
-        values = {
-            kind: np.empty((list(kinds.values()).count(kind), block.num_lines), dtype=dtype)
-            for kind, dtype in ((_INTEGER, np.int64), (_DECIMAL, np.float64))
-        }
+        num_integers, num_decimals = (list(kinds.values()).count(kind) for kind in (_INTEGER, _DECIMAL))
+        integers = np.empty((num_integers, block.num_lines), dtype=np.int64)
+        decimals = np.empty((num_decimals, block.num_lines), dtype=np.float64)
         if not parse_numbers(
             np.frombuffer(block.data, dtype=np.uint8),
             ord(self.separator[0]),
             len(self.separator),
             np.array(list(kinds.values()), dtype=np.int8),
-            values[_INTEGER],
-            values[_DECIMAL],
+            integers,
+            decimals,
         ):
             return None
-        rows = {kind: iter(array) for kind, array in values.items()}
+        rows: dict[int, Iterator[NDArray[Any]]] = {_INTEGER: iter(integers), _DECIMAL: iter(decimals)}
         columns = pl.DataFrame({name: next(rows[kind]) for name, kind in kinds.items() if kind != _SKIPPED})
         return columns.with_columns(pl.lit(True).alias(IS_WELL_FORMED))
 
@@ -364,7 +364,8 @@ def parse_numbers(
             is_integer = kinds[column] == _INTEGER
             is_negative = is_integer and data[position] == _MINUS
             position += is_negative
-            value = num_digits = 0
+            value = np.int64(0)
+            num_digits = 0
             scale = 0.0  # a power of ten once there is a decimal point
             while True:
                 digit = np.int64(data[position]) - _ZERO
