@@ -34,7 +34,7 @@ class RequestRule:
 
 
 class RequestWriter:
-    """Write `requests.parquet`: int64 columns user_id, request_ts_ms and history_end.
+    """Writes `requests.parquet`: int64 columns user_id, request_ts_ms and history_end.
 
     Rows are in the order of the appended users, then of time. `history_end` is the number of the user's events before
     the event of the request; with `by_date`, the number of those on the same day.

@@ -1,4 +1,7 @@
-"""The events of a bucket -> sequences: one row per user, events in time order, rows in the order of the dataset."""
+"""The events of a bucket -> sequences: one row per user, events in time order, rows in the order of the dataset.
+
+The compiled loops run without the GIL.
+"""
 
 import secrets
 from collections.abc import Mapping
@@ -13,7 +16,7 @@ from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.buckets import Columns
 
-# The compiled loops that turn events into sequences; they run without the GIL.
+_MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
 
 
 @compiled
@@ -185,9 +188,6 @@ def gather(
             values[position] = column[order[offset]]
             position += 1
     return values
-
-
-_MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
