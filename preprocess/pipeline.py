@@ -82,7 +82,6 @@ def preprocess(
 
     Raises:
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
-
     """
 
     def write(folder: Path) -> Manifest:
@@ -100,7 +99,6 @@ def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Int
     Raises:
         DataError: a file is missing, empty, or does not start as expected.
         ConfigError: the dataset is `custom`, and has no description.
-
     """
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)

@@ -40,7 +40,6 @@ class Buckets:
         folder: folder of the bucket files; created when it is needed, and removed by `close`.
         num_events: expected number of events; only the number of buckets depends on it.
         dtypes: data type of each column; `user_id` is one of them.
-
     """
 
     def __init__(self, folder: Path, num_events: int, dtypes: Mapping[str, str]) -> None:
@@ -121,7 +120,6 @@ def fill_buckets(
 
     Raises:
         DataError: rows cannot be read and `on_error` is `fail`, at the end of their file; or there are no events.
-
     """
     num_skipped: dict[str, int] = {}
     num_events = 0

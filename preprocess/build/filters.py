@@ -53,7 +53,6 @@ def k_core(buckets: Buckets, filters: Filters) -> list[NDArray[np.bool_]] | None
 
     Returns:
         Per bucket, the mask of the remaining events, bool [events]; None if the filters have no k-core.
-
     """
     if filters.min_user_events == 1 and filters.min_item_events == 1:
         return None

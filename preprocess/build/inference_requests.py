@@ -75,7 +75,6 @@ def find_requests(
 
     Returns:
         For each request its row, its time, and the number of events before it: int64 [requests] each.
-
     """
     rows = np.empty(len(times), dtype=np.int64)
     request_times = np.empty(len(times), dtype=np.int64)

@@ -36,7 +36,6 @@ def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[
 
     Returns:
         The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
-
     """
     capacity = 1 << 12
     table = np.full(capacity, -1, dtype=np.int32)
@@ -86,7 +85,6 @@ def order_events(
     Returns:
         offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of the
         events of user u, oldest first.
-
     """
     offsets = np.zeros(num_users + 1, dtype=np.int64)
     for code in codes:
@@ -254,7 +252,6 @@ def build_sequences(columns: Columns) -> tuple[Sequences, int]:
 
     Raises:
         DataError: there are more events than an int32 can number.
-
     """
     if len(columns[USER_ID]) > _MAX_EVENTS:
         raise DataError(

@@ -42,7 +42,6 @@ def parse_split(text: str) -> SplitRule:
 
     Raises:
         ConfigError: the text is none of these, or its value is out of range.
-
     """
     kind, _, value = text.partition(":")
     try:

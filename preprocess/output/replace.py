@@ -35,7 +35,6 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
     Raises:
         DataError: `out` is no folder, contains something else than a dataset, cannot be written, or is being written
             by another process.
-
     """
     out = out.resolve()
     lock, partial, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("lock", "partial", "old"))

@@ -52,7 +52,6 @@ class SplitWriter:
 
     Attributes:
         largest: the largest user_id, item_id and action that were written; -1 if there is none.
-
     """
 
     def __init__(

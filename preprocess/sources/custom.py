@@ -91,7 +91,6 @@ def read_toml(path: Path, **options: Any) -> TabularConfig:
     Raises:
         DataError: the file cannot be read, or is not TOML.
         ConfigError: a key is missing, unknown or also among the options, or a value has the wrong type or is invalid.
-
     """
     with open_regular(path) as file:
         try:
@@ -141,7 +140,6 @@ def read_tabular(config: TabularConfig) -> Interactions:
     Raises:
         DataError: a file is missing, empty, damaged or of an unknown format; a column is missing, appears twice or has
             an unsuitable type; a line of the users' features cannot be read, or a user appears twice in them.
-
     """
     tables = [open_table(path, config.event_columns) for path in config.events]
     raw_ids = [_otherwise_good_ids(config, table) for table in tables]

@@ -36,7 +36,6 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
     Raises:
         DataError: the download fails; or the archive has another MD5, lacks a file, or has members that do not belong
             in an archive of data (links, paths outside its folder). No partially unpacked file is left behind.
-
     """
     folder = raw_dir / dataset.folder
     if _is_complete(dataset, folder):
@@ -182,7 +181,6 @@ def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]
 
     Raises:
         DataError: a member is a link or a device, or its path leads outside the archive's folder.
-
     """
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as opened:

@@ -72,7 +72,6 @@ class Table:
         Args:
             events: expressions over the needed columns: user_id, item_id, action, timestamp_ms and extra columns.
             checks: conditions that hold for good rows, by the reason to report where they do not.
-
         """
         is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False).alias(IS_GOOD)
         return EventPart(
@@ -96,7 +95,6 @@ class Table:
 
         Raises:
             DataError: a row is malformed or fails a check, or a user appears twice.
-
         """
         for row in self.find_bad(checks, 1):
             raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
@@ -149,7 +147,6 @@ def encode_context(raw: pl.DataFrame) -> Context:
 
     Args:
         raw: user_id (int64, unique), and the features as they were read, of any sortable type.
-
     """
     columns, labels = [raw.get_column(USER_ID)], {}
     for feature in raw.drop(USER_ID).iter_columns():
@@ -164,7 +161,6 @@ class ContextLookup:
 
     Attributes:
         names: names of the features, in column order.
-
     """
 
     def __init__(self, context: Context | None) -> None:

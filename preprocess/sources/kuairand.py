@@ -53,7 +53,6 @@ def read_kuairand(dataset: KuaiRandDataset, folder: Path) -> Interactions:
     Raises:
         DataError: a file is missing, is empty or has an unexpected header, or a line of the users' features cannot be
             read.
-
     """
     return Interactions(
         parts=tuple(_read_log(folder / name) for name in dataset.logs),

@@ -25,7 +25,6 @@ def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
 
     Raises:
         DataError: a file is empty or has an unexpected header, or a line of the users' features cannot be read.
-
     """
     ratings = open_plain_csv(
         folder / dataset.ratings, _RATING_COLUMNS, has_header=dataset.has_header, separator=dataset.separator

@@ -55,7 +55,6 @@ def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> T
 
     Raises:
         DataError: the file is missing, empty, damaged or of an unknown format, or lacks a column.
-
     """
     suffix = next((known for known in (*_SEPARATORS, _PARQUET) if path.name.lower().endswith(known)), None)
     if suffix is None:
@@ -98,7 +97,6 @@ def open_plain_csv(
 
     Raises:
         DataError: the file is missing or empty, or has an unexpected header.
-
     """
     expected = separator.join(columns)
     with wrap_read_errors(path):
@@ -345,7 +343,6 @@ def parse_numbers(
 
     Returns:
         False if a line has another form, which does not mean that it is malformed; the results are undefined then.
-
     """
     position = line = 0
     while position < len(data):

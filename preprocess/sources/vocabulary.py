@@ -45,7 +45,6 @@ def raw_id(table: Table, column: str) -> pl.Expr:
 
     Raises:
         DataError: ids cannot have the column's type.
-
     """
     dtype = table.dtypes[column]
     if dtype.base_type() in TEXT_TYPES:
@@ -68,7 +67,6 @@ def as_integer(table: Table, column: str) -> pl.Expr:
 
     Raises:
         DataError: the column has another type.
-
     """
     dtype, value = table.dtypes[column], pl.col(column)
     if not (dtype.is_numeric() or dtype in (pl.String, pl.Boolean)):
@@ -99,7 +97,6 @@ def choose_encoders(files: Sequence[pl.LazyFrame]) -> dict[str, IdEncoder]:
 
     Returns:
         Per column, its encoder.
-
     """
     string_columns: set[str] = set()
     for rows in files:
