@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,10 @@ from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.batches.transform import make_rng
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.rank_loader import RankLoader
 from evenrank.dataloader.sampling.samples import remapped_stores
 from evenrank.dataloader.state.checks import COUNT, EPOCH, SEED, TEXT, StateFormat, show
-from evenrank.dataloader.state.invariants import shared_settings
-from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
     ACTION,
@@ -33,8 +32,6 @@ from evenrank.datasets.schema import (
     check_names,
 )
 from evenrank.datasets.store import MultiValued, SequenceStore
-
-# Samples drawn from distributions, as the rows of a store in memory.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +146,7 @@ _FORMAT = StateFormat(
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
+class RandomBatches(RankLoader[Batch]):
     """Random batches of one rank; each iteration is one epoch, and all epochs have the same batches.
 
     Rank r's batch of step s depends only on seed, r and s. Lengths are raised to the number of candidates, or to 1 for
@@ -184,15 +181,10 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         for name, value in (("num_batches", num_batches), ("num_distinct", num_distinct)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        check_rank(rank, world_size)
-        super().__init__()
-        self._config = config
+        super().__init__(config, rank=rank, world_size=world_size)
         self._data = RandomData() if data is None else data
-        self._collate = config.make_collate()
         self._num_batches = num_batches
         self._num_distinct = num_distinct
-        self._rank = rank
-        self._world_size = world_size
         self._start = (0, 0)  # epoch and step at which the next iteration begins
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         store = self._draw(np.random.default_rng(0), 0)
@@ -227,26 +219,12 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         made = self._cycle[step % len(self._cycle)] if self._cycle else self._make(step)
         return dataclasses.replace(made, step=step, position=(step + 1) * self._samples_per_step)
 
-    def rank_invariants(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks, and this process's `rank`.
-
-        The distributions are not among them: ranks may draw from different ones.
-        """
-        return dict(self._shared)
-
-    @cached_property
-    def _shared(self) -> dict[str, Any]:
-        # Once, because a Balancer compares identities in every step.
-        return {
-            "rank": self._rank,
-            "world_size": self._world_size,
-            **shared_settings(self._config, self._collate),
-            "num_batches": self._num_batches,
-            "num_distinct": self._num_distinct,
-        }
+    def _own_invariants(self) -> dict[str, Any]:
+        # Without the distributions: ranks may draw from different ones.
+        return {"num_batches": self._num_batches, "num_distinct": self._num_distinct}
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after a batch, or after the one yielded last; the same on all ranks."""
+        """Return the position after the batch yielded last, or after another one; the same on all ranks."""
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
         return _FORMAT.make(
             epoch=epoch,
@@ -283,9 +261,6 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._start = (epoch + 1, 0) if is_complete else (epoch, position // self._samples_per_step)
         self._after_last = (epoch, position)
 
-    def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        return self.epoch > int(state["epoch"])
-
     @property
     def _samples_per_step(self) -> int:
         return self._world_size * self._config.batch_size
@@ -294,7 +269,8 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def _fingerprint(self) -> str:
         """Return a hash of what batches depend on, besides the rank and the distributions."""
         names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size", "key_maps")
-        decisive = {"rank": None, **{name: self._shared[name] for name in names}, "filters": self._collate.filters()}
+        settings = {name: self._invariants[name] for name in names}
+        decisive = {"rank": None, **settings, "filters": self._collate.filters()}
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
     @outside_inference_mode()

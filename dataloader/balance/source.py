@@ -1,15 +1,18 @@
-"""`LoaderAdapter`: anyone's batches as a Balancer pulls them, each checked, with a position, and with a state after it.
+"""`LoaderAdapter`: any loader's batches as a Balancer pulls them: checked, with a position and a state after each.
 
 loader                                          position of a batch         state after it
 state_dict(after=batch), such as our loaders'   the loader's own            the loader's own
 state_dict(), such as StatefulDataLoader's      counted here                a snapshot, taken when it was pulled
 neither, such as DataLoader's                   counted here                an error, once it is asked for
+
+A loader that has moved on cannot tell an earlier state, so each batch is pulled with a snapshot, which is kept while
+the step is in flight and for `_KEPT_STEPS` more. It is pickled at once, because loaders may change what they return,
+and encoded as text only when that state is asked for.
 """
 
 import copy
 import inspect
 import pickle
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -37,14 +40,265 @@ from evenrank.dataloader.state.checks import (
     encode,
     integer,
 )
-from evenrank.dataloader.state.invariants import check_world_size, find_rank_invariants
-from evenrank.dataloader.state.node import EpochNode
+from evenrank.dataloader.state.node import EpochNode, find_rank_invariants
+from evenrank.dataloader.state.snapshots import Position, Snapshots
 
-# Checks of what a Balancer is given as a loader, and of what that yields.
-
-
-# Modules of samplers whose lengths are exact; those of others are often estimates.
+# Modules of samplers whose lengths are exact; the lengths of others are often estimates.
 _EXACT_SAMPLERS = ("torch.utils.data.", "torchdata.stateful_dataloader.")
+# Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
+_KEPT_STEPS = 16
+
+_FORMAT = StateFormat(
+    owner="the Balancer",
+    version=3,
+    fields={
+        "epoch": EPOCH,
+        "position": integer(0, 1 << 62),  # to which an epoch's steps are added
+        "is_end": FLAG,
+        "world_size": COUNT,
+        "ranks": MAPPING,
+    },
+    not_covered=frozenset({"ranks"}),  # torch.distributed.checkpoint joins those of all ranks; each has a checksum
+)
+_FORMAT_OF_RANK = StateFormat(
+    owner="a rank",
+    version=_FORMAT.version,
+    fields={"rank": COUNT, "has_ended": FLAG, "state": ANYTHING},
+    not_covered=frozenset({"state"}),  # the text that all of this becomes has a checksum
+)
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+class LoaderState(NamedTuple):
+    """The state of this rank's loader after a batch was pulled, or after it had no more."""
+
+    has_ended: bool
+    """This rank has no more batches; others may have."""
+    state: bytes | str
+    """Pickled, or as it was loaded from a checkpoint."""
+
+
+class LoaderAdapter(Generic[Batch]):
+    """The batches of one rank.
+
+    Args:
+        batches: an iterable of JaggedBatches; iterated over once per epoch. A node of torchdata is reset in between.
+        rank: of this process, under which snapshots are saved.
+        world_size: number of ranks.
+        ahead: batches that are pulled ahead of the one handed out last.
+
+    Raises:
+        ConfigError: it is not an iterable of batches.
+
+    """
+
+    def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:
+        check_batches(batches)
+        self._batches: Any = batches
+        if isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
+            self._batches = NodeLoader(batches)
+        self._rank = rank
+        self._world_size = world_size
+        state_dict = getattr(self._batches, "state_dict", None)
+        self._has_state = callable(state_dict) and callable(getattr(self._batches, "load_state_dict", None))
+        self._has_positions = self._has_state and "after" in inspect.signature(cast(Any, state_dict)).parameters
+        self._next = Position(0, 0)  # of the next iteration, where positions are counted here
+        self._has_ended = False  # this rank has no more batches in the next iteration, which is the rest of an epoch
+        self._has_loaded = False  # a state, since the latest iteration
+        self._is_bypassed = False
+        self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
+        self._snapshots: Snapshots[LoaderState] = Snapshots(_KEPT_STEPS, ahead)
+        self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of the next epoch."""
+        if self._has_positions:
+            # Taken before anything is pulled ahead.
+            self._state_at_start = self._batches.state_dict()
+            for batch in self._batches:
+                check_batch(batch)
+                yield self._owned(batch)
+            return
+        (epoch, position), has_ended = self._next, self._has_ended
+        self._next, self._has_ended = Position(epoch + 1, 0), False
+        if has_ended:
+            return
+        iterator = self._begin()  # some loaders know their state from here on only
+        # A state that was loaded into a StatefulDataLoader by someone else makes it start anywhere.
+        is_counted = position > 0 or not getattr(iterator, "_num_yielded", 0)
+        expected = exact_length(self._batches) if is_counted else None
+        self._take_snapshot(Position(epoch, position))
+        for batch in iterator:
+            check_batch(batch)
+            position += 1
+            self._take_snapshot(Position(epoch, position))
+            # Another object, because a loader may yield the same batch again.
+            yield self._owned(batch).replace(epoch=epoch, step=position - 1, position=position)
+        check_all_came(position, expected)
+        self._take_snapshot(Position(epoch, position), has_ended=True)
+
+    def _begin(self) -> Iterator[Batch]:
+        has_loaded, self._has_loaded = self._has_loaded, False
+        try:
+            return iter(self._batches)
+        except Exception as error:  # some loaders look at a loaded state here only
+            if has_loaded:
+                raise self._refused_state(error) from error
+            raise
+
+    def _refused_state(self, error: Exception) -> StateError:
+        return StateError(
+            f"the {type(self._batches).__name__} cannot load its part of the state ({one_line(error)}); load one that "
+            "it has saved"
+        )
+
+    def _owned(self, batch: Batch) -> Batch:
+        """Return a batch that stays as it is while further ones are pulled."""
+        # Others may collate all batches in the same buffers, as a loop that trains one before it asks for the next
+        # would not notice.
+        if isinstance(self._batches, EpochNode):
+            return batch
+        with outside_inference_mode():
+            return batch.clone()
+
+    def length(self) -> int | None:
+        """Return the batches of an epoch; None if they are not known."""
+        try:
+            return len(cast(Sized, self._batches))
+        except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
+            return None
+
+    def remaining_batches(self) -> int | None:
+        """Return the batches of the next iteration, fewer than an epoch's after a state is loaded; None: not known."""
+        if self._has_positions:
+            remaining = getattr(self._batches, "remaining_batches", None)
+            return None if remaining is None else int(remaining())
+        length = self.length()
+        return None if length is None else max(length - self._next.position, 0)
+
+    def rank_invariants(self) -> dict[str, Any]:
+        """Return the settings that must be the same on all ranks, by name; see HasRankInvariants.
+
+        Raises:
+            ConfigError: the loader was created for another number of ranks.
+
+        """
+        invariants = dict(find_rank_invariants(self._batches))
+        created_for = invariants.get("world_size", self._world_size)
+        if created_for != self._world_size:
+            raise ConfigError(
+                f"the loader was created for world_size {created_for}, but {self._world_size} ranks balance together; "
+                f"create it with world_size={self._world_size}, the number of ranks of the Balancer's group"
+            )
+        return invariants
+
+    def end_epoch(self, position: Position) -> None:
+        """Record that no rank has a batch after this position."""
+        self._ends = {position.epoch: position.position}
+
+    def bypass(self) -> None:
+        """Record that the caller supplied batches directly."""
+        self._is_bypassed = True
+
+    def state_after(self, position: Position | None) -> dict[str, Any]:
+        """Return the state after a position that was handed out; None: before anything was.
+
+        Raises:
+            ConfigError: the loader has no state.
+            StateError: the position was handed out too long ago.
+
+        """
+        self._check_stateful()
+        if self._has_positions:
+            if position is not None:
+                return cast(dict[str, Any], self._batches.state_dict(after=position))
+            return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
+        if self._is_bypassed:
+            raise ConfigError(
+                "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
+                "state of the loader; save that yourself, or iterate over the Balancer"
+            )
+        if not self._snapshots:
+            self._take_snapshot(self._next)
+        if position is None:
+            position, snapshot = self._snapshots.first
+        else:
+            snapshot = self._snapshots.at(position)
+        # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
+        text = snapshot.state
+        if isinstance(text, bytes):
+            state = pickle.loads(text)
+            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=snapshot.has_ended, state=state))
+        return _FORMAT.make(
+            epoch=position.epoch,
+            position=position.position,
+            is_end=self._ends.get(position.epoch) == position.position,
+            world_size=self._world_size,
+            ranks={str(self._rank): text},
+        )
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration continue after the position of a state.
+
+        Raises:
+            ConfigError: the loader has no state.
+            StateError: the state is of another version or number of ranks, or damaged.
+
+        """
+        self._check_stateful()
+        if self._has_positions:
+            self._batches.load_state_dict(state)
+            self._state_at_start = None
+            return
+        state = _FORMAT.check(state)
+        saved = state["ranks"].get(str(self._rank))
+        if state["world_size"] != self._world_size or saved is None:
+            saved_ranks = ", ".join(name[:20] for name in state["ranks"] if isinstance(name, str))
+            raise StateError(
+                f"the state is of {state['world_size']} ranks, with that of ranks {saved_ranks}; "
+                f"this is rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many "
+                "ranks, each with its own state, or use build_loader, which resumes on any number"
+            )
+        check_value(saved, f"the state of the Balancer has, for rank {self._rank},", TEXT)
+        of_rank = _FORMAT_OF_RANK.check(decode(saved))
+        if of_rank["rank"] != self._rank:
+            raise StateError(
+                f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}; load an intact "
+                "one"
+            )
+        if getattr(self._batches, "_iter_for_state_dict", False):
+            # torchdata's Loader has made an iterator for `state_dict` alone, and would iterate over that next, whatever
+            # state is loaded.
+            iter(self._batches)
+        try:
+            self._batches.load_state_dict(of_rank["state"])
+        except Exception as error:  # the loader's own
+            raise self._refused_state(error) from error
+        position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
+        self._has_loaded = True
+        self._next = Position(position.epoch + 1, 0) if is_end else position
+        self._has_ended = has_ended and not is_end
+        self._ends = {position.epoch: position.position} if is_end else {}
+        self._snapshots.clear()
+        self._snapshots.add(position, LoaderState(has_ended, saved))
+
+    def is_ended(self, state: Mapping[str, Any]) -> bool:
+        """Return whether nothing is left of the epoch of a state that was just loaded."""
+        if self._has_positions:
+            return bool(getattr(self._batches, "epoch", state.get("epoch")) != state.get("epoch"))
+        return bool(state["is_end"])
+
+    def _check_stateful(self) -> None:
+        if not self._has_state:
+            raise ConfigError(
+                f"the loader, a {type(self._batches).__name__}, has no state_dict and load_state_dict; use torchdata's "
+                "StatefulDataLoader, a loader of evenrank, or one that has"
+            )
+
+    def _take_snapshot(self, position: Position, *, has_ended: bool = False) -> None:
+        if self._has_state:
+            self._snapshots.add(position, LoaderState(has_ended, pickle.dumps(self._batches.state_dict())))
 
 
 def check_batches(batches: object) -> None:
@@ -115,274 +369,4 @@ def check_all_came(num_batches: int, expected: int | None) -> None:
             f"the DataLoader ended after {num_batches} of {expected} batches: its dataset or collate_fn raised "
             "StopIteration, as next() does without a default, or its state is damaged; pass a default, raise another "
             "error, or load another state"
-        )
-
-
-_FORMAT = StateFormat(
-    owner="the Balancer",
-    version=3,
-    fields={
-        "epoch": EPOCH,
-        "position": integer(0, 1 << 62),  # to which an epoch's steps are added
-        "is_end": FLAG,
-        "world_size": COUNT,
-        "ranks": MAPPING,
-    },
-    not_covered=frozenset({"ranks"}),  # torch.distributed.checkpoint joins those of all ranks; each has a checksum
-)
-_FORMAT_OF_RANK = StateFormat(
-    owner="a rank",
-    version=_FORMAT.version,
-    fields={"rank": COUNT, "has_ended": FLAG, "state": ANYTHING},
-    not_covered=frozenset({"state"}),  # the text that all of this becomes has a checksum
-)
-# Snapshots that are kept: more than a Balancer and a pipeline behind it pull ahead of training.
-_KEPT_SNAPSHOTS = 256
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
-
-
-class Position(NamedTuple):
-    """Where a batch is; all that a loader's `state_dict(after=...)` needs of it."""
-
-    epoch: int
-    position: int
-
-
-class _Snapshot(NamedTuple):
-    """The state of this rank's loader after a batch was pulled, or after it had no more."""
-
-    position: Position
-    has_ended: bool  # on this rank; others may have more batches
-    state: bytes | str  # pickled, as loaders may go on changing what they return; or as it was loaded from a checkpoint
-
-
-class LoaderAdapter(Generic[Batch]):
-    """The batches of one rank.
-
-    Args:
-        batches: an iterable of JaggedBatches; iterated over once per epoch. A node of torchdata is reset in between.
-        rank: of this process, under which snapshots are saved.
-        world_size: number of ranks.
-
-    Raises:
-        ConfigError: it is not an iterable of batches.
-
-    """
-
-    def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int) -> None:
-        check_batches(batches)
-        self._batches: Any = batches
-        if isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
-            self._batches = NodeLoader(batches)
-        self._rank = rank
-        self._world_size = world_size
-        state_dict = getattr(self._batches, "state_dict", None)
-        self._has_state = callable(state_dict) and callable(getattr(self._batches, "load_state_dict", None))
-        self._has_positions = self._has_state and "after" in inspect.signature(cast(Any, state_dict)).parameters
-        self._next = Position(0, 0)  # of the next iteration, where positions are counted here
-        self._has_ended = False  # this rank has no more batches in the next iteration, which is the rest of an epoch
-        self._has_loaded = False  # a state, since the latest iteration
-        self._is_bypassed = False
-        self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
-        self._snapshots: deque[_Snapshot] = deque(maxlen=_KEPT_SNAPSHOTS)
-        self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of the next epoch."""
-        if self._has_positions:
-            # Taken before anything is pulled ahead.
-            self._state_at_start = self._batches.state_dict()
-            for batch in self._batches:
-                check_batch(batch)
-                yield self._owned(batch)
-            return
-        (epoch, position), has_ended = self._next, self._has_ended
-        self._next, self._has_ended = Position(epoch + 1, 0), False
-        if has_ended:
-            return
-        iterator = self._begin()  # some loaders know their state from here on only
-        # A state that was loaded into a StatefulDataLoader by someone else makes it start anywhere.
-        is_counted = position > 0 or not getattr(iterator, "_num_yielded", 0)
-        expected = exact_length(self._batches) if is_counted else None
-        self._take_snapshot(Position(epoch, position))
-        for batch in iterator:
-            check_batch(batch)
-            position += 1
-            self._take_snapshot(Position(epoch, position))
-            # Another object, because a loader may yield the same batch again.
-            yield self._owned(batch).replace(epoch=epoch, step=position - 1, position=position)
-        check_all_came(position, expected)
-        self._take_snapshot(Position(epoch, position), has_ended=True)
-
-    def _begin(self) -> Iterator[Batch]:
-        has_loaded, self._has_loaded = self._has_loaded, False
-        try:
-            return iter(self._batches)
-        except Exception as error:  # some loaders look at a loaded state here only
-            if has_loaded:
-                raise self._refused_state(error) from error
-            raise
-
-    def _refused_state(self, error: Exception) -> StateError:
-        return StateError(
-            f"the {type(self._batches).__name__} cannot load its part of the state ({one_line(error)}); load one that "
-            "it has saved"
-        )
-
-    def _owned(self, batch: Batch) -> Batch:
-        """Return a batch that stays as it is while further ones are pulled."""
-        # Others may collate all batches in the same buffers, as a loop that trains one before it asks for the next
-        # would not notice.
-        if isinstance(self._batches, EpochNode):
-            return batch
-        with outside_inference_mode():
-            return batch.clone()
-
-    def length(self) -> int | None:
-        """Return the batches of an epoch; None if they are not known."""
-        try:
-            return len(cast(Sized, self._batches))
-        except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
-            return None
-
-    def remaining_batches(self) -> int | None:
-        """Return the batches of the next iteration, fewer than an epoch's after a state is loaded; None: not known."""
-        if self._has_positions:
-            remaining = getattr(self._batches, "remaining_batches", None)
-            return None if remaining is None else int(remaining())
-        length = self.length()
-        return None if length is None else max(length - self._next.position, 0)
-
-    def rank_invariants(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by name; see HasRankInvariants.
-
-        Raises:
-            ConfigError: the loader was created for another number of ranks.
-
-        """
-        identity = dict(find_rank_invariants(self._batches))
-        check_world_size(identity, self._world_size)
-        return identity
-
-    def end_epoch(self, position: Position) -> None:
-        """Take note that no rank has a batch after this position."""
-        self._ends = {position.epoch: position.position}
-
-    def state_after(self, position: Position | None) -> dict[str, Any]:
-        """Return the state after a position that was handed out; None: before anything was.
-
-        Raises:
-            ConfigError: the loader has no state.
-            StateError: the position was handed out too long ago.
-
-        """
-        self._check_stateful()
-        if self._has_positions:
-            if position is not None:
-                return cast(dict[str, Any], self._batches.state_dict(after=position))
-            return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
-        return self._state_of(self._find_snapshot(position))
-
-    def bypass(self) -> None:
-        """Take note that batches are handed out that were not pulled from here."""
-        self._is_bypassed = True
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration continue after the position of a state.
-
-        Raises:
-            ConfigError: the loader has no state.
-            StateError: the state is of another version or number of ranks, or damaged.
-
-        """
-        self._check_stateful()
-        if self._has_positions:
-            self._batches.load_state_dict(state)
-            self._state_at_start = None
-            return
-        state = _FORMAT.check(state)
-        saved = state["ranks"].get(str(self._rank))
-        if state["world_size"] != self._world_size or saved is None:
-            saved_ranks = ", ".join(name[:20] for name in state["ranks"] if isinstance(name, str))
-            raise StateError(
-                f"the state is of {state['world_size']} ranks, with that of ranks {saved_ranks}; "
-                f"this is rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many "
-                "ranks, each with its own state, or use build_loader, which resumes on any number"
-            )
-        check_value(saved, f"the state of the Balancer has, for rank {self._rank},", TEXT)
-        of_rank = _FORMAT_OF_RANK.check(decode(saved))
-        if of_rank["rank"] != self._rank:
-            raise StateError(
-                f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}; load an intact "
-                "one"
-            )
-        position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
-        if getattr(self._batches, "_iter_for_state_dict", False):
-            # torchdata's Loader has made an iterator for `state_dict` alone, and would iterate over that next, whatever
-            # state is loaded.
-            iter(self._batches)
-        try:
-            self._batches.load_state_dict(of_rank["state"])
-        except Exception as error:  # the loader's own
-            raise self._refused_state(error) from error
-        self._has_loaded = True
-        self._next = Position(position.epoch + 1, 0) if is_end else position
-        self._has_ended = has_ended and not is_end
-        self._ends = {position.epoch: position.position} if is_end else {}
-        self._snapshots.clear()
-        self._snapshots.append(_Snapshot(position, has_ended, saved))
-
-    def is_ended(self, state: Mapping[str, Any]) -> bool:
-        """Return whether nothing is left of the epoch of a state, which was just loaded."""
-        if self._has_positions:
-            return bool(getattr(self._batches, "epoch", state.get("epoch")) != state.get("epoch"))
-        return bool(state["is_end"])
-
-    def _check_stateful(self) -> None:
-        if not self._has_state:
-            raise ConfigError(
-                f"the loader, a {type(self._batches).__name__}, has no state_dict and load_state_dict; use torchdata's "
-                "StatefulDataLoader, a loader of evenrank, or one that has"
-            )
-
-    def _take_snapshot(self, position: Position, *, has_ended: bool = False) -> None:
-        if self._has_state:
-            self._snapshots.append(_Snapshot(position, has_ended, pickle.dumps(self._batches.state_dict())))
-
-    def _find_snapshot(self, position: Position | None) -> _Snapshot:
-        if self._is_bypassed:
-            raise ConfigError(
-                "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
-                "state of the loader; save that yourself, or iterate over the Balancer"
-            )
-        if not self._snapshots:
-            self._take_snapshot(self._next)
-        if position is None:
-            return self._snapshots[0]
-        # A rank that has no more batches stays at its end while others go on.
-        candidates = [
-            snapshot
-            for snapshot in self._snapshots
-            if snapshot.position.epoch == position.epoch and snapshot.position.position <= position.position
-        ]
-        if not candidates:
-            raise StateError(
-                f"the state after position {position.position} of epoch {position.epoch} is no longer known; call "
-                f"state_dict within {_KEPT_SNAPSHOTS} steps of a batch"
-            )
-        return candidates[-1]._replace(position=position)
-
-    def _state_of(self, snapshot: _Snapshot) -> dict[str, Any]:
-        # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
-        position, text = snapshot.position, snapshot.state
-        if isinstance(text, bytes):
-            state = pickle.loads(text)
-            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=snapshot.has_ended, state=state))
-        return _FORMAT.make(
-            epoch=position.epoch,
-            position=position.position,
-            is_end=self._ends.get(position.epoch) == position.position,
-            world_size=self._world_size,
-            ranks={str(self._rank): text},
         )

@@ -11,7 +11,7 @@ from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.batches.batch import name_keys
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.random_batches import RandomData, draw_samples
-from evenrank.dataloader.sampling.balanced_steps import make_picker
+from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.steps import StepSampler, StepShape
 from evenrank.datasets import SequenceStore
 from evenrank.datasets.distributions import Distribution, Lognormal
@@ -58,19 +58,18 @@ class OneRank:
         """The order of its loader."""
         return ShuffledOrder(samples=Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64)))
 
-    def picker(self, balance: BalanceConfig | None) -> StepSampler[SequenceBatch]:
-        """Return what picks its samples."""
+    def step_sampler(self, balance: BalanceConfig | None) -> StepSampler[SequenceBatch]:
+        """Return its step sampler."""
         shape = StepShape(
             rank=self.rank, world_size=self.world_size, batch_size=self.config.batch_size, drop_last=False
         )
-        return make_picker([self.store], self.config.make_collate(), shape, balance)
+        return make_step_sampler([self.store], self.config.make_collate(), shape, balance)
 
     def loader(self, balance: BalanceConfig | None, *, num_workers: int, prefetch: int) -> Loader[SequenceBatch]:
         """Return its loader."""
         config = replace(self.config, num_workers=num_workers, prefetch=prefetch, persistent_workers=True)
         return Loader(
             [self.store],
-            config.make_collate(),
             config,
             rank=self.rank,
             world_size=self.world_size,
@@ -78,7 +77,7 @@ class OneRank:
         )
 
     def groups(self, num_steps: int) -> list[range]:
-        """Return the steps that its loader picks together."""
+        """Return the steps that its loader sampled together."""
         prefetch = self.config.prefetch
         return [range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch)]
 

@@ -23,9 +23,9 @@ distribution of lengths have the same samples; with window 1 their steps are a p
 
 then about planning, for each number of ranks, with 32 samples per rank and lognormal lengths:
 
-    ms                 one thread's time per step to pick a rank's samples, windows included
+    ms                 one thread's time per step to sample a step, windows included
     x_window_1         ms relative to window 1, median over rounds
-    first_ms           time until the first step of a window is picked
+    first_ms           time until the first step of a window is sampled
     steps_per_second   of a whole loader with 4 workers
     state_bytes        what a state in the middle of a window adds to one between windows
 
@@ -90,17 +90,16 @@ class Steps(NamedTuple):
 
 def plan_epoch(rank: OneRank, window: int) -> Steps:
     """Return all steps of the first epoch."""
-    picker = rank.picker(_balance(window))
-    iteration = picker.begin(rank.order, ResumePoint(), seed=0)
+    sampler = rank.step_sampler(_balance(window))
+    iteration = sampler.begin(rank.order, ResumePoint(), seed=0)
     num_steps = iteration.schedule.num_steps
     columns: list[tuple[int, ...]] = []
     rows = []
     for group in rank.groups(num_steps):
-        for pick in picker.pick(iteration, group, is_measured=True):
-            assert pick.plan is not None
-            assert pick.plan.metrics is not None
-            metrics, loads = pick.plan.metrics, pick.plan.metrics.after
-            loss_tokens = pick.plan.world_loss_tokens
+        for step in sampler.sample(iteration, group, is_measured=True):
+            assert step.metrics is not None
+            metrics, loads = step.metrics, step.metrics.after
+            loss_tokens = step.fields["world_loss_tokens"]
             columns.append((int(loads.max()), int(loads.sum()), metrics.lower_bound, metrics.tokens, loss_tokens))
         rows.append(iteration.rows(iteration.schedule.positions_of_all(group)))
     of_row = np.empty(len(rank.store), dtype=np.int64)
@@ -176,14 +175,14 @@ def measure_planning(world_size: int, windows: Sequence[int], rounds: int) -> li
     loaders = [rank.loader(_balance(window), num_workers=_NUM_WORKERS, prefetch=prefetch) for window in windows]
 
     def planning(window: int, groups: Sequence[range]) -> Callable[[], object]:
-        picker = rank.picker(_balance(window))
+        sampler = rank.step_sampler(_balance(window))
         # Windows are planned once, so every call begins an epoch of its own.
         epochs = count()
 
         def plan() -> None:
-            iteration: Iteration = picker.begin(rank.order, ResumePoint(epoch=next(epochs)), seed=0)
+            iteration: Iteration = sampler.begin(rank.order, ResumePoint(epoch=next(epochs)), seed=0)
             for group in groups:
-                picker.pick(iteration, group, is_measured=False)
+                sampler.sample(iteration, group, is_measured=False)
 
         return plan
 

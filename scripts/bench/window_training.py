@@ -163,7 +163,6 @@ def make_loaders(
     return [
         Loader(
             [data.train],
-            config.make_collate(),
             config,
             rank=rank,
             world_size=settings.ranks,
@@ -222,7 +221,7 @@ def run(data: Data, settings: Settings, *, window: int, seed: int) -> dict[str, 
             optimizer.step()
             losses.append(loss.item())
     config = replace(settings.read(split="eval", order="rows"), batch_size=32)
-    evaluated = evaluate(model, Loader([data.evaluated], config.make_collate(), config, rank=0, world_size=1))
+    evaluated = evaluate(model, Loader([data.evaluated], config, rank=0, world_size=1))
     last_epoch = losses[-(len(losses) // settings.epochs) :]
     heaviest = [int(step.after.max()) for step in metrics]
     mean_load = statistics.fmean(int(step.after.sum()) for step in metrics) / settings.ranks

@@ -98,7 +98,7 @@ def test_users_with_too_few_events_are_left_out_and_counted(small_dataset: Path)
 def test_empty_histories_are_samples() -> None:
     assert STORE.lengths.tolist() == [3, 0, 6]
     config = LoaderConfig(batch_size=2)
-    batches = list(Loader([STORE], config.make_collate(), config, rank=0, world_size=1))
+    batches = list(Loader([STORE], config, rank=0, world_size=1))
     assert sorted(sample for batch in batches for sample in ids_of(batch)) == [0, 1, 2]
     assert [batch.num_real for batch in batches] == [2, 1]
 
@@ -124,7 +124,7 @@ def test_an_error_while_collating_reaches_the_consumer(small_dataset: Path, monk
     def fail(*arguments: object, **options: object) -> list[SequenceBatch]:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(loader._picker, "collate", fail)
+    monkeypatch.setattr(loader._sampler, "collate", fail)
     with pytest.raises(OSError, match="the disk is gone"):
         list(loader)
 
@@ -260,7 +260,7 @@ def test_a_metric_is_the_same_on_any_number_of_ranks(small_dataset: Path, ranks:
 @pytest.mark.gpu
 def test_every_tensor_is_pinned_with_pin_memory() -> None:
     config = LoaderConfig(batch_size=2, max_num_candidates=1, pin_memory=True, num_workers=1)
-    for batch in Loader([STORE], config.make_collate(), config, rank=0, world_size=1):
+    for batch in Loader([STORE], config, rank=0, world_size=1):
         for jagged in (batch.features, batch.labels):
             assert jagged is not None
             assert jagged.values().is_pinned()

@@ -22,8 +22,9 @@ from evenrank.dataloader import (
     jagged,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.balance.source import _FORMAT_OF_RANK, Position
+from evenrank.dataloader.balance.source import _FORMAT_OF_RANK
 from evenrank.dataloader.state.checks import encode
+from evenrank.dataloader.state.snapshots import Position
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.ranks import RankFailure, RankPool
 
@@ -262,7 +263,7 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
         (lambda s: s.update(ranks={"0": encode({})}), "the state of a rank has version None, expected 3"),
         (
             lambda s: s.update(ranks={"0": encode(Position(1, 2))}),
-            r"contains evenrank\.dataloader\.balance\.source\.Position, which is not loaded from files by default; ",
+            r"contains evenrank\.dataloader\.state\.snapshots\.Position, which is not loaded from files by default; ",
         ),
     ],
 )

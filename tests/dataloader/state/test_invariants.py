@@ -25,8 +25,8 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.ranks.consistency import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.rank_loader import PER_RANK
 from evenrank.dataloader.routing import KeyMap
-from evenrank.dataloader.state.invariants import PER_RANK
 from evenrank.dataloader.state.resume_point import _FORMAT
 from tests.dataloader.resuming import with_changes
 from tests.ranks import RankFailure, RankPool
