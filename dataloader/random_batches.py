@@ -19,7 +19,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader
 from evenrank.dataloader.sampling.samples import remapped_stores
-from evenrank.dataloader.state.checks import COUNT, EPOCH, SEED, TEXT, StateFormat, show
+from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
     ACTION,
@@ -36,14 +36,14 @@ from evenrank.datasets.store import MultiValued, SequenceStore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFeature:
-    """A contextual feature of random batches with any number of values per sample."""
+    """A contextual feature with any number of values per sample."""
 
     values: Distribution
-    """Of each value."""
+    """Each value."""
     lengths: Distribution
-    """Values of a sample."""
+    """Number of values of a sample."""
     max_length: int
-    """Larger draws of `lengths` are set to it."""
+    """Limit to `lengths`; larger draws are set to it."""
 
     def __post_init__(self) -> None:
         if self.max_length < 0:
@@ -63,7 +63,7 @@ class RandomData:
     contextual: Mapping[str, Distribution | RandomFeature] = field(default_factory=dict)
     """Each contextual feature, by name; given as a distribution, it has one value per sample."""
     users: Distribution = Uniform(low=0, high=999_999)
-    """User ids, of which batches have the feature `user_id` if the config says so."""
+    """User ids, for the feature `user_id`."""
     num_real: Distribution | None = None
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
@@ -74,19 +74,7 @@ class RandomData:
 def draw_samples(
     data: RandomData, rng: np.random.Generator, num_samples: int, *, min_length: int, split: str
 ) -> SequenceStore:
-    """Draw samples, as the rows of a store.
-
-    Args:
-        data: distributions of the samples.
-        rng: where random numbers come from.
-        num_samples: rows of the store.
-        min_length: smaller draws of lengths are raised to it.
-        split: name of the split.
-
-    Raises:
-        ConfigError: an action is out of range.
-
-    """
+    """Draw samples of at least `min_length` events, as the rows of a store; an action out of range is a ConfigError."""
     lengths = np.maximum(data.lengths.sample(rng, num_samples), min_length)
     offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
     num_events = int(offsets[-1])
@@ -123,7 +111,7 @@ def draw_samples(
 def _draw_context(
     data: RandomData, rng: np.random.Generator, num_samples: int
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, MultiValued]]:
-    """Draw the values of all contextual features, and where those of each sample begin in multi-valued ones."""
+    """Draw the values of all contextual features, and the offsets of the samples in multi-valued ones."""
     values: dict[str, NDArray[np.int64]] = {}
     multi_valued: dict[str, MultiValued] = {}
     for name, feature in data.contextual.items():
@@ -139,8 +127,8 @@ def _draw_context(
 
 _FORMAT = StateFormat(
     owner="random batches",
-    version=2,
-    fields={"epoch": EPOCH, "position": COUNT, "seed": SEED, "num_samples": COUNT, "fingerprint": TEXT},
+    version=3,
+    fields={"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT},
 )
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
@@ -193,11 +181,11 @@ class RandomBatches(RankLoader[Batch]):
         self._cycle = [self._make(step) for step in range(min(num_distinct or 0, num_batches))]
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole iteration, whatever state was loaded."""
+        """Return the number of batches of an epoch, whatever state was loaded."""
         return self._num_batches
 
     def remaining_batches(self) -> int:
-        """Return the number of batches of the next iteration: fewer than a whole one's after `load_state_dict`."""
+        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
         return self._num_batches - self._start[1]
 
     @property
@@ -229,8 +217,6 @@ class RandomBatches(RankLoader[Batch]):
         return _FORMAT.make(
             epoch=epoch,
             position=position,
-            seed=self._config.seed,
-            num_samples=self._num_batches * self._samples_per_step,
             fingerprint=self._fingerprint,
         )
 
@@ -243,22 +229,20 @@ class RandomBatches(RankLoader[Batch]):
 
         """
         state = _FORMAT.check(state)
-        expected = self.state_dict()
-        for name in ("seed", "num_samples", "fingerprint"):
-            if state[name] != expected[name]:
-                raise StateError(
-                    f"the state of random batches has {name} {show(state[name])}, these batches {expected[name]!r}; "
-                    "load it with the seed, num_batches, num_distinct, batch_size, world_size, codes and key_maps that "
-                    "it was saved with"
-                )
+        if state["fingerprint"] != self._fingerprint:
+            raise StateError(
+                f"the state of random batches has fingerprint {state['fingerprint'][:12]}, these batches "
+                f"{self._fingerprint[:12]}; load it with the seed, num_batches, num_distinct, batch_size, world_size, "
+                "codes and key_maps that it was saved with"
+            )
         epoch, position = state["epoch"], state["position"]
-        if position % self._samples_per_step or position > expected["num_samples"]:
+        num_samples = self._num_batches * self._samples_per_step
+        if position % self._samples_per_step or position > num_samples:
             raise StateError(
                 f"the state of random batches has position {position}, which is not after a step of "
                 f"{self._samples_per_step} samples; load a state that state_dict returned"
             )
-        is_complete = position == expected["num_samples"]
-        self._start = (epoch + 1, 0) if is_complete else (epoch, position // self._samples_per_step)
+        self._start = (epoch + 1, 0) if position == num_samples else (epoch, position // self._samples_per_step)
         self._after_last = (epoch, position)
 
     @property
@@ -293,13 +277,7 @@ class RandomBatches(RankLoader[Batch]):
 
 
 def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:
-    """Draw a random code for each of the items 0..num_items-1, for a SemanticIdConfig.
-
-    Args:
-        num_items: rows of the table.
-        levels: codes per item.
-        codebook_size: codes of each level are in 0..codebook_size-1.
-        seed: of the draw.
+    """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for a SemanticIdConfig.
 
     Raises:
         ConfigError: an argument is below 1.

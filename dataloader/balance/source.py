@@ -80,16 +80,13 @@ class LoaderState(NamedTuple):
 
 
 class LoaderAdapter(Generic[Batch]):
-    """The batches of one rank.
+    """The batches of one rank, epoch after epoch.
 
     Args:
-        batches: an iterable of JaggedBatches; iterated over once per epoch. A node of torchdata is reset in between.
-        rank: of this process, under which snapshots are saved.
+        batches: an iterable of JaggedBatches, or a node of torchdata; anything else is a ConfigError.
+        rank: of this process, under which its state is saved.
         world_size: number of ranks.
         ahead: batches that are pulled ahead of the one handed out last.
-
-    Raises:
-        ConfigError: it is not an iterable of batches.
 
     """
 
@@ -178,12 +175,7 @@ class LoaderAdapter(Generic[Batch]):
         return None if length is None else max(length - self._next.position, 0)
 
     def rank_invariants(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks, by name; see HasRankInvariants.
-
-        Raises:
-            ConfigError: the loader was created for another number of ranks.
-
-        """
+        """Return the settings that must be the same on all ranks; a loader of another world size is a ConfigError."""
         invariants = dict(find_rank_invariants(self._batches))
         created_for = invariants.get("world_size", self._world_size)
         if created_for != self._world_size:
@@ -302,12 +294,7 @@ class LoaderAdapter(Generic[Batch]):
 
 
 def check_batches(batches: object) -> None:
-    """Check that an object may be an iterable of batches.
-
-    Raises:
-        ConfigError: it is something else; the message says what to pass instead.
-
-    """
+    """Raise a ConfigError that says what to pass instead if an object cannot be an iterable of batches."""
     if isinstance(batches, str | Path):
         raise ConfigError(
             f"batches is a path, {str(batches)!r}; pass build_loader(path, config, rank=..., world_size=...)"
@@ -325,12 +312,7 @@ def check_batches(batches: object) -> None:
 
 
 def check_batch(batch: object) -> None:
-    """Check that a loader yields batches.
-
-    Raises:
-        ConfigError: it yields something else; the message says how to make batches of it.
-
-    """
+    """Raise a ConfigError that says how to make batches if a loader yields something else."""
     if isinstance(batch, JaggedBatch):
         return
     if isinstance(batch, KeyedJaggedTensor):
@@ -347,7 +329,7 @@ def check_batch(batch: object) -> None:
 
 
 def exact_length(batches: object) -> int | None:
-    """Return how many batches an epoch of a DataLoader must have; None: that is not certain."""
+    """Return the number of batches that an epoch of a DataLoader must have; None: it is not certain."""
     if type(batches) not in (DataLoader, StatefulDataLoader):  # derived ones, such as Accelerate's, may skip batches
         return None
     loader: DataLoader[Any] = batches  # type: ignore[assignment]
@@ -358,12 +340,7 @@ def exact_length(batches: object) -> int | None:
 
 
 def check_all_came(num_batches: int, expected: int | None) -> None:
-    """Check that a DataLoader has yielded all of its batches: it takes a StopIteration of user code for its own end.
-
-    Raises:
-        DataError: it has yielded fewer.
-
-    """
+    """Raise a DataError if a DataLoader has yielded too few: it takes a StopIteration of user code for its own end."""
     if expected is not None and num_batches < expected:
         raise DataError(
             f"the DataLoader ended after {num_batches} of {expected} batches: its dataset or collate_fn raised "
