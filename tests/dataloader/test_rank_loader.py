@@ -187,7 +187,7 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("kind", ["loader", "stream", "nodes", "torchdata's Loader"])
+@pytest.mark.parametrize("kind", ["stream", "nodes", "torchdata's Loader"])
 def test_loader_of_another_world_size_is_refused_on_every_rank(ranks: RankPool, small_dataset: Path, kind: str) -> None:
     for failure in ranks.try_run(2, _of_other_world_size, small_dataset, kind):
         assert isinstance(failure, RankFailure)
