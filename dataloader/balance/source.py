@@ -12,11 +12,13 @@ and encoded as text only when that state is asked for.
 
 import copy
 import inspect
+import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.nodes import BaseNode
@@ -77,6 +79,15 @@ class LoaderState(NamedTuple):
     """This rank has no more batches; others may have."""
     state: bytes | str
     """Pickled, or as it was loaded from a checkpoint."""
+
+
+class _StatePickler(pickle.Pickler):
+    """Pickles byte tensors, the states of generators, as arrays, which takes a fifth of the time."""
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is Tensor and value.dtype == torch.uint8 and value.device.type == "cpu":
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
 
 
 class LoaderAdapter(Generic[Batch]):
@@ -290,7 +301,9 @@ class LoaderAdapter(Generic[Batch]):
 
     def _take_snapshot(self, position: Position, *, has_ended: bool = False) -> None:
         if self._has_state:
-            self._snapshots.add(position, LoaderState(has_ended, pickle.dumps(self._batches.state_dict())))
+            pickled = io.BytesIO()
+            _StatePickler(pickled, pickle.HIGHEST_PROTOCOL).dump(self._batches.state_dict())
+            self._snapshots.add(position, LoaderState(has_ended, pickled.getvalue()))
 
 
 def check_batches(batches: object) -> None:
