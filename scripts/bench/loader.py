@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -301,15 +302,14 @@ class WithoutState:
 def measure_states(path: Path, runs: int) -> None:
     """Print the training thread's CPU time for a batch of a StatefulDataLoader, with and without the state after it."""
 
-    def loader() -> Iterable[SequenceBatch]:
+    def loader() -> Any:
         users = StatefulUsers(path)
         return StatefulDataLoader(users, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate, num_workers=2)
 
-    ranks = {"rank": 0, "world_size": 1, "ahead": _AHEAD}
     loaders: dict[str, Iterable[SequenceBatch]] = {
         "bare": loader(),
-        "pulled": LoaderAdapter(WithoutState(loader()), **ranks),
-        "with_states": LoaderAdapter(loader(), **ranks),
+        "pulled": LoaderAdapter(WithoutState(loader()), rank=0, world_size=1, ahead=_AHEAD),
+        "with_states": LoaderAdapter(loader(), rank=0, world_size=1, ahead=_AHEAD),
     }
     medians: dict[str, list[float]] = {name: [] for name in loaders}
     for _ in range(runs):

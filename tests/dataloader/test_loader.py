@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.dataloader import (
@@ -20,7 +18,6 @@ from evenrank.dataloader import (
     build_loader,
     build_stream_loader,
 )
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets import open_store
@@ -28,7 +25,6 @@ from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
 from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
-from tests.ranks import RankPool
 
 
 def _loaders(path: Path, world_size: int, **options: object) -> list[Loader[SequenceBatch]]:
@@ -221,34 +217,6 @@ def test_batches_know_their_longest_rows(small_dataset: Path) -> None:
         assert batch.labels is not None
         jagged = {**batch.features.to_dict(), **batch.labels.to_dict()}
         assert batch.max_lengths == {key: int(value.lengths().max()) for key, value in jagged.items()}
-
-
-def _hits(rank: int, world_size: int, path: Path) -> tuple[int, float]:
-    """Return a checksum and a metric over all ranks' samples, computed as an evaluation does."""
-    config = LoaderConfig(batch_size=7, split="eval", max_num_candidates=1, order="rows")
-    with Balancer(
-        build_loader(path, config, rank=rank, world_size=world_size),
-        BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)),
-    ) as batches:
-        sums = torch.zeros(3, dtype=torch.int64)
-        for batch in batches:
-            ids = batch.features["item_id"]
-            last = ids.values()[ids.offsets()[1 : batch.num_real + 1] - 1]
-            assert batch.labels is not None
-            labels = batch.labels["label"].values()
-            sums += torch.stack([(last % 3 == labels % 3).sum(), last.sum(), torch.tensor(batch.num_real)])
-    dist.all_reduce(sums)
-    hits, checksum, count = sums.tolist()
-    return checksum, hits / count
-
-
-def test_a_metric_is_the_same_on_any_number_of_ranks(small_dataset: Path, ranks: RankPool) -> None:
-    store = open_store(small_dataset, "eval")
-    is_sample = store.lengths > 0
-    last, labels = (store.events[name][store.offsets[1:][is_sample] - 1] for name in ("item_id", "action"))
-    expected = (int(last.sum()), float(np.count_nonzero(last % 3 == labels % 3) / len(last)))
-    for world_size in (1, 3):
-        assert ranks.run(world_size, _hits, small_dataset) == [expected] * world_size
 
 
 @pytest.mark.gpu

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
@@ -279,19 +277,6 @@ def test_each_window_is_planned_once_whatever_number_of_threads_need_it(
     assert _iterate([loader]) == expected[1:]
     num_full = loader.num_samples // 8
     assert assigned == [7] * (num_full // 7) + [num_full % 7]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("balance", [None, {"window": 4}, {"window": 5}, {"pack": True, "max_tokens_per_rank": 90}])
-def test_a_checkpoint_has_what_any_loader_needs_to_go_on(
-    small_dataset: Path, tmp_path: Path, balance: dict[str, Any] | None
-) -> None:
-    loaders = _loaders(small_dataset, 1, {"window": 4})
-    before = _iterate(loaders, 6)
-    save({"data": loaders[0]}, checkpoint_id=tmp_path)
-    resumed = _loaders(small_dataset, 1, balance)
-    load({"data": resumed[0]}, checkpoint_id=tmp_path)
-    assert sorted(_flat(before, _iterate(resumed))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
 
 
 def test_a_pickled_loader_goes_on_within_the_window(small_dataset: Path) -> None:

@@ -96,6 +96,7 @@ NODES: dict[str, Callable[[Path], Node]] = {
     "balancer over a StatefulDataLoader": lambda path: _balance(_own_samples()),
     "balancer over nodes": lambda path: _balance(_own_nodes()),
     "balancer over a prefetcher over a loader": lambda path: _balance(Prefetcher(_loader(path), 3)),
+    "balancer over a mapper over a stream": lambda path: _balance(Mapper(_stream(path), _identity)),
     "balancer over a mixture": lambda path: _balance(_mixed(path)),
     "prefetcher over a balancer": lambda path: Prefetcher(_balance(_loader(path)), 2),
     "mapper over a balancer over nodes": lambda path: Mapper(_balance(_own_nodes()), _identity),
