@@ -149,11 +149,3 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
             history_labels=self.history_labels,
             candidate_feature=self.candidate_feature,
         )
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise a ConfigError unless `rank` is in 0..world_size-1."""
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
-        )

@@ -126,9 +126,7 @@ def _draw_context(
 
 
 _FORMAT = StateFormat(
-    owner="random batches",
-    version=3,
-    fields={"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT},
+    owner="random batches", version=3, fields={"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT}
 )
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
@@ -214,11 +212,7 @@ class RandomBatches(RankLoader[Batch]):
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch yielded last, or after another one; the same on all ranks."""
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        return _FORMAT.make(
-            epoch=epoch,
-            position=position,
-            fingerprint=self._fingerprint,
-        )
+        return _FORMAT.make(epoch=epoch, position=position, fingerprint=self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.

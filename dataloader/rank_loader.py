@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
+from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled_code_hash
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.transform import Transform, apply, make_rng
 from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory"})
@@ -39,7 +40,10 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def __init__(
         self, config: ReadConfig[Batch], *, rank: int, world_size: int, transform: Transform[Batch] | None = None
     ) -> None:
-        check_rank(rank, world_size)
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
+            )
         super().__init__()
         self._config = config
         self._collate = config.make_collate()

@@ -38,28 +38,23 @@ _NUMPY_GLOBALS: list[Any] = [
 ]
 
 
+def check_of(is_valid: Callable[[Any], bool], expected: str) -> Check:
+    """Return a check; `expected` describes valid values in messages."""
+    return lambda value: None if is_valid(value) else expected
+
+
 def integer(low: int, high: int) -> Check:
     """Return the check of an integer in low..high; a bool is none."""
-    text = f"an integer from {low} to {high}"
-    return lambda value: None if type(value) is int and low <= value <= high else text
-
-
-def instance(kind: type, text: str) -> Check:
-    """Return the check of an instance of a class, called `text` in messages."""
-    return lambda value: None if isinstance(value, kind) else text
+    return check_of(lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}")
 
 
 EPOCH = integer(0, MAX_EPOCH)
 COUNT = integer(0, INT64_MAX)
 SEED = integer(INT64_MIN, INT64_MAX)
-FLAG = instance(bool, "True or False")
-MAPPING = instance(Mapping, "a mapping")
-ANYTHING = instance(object, "anything")
-
-
-def TEXT(value: object) -> str | None:  # noqa: N802
-    """Check text of one line."""
-    return None if isinstance(value, str) and value.isprintable() else "text of one line"
+TEXT = check_of(lambda value: isinstance(value, str) and value.isprintable(), "text of one line")
+FLAG = check_of(lambda value: isinstance(value, bool), "True or False")
+MAPPING = check_of(lambda value: isinstance(value, Mapping), "a mapping")
+ANYTHING = check_of(lambda value: True, "anything")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
