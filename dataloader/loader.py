@@ -159,7 +159,7 @@ class Loader(RankLoader[Batch]):
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, whatever state was loaded.
 
-        With `BalanceConfig(pack=True)` epochs differ in this; it is that of the next iteration's epoch.
+        With `BalanceConfig(pack=True)` epochs differ in this; the next iteration's epoch counts.
         """
         return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
 
@@ -173,7 +173,7 @@ class Loader(RankLoader[Batch]):
         return self._next.epoch
 
     def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
-        """Make a batch without padding of the samples with these ids, int64 [n]; ids are those of `sample_ids`."""
+        """Make a batch without padding of the samples with these ids, int64 [n], numbered as `sample_ids`."""
         groups = group_by_store(self._stores, sample_ids)
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
         return batch

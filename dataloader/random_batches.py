@@ -1,4 +1,4 @@
-"""Batches drawn from distributions, for benchmarks and tests; they are collated like those of datasets."""
+"""`RandomBatches`: batches drawn from distributions and collated like datasets, for benchmarks and tests."""
 
 import dataclasses
 import hashlib
@@ -245,7 +245,7 @@ class RandomBatches(RankLoader[Batch]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of what batches depend on, besides the rank and the distributions."""
+        """Return a hash of everything that batches depend on, besides the rank and the distributions."""
         names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size", "key_maps")
         settings = {name: self._invariants[name] for name in names}
         decisive = {"rank": None, **settings, "filters": self._collate.filters()}

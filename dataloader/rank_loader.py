@@ -119,6 +119,6 @@ def _plain(value: Any) -> Any:
 
 def name_of(function: object) -> str | None:
     """Return the name of a function, or of the class of another callable, without arguments; None for None."""
-    while isinstance(function, partial):  # a transform may well be told its rank
+    while isinstance(function, partial):  # the arguments of a transform may contain its rank
         function = function.func
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -18,7 +18,7 @@ import torch
 from evenrank.core.errors import StateError
 
 Check = Callable[[object], str | None]
-"""Returns the text of what is expected instead of an invalid value; None if the value is valid."""
+"""Returns a description of valid values if a value is invalid, else None."""
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 MAX_EPOCH = (1 << 31) - 1  # so that the samples that a mixture has drawn since the first epoch can be counted in int64

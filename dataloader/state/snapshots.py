@@ -16,7 +16,7 @@ class Position(NamedTuple):
 
 
 class Snapshots(Generic[Value]):
-    """What one rank knew after each of its latest steps.
+    """Values of one rank after each of its latest steps.
 
     Args:
         kept: steps before the last one handed out whose snapshots are kept.

@@ -1,7 +1,7 @@
 """`build_stream_loader`: a dataset read sequentially -> this rank's batches, resumable on any number of ranks.
 
 Shards are distributed over ranks. A rank reads `open_shards` of its shards at a time, and takes the samples of a batch
-from all open ones. What comes next depends only on the position in each shard.
+from all open ones. The next batches depend only on the position in each shard.
 """
 
 import hashlib
