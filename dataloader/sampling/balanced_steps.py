@@ -41,7 +41,6 @@ class BalancedStepSampler(StepSampler[Batch]):
 
     Raises:
         ConfigError: an option of `balance` is out of range.
-
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class PackedStepSampler(BalancedStepSampler[Batch]):
 
         Raises:
             ConfigError: a sample has more tokens than a rank may have, or there is no such position.
-
         """
         iteration = super().begin(order, point, seed=seed)
         key = (iteration.order.fingerprint(), point.epoch, point.position, seed)
@@ -211,7 +209,6 @@ def make_step_sampler(
 
     Raises:
         ConfigError: an option of `balance` is out of range.
-
     """
     if balance is None:
         return StepSampler(stores, collate, shape)

@@ -49,7 +49,6 @@ def find_samples(
     Raises:
         ConfigError, DataError: a store lacks a column that batches need, or has other contextual features than the
             first one.
-
     """
     samples: list[Samples] = []
     left_out: dict[str, NDArray[np.int64]] = {}
@@ -76,7 +75,6 @@ def make_order(
 
     Raises:
         ConfigError: the order of a mixture is not `shuffle`, or a dataset of it would get no samples.
-
     """
     if mixture is not None:
         if order != "shuffle":
@@ -97,7 +95,6 @@ def remapped_stores(
     Raises:
         ConfigError: a KeyMap is for no feature, or for a table that is too small.
         DataError: the mapped column cannot be written.
-
     """
     if key_maps:
         (empty,) = collate(group_by_store(stores, _NO_ROWS), _NO_ROWS, batch_size=1)

@@ -70,7 +70,6 @@ class StepSampler(Generic[Batch]):
         stores: whose rows are numbered consecutively.
         collate: makes batches.
         shape: of the steps.
-
     """
 
     def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape) -> None:
@@ -83,7 +82,6 @@ class StepSampler(Generic[Batch]):
 
         Raises:
             ConfigError: there is no such position.
-
         """
         schedule = EpochSchedule(
             num_samples=order.num_samples,
@@ -102,7 +100,6 @@ class StepSampler(Generic[Batch]):
             point: beginning of the iteration.
             position: at the end of a step.
             seed: of the order.
-
         """
         if position >= point.frontier:
             return SkippedSamples()

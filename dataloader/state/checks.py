@@ -79,7 +79,6 @@ class StateFormat:
 
         Raises:
             StateError: the state is invalid; the message names the field, its value and the expected one.
-
         """
         of_owner = f"the state of {self.owner}"
         if not isinstance(state, Mapping):
@@ -148,7 +147,6 @@ def decode(text: str) -> Any:
 
     Raises:
         StateError: the text contains something else, or is damaged.
-
     """
     saved_checksum, _, encoded = text.partition(":")
     check_intact(saved_checksum == checksum(encoded), "the loader's part of the state")

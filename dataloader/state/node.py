@@ -34,7 +34,6 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
         Args:
             after: a batch that was handed out, of which only `epoch` and `position` are used; None: the last one.
                 Consumers that pull batches ahead of training pass the batch that was trained last.
-
         """
 
     @abstractmethod

@@ -137,7 +137,6 @@ class SkippedSamples(NamedTuple):
 
         Raises:
             StateError: the text is damaged.
-
         """
         if not text:
             return cls()
@@ -191,7 +190,6 @@ class SavedPosition(NamedTuple):
 
         Raises:
             StateError: the state is damaged, of another version, or of another number of samples or fingerprint.
-
         """
         entries = _FORMAT.check(state)
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
@@ -222,7 +220,6 @@ def _decode(value: Any, start: int, num_samples: int) -> Positions:
 
     Raises:
         ValueError, TypeError: the value is damaged.
-
     """
     first, count, text = value
     bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8))

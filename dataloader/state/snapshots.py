@@ -21,7 +21,6 @@ class Snapshots(Generic[Value]):
     Args:
         kept: steps before the last one handed out whose snapshots are kept.
         ahead: steps that are pulled ahead of the last one handed out.
-
     """
 
     def __init__(self, kept: int, ahead: int = 0) -> None:
@@ -56,7 +55,6 @@ class Snapshots(Generic[Value]):
 
         Raises:
             StateError: it is no longer kept.
-
         """
         for known, value in reversed(self._entries):
             if known.epoch == position.epoch and known.position <= position.position:

@@ -60,7 +60,6 @@ def build_stream_loader(
     Raises:
         ConfigError: the rank or the order is not supported, or the settings do not fit the dataset.
         DataError: the dataset, or the file of codes, is missing or malformed.
-
     """
     if config.order != "shuffle":
         raise ConfigError(f"streams are always shuffled; order must be 'shuffle', got {config.order!r}")
@@ -76,7 +75,6 @@ class StreamLoader(RankLoader[Batch]):
 
     Attributes:
         left_out: per reason, how many of the rows that this rank has read are not samples.
-
     """
 
     def __init__(
@@ -160,7 +158,6 @@ class StreamLoader(RankLoader[Batch]):
 
         Raises:
             StateError: the batch was yielded too long ago.
-
         """
         if not self._snapshots:
             position, shard_positions = Position(self._epoch, self._position), self._positions_in(self._shards)
@@ -186,7 +183,6 @@ class StreamLoader(RankLoader[Batch]):
 
         Raises:
             StateError: the state lacks shards, is of another version, or of other data, filters, shards or `key_maps`.
-
         """
         state = FORMAT.check(state)
         if state["fingerprint"] != self._fingerprint:

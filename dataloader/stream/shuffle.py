@@ -103,7 +103,6 @@ def take_batches(
 
     Yields:
         The samples of a batch by window, and their rows in the split: int64 [samples].
-
     """
     opened: list[ShardReader] = []
     while True:

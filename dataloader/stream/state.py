@@ -46,7 +46,6 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises:
         StateError: the states are of different steps or streams, or the state of a rank is missing.
-
     """
     if not states:
         raise StateError("there are no states to merge; pass those of all ranks")
