@@ -1,4 +1,4 @@
-"""The code of docs/how-to/extending.md, run as it stands there, and what happens to registrations that cannot work."""
+"""The code of docs/how-to/extending.md, run as it stands there, and registrations that cannot work."""
 
 import re
 from pathlib import Path
@@ -15,10 +15,8 @@ from evenrank.dataloader.balance import (
     Balancer,
     PartitionProblem,
     partition,
-    register_exchange,
     register_strategy,
 )
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES, AllToAll
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.ranks import RankFailure, RankPool
@@ -35,26 +33,17 @@ def _snippets() -> dict[str, str]:
 
 
 def _run_page(rank: int, world_size: int) -> list[list[tuple[int, list[int]]]]:
-    """Run the page's code, then the same batches with both of what it registers; return the samples of each step."""
+    """Run the page's code; return the samples of each step."""
     snippets = _snippets()
     loader = RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=world_size)
     trained: list[Any] = []
     names: dict[str, Any] = {"loader": loader, "train": trained.append}
-    with restored(STRATEGIES, COLLECTIVES):
-        exec(snippets["A cost"] + snippets["A strategy"] + snippets["An exchange"], names)
-        with Balancer(
-            loader, BalanceConfig(cost=names["my_cost"], strategy="snake", exchange="counted-all-to-all")
-        ) as balancer:
-            counted = list(balancer)
-        assert len(names["sent_bytes"]) == 1 + 4  # connecting, and each step
-    steps = [
-        list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False)) for batch in (*trained, *counted)
-    ]
-    assert steps[:4] == steps[4:]
-    return steps[:4]
+    with restored(STRATEGIES):
+        exec(snippets["A cost"] + snippets["A strategy"], names)
+    return [list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False)) for batch in trained]
 
 
-def test_the_strategy_and_the_exchange_of_the_page_balance_every_sample(ranks: RankPool) -> None:
+def test_the_strategy_of_the_page_balances_every_sample(ranks: RankPool) -> None:
     by_rank = ranks.run(2, _run_page)
     for number in range(4):
         loaded = [RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=2).batch(number) for rank in range(2)]
@@ -77,31 +66,21 @@ def _all_to_the_first(problem: PartitionProblem) -> np.ndarray[Any, Any]:
 
 def _register_on_some_ranks(rank: int, world_size: int, what: str) -> None:
     options: dict[str, Any] = {"cost": one_per_sample}
-    with restored(STRATEGIES, COLLECTIVES):
+    with restored(STRATEGIES):
         match what:
             case "strategy":
                 options["strategy"] = "mine"
                 if rank != 1:
                     register_strategy("mine")(_all_to_the_first)
-            case "exchange":
-                options["exchange"] = "mine"
-                if rank != 1:
-                    register_exchange("mine")(AllToAll)
             case "names":
                 options["strategy"] = f"mine of rank {rank}"
                 register_strategy(options["strategy"])(_all_to_the_first)
         Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(**options))
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("strategy", "no strategy is called 'mine'; known are none, karmarkar-karp, lpt-swap, min-move"),
-        ("exchange", "no exchange is called 'mine'; known are all-to-all, all-gather"),
-    ],
-)
-def test_what_is_registered_on_one_rank_only_is_an_error_on_all(ranks: RankPool, what: str, message: str) -> None:
-    failures = ranks.try_run(2, _register_on_some_ranks, what)
+def test_a_strategy_that_is_registered_on_one_rank_only_is_an_error_on_all(ranks: RankPool) -> None:
+    message = "no strategy is called 'mine'; known are none, karmarkar-karp, lpt-swap, min-move"
+    failures = ranks.try_run(2, _register_on_some_ranks, "strategy")
     assert all(isinstance(failure, RankFailure) for failure in failures)
     assert [(failure.type_name, failure.message) for failure in failures] == [
         ("RankError", f"rank 1 failed: {message}"),
@@ -143,10 +122,6 @@ def test_an_assignment_of_other_integers_is_the_same() -> None:
 def test_something_else_cannot_be_registered() -> None:
     with pytest.raises(ConfigError, match="the strategy 'mine' must be a function of a PartitionProblem, got 'lpt'"):
         register_strategy("mine")("lpt")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="the exchange 'mine' must be a class derived from Collective, with all of"):
-        register_exchange("mine")(object)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="the exchange 'mine' must be a class derived from Collective, with all of"):
-        register_exchange("mine")(AllToAll.__base__)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the strategy 'lpt-swap' is registered already"):
         register_strategy("lpt-swap")(_all_to_the_first)
 

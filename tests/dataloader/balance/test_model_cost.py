@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData
-from evenrank.dataloader.balance.cost import HSTUCost, SelfAttentionCost
-from evenrank.dataloader.balance.ranks.consistency import describe_cost
+from evenrank.dataloader.balance.cost import HSTUCost, SelfAttentionCost, describe_cost
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import count_pairs, write_tokens

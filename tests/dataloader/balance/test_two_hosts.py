@@ -57,10 +57,9 @@ def _loader(path: Path, rank: int, balance: BalanceConfig | None) -> Loader[Sequ
 
 def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
     seen: list[Samples] = []
-    topology = (2, WORLD_SIZE // 2)
     for way in WAYS:
         if way == "no exchange":
-            batches: Any = _loader(path, rank, BalanceConfig(cost=COST, topology=topology))
+            batches: Any = _loader(path, rank, BalanceConfig(cost=COST))
         else:
             batches = Balancer(_loader(path, rank, None), BalanceConfig(cost=COST, exchange=way))
         with contextlib.closing(batches):
@@ -174,7 +173,7 @@ def test_a_link_that_is_cut_while_ranks_create_a_balancer_ends_all_of_them(
     balance = "evenrank.dataloader.balance"
     steps = [
         f"{balance}.balancer.members_of",
-        f"{balance}.arguments.handshake",
+        f"{balance}.balancer.handshake",
         f"{balance}.balancer.Connection",
         f"{balance}.exchange.exchange.Exchange.connect",
     ]
