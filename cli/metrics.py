@@ -12,7 +12,7 @@ from evenrank.core.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.dataloader.balance.metrics import LogRecord
+    from evenrank.dataloader.balance.log_schema import LogRecord
 
 
 def metrics_command(
@@ -47,9 +47,12 @@ def metrics_command(
         from evenrank.cli.reports.html_page import page_path, write_page
 
         page = page_path(log, html)
-        records = read_json_lines(log)
+        records, num_skipped = read_json_lines(log)
     if not records:
-        raise DataError(f"{log} has no record yet; the job writes one after every `every` steps")
+        others = f", only {num_skipped:,} lines that are none" if num_skipped else ""
+        raise DataError(f"{log} has no record yet{others}; the job writes one after every `every` steps")
+    if num_skipped:
+        console.print_result(f"{log}: skipped {num_skipped:,} lines that are not records")
     console.print_result(f"{log}: {describe_log(records)}\n")
     console.print_result(metrics_table(records))
     with console.stages() as on_stage:

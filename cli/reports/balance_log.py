@@ -8,33 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.log_reader import parse_record
-from evenrank.dataloader.balance.metrics import LogRecord
+from evenrank.dataloader.balance.log_schema import LogRecord, parse_record
 
 
-def read_json_lines(path: Path) -> list[LogRecord]:
-    """Read a log. An incomplete last line, of a job that was killed or is still writing, is skipped.
+def read_json_lines(path: Path) -> tuple[list[LogRecord], int]:
+    """Read a log.
 
     Returns:
-        The records in the order of the lines.
+        The records in the order of the lines, and the number of lines that are none, such as the incomplete last line
+        of a job that was killed or is still writing.
 
     Raises:
-        DataError: there is no such file, or a line is not a record. Unknown fields are ignored.
+        DataError: the file cannot be read.
 
     """
     if path.exists() and not path.is_file():  # a pipe would never end
         raise DataError(f"{path} is not a regular file; give a file that on_step=JsonLines(FILE) wrote")
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}; give a file that on_step=JsonLines(FILE) wrote"
         ) from error
-    *complete, rest = lines
-    records = [_record(line, f"{path}, line {number}") for number, line in enumerate(complete, 1)]
-    if rest.endswith(b"}"):  # only its newline is missing
-        records.append(_record(rest, f"{path}, line {len(lines)}"))
-    return records
+    records = [record for line in lines if (record := parse_record(line)) is not None]
+    return records, len(lines) - len(records)
 
 
 def describe_log(records: Sequence[LogRecord]) -> str:
@@ -71,13 +68,3 @@ def typical_record(records: Sequence[LogRecord]) -> LogRecord:
     """Return the record with the median imbalance before balancing."""
     imbalance = [int(record.before.max()) / max(record.lower_bound, 1) for record in records]
     return records[int(np.argsort(imbalance, kind="stable")[(len(records) - 1) // 2])]
-
-
-def _record(line: bytes, where: str) -> LogRecord:
-    """Parse a line; `where` names it in the error message."""
-    try:
-        return parse_record(line)
-    except ValueError as error:
-        raise DataError(
-            f"{where} is not a record of balancing metrics: {error}; give a file that on_step=JsonLines(FILE) wrote"
-        ) from error

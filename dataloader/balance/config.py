@@ -16,6 +16,7 @@ from evenrank.dataloader.balance.partition.strategies import (
     OnOverflow,
     check_options,
 )
+from evenrank.dataloader.balance.writers import StepLogger
 
 ExchangeName = Literal["all-to-all", "all-gather"]
 
@@ -126,6 +127,20 @@ class BalanceConfig:
                     raise ConfigError(
                         f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
                     )
+
+    def observer(self, rank: int) -> Callable[[StepMetrics], None] | None:
+        """Return the function to call with the metrics of each step on a rank; None if nothing observes them."""
+        has_log = self.log_every is not None and rank == 0
+        log = StepLogger(every=self.log_every or 1, window=self.log_window) if has_log else None
+        observers = [observe for observe in (log, self.on_step) if observe is not None]
+        if not observers:
+            return None
+
+        def observe(metrics: StepMetrics) -> None:
+            for observer in observers:
+                observer(metrics)
+
+        return observe
 
     @property
     def partition_options(self) -> dict[str, Any]:

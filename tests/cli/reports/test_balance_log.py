@@ -10,7 +10,8 @@ import pytest
 
 from evenrank.cli.reports.balance_log import column, cumulative_steps, read_json_lines, typical_record
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.metrics import LogRecord, combine, log_key, summarize
+from evenrank.dataloader.balance.log_schema import LogRecord, log_key
+from evenrank.dataloader.balance.metrics import combine, summarize
 from evenrank.dataloader.balance.writers import JsonLines
 from tests.dataloader.balance.test_writers import STEPS, step, write
 
@@ -20,7 +21,7 @@ def test_records_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     with JsonLines(path, every=2, window=3) as log:
         for metrics in STEPS:
             log(metrics)
-    first, second = read_json_lines(path)
+    (first, second), _ = read_json_lines(path)
     assert (first.epoch, first.step, first.seen) == (0, 1, 2)
     assert (second.epoch, second.step, second.seen) == (1, 0, 4)
     for record, steps in ((first, STEPS[:2]), (second, STEPS[1:4])):
@@ -46,65 +47,57 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     for size in range(len(text) + 1):
         path.write_bytes(text[:size])
         # A line that lacks only its newline is complete.
-        assert [record.step for record in read_json_lines(path)] == [0, 1][: sum(size >= end - 1 for end in ends)]
+        records, num_skipped = read_json_lines(path)
+        assert [record.step for record in records] == [0, 1][: sum(size >= end - 1 for end in ends)]
+        assert num_skipped == len(text[:size].splitlines()) - len(records)
 
 
 def test_fields_of_a_later_version_do_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, step(3))
     path.write_text(json.dumps({**json.loads(path.read_text()), "more": {"a": [1]}}) + "\n")
-    assert [record.step for record in read_json_lines(path)] == [3]
+    records, num_skipped = read_json_lines(path)
+    assert ([record.step for record in records], num_skipped) == ([3], 0)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"step": None}, "'step' is null"),
-        ({"step": 1.5}, "'step' is 1.5"),
-        ({"step": True}, "'step' is true"),
-        ({"epoch": -1}, "'epoch' is -1"),
-        ({"steps": 0}, "'steps' is below 1"),
-        ({"ratio_before": "1"}, "'ratio_before' is \"1\""),
-        ({"ratio_before": float("nan")}, "'ratio_before' is NaN"),
-        ({"speedup": 10**400}, "'speedup' is 1000"),
-        ({"plan_seconds": -0.5}, "'plan_seconds' is -0.5"),
-        ({"before": 5}, "'before' is 5"),
-        ({"before": []}, "'before' is []"),
-        ({"before": [1, "2"]}, "'before' is [1, \"2\"]"),
-        ({"before": [1, 1 << 63]}, "'before' is [1, 9223372036854775808]"),
-        ({"before": [1, 2, 3]}, "'before' and 'after' differ in length"),
+        {"step": None},
+        {"step": 1.5},
+        {"step": True},
+        {"epoch": -1},
+        {"steps": 0},
+        {"ratio_before": "1"},
+        {"ratio_before": float("nan")},
+        {"speedup": 10**400},
+        {"plan_seconds": -0.5},
+        {"before": 5},
+        {"before": []},
+        {"before": [1, "2"]},
+        {"before": [1, 1 << 63]},
+        {"before": [1, 2, 3]},
     ],
+    ids=str,
 )
-def test_a_bad_value_is_named_with_its_line(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+def test_a_record_with_a_wrong_value_is_skipped(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "log.jsonl"
     write(path, *STEPS)
     lines = path.read_text().splitlines()
     lines[2] = json.dumps({**json.loads(lines[2]), **change})
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(DataError) as raised:
-        read_json_lines(path)
-    assert str(raised.value).startswith(f"{path}, line 3 is not a record of balancing metrics: {reason}")
-    assert "\n" not in str(raised.value)
+    records, num_skipped = read_json_lines(path)
+    assert (len(records), num_skipped) == (len(STEPS) - 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"", "it is not JSON"),
-        (b'{"epoch": 0, "st', "it is not JSON"),  # torn, but not the last line
-        (b"\xff\xfe", "it is not JSON"),
-        (b"[" * 100_000, "it is not JSON"),
-        (b"[1]", "it is not an object"),
-        (b"{}", "'epoch' is missing"),
-    ],
-)
-def test_a_line_that_is_not_a_record_is_named_with_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
+@pytest.mark.parametrize("line", [b"", b'{"epoch": 0, "st', b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}"], ids=len)
+def test_a_line_that_is_not_a_record_is_skipped(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "log.jsonl"
     write(path, step(0))
     whole = path.read_bytes()
     path.write_bytes(whole + line + b"\n" + whole)
-    with pytest.raises(DataError, match=f"line 2 is not a record of balancing metrics: {reason}; give a file that"):
-        read_json_lines(path)
+    records, num_skipped = read_json_lines(path)
+    assert (len(records), num_skipped) == (2, 1)
 
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ def test_steps_are_added_up_where_a_job_was_resumed(tmp_path: Path) -> None:
         with JsonLines(path, every=every) as log:
             for metrics in STEPS[:number]:
                 log(metrics)
-    records = read_json_lines(path)
+    records, _ = read_json_lines(path)
     assert column(records, "seen").tolist() == [1, 2, 3, 2, 4, 2, 1]
     assert cumulative_steps(records).tolist() == [1, 2, 3, 5, 7, 9, 10]
 
@@ -137,7 +130,7 @@ def test_records_of_different_numbers_of_steps_combine_to_the_summary_of_all_ste
         with JsonLines(tmp_path / "log.jsonl", every=every, window=every) as log:
             for metrics in steps:
                 log(metrics)
-    records = read_json_lines(tmp_path / "log.jsonl")
+    records, _ = read_json_lines(tmp_path / "log.jsonl")
     assert column(records, "steps").tolist() == [3, 2]
     assert dataclasses.asdict(combine(records)) == pytest.approx(dataclasses.asdict(summarize(STEPS)))
 
@@ -145,4 +138,5 @@ def test_records_of_different_numbers_of_steps_combine_to_the_summary_of_all_ste
 @pytest.mark.parametrize(("heaviest", "chosen"), [([9], 9), ([9, 5, 7], 7), ([4, 8, 5, 6], 5), ([5, 5, 9], 5)])
 def test_the_typical_record_has_the_median_imbalance(tmp_path: Path, heaviest: list[int], chosen: int) -> None:
     write(tmp_path / "log.jsonl", *(step(0, before=(load, 1)) for load in heaviest))
-    assert typical_record(read_json_lines(tmp_path / "log.jsonl")).before.max() == chosen
+    records, _ = read_json_lines(tmp_path / "log.jsonl")
+    assert typical_record(records).before.max() == chosen
