@@ -93,12 +93,8 @@ docs-serve: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py
-	@$(BIN)/python scripts/bench/sampler.py
-	@$(BIN)/python scripts/bench/window.py
-	@$(BIN)/python scripts/bench/comparison.py
-	@$(BIN)/python scripts/bench/window_training.py
+	@$(BIN)/python scripts/bench/no_exchange.py
 	@$(BIN)/python scripts/bench/loader.py
 	@$(BIN)/python scripts/bench/preprocess.py --shape ml-20m
 	@$(BIN)/python scripts/bench/preprocess.py --shape kuairand-1k
 	@$(BIN)/python scripts/bench/routing.py
-	@$(BIN)/python scripts/bench/tracker.py

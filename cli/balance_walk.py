@@ -4,6 +4,7 @@ Modules that need torch are imported inside functions: the process that starts t
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,8 +16,7 @@ from evenrank.core.errors import RankError
 
 if TYPE_CHECKING:
     from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch
-    from evenrank.dataloader.balance.cost import Cost
-    from evenrank.dataloader.balance.metrics import StepMetrics
+    from evenrank.dataloader.balance import BalanceConfig, StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,14 +24,10 @@ class Walk:
     """One epoch in which each sample was seen exactly once and unaltered."""
 
     strategy: str
-    """How the steps were balanced."""
-
     metrics: "list[StepMetrics]"
     """Metrics of each step, in order."""
-
     num_samples: int
     """Samples of all ranks."""
-
     has_exchange: bool = True
     """Samples moved between ranks, through a Balancer; otherwise each rank read those that it trained."""
 
@@ -44,9 +40,8 @@ class Walk:
 def walk_epoch(
     path: Path,
     config: "LoaderConfig",
+    balance: "BalanceConfig",
     *,
-    cost: "Cost",
-    strategy: str,
     has_exchange: bool = True,
     show_progress: bool = False,
 ) -> Walk:
@@ -63,24 +58,24 @@ def walk_epoch(
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     metrics: list[StepMetrics] = []
+    balance = dataclasses.replace(balance, on_step=metrics.append)
     seen_ids: list[int] = []
     altered_steps: list[int] = []
     with contextlib.ExitStack() as stack:
         with console.stages(shown=show_progress) as on_stage:
             on_stage(f"opening {config.split}")
             from evenrank.dataloader import build_loader
-            from evenrank.dataloader.balance import BalanceConfig, Balancer
+            from evenrank.dataloader.balance import Balancer
 
             loader = build_loader(path, config, rank=rank, world_size=world_size)
             batches: Iterable[SequenceBatch]
             if has_exchange:
-                batches = stack.enter_context(
-                    Balancer(loader, BalanceConfig(cost=cost, strategy=strategy, on_step=metrics.append))
-                )
+                batches = stack.enter_context(Balancer(loader, balance))
             else:
-                balance = BalanceConfig(cost=cost, strategy=strategy, on_step=metrics.append)
                 batches = build_loader(path, config, rank=rank, world_size=world_size, balance=balance)
-        walk = Walk(strategy=strategy, metrics=metrics, num_samples=loader.num_samples, has_exchange=has_exchange)
+        walk = Walk(
+            strategy=balance.strategy, metrics=metrics, num_samples=loader.num_samples, has_exchange=has_exchange
+        )
         on_step = stack.enter_context(console.steps(f"{walk.label:>16}", len(loader), shown=show_progress))
         for batch in batches:
             seen_ids += batch.sample_ids[: batch.num_real].tolist()
@@ -97,16 +92,7 @@ def walk_epoch(
 
 
 def check_seen(seen_by_rank: Sequence[Sequence[int]], num_samples: int) -> None:
-    """Check that the ranks together have seen each sample exactly once.
-
-    Args:
-        seen_by_rank: the sample ids that each rank has seen.
-        num_samples: the number of samples of the epoch.
-
-    Raises:
-        RankError: a sample was lost or seen twice.
-
-    """
+    """Raise a RankError unless the ranks together have seen each of `num_samples` sample ids exactly once."""
     num_seen = sum(map(len, seen_by_rank))
     num_distinct = len(set(chain.from_iterable(seen_by_rank)))
     if not num_seen == num_distinct == num_samples:

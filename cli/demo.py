@@ -112,7 +112,7 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     import torch.distributed as dist
 
     from evenrank.dataloader import LoaderConfig
-    from evenrank.dataloader.balance import HSTUCost
+    from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 
     torch.set_num_threads(1)  # the ranks share the machine
     config = LoaderConfig(batch_size=_BATCH_SIZE, max_history_length=2048, max_num_candidates=1)
@@ -121,7 +121,13 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
     try:
         walks = [
-            walk_epoch(data, config, cost=cost, strategy=strategy, has_exchange=has_exchange, show_progress=rank == 0)
+            walk_epoch(
+                data,
+                config,
+                BalanceConfig(cost=cost, strategy=strategy),
+                has_exchange=has_exchange,
+                show_progress=rank == 0,
+            )
             for strategy, has_exchange in _WAYS
         ]
     finally:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import STRATEGIES, hstu_cost
+from evenrank.cli.options import STRATEGIES, make_cost
 from evenrank.core.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def inspect_balance_command(
             f"torchrun --nproc_per_node 4 -m evenrank inspect-balance {path}"
         )
 
-    cost = hstu_cost(hidden=hidden, heads=heads, layers=8)
+    cost = make_cost(None, hidden=hidden, heads=heads, layers=8)
     with console.stages(shown=os.environ["RANK"] == "0") as on_stage:
         on_stage("importing torch")
         import torch.distributed as dist
@@ -49,6 +49,7 @@ def inspect_balance_command(
         from evenrank.cli.balance_walk import walk_epoch
         from evenrank.cli.reports.epoch_report import EXPLANATION, load_table
         from evenrank.dataloader import LoaderConfig
+        from evenrank.dataloader.balance import BalanceConfig
 
         config = LoaderConfig(
             batch_size=batch_size,
@@ -60,7 +61,7 @@ def inspect_balance_command(
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         is_first = dist.get_rank() == 0
-        walk = walk_epoch(path, config, cost=cost, strategy=strategy, show_progress=is_first)
+        walk = walk_epoch(path, config, BalanceConfig(cost=cost, strategy=strategy), show_progress=is_first)
         if is_first:
             console.print_result(load_table([walk]))
             console.print_result(EXPLANATION)

@@ -10,7 +10,7 @@ from evenrank.cli import console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.cli.reports.dataset_data import RoutingLoads
+    from evenrank.cli.reports.routing_loads import RoutingLoads
     from evenrank.datasets.schema import Manifest
 
 _MAX_LABELS = 8  # shown of a contextual feature

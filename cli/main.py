@@ -19,7 +19,6 @@ from evenrank.cli.inspect_dataset import inspect_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
-from evenrank.cli.which import which_command
 from evenrank.core.errors import EvenrankError, escape_controls
 from evenrank.core.optional_imports import naming_extras
 
@@ -42,7 +41,6 @@ def main() -> None:
     app.command("inspect")(inspect_command)
     app.command("simulate")(simulate_command)
     app.command("metrics")(metrics_command)
-    app.command("which")(which_command)
     app.command("inspect-balance")(inspect_balance_command)
     app.command("demo")(demo_command)
     _run(app)

@@ -34,7 +34,7 @@ def metrics_command(
 
     \b
         with JsonLines("out/balance.jsonl") as log:
-            balancer = Balancer(loader, cost=cost, on_step=log)   # on rank 0
+            balancer = Balancer(loader, BalanceConfig(cost=cost, on_step=log))   # on rank 0
 
     Example:
 
@@ -47,13 +47,12 @@ def metrics_command(
         from evenrank.cli.reports.html_page import page_path, write_page
 
         page = page_path(log, html)
-        records, num_skipped = read_json_lines(log)
+        records, skipped = read_json_lines(log)
     if not records:
-        others = f", only {num_skipped:,} lines that are none" if num_skipped else ""
-        raise DataError(f"{log} has no record yet{others}; the job writes one after every `every` steps")
-    if num_skipped:
-        console.print_result(f"{log}: skipped {num_skipped:,} lines that are not records")
+        raise DataError(f"{log} has no record yet; the job writes one after every `every` steps")
     console.print_result(f"{log}: {describe_log(records)}\n")
+    if skipped:
+        console.print_result(f"skipped {skipped:,} line{'' if skipped == 1 else 's'} that could not be read")
     console.print_result(metrics_table(records))
     with console.stages() as on_stage:
         on_stage("drawing")

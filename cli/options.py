@@ -10,7 +10,7 @@ import typer
 from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evenrank.dataloader.balance.cost import Cost, HSTUCost
+    from evenrank.dataloader.balance.cost import Cost
 
 # Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
 STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
@@ -89,31 +89,19 @@ def check_step_size(world_size: int, batch_size: int) -> None:
 
 
 def make_cost(path: Path | None, *, hidden: int, heads: int, layers: int) -> "Cost":
-    """Return the cost in a file or, without one, that of an HSTU model.
+    """Return the cost in a file or, without one, that of an HSTU model whose heads are `hidden / heads` wide.
 
     Raises:
         ConfigError: the path is no regular file, or `hidden` is not a multiple of `heads`.
         DataError: the file is missing or malformed.
 
     """
-    from evenrank.dataloader.balance.measured_cost import MeasuredCost
+    from evenrank.dataloader.balance import HSTUCost, MeasuredCost
 
-    if path is None:
-        return hstu_cost(hidden=hidden, heads=heads, layers=layers)
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise ConfigError(f"--cost {path} is not a regular file; give one that MeasuredCost.save wrote")
-    return MeasuredCost.load(path)
-
-
-def hstu_cost(*, hidden: int, heads: int, layers: int) -> "HSTUCost":
-    """Return the cost of an HSTU model whose heads are `hidden / heads` wide.
-
-    Raises:
-        ConfigError: `hidden` is not a multiple of `heads`.
-
-    """
-    from evenrank.dataloader.balance.cost import HSTUCost
-
+    if path is not None:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise ConfigError(f"--cost {path} is not a regular file; give one that MeasuredCost.save wrote")
+        return MeasuredCost.load(path)
     if heads < 1 or hidden % heads:
         raise ConfigError(
             f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"

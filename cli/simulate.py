@@ -1,7 +1,7 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,12 +71,13 @@ def simulate_command(
         str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")
     ] = "karmarkar-karp,lpt-swap,min-move",
     tolerance: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Relative tolerance above the lower bound at which balancing stops; the larger, the less min-move "
-            "moves."
+            "moves. Default: that of training, 0.001.",
+            show_default=False,
         ),
-    ] = 0.01,
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps to draw for each row of the table.", min=1, max=1_000_000)] = 10,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     max_history_length: Annotated[
@@ -104,23 +105,18 @@ def simulate_command(
     strategies = _parse_strategies(strategy)
 
     from evenrank.cli.simulation import simulate
+    from evenrank.dataloader.balance import BalanceConfig
 
     lengths = _open_source(source, split, max_history_length)
     model = make_cost(cost, hidden=hidden, heads=heads, layers=layers)
+    chosen: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
     table = _new_table()
     rows = [(world_size, name) for world_size in world_sizes for name in strategies]
     with console.steps("planning", len(rows) * steps) as on_step:
         for world_size, name in rows:
+            balance = BalanceConfig(cost=model, strategy=name, **chosen)
             summary = simulate(
-                lengths,
-                model,
-                world_size,
-                batch_size=batch_size,
-                strategy=name,
-                steps=steps,
-                tolerance=tolerance,
-                seed=seed,
-                on_step=on_step,
+                lengths, balance, world_size, batch_size=batch_size, steps=steps, seed=seed, on_step=on_step
             )
             _add_row(table, world_size, name, summary)
     console.print_result(table)
@@ -176,19 +172,8 @@ def _open_source(text: str, split: str, max_history_length: int) -> "LengthSourc
 
 
 def _new_table() -> "Table":
-    return console.new_table(
-        "ranks",
-        "strategy",
-        "load\nbefore",
-        "load\nafter",
-        "worst\nafter",
-        "expected\nspeed-up",
-        "moved",
-        "MB/\nrank",
-        "plan\n(ms)",
-        left=["strategy"],
-        narrow=True,
-    )
+    headers = ("ranks", "strategy", "load\nbefore", "load\nafter", "worst\nafter", "expected\nspeed-up", "moved")
+    return console.new_table(*headers, "MB/\nrank", "plan\n(ms)", left=["strategy"], narrow=True)
 
 
 def _add_row(table: "Table", world_size: int, strategy: str, summary: "MetricsSummary") -> None:

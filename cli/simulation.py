@@ -4,11 +4,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.dataloader.balance.cost import Cost, TokenCost, count_tokens, scaled_costs
+from evenrank.dataloader.balance.config import BalanceConfig
+from evenrank.dataloader.balance.cost import TokenCost, count_tokens, scaled_costs
 from evenrank.dataloader.balance.metrics import MetricsSummary, measure_step, summarize
 from evenrank.dataloader.balance.partition.strategies import Assignment, partition
 from evenrank.dataloader.balance.warmup import warm_up
@@ -22,22 +24,16 @@ _BYTES_PER_SAMPLE = 24
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource:
-    """A source of history lengths: either those of a dataset or a distribution."""
+    """A source of history lengths: the rows of a dataset, or a distribution."""
 
     lengths: NDArray[np.int64] | None = None
-    """Length of each row of the dataset."""
-
+    """[rows] of the dataset; None: there is a distribution."""
     distribution: Distribution | None = None
-    """Distribution to draw from, if there is no dataset."""
-
     max_length: int | None = None
     """Longer histories are cut to this number of events."""
 
     def draw(self, rng: np.random.Generator, num_samples: int) -> NDArray[np.int64]:
-        """Draw the lengths of a step's samples: int64 [num_samples].
-
-        Rows of a dataset are drawn without replacement, unless it has too few.
-        """
+        """Draw lengths, int64 [num_samples]; rows of a dataset without replacement, unless it has too few."""
         if self.lengths is not None:
             rows = rng.choice(len(self.lengths), num_samples, replace=self.repeats_rows(num_samples))
             drawn = self.lengths[rows]
@@ -51,84 +47,60 @@ class LengthSource:
         return self.lengths is not None and num_samples > len(self.lengths)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStep:
-    """A simulated step of W ranks with B samples each."""
+class SimulatedStep(NamedTuple):
+    """A step of W ranks with B samples each."""
 
     lengths: NDArray[np.int64]
     """[W, B]: events of each sample."""
-
     costs: NDArray[np.int64]
-    """[W, B]: cost of each sample, scaled as a Balancer does, so that those of a step can be summed."""
-
+    """[W, B], scaled as a Balancer does, so that those of a step can be summed."""
     tokens: NDArray[np.int64]
-    """[W, B]: tokens of each sample."""
-
+    """[W, B]"""
     assignment: Assignment
-    """Who trains which sample."""
-
     plan_seconds: float
-    """Time to plan the step."""
 
 
-def planned_steps(
-    source: LengthSource,
-    cost: Cost,
-    world_size: int,
-    *,
-    batch_size: int,
-    strategy: str,
-    steps: int,
-    tolerance: float = 0.001,
-    seed: int = 0,
-) -> Iterator[PlannedStep]:
+def simulated_steps(
+    source: LengthSource, balance: BalanceConfig, world_size: int, *, batch_size: int, steps: int, seed: int = 0
+) -> Iterator[SimulatedStep]:
     """Draw steps and plan each; the arguments are those of `simulate`."""
     warm_up()
     rng = np.random.default_rng((seed, world_size))
     num_samples = world_size * batch_size
     shape = (world_size, batch_size)
-    contextual = cost.contextual if isinstance(cost, TokenCost) else ()
+    contextual = balance.cost.contextual if isinstance(balance.cost, TokenCost) else ()
     for _ in range(steps):
         lengths = source.draw(rng, num_samples)
-        lengths_by_key = {ITEM_ID: lengths, ACTION: lengths, **dict.fromkeys(contextual, np.ones_like(lengths))}
+        by_key = {ITEM_ID: lengths, ACTION: lengths, **dict.fromkeys(contextual, np.ones_like(lengths))}
         costs = scaled_costs(
-            cost, lengths_by_key, np.zeros_like(lengths), num_real=num_samples, samples_per_step=num_samples
+            balance.cost, by_key, np.zeros_like(lengths), num_real=num_samples, samples_per_step=num_samples
         )
-        tokens = count_tokens(cost, lengths_by_key, num_samples)
+        tokens = count_tokens(balance.cost, by_key, num_samples)
         start = time.perf_counter()
-        assignment = partition(costs, world_size, strategy=strategy, tokens=tokens, tolerance=tolerance)
-        yield PlannedStep(
-            lengths=lengths.reshape(shape),
-            costs=costs.reshape(shape),
-            tokens=tokens.reshape(shape),
-            assignment=assignment,
-            plan_seconds=time.perf_counter() - start,
-        )
+        assignment = partition(costs, world_size, tokens=tokens, **balance.partition_options)
+        seconds = time.perf_counter() - start
+        yield SimulatedStep(lengths.reshape(shape), costs.reshape(shape), tokens.reshape(shape), assignment, seconds)
 
 
 def simulate(
     source: LengthSource,
-    cost: Cost,
+    balance: BalanceConfig,
     world_size: int,
     *,
     batch_size: int,
-    strategy: str,
     steps: int,
-    tolerance: float = 0.001,
     seed: int = 0,
     on_step: Callable[[], None] = lambda: None,
 ) -> MetricsSummary:
     """Draw steps, balance them, and summarize their metrics.
 
     Args:
-        source: where the lengths come from; the same steps are drawn for every strategy.
-        cost: the cost of a sample, given the lengths of `item_id` and `action`, and of one value for each of its
-            `contextual` keys if it is a `TokenCost`.
+        source: of lengths; the same steps are drawn for every strategy.
+        balance: its cost gets the lengths of `item_id` and `action`, and one value for each `contextual` key of a
+            `TokenCost`.
         world_size: the number of ranks.
         batch_size: samples per rank and step.
-        strategy: see `partition`.
         steps: the number of steps to draw.
-        tolerance: see `partition`.
         seed: of the draws.
         on_step: called after each step.
 
@@ -137,21 +109,9 @@ def simulate(
 
     """
     metrics, plan_seconds = [], []
-    planned = planned_steps(
-        source,
-        cost,
-        world_size,
-        batch_size=batch_size,
-        strategy=strategy,
-        steps=steps,
-        tolerance=tolerance,
-        seed=seed,
-    )
-    for number, step in enumerate(planned):
+    for step in simulated_steps(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed):
         sample_bytes = step.lengths * _BYTES_PER_EVENT + _BYTES_PER_SAMPLE
-        metrics.append(
-            measure_step(step.assignment, costs=step.costs, tokens=step.tokens, sample_bytes=sample_bytes, step=number)
-        )
+        metrics.append(measure_step(step.assignment, costs=step.costs, tokens=step.tokens, sample_bytes=sample_bytes))
         plan_seconds.append(step.plan_seconds)
         on_step()
     return dataclasses.replace(summarize(metrics), plan_seconds=float(np.median(plan_seconds)))

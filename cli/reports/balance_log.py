@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,27 +12,37 @@ from evenrank.core.errors import DataError
 from evenrank.dataloader.balance.log_schema import LogRecord, parse_record
 
 
-def read_json_lines(path: Path) -> tuple[list[LogRecord], int]:
-    """Read a log.
+class BalanceLog(NamedTuple):
+    """The records of a log, in the order of its lines."""
 
-    Returns:
-        The records in the order of the lines, and the number of lines that are none, such as the incomplete last line
-        of a job that was killed or is still writing.
+    records: list[LogRecord]
+    skipped: int
+    """Lines that are no records, such as the incomplete one of a job that was killed."""
+
+
+def read_json_lines(path: Path) -> BalanceLog:
+    """Read a log. Lines that cannot be read are skipped and counted; unknown fields are ignored.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: there is no such file, or no line of it is a record.
 
     """
+    remedy = "give a file that on_step=JsonLines(FILE) wrote"
     if path.exists() and not path.is_file():  # a pipe would never end
-        raise DataError(f"{path} is not a regular file; give a file that on_step=JsonLines(FILE) wrote")
+        raise DataError(f"{path} is not a regular file; {remedy}")
     try:
-        lines = path.read_bytes().splitlines()
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}; give a file that on_step=JsonLines(FILE) wrote"
-        ) from error
-    records = [record for line in lines if (record := parse_record(line)) is not None]
-    return records, len(lines) - len(records)
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; {remedy}") from error
+    records, first_error = [], ""
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(parse_record(line))
+        except ValueError as error:
+            first_error = first_error or f"line {number} is not a record of balancing metrics: {error}"
+    if lines and not records:
+        raise DataError(f"{path} has no record; {first_error}; {remedy}")
+    return BalanceLog(records, len(lines) - len(records))
 
 
 def describe_log(records: Sequence[LogRecord]) -> str:

@@ -1,7 +1,7 @@
 """A log of balancing metrics as one self-contained HTML page."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -15,28 +15,16 @@ _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """A number in large print."""
+class Tile(NamedTuple):
+    """A number with its unit in large print, below its label and above its scope in small print."""
 
     label: str
-    """What the number is, above it."""
-
     value: str
-    """The number with its unit."""
-
     caption: str
-    """Scope of the number, in small print below it."""
 
 
 def render_page(records: Sequence[LogRecord], *, name: str) -> str:
-    """Return the page of a log as HTML.
-
-    Args:
-        records: of the log, in order, at least one.
-        name: of the log.
-
-    """
+    """Return the page of a log of at least one record as HTML."""
     summary, typical = combine(records), typical_record(records)
     return render_template(
         "balance.html.j2",
@@ -72,17 +60,17 @@ def headline(records: Sequence[LogRecord], summary: MetricsSummary) -> str:
 
 def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:
     """Return the rows of a table: a quantity, its amount per step, the amount that moves, and the share that moves."""
-    rows = []
-    for quantity, total, moved_share in (
-        ("samples", summary.samples, summary.moved_samples),
-        ("tokens", summary.tokens, summary.moved_tokens),
-    ):
-        rows.append((quantity, f"{total:,.0f}", f"{total * moved_share:,.0f}", format_percent(moved_share)))
-    total_bytes, moved_bytes = (
-        balance_plots.format_bytes(number) for number in (summary.sample_bytes, summary.moved_bytes)
-    )
-    moved_share = summary.moved_bytes / summary.sample_bytes if summary.sample_bytes else 0.0
-    return [*rows, ("bytes", total_bytes, moved_bytes, format_percent(moved_share))]
+
+    def row(quantity: str, total: str, moved: str, share: float) -> tuple[str, str, str, str]:
+        return quantity, total, moved, format_percent(share)
+
+    samples, tokens, num_bytes = summary.samples, summary.tokens, summary.sample_bytes
+    moved_bytes = balance_plots.format_bytes(summary.moved_bytes)
+    return [
+        row("samples", f"{samples:,.0f}", f"{samples * summary.moved_samples:,.0f}", summary.moved_samples),
+        row("tokens", f"{tokens:,.0f}", f"{tokens * summary.moved_tokens:,.0f}", summary.moved_tokens),
+        row("bytes", balance_plots.format_bytes(num_bytes), moved_bytes, summary.moved_bytes / (num_bytes or 1)),
+    ]
 
 
 def tiles(summary: MetricsSummary) -> list[Tile]:
@@ -92,14 +80,14 @@ def tiles(summary: MetricsSummary) -> list[Tile]:
     ratio = "heaviest rank / lower bound"
     moved_bytes = balance_plots.format_bytes(summary.moved_bytes)
     return [
-        Tile(label="Load before balancing", value=f"{summary.ratio_before:.3f}", caption=ratio),
-        Tile(label="Load after balancing", value=f"{summary.ratio_after:.3f}", caption=ratio),
-        Tile(label="Worst step after balancing", value=f"{summary.worst_after:.3f}", caption=ratio),
-        Tile(label="Expected speed-up", value=f"{summary.speedup:.2f}x", caption="by the cost model"),
-        Tile(label="Tokens moved", value=format_percent(summary.moved_tokens), caption="trained on another rank"),
-        Tile(label="Bytes moved", value=moved_bytes, caption="per step, all ranks together"),
-        Tile(label="In the background", value=format_milliseconds(background), caption="per step, gather and plan"),
-        Tile(label="Exposed", value=format_milliseconds(exposed), caption="per step, on the training thread"),
+        Tile("Load before balancing", f"{summary.ratio_before:.3f}", ratio),
+        Tile("Load after balancing", f"{summary.ratio_after:.3f}", ratio),
+        Tile("Worst step after balancing", f"{summary.worst_after:.3f}", ratio),
+        Tile("Expected speed-up", f"{summary.speedup:.2f}x", "by the cost model"),
+        Tile("Tokens moved", format_percent(summary.moved_tokens), "trained on another rank"),
+        Tile("Bytes moved", moved_bytes, "per step, all ranks together"),
+        Tile("In the background", format_milliseconds(background), "per step, gather and plan"),
+        Tile("Exposed", format_milliseconds(exposed), "per step, on the training thread"),
     ]
 
 

@@ -1,7 +1,7 @@
 """The plots of a log of balancing metrics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from evenrank.cli.reports import html_page
+from evenrank.cli.reports import svg
 from evenrank.cli.reports.balance_log import column, cumulative_steps
 from evenrank.dataloader.balance.log_schema import LogRecord
 
@@ -21,21 +21,14 @@ _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 _BEFORE, _AFTER = "before balancing", "after balancing"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """Values of a log, downsampled: each point stands for consecutive records. All arrays are float64 [points]."""
 
     steps: NDArray[np.float64]
     """Steps that the log had seen at the last record of the point."""
-
     mean: NDArray[np.float64]
-    """Mean of the records."""
-
     minimum: NDArray[np.float64]
-    """Smallest value of the records."""
-
     maximum: NDArray[np.float64]
-    """Largest value of the records."""
 
 
 def records_per_point(num_records: int) -> int:
@@ -55,64 +48,64 @@ def downsample(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve
     )
 
 
-@mpl.rc_context(html_page.STYLE)
+@mpl.rc_context(svg.STYLE)
 def ratio_svg(records: Sequence[LogRecord]) -> str:
     """Draw the load of the heaviest rank over the lower bound, before and after balancing, over the steps."""
-    figure, axes = html_page.new_figure()
-    axes.axhline(1, color=html_page.INK, linewidth=0.8, linestyle="--")
-    _draw(axes, records, "ratio_before", colour=html_page.GREY, label=_BEFORE)
-    _draw(axes, records, "ratio_after", colour=html_page.BLUE, label=_AFTER)
+    figure, axes = svg.new_figure()
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
+    _draw(axes, records, "ratio_before", colour=svg.GREY, label=_BEFORE)
+    _draw(axes, records, "ratio_after", colour=svg.BLUE, label=_AFTER)
     axes.set_ylabel("heaviest rank / lower bound")
-    html_page.legend_above(axes)
-    return html_page.to_svg(figure)
+    svg.legend_above(axes)
+    return svg.to_svg(figure)
 
 
-@mpl.rc_context(html_page.STYLE)
+@mpl.rc_context(svg.STYLE)
 def loads_svg(record: LogRecord) -> str:
     """Draw the load of each rank in the last step of a record, before and after balancing.
 
     More than MAX_BARS ranks are drawn as lines of sorted loads.
     """
-    figure, axes = html_page.new_figure()
+    figure, axes = svg.new_figure()
     bound = max(record.lower_bound, 1)
     before, after = record.before / bound, record.after / bound
     ranks = np.arange(len(before))
     if len(ranks) > MAX_BARS:
-        for loads, colour, label in ((before, html_page.GREY, _BEFORE), (after, html_page.BLUE, _AFTER)):
+        for loads, colour, label in ((before, svg.GREY, _BEFORE), (after, svg.BLUE, _AFTER)):
             axes.plot(ranks, np.sort(loads)[::-1], color=colour, linewidth=1.8, label=label)
         axes.set_xlabel("ranks, heaviest first")
     else:
-        axes.bar(ranks, before, 0.86, color=html_page.GREY, alpha=0.6, label=_BEFORE)
-        axes.bar(ranks, after, 0.46, color=html_page.BLUE, label=_AFTER)
+        axes.bar(ranks, before, 0.86, color=svg.GREY, alpha=0.6, label=_BEFORE)
+        axes.bar(ranks, after, 0.46, color=svg.BLUE, label=_AFTER)
         axes.grid(visible=False, axis="x")
         axes.set_xlabel("rank")
-    axes.axhline(1, color=html_page.INK, linewidth=0.8, linestyle="--")
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.set_ylim(bottom=0)
     axes.set_ylabel("load / lower bound")
-    html_page.legend_above(axes)
-    return html_page.to_svg(figure)
+    svg.legend_above(axes)
+    return svg.to_svg(figure)
 
 
-@mpl.rc_context(html_page.STYLE)
+@mpl.rc_context(svg.STYLE)
 def moved_svg(records: Sequence[LogRecord]) -> str:
     """Draw the bytes that move to another rank in a step."""
-    figure, axes = html_page.new_figure()
+    figure, axes = svg.new_figure()
     unit, unit_bytes = _byte_unit(float(column(records, "moved_bytes").max()))
-    _draw(axes, records, "moved_bytes", colour=html_page.GREEN, scale=1 / unit_bytes)
+    _draw(axes, records, "moved_bytes", colour=svg.GREEN, scale=1 / unit_bytes)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"moved per step ({unit})")
-    return html_page.to_svg(figure)
+    return svg.to_svg(figure)
 
 
-@mpl.rc_context(html_page.STYLE)
+@mpl.rc_context(svg.STYLE)
 def times_svg(records: Sequence[LogRecord], fields: Sequence[str]) -> str:
     """Draw two times of a step in milliseconds; `fields` are names such as `gather_seconds`.
 
     A few times that are far longer, such as that of a first step that compiles, are cut off, which the plot states.
     """
-    figure, axes = html_page.new_figure()
-    for field, colour in zip(fields, (html_page.ORANGE, html_page.BLUE), strict=True):
+    figure, axes = svg.new_figure()
+    for field, colour in zip(fields, (svg.ORANGE, svg.BLUE), strict=True):
         _draw(axes, records, field, colour=colour, scale=_MILLISECONDS, label=field.removesuffix("_seconds"))
     axes.set_ylim(bottom=0)
     times = np.concatenate([column(records, field) for field in fields]) * _MILLISECONDS
@@ -121,8 +114,8 @@ def times_svg(records: Sequence[LogRecord], fields: Sequence[str]) -> str:
         axes.set_ylim(top=2 * percentile_98)
         axes.text(1, 1.03, f"cut off: up to {longest:,.1f} ms", transform=axes.transAxes, ha="right", fontsize=8)
     axes.set_ylabel("ms per step")
-    html_page.legend_above(axes)
-    return html_page.to_svg(figure)
+    svg.legend_above(axes)
+    return svg.to_svg(figure)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -146,5 +139,5 @@ def _draw(
         axes.fill_between(curve.steps, curve.minimum, curve.maximum, color=colour, alpha=0.22, linewidth=0)
     axes.plot(curve.steps, curve.mean, color=colour, linewidth=1.5, marker=marker, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    axes.xaxis.set_major_formatter(FuncFormatter(html_page.compact))
+    axes.xaxis.set_major_formatter(FuncFormatter(svg.compact))
     axes.set_xlabel("steps")

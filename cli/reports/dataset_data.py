@@ -4,17 +4,15 @@ Columns of events are memory-mapped files and are read in chunks, so memory grow
 with the number of events.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.cli.simulation import LengthSource, simulate
-from evenrank.dataloader.balance.cost import HSTUCost
-from evenrank.dataloader.balance.partition.registry import STRATEGIES
-from evenrank.dataloader.routing import MODES, KeyMap
-from evenrank.dataloader.routing.modes import rows_per_rank
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, HSTUCost
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore
 
@@ -42,37 +40,23 @@ class LengthHistogram:
 
     edges: NDArray[np.int64]
     """[bins + 1]: bin i counts lengths edges[i] to edges[i + 1] - 1."""
-
     density: Mapping[str, NDArray[np.float64]]
     """Per split, [bins]: share of its rows per doubling of the length."""
-
     empty: Mapping[str, int]
     """Per split: rows without events, which a logarithmic axis cannot show."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ItemCounts:
+class ItemCounts(NamedTuple):
     """The items that occur in any split."""
 
     ids: NDArray[np.int64]
     """[items], ascending."""
-
     counts: NDArray[np.int64]
     """[items]: events of each."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Popularity:
-    """The number of events of each item."""
-
-    counts: NDArray[np.int64]
-    """[items that occur], most frequent first."""
-
-    def top(self, share_of_items: float) -> tuple[int, float]:
-        """Return the number of items in the most popular share, rounded up, and their share of all events."""
-        num_items = int(np.ceil(share_of_items * len(self.counts)))
-        num_events = int(self.counts.sum())
-        return num_items, int(self.counts[:num_items].sum()) / num_events if num_events else 0.0
+    def by_popularity(self) -> NDArray[np.int64]:
+        """Return the events of each item, most frequent first: int64 [items]."""
+        return np.sort(self.counts)[::-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,33 +65,24 @@ class Timeline:
 
     start_ms: int
     """Start of the first bin, in milliseconds since 1970."""
-
     width_ms: int
-    """Duration of a bin."""
-
     unit: str
-    """Name of that duration, such as `day`."""
-
+    """Name of the bins' duration, such as `day`."""
     counts: NDArray[np.int64]
     """[bins]: events."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextValues:
-    """The values of a contextual feature, most frequent first."""
+    """The values of a contextual feature."""
 
     feature: str
-    """Name of the feature."""
-
     rows: int
     """Rows of all splits."""
-
     values: tuple[tuple[str | None, int], ...]
-    """Label (None for missing) and number of rows of the most frequent values."""
-
+    """Label (None for missing) and number of rows of the most frequent values, most frequent first."""
     other_values: int
     """Number of further values."""
-
     other_rows: int
     """Rows that have one of the further values."""
 
@@ -117,16 +92,25 @@ class Gain:
     """The expected effect of balancing on one number of ranks."""
 
     ranks: int
-    """Number of ranks."""
-
     repeated: bool
     """The split has fewer rows than a step needs, so rows were drawn with replacement."""
-
     ratios: Mapping[str, float]
     """Per strategy: load of the heaviest rank over the lower bound after balancing, mean over steps."""
-
     speedups: Mapping[str, float]
     """Per strategy: sum over steps of the heaviest load before balancing, to the same after."""
+
+
+def top_share(counts: NDArray[np.int64], share_of_items: float) -> tuple[int, float]:
+    """Return the number of items in the most popular share, rounded up, and their share of all events.
+
+    Args:
+        counts: [items], events of each, most frequent first.
+        share_of_items: from 0 to 1.
+
+    """
+    num_items = int(np.ceil(share_of_items * len(counts)))
+    num_events = int(counts.sum())
+    return num_items, int(counts[:num_items].sum()) / num_events if num_events else 0.0
 
 
 def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
@@ -148,12 +132,7 @@ def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
 def count_items(stores: Mapping[str, SequenceStore]) -> ItemCounts:
     """Count the events of each item over all splits."""
     ids, counts = count_values([store.events[ITEM_ID] for store in stores.values()])
-    return ItemCounts(ids=ids, counts=counts)
-
-
-def item_popularity(items: ItemCounts) -> Popularity:
-    """Sort items by their number of events."""
-    return Popularity(counts=np.sort(items.counts)[::-1])
+    return ItemCounts(ids, counts)
 
 
 def timeline(stores: Mapping[str, SequenceStore]) -> Timeline | None:
@@ -197,16 +176,9 @@ def balancing_gains(
     max_length: int = 2048,
     seed: int = 0,
 ) -> tuple[Gain, ...]:
-    """Draw steps from real lengths and balance them with each strategy, by the cost of an HSTU model.
+    """Draw steps from the lengths [rows] of a split, and balance them with each strategy by the cost of an HSTU model.
 
-    Args:
-        lengths: int64 [rows], of the split that is trained on; without rows the result is empty.
-        ranks: numbers of ranks, one gain for each.
-        batch_size: samples per rank and step.
-        steps: the number of steps to draw.
-        max_length: longer histories are cut to this number of events.
-        seed: of the draws.
-
+    Without rows the result is empty.
     """
     if len(lengths) == 0:
         return ()
@@ -215,12 +187,10 @@ def balancing_gains(
     source = LengthSource(lengths=lengths, max_length=max_length)
     gains = []
     for world_size in ranks:
-        summaries = {
-            strategy: simulate(
-                source, cost, world_size, batch_size=batch_size, strategy=strategy, steps=steps, seed=seed
-            )
-            for strategy in STRATEGIES
-        }
+        summaries = {}
+        for strategy in STRATEGIES:
+            balance = BalanceConfig(cost=cost, strategy=strategy)
+            summaries[strategy] = simulate(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed)
         gains.append(
             Gain(
                 ranks=world_size,
@@ -271,86 +241,3 @@ def _label(labels: Sequence[str | None], value: int) -> str | None:
         return None
     label = labels[value] if value < len(labels) else None
     return str(value) if label is None else label
-
-
-# How evenly each routing mode spreads a dataset's item ids over the ranks of a row-wise sharded table.
-#
-# Stock TorchRec gives each rank a range of rows. The rank of an id is the one that has its row after a `KeyMap` of the
-# mode has renumbered the rows.
-
-
-_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
-_KEYS_PER_CHUNK = 1 << 20  # ids
-_MAX_ROWS = 1 << 62  # of a KeyMap
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoutingLoads:
-    """The load of the busiest rank over the mean of all ranks, for several numbers of ranks."""
-
-    num_embeddings: int
-    """Rows of the table."""
-
-    ranks: Sequence[int]
-    """The numbers of ranks."""
-
-    ids: Mapping[str, Sequence[float]]
-    """Per mode, one value for each number of ranks: load is the number of distinct ids that occur."""
-
-    lookups: Mapping[str, Sequence[float]]
-    """The same where load is the number of events."""
-
-    most_frequent: Sequence[float]
-    """One value for each number of ranks: the events of the most frequent id over the mean events of a rank. A rank has
-    all lookups of an id, so `lookups` is at least this in any mode.
-    """
-
-
-def routing_loads(
-    ids: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    num_embeddings: int,
-    *,
-    ranks: Sequence[int] = _RANKS,
-    on_ranks: Callable[[int], None] = lambda world_size: None,
-) -> RoutingLoads | None:
-    """Count the distinct ids and the events of each rank, in each mode; None if there are none, or no such table.
-
-    Args:
-        ids: [n], distinct, in 0..num_embeddings-1.
-        counts: [n], events of each.
-        num_embeddings: rows of the table. Vocabularies of more than 2^62 rows are hashes, which index no table.
-        ranks: numbers of ranks.
-        on_ranks: called with each number of ranks before counting.
-
-    """
-    if not len(ids) or num_embeddings > _MAX_ROWS:
-        return None
-    id_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
-    lookup_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for world_size in ranks:
-        on_ranks(world_size)
-        for mode in MODES:
-            loads = _loads(ids, counts, KeyMap(num_embeddings=num_embeddings, world_size=world_size, mode=mode))
-            for ratios, load in zip((id_ratios, lookup_ratios), loads, strict=True):
-                ratios[mode].append(float(load.max() / load.mean()))
-    largest_share = int(counts.max()) / int(counts.sum())
-    return RoutingLoads(
-        num_embeddings=num_embeddings,
-        ranks=ranks,
-        ids=id_ratios,
-        lookups=lookup_ratios,
-        most_frequent=[largest_share * world_size for world_size in ranks],
-    )
-
-
-def _loads(ids: NDArray[np.int64], counts: NDArray[np.int64], key_map: KeyMap) -> NDArray[np.float64]:
-    """Return the distinct ids of each rank, and its events: [2, world size]."""
-    range_rows = rows_per_rank(key_map.num_embeddings, key_map.world_size)
-    loads = np.zeros((2, key_map.world_size))
-    for start in range(0, len(ids), _KEYS_PER_CHUNK):
-        chunk = slice(start, start + _KEYS_PER_CHUNK)
-        owners = key_map(ids[chunk]) // range_rows
-        loads[0] += np.bincount(owners, minlength=key_map.world_size)
-        loads[1] += np.bincount(owners, weights=counts[chunk], minlength=key_map.world_size)
-    return loads

@@ -11,16 +11,15 @@ from evenrank.cli.reports.dataset_data import (
     DAY_MS,
     ContextValues,
     ItemCounts,
-    RoutingLoads,
     balancing_gains,
     context_values,
     count_items,
-    item_popularity,
     length_histogram,
-    routing_loads,
     timeline,
+    top_share,
 )
 from evenrank.cli.reports.html_page import render_template, to_text
+from evenrank.cli.reports.routing_loads import RoutingLoads, routing_loads
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore, open_store
 
@@ -34,8 +33,6 @@ class Report(NamedTuple):
     """A dataset's report."""
 
     html: str
-    """The page."""
-
     routing: RoutingLoads | None
     """What it says about routing, which is also shown in the terminal; None if there are no events, or no table."""
 
@@ -103,13 +100,12 @@ def _lengths(stores: Mapping[str, SequenceStore], on_stage: _Stage) -> dict[str,
 
 
 def _items(items: ItemCounts) -> dict[str, Any]:
-    popularity = item_popularity(items)
-    counts = popularity.counts
+    counts = items.by_popularity()
     return {
         "items": len(counts),
         "items_once": int((counts == 1).sum()),
-        "top_items": [(share, *popularity.top(share)) for share in _TOP_SHARES],
-        "popularity_svg": _trusted(dataset_plots.popularity_svg(popularity)) if len(counts) else None,
+        "top_items": [(share, *top_share(counts, share)) for share in _TOP_SHARES],
+        "popularity_svg": _trusted(dataset_plots.popularity_svg(counts)) if len(counts) else None,
     }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.cost import Cost, describe_cost
@@ -18,7 +18,7 @@ from evenrank.dataloader.balance.partition.strategies import (
 )
 from evenrank.dataloader.balance.writers import StepLogger
 
-ExchangeName = Literal["all-to-all", "all-gather"]
+EXCHANGES = ("all-to-all", "all-gather")
 
 _NO_EXCHANGE_ONLY = ("pack", "window")
 _EXCHANGE_ONLY = ("exchange", "batch_size", "lookahead")
@@ -59,7 +59,7 @@ class BalanceConfig:
     """`build_loader` only. Steps whose samples may change steps among themselves, so that fewer of them wait for
     samples that make their ranks uneven. 1: samples stay in their steps."""
 
-    exchange: ExchangeName = "all-to-all"
+    exchange: str = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
 
@@ -99,8 +99,8 @@ class BalanceConfig:
             tolerance=self.tolerance, max_tokens_per_rank=self.max_tokens_per_rank, on_overflow=self.on_overflow
         )
         STRATEGIES.check(self.strategy)
-        if self.exchange not in get_args(ExchangeName):
-            raise ConfigError(f"exchange must be one of {', '.join(get_args(ExchangeName))}, got {self.exchange!r}")
+        if self.exchange not in EXCHANGES:
+            raise ConfigError(f"exchange must be one of {', '.join(EXCHANGES)}, got {self.exchange!r}")
         if type(self.window) is not int or self.window < 1:
             raise ConfigError(f"window must be an integer of at least 1, got {self.window!r}")
         if self.strategy == "none" and (self.window > 1 or self.pack):

@@ -71,27 +71,40 @@ def log_key(entry: "dataclasses.Field[Any]") -> str:
     return entry.metadata.get("log_key") or entry.name
 
 
-def parse_record(line: bytes) -> LogRecord | None:
-    """Parse a line of a log; None: it is not a record. Unknown fields are ignored."""
+def parse_record(line: bytes) -> LogRecord:
+    """Parse a line of a log. Unknown fields are ignored.
+
+    Raises:
+        ValueError: the line is not a record; the message says why.
+
+    """
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    fields = dataclasses.fields(LogRecord)
-    if not isinstance(entry, dict) or not all(_is_valid(entry.get(log_key(field)), field.type) for field in fields):
-        return None
-    if entry["steps"] < 1 or len(entry["before"]) != len(entry["after"]):
-        return None
-    return LogRecord(**{field.name: _converted(entry[log_key(field)], field.type) for field in fields})
+    except (ValueError, RecursionError) as error:  # json would call every line "line 1"
+        raise ValueError("it is not JSON") from error
+    if not isinstance(entry, dict):
+        raise ValueError("it is not an object")
+    values = {field.name: _value(entry, log_key(field), field.type) for field in dataclasses.fields(LogRecord)}
+    if values["steps"] < 1:
+        raise ValueError("'steps' is below 1")
+    if len(values["before"]) != len(values["after"]):
+        raise ValueError("'before' and 'after' differ in length")
+    return LogRecord(**values)
 
 
-def _is_valid(value: Any, kind: Any) -> bool:
-    if kind is int:
-        return type(value) is int and 0 <= value < _LARGEST
-    if kind is float:
-        return type(value) in (int, float) and 0 <= value <= _LARGEST
-    return isinstance(value, list) and len(value) > 0 and all(_is_valid(load, int) for load in value)
+def _value(entry: dict[str, Any], key: str, kind: Any) -> Any:
+    """Return the value of a field of the type `kind`: int, float, or an array of int64."""
+    if key not in entry:
+        raise ValueError(f"{key!r} is missing")
+    value = entry[key]
+    if kind is int and _is_count(value):
+        return value
+    if kind is float and type(value) in (int, float) and 0 <= value <= _LARGEST:
+        return float(value)
+    if kind not in (int, float) and isinstance(value, list) and value and all(_is_count(load) for load in value):
+        return np.array(value, dtype=np.int64)
+    raise ValueError(f"{key!r} is {json.dumps(value)[:40]}")
 
 
-def _converted(value: Any, kind: Any) -> Any:
-    return kind(value) if kind in (int, float) else np.array(value, dtype=np.int64)
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST

@@ -29,14 +29,6 @@ def _triton(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, 
     return triton_attention(query, key, value, sequences, scale_length=scale_length)
 
 
-@ATTENTIONS.register("triton-by-sample")
-def _triton_by_sample(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
-    _check_device("triton-by-sample", query)
-    from hstu.by_sample_attention import by_sample_attention
-
-    return by_sample_attention(query, key, value, sequences, scale_length=scale_length)
-
-
 @ATTENTIONS.register("auto")
 def _of_inputs(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
     return ATTENTIONS["triton" if _has_kernels(query) else "padded"](

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hstu.attention import Sequences
-from hstu.by_sample_attention import BY_SAMPLE
 from hstu.fused_launch import (
     norm_rows,
     norm_rows_backward,
@@ -23,10 +22,10 @@ from hstu.fused_launch import (
     silu_heads_backward,
     split_heads,
 )
-from hstu.triton_attention import BY_BLOCK, DTYPES, HEAD_DIMS, Schedule, attend, attend_backward
+from hstu.triton_attention import DTYPES, HEAD_DIMS, attend, attend_backward
 
-SCHEDULES = {"auto": BY_BLOCK, "triton": BY_BLOCK, "triton-by-sample": BY_SAMPLE}
-"""Of the attentions in `ATTENTIONS` that are these kernels."""
+KERNEL_ATTENTIONS = ("auto", "triton")
+"""Names of the attentions in `ATTENTIONS` that are these kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +34,6 @@ class Options:
 
     sequences: Sequences
     """Where the samples are."""
-    schedule: Schedule
-    """Of attention."""
     scale_length: int
     """What attention weights are divided by."""
     head_dim: int
@@ -54,12 +51,10 @@ class Options:
 def options_for(layer: Any, tokens: Tensor, update: Tensor, sequences: Sequences) -> Options | None:
     """Return how to compute an HSTULayer as a whole; None: its attention has no kernels for that."""
     dtype = product_dtype(torch.promote_types(tokens.dtype, update.dtype), tokens.device.type)
-    schedule = SCHEDULES.get(layer.attention.name)
-    if schedule is None or dtype not in DTYPES or layer.head_dim not in HEAD_DIMS:
+    if layer.attention.name not in KERNEL_ATTENTIONS or dtype not in DTYPES or layer.head_dim not in HEAD_DIMS:
         return None
     return Options(
         sequences=sequences,
-        schedule=schedule,
         scale_length=layer.attention.scale_length,
         head_dim=layer.head_dim,
         dtype=dtype,
@@ -113,7 +108,7 @@ class _Layer(torch.autograd.Function):
         u = split_heads(projected, options.head_dim).select(2, 0)  # `norm_rows` applies SiLU
         activated = silu_heads(projected, options.head_dim)
         v, q, k = activated.unbind(2)
-        attended = attend(q, k, v, options.sequences, options.scale_length, options.schedule)
+        attended = attend(q, k, v, options.sequences, options.scale_length)
         gated = torch.empty_like(attended)
         output_statistics = norm_rows(
             attended, output_norm_weight, output_norm_bias, options.output_eps, output=gated, u=u
@@ -151,7 +146,7 @@ class _Layer(torch.autograd.Function):
         if activated is None:
             activated = silu_heads(projected, options.head_dim)
         v, q, k = activated.unbind(2)
-        d_q, d_k, d_v = attend_backward(q, k, v, d_attended, options.sequences, options.scale_length, options.schedule)
+        d_q, d_k, d_v = attend_backward(q, k, v, d_attended, options.sequences, options.scale_length)
         d_projected = silu_heads_backward(projected, d_u, d_v, d_q, d_k)
 
         if normed is None:

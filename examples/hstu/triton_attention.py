@@ -1,15 +1,14 @@
 """HSTU attention by jagged Triton kernels, forward and backward, for CUDA.
 
 Nothing is padded, and a sample's work is spread over as many programs as it has blocks of tokens, in both directions:
-if one program had a whole sample, the longest sample would set the time of all, however well ranks are balanced
-(by_sample_attention.py does that, for comparison). Programs start in the order of their samples' lengths, longest
+if one program had a whole sample, the longest sample would set the time of all, however well ranks are balanced.
+Programs start in the order of their samples' lengths, longest
 first, so that short work comes last and fills the gaps.
 
 The backward computes the scores again. Nothing is added atomically, so equal inputs give equal bits.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,36 +68,12 @@ BACKWARD_KEY = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """How the work is divided among programs."""
-
-    order: Callable[[Sequences], Tensor]
-    """Returns the order in which samples start: int64 [B]."""
-    backward_query: Kernel
-    backward_key: Kernel
-    divides_samples: bool
-    """Whether these kernels have a program for each block of a sample, or one for all of them."""
-
-
 _FORWARD = Kernel(triton_kernels.forward)
-BY_BLOCK = Schedule(
-    order=lambda sequences: sequences.longest_first,
-    backward_query=Kernel(triton_kernels.backward_query),
-    backward_key=Kernel(triton_kernels.backward_key),
-    divides_samples=True,
-)
+_BACKWARD_QUERY = Kernel(triton_kernels.backward_query)
+_BACKWARD_KEY = Kernel(triton_kernels.backward_key)
 
 
-def triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: Sequences,
-    *,
-    scale_length: int,
-    schedule: Schedule = BY_BLOCK,
-) -> Tensor:
+def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, scale_length: int) -> Tensor:
     """Attend without padding; the arguments and the result are those of `padded_attention`.
 
     Args:
@@ -108,7 +83,6 @@ def triton_attention(
         value: like `query`.
         sequences: where the samples are, on the same device.
         scale_length: what weights are divided by.
-        schedule: how the work is divided; results do not depend on it.
 
     Raises:
         ConfigError: the dtype or the head_dim is none of these, or a kernel needs more than the GPU has.
@@ -121,8 +95,7 @@ def triton_attention(
             f"Triton attention takes bfloat16 or float32, got {query.dtype}, {key.dtype} and {value.dtype}; "
             "use autocast or padded_attention"
         )
-    arguments = (query, key, value, sequences, scale_length, schedule)
-    output: Tensor = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attention.apply(query, key, value, sequences, scale_length)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -135,27 +108,23 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         sequences: Sequences,
         scale_length: int,
-        schedule: Schedule,
     ) -> Tensor:
         query, key, value = (_with_dense_heads(tensor) for tensor in (query, key, value))
         ctx.save_for_backward(query, key, value)
-        ctx.options = (sequences, scale_length, schedule)
+        ctx.options = (sequences, scale_length)
         return attend(query, key, value, *ctx.options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        return *attend_backward(query, key, value, _with_dense_heads(gradient), *ctx.options), None, None, None
+        return *attend_backward(query, key, value, _with_dense_heads(gradient), *ctx.options), None, None
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale_length: int, schedule: Schedule
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale_length: int) -> Tensor:
     """Return what `triton_attention` does, without gradients; heads must be dense."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    common = (sequences, scale_length, schedule.order(sequences))
-    _launch(_FORWARD, FORWARD, [query, key, value], [output], *common, divides_samples=True)
+    _launch(_FORWARD, FORWARD, [query, key, value], [output], sequences, scale_length)
     return output
 
 
@@ -166,18 +135,17 @@ def attend_backward(
     gradient: Tensor,
     sequences: Sequences,
     scale_length: int,
-    schedule: Schedule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given that of the output; heads must be dense."""
     inputs = [query, key, value, gradient]
     d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
-    common = (sequences, scale_length, schedule.order(sequences), schedule.divides_samples)
-    _launch(schedule.backward_query, BACKWARD_QUERY, inputs, [d_query], *common)
+    common = (sequences, scale_length)
+    _launch(_BACKWARD_QUERY, BACKWARD_QUERY, inputs, [d_query], *common)
     # Two sums [128, 256] do not fit into registers, and computing the scores twice is faster than smaller blocks.
     parts = [(True, False), (False, True)] if query.shape[-1] == 256 else [(True, True)]
     for has_key, has_value in parts:
         outputs = [d_key, d_value]
-        _launch(schedule.backward_key, BACKWARD_KEY, inputs, outputs, *common, HAS_KEY=has_key, HAS_VALUE=has_value)
+        _launch(_BACKWARD_KEY, BACKWARD_KEY, inputs, outputs, *common, HAS_KEY=has_key, HAS_VALUE=has_value)
     return d_query, d_key, d_value
 
 
@@ -194,13 +162,11 @@ def _launch(
     outputs: list[Tensor],
     sequences: Sequences,
     scale_length: int,
-    order: Tensor,
-    divides_samples: bool,
     **flags: bool,
 ) -> None:
     _, heads, head_dim = inputs[0].shape
     launch = launches[head_dim, inputs[0].dtype]
-    programs = triton.cdiv(sequences.max_length, launch.rows) if divides_samples else 1
+    programs = triton.cdiv(sequences.max_length, launch.rows)
     if sequences.num_tokens == 0 or heads == 0:
         return
     arguments: list[Tensor | float] = [
@@ -209,7 +175,7 @@ def _launch(
         sequences.offsets,
         sequences.num_contextual,
         sequences.num_candidates,
-        order,
+        sequences.longest_first,
         *[stride for tensor in inputs for stride in tensor.stride()[:2]],
         *outputs[0].stride()[:2],
         1 / math.sqrt(head_dim),

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE
 from evenrank.dataloader.routing.modes import MODES
 
 MODELS = ("hstu", "semantic-ids")
@@ -33,6 +34,7 @@ SEMANTIC_IDS = {"model": ("semantic-ids",)}
 RANKING = {"task": ("ranking",)}
 RETRIEVAL = {"task": ("retrieval",)}
 SHARDED = {"embeddings": ("sharded",)}
+BALANCED = {"balance": AllBut(["none"])}
 
 
 def setting(
@@ -110,19 +112,33 @@ class TrainConfig:
 
     balance: str = setting(
         "all-to-all",
-        "How samples are exchanged for balance. `sampler`: not at all, each rank reads those that it trains; `none`: "
-        "each rank trains what it loads.",
+        "How samples get to the ranks that train them: by `all-to-all`, by `all-gather`, or with `no-exchange`, where "
+        "each rank reads the samples that it trains; `none`: each rank trains what it loads.",
     )
     strategy: str = setting(
         "lpt-swap",
         "How samples are distributed: `lpt-swap` balances best, `min-move` moves least.",
-        applies_to={"balance": AllBut(["none"])},
+        applies_to=BALANCED,
+    )
+    tolerance: float = setting(
+        DEFAULT_TOLERANCE,
+        "Relative tolerance, below 1: a heaviest rank this far above the lower bound is good enough.",
+        at_least=0,
+        applies_to={"strategy": AllBut(["none", "karmarkar-karp"])},
+    )
+    max_tokens_per_rank: int | None = setting(
+        None, "Limit to the tokens of a rank in a step. Default: none.", at_least=1, applies_to=BALANCED
+    )
+    cost: str | None = setting(
+        None,
+        "File of a measured cost, written by MeasuredCost.save. Default: the FLOPs of the model.",
+        applies_to=BALANCED,
     )
     window: int = setting(
         1,
-        "Sampler: steps whose samples may change steps, to make them more even.",
+        "No exchange: steps whose samples may change steps, to make them more even.",
         at_least=1,
-        applies_to={"balance": ("sampler",)},
+        applies_to={"balance": ("no-exchange",)},
     )
     batch_size: int = setting(32, "Samples per data-parallel rank and step.", at_least=1)
     num_workers: int = setting(1, "Threads per rank that collate batches.", at_least=0)

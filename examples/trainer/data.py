@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, Loader, build_loader
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, Cost, StepMetrics
-from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES as EXCHANGES
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, Cost, MeasuredCost, StepMetrics
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.config import ReadConfig
 from trainer.config import TrainConfig
 from trainer.world import World, on_all_ranks, on_first_rank
@@ -17,8 +17,8 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 
 Batches = Balancer[Batch] | Loader[Batch]
 """Balanced batches: of a Balancer, on the device that trains them, or of a loader that balances, on the CPU."""
-SAMPLER = "sampler"
-"""Balance with no exchange; otherwise the name of one, or none."""
+NO_EXCHANGE = "no-exchange"
+"""The loader balances its own steps; the other choices are an exchange of a Balancer, or none."""
 
 
 def find_data(config: TrainConfig) -> Path:
@@ -45,16 +45,37 @@ def _make_synthetic(folder: Path) -> None:
     preprocess(PreprocessConfig(dataset="synthetic", out=folder, synthetic=synthetic))
 
 
+def balance_config(
+    config: TrainConfig, *, cost: Cost, on_step: Callable[[StepMetrics], None] | None = None
+) -> BalanceConfig:
+    """Return how a job balances its steps.
+
+    `balance = "none"` is the strategy `none` of a Balancer, which moves no sample but counts the loss tokens.
+
+    Args:
+        config: the job's settings.
+        cost: of a sample of the model, if the settings name no file of a measured one.
+        on_step: see `BalanceConfig`.
+
+    Raises:
+        DataError: the file of the cost is missing or malformed.
+
+    """
+    return BalanceConfig(
+        cost=cost if config.cost is None else MeasuredCost.load(Path(config.cost)),
+        strategy="none" if config.balance == "none" else config.strategy,
+        tolerance=config.tolerance,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        window=config.window,
+        exchange=config.balance if config.balance in EXCHANGES else EXCHANGES[0],
+        on_step=on_step,
+    )
+
+
 def open_loader(
-    data: Path,
-    read: ReadConfig[Batch],
-    config: TrainConfig,
-    world: World,
-    *,
-    cost: Cost,
-    on_step: Callable[[StepMetrics], None] | None = None,
+    data: Path, read: ReadConfig[Batch], config: TrainConfig, world: World, balance: BalanceConfig
 ) -> Loader[Batch]:
-    """Return this rank's loader of a split, which balances if the settings say so. Collective.
+    """Return this rank's loader of a split, which balances its own steps if the settings say so. Collective.
 
     Raises:
         ConfigError: a setting does not fit the data.
@@ -62,47 +83,21 @@ def open_loader(
         RankError: one of these on another rank.
 
     """
-    balance = None
-    if config.balance == SAMPLER:
-        balance = BalanceConfig(
-            cost=cost, strategy=config.strategy, window=config.window, group=world.data, on_step=on_step
-        )
+    own = balance if config.balance == NO_EXCHANGE else None
     return on_all_ranks(
-        lambda: build_loader(data, read, rank=world.data_rank, world_size=world.data_size, balance=balance)
+        lambda: build_loader(
+            data, read, rank=world.data_rank, world_size=world.data_size, balance=own, group=own and world.data
+        )
     )
 
 
 def open_batches(
-    loader: Loader[Batch], config: TrainConfig, world: World, **options: Any
+    loader: Loader[Batch], config: TrainConfig, world: World, balance: BalanceConfig
 ) -> AbstractContextManager[Batches[Batch]]:
-    """Return the batches of a loader from `open_loader`, balanced as the settings say. Collective.
-
-    Args:
-        loader: of this rank.
-        config: the job's settings.
-        world: the ranks of the job.
-        options: the other arguments of the Balancer, if there is one.
-
-    """
-    return closing(loader) if config.balance == SAMPLER else balanced(loader, config, world, **options)
-
-
-def balanced(loader: Loader[Batch], config: TrainConfig, world: World, **options: Any) -> Balancer[Batch]:
-    """Return the balanced batches of a loader, on the device that trains them. Collective: every rank must call this.
-
-    `balance = "none"` is the strategy `none` on the same path, which moves no sample but counts the loss tokens.
-
-    Args:
-        loader: of this rank.
-        config: the job's settings.
-        world: the ranks of the job.
-        options: the other arguments of the Balancer.
-
-    """
-    options = {"device": world.device, "group": world.data, **options}
-    if config.balance == "none":
-        return Balancer(loader, BalanceConfig(strategy="none", **options))
-    return Balancer(loader, BalanceConfig(strategy=config.strategy, exchange=config.balance, **options))
+    """Return the balanced batches of a loader from `open_loader`. Collective: every rank must call this."""
+    if config.balance == NO_EXCHANGE:
+        return closing(loader)
+    return Balancer(loader, balance, device=world.device, group=world.data)
 
 
 def check_names(config: TrainConfig) -> None:
@@ -113,5 +108,5 @@ def check_names(config: TrainConfig) -> None:
 
     """
     STRATEGIES.check(config.strategy)
-    if config.balance not in ("none", SAMPLER, *EXCHANGES):
-        raise ConfigError(f"balance must be one of none, {SAMPLER}, {', '.join(EXCHANGES)}, got {config.balance!r}")
+    if config.balance not in ("none", NO_EXCHANGE, *EXCHANGES):
+        raise ConfigError(f"balance must be one of none, {NO_EXCHANGE}, {', '.join(EXCHANGES)}, got {config.balance!r}")

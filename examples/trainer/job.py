@@ -18,7 +18,7 @@ from evenrank.dataloader.config import Order
 from evenrank.training import make_pipeline
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainConfig
-from trainer.data import Batches, check_names, find_data, open_batches, open_loader
+from trainer.data import Batches, balance_config, check_names, find_data, open_batches, open_loader
 from trainer.lock import FolderLock
 from trainer.logs import JobLog
 from trainer.loop import Training
@@ -125,8 +125,9 @@ def _open(
         seed=config.seed,
         pin_memory=world.device.type == "cuda",
     )
-    loader = open_loader(data, read, config, world, cost=task.cost, on_step=on_step)
-    with open_batches(loader, config, world, cost=task.cost, on_step=on_step) as batches:
+    balance = balance_config(config, cost=task.cost, on_step=on_step)
+    loader = open_loader(data, read, config, world, balance)
+    with open_batches(loader, config, world, balance) as batches:
         yield loader, batches
 
 

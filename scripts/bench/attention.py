@@ -15,7 +15,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from attention_bench.timing import KERNEL_BACKWARD, CudaTimer, Heads, parse_dtype, require_cuda, time_passes
+from attention_timing import KERNEL_BACKWARD, CudaTimer, Heads, parse_dtype, require_cuda, time_passes
 from evenrank.cli.main import run_command
 from evenrank.datasets.distributions import Lognormal
 from hstu.attentions import ATTENTIONS

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from evenrank.cli.balance_walk import check_seen, walk_epoch
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, balance
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -45,11 +45,11 @@ class _FaultyBalancer(Balancer[Any]):
 def _walk(rank: int, world_size: int, path: Path, fault: str) -> int:
     config = LoaderConfig(batch_size=8, num_tasks=1)
     with mock.patch.object(_FaultyBalancer, "fault", fault), mock.patch.object(balance, "Balancer", _FaultyBalancer):
-        return walk_epoch(path, config, cost=COST, strategy="lpt-swap").num_samples
+        return walk_epoch(path, config, BalanceConfig(cost=COST)).num_samples
 
 
 def _walk_without_exchange(rank: int, world_size: int, path: Path) -> int:
-    walk = walk_epoch(path, LoaderConfig(batch_size=8), cost=COST, strategy="lpt-swap", has_exchange=False)
+    walk = walk_epoch(path, LoaderConfig(batch_size=8), BalanceConfig(cost=COST), has_exchange=False)
     assert walk.metrics[0].ratio_after < walk.metrics[0].ratio_before
     return walk.num_samples
 

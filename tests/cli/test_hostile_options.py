@@ -14,7 +14,6 @@ from evenrank.cli.main import run_command
 from evenrank.cli.metrics import metrics_command
 from evenrank.cli.preprocess import preprocess_command
 from evenrank.cli.simulate import simulate_command
-from evenrank.cli.which import which_command
 from evenrank.core.errors import RankError
 from tests.dataloader.balance.test_writers import STEPS
 from tests.dataloader.balance.test_writers import write as write_log
@@ -62,7 +61,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "inspect": (inspect_command, ["DATA"]),
     "simulate": (simulate_command, ["uniform:high=9", "--ranks", "2", "--batch-size", "2", "--steps", "1"]),
     "metrics": (metrics_command, ["log.jsonl"]),
-    "which": (which_command, ["DATA", "--step", "0", "--rank", "0", "--world-size", "2", "--batch-size", "2"]),
     "inspect_balance": (inspect_balance_command, ["DATA"]),
 }
 

@@ -30,7 +30,7 @@ main()
 
 
 def test_help_imports_no_slow_package(tmp_path: Path) -> None:
-    commands = ["preprocess", "inspect", "simulate", "metrics", "which", "inspect-balance", "demo"]
+    commands = ["preprocess", "inspect", "simulate", "metrics", "inspect-balance", "demo"]
     run = run_program(sys.executable, "-c", SHOW_HELP % commands, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.endswith("imported:\n")

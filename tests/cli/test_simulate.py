@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from evenrank.cli.options import STRATEGIES
 from evenrank.cli.simulation import LengthSource, simulate
 from evenrank.dataloader.balance import STRATEGIES as REGISTERED
-from evenrank.dataloader.balance import HSTUCost, MeasuredCost
+from evenrank.dataloader.balance import BalanceConfig, HSTUCost, MeasuredCost
 from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.cli.programs import EVENRANK, Finished, run_program
 
@@ -25,8 +25,8 @@ def _tokens(lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np
 def test_the_gain_follows_from_the_loads() -> None:
     # Every row of a step of all four rows comes once: 1 + 2 + 3 + 10 on two ranks; the best is 10 + 1 against 2 + 3.
     source = LengthSource(lengths=np.array([1, 2, 3, 10]))
-    before = simulate(source, _tokens, 2, batch_size=2, strategy="none", steps=50)
-    after = simulate(source, _tokens, 2, batch_size=2, strategy="lpt-swap", steps=50)
+    before = simulate(source, BalanceConfig(cost=_tokens, strategy="none"), 2, batch_size=2, steps=50)
+    after = simulate(source, BalanceConfig(cost=_tokens, strategy="lpt-swap"), 2, batch_size=2, steps=50)
     assert before.steps == after.steps == 50
     assert before.ratio_before == before.ratio_after == after.ratio_before > 1.05
     assert after.ratio_after == after.worst_after == 1
@@ -39,17 +39,23 @@ def test_the_gain_follows_from_the_loads() -> None:
 
 def test_moved_bytes_are_those_of_events_and_samples() -> None:
     # All samples have 7 events, so the bytes that move follow from the share of tokens that moves.
-    summary = simulate(LengthSource(lengths=np.full(64, 7)), COST, 4, batch_size=4, strategy="karmarkar-karp", steps=3)
+    summary = simulate(
+        LengthSource(lengths=np.full(64, 7)),
+        BalanceConfig(cost=COST, strategy="karmarkar-karp"),
+        4,
+        batch_size=4,
+        steps=3,
+    )
     assert summary.moved_bytes / (7 * 16 + 24) == pytest.approx(summary.moved_tokens * 16)
 
 
 def test_a_seed_draws_the_same_steps_for_every_strategy() -> None:
     source = LengthSource(distribution=Lognormal(mean=100, std=100), max_length=300)
-    min_move = simulate(source, COST, 8, batch_size=4, strategy="min-move", steps=5)
-    identity = simulate(source, COST, 8, batch_size=4, strategy="none", steps=5)
-    assert min_move.ratio_before == identity.ratio_before
-    other_seed = simulate(source, COST, 8, batch_size=4, strategy="none", steps=5, seed=1)
-    assert other_seed.ratio_before != identity.ratio_before
+    min_move = simulate(source, BalanceConfig(cost=COST, strategy="min-move"), 8, batch_size=4, steps=5)
+    none = simulate(source, BalanceConfig(cost=COST, strategy="none"), 8, batch_size=4, steps=5)
+    assert min_move.ratio_before == none.ratio_before
+    other_seed = simulate(source, BalanceConfig(cost=COST, strategy="none"), 8, batch_size=4, steps=5, seed=1)
+    assert other_seed.ratio_before != none.ratio_before
 
 
 @pytest.mark.parametrize("contextual", [(), ("user_id",)])
@@ -67,10 +73,13 @@ def test_costs_in_fractions_of_a_second_add_up_whatever_the_number_of_ranks(cont
         contextual=contextual,
     )
     source = LengthSource(lengths=np.array([4000, 0, 4000, 0]))
-    summary = simulate(source, cost, 2, batch_size=2, strategy="lpt-swap", steps=20)
+    summary = simulate(source, BalanceConfig(cost=cost, strategy="lpt-swap"), 2, batch_size=2, steps=20)
     assert summary.ratio_after == 1
     assert 1 < summary.ratio_before <= 2
-    assert simulate(source, cost, 1024, batch_size=32, strategy="lpt-swap", steps=1).ratio_after < 1.001
+    assert (
+        simulate(source, BalanceConfig(cost=cost, strategy="lpt-swap"), 1024, batch_size=32, steps=1).ratio_after
+        < 1.001
+    )
     assert summary.tokens == 16_000 + 4 * len(contextual)
 
 

@@ -1,6 +1,5 @@
 """The losses that the examples that predict the next item must print."""
 
-import importlib
 import re
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.datasets import read_manifest
+from next_item import NextItem
 
 # Losses are printed with 4 digits. A mean over each rank's tokens instead of all of them differs by 2e-4 and more.
 TOLERANCE = 1e-4
@@ -21,10 +21,10 @@ def losses_of(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
-def losses_in_one_process(name: str, data: Path, num_steps: int, config: LoaderConfig) -> dict[int, float]:
-    """Return the losses by step of an example's model, trained on unbalanced batches as large as those of all ranks."""
+def losses_in_one_process(data: Path, num_steps: int, config: LoaderConfig) -> dict[int, float]:
+    """Return the losses by step of the examples' model, trained on unbalanced batches of the same samples."""
     torch.manual_seed(0)
-    model = importlib.import_module(name).NextItem(read_manifest(data).vocabulary_sizes["item_id"])
+    model = NextItem(read_manifest(data).vocabulary_sizes["item_id"])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = {}
     batches = chain.from_iterable(repeat(build_loader(data, config, rank=0, world_size=1)))

@@ -20,9 +20,7 @@ def test_an_epoch_is_finished_on_another_number_of_ranks_as_if_never_stopped(
     first = run("checkpoint_resume", small_dataset, tmp_path, "--log-every", 1, *options, "--steps", 4)
     second = run("checkpoint_resume", small_dataset, tmp_path, "--log-every", 1, *options, num_ranks=3)
 
-    uninterrupted = losses_in_one_process(
-        "checkpoint_resume", small_dataset, 9, LoaderConfig(batch_size=24, max_history_length=100)
-    )
+    uninterrupted = losses_in_one_process(small_dataset, 9, LoaderConfig(batch_size=24, max_history_length=100))
     assert [*losses_of(first)] == [1, 2, 3, 4]
     assert losses_of(first) | losses_of(second) == pytest.approx(uninterrupted, abs=TOLERANCE)
     num_samples = read_manifest(small_dataset).splits["train"].rows

@@ -20,7 +20,7 @@ def test_the_same_command_resumes_in_the_middle_of_an_epoch(small_dataset: Path,
     second = run("lightning_fit", small_dataset, tmp_path, "--log-every", 1, *options)
 
     config = LoaderConfig(batch_size=32, max_history_length=200)
-    in_one_process = losses_in_one_process("lightning_fit", small_dataset, 11, config)
+    in_one_process = losses_in_one_process(small_dataset, 11, config)
     assert losses_of(first) == pytest.approx(in_one_process, abs=TOLERANCE)
     assert losses_of(first)[11] < 0.95 * losses_of(first)[1]
     assert _reports(second) == _reports(first)[9:]  # the samples of these steps, and their losses, to the last digit

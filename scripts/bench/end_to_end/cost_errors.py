@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from end_to_end.results import Floats
-from evenrank.cli.reports import html_page
+from evenrank.cli.reports import svg
 from rendering.figures import STYLE, WIDTH
 
 FITTED, BALANCED, OTHER_LENGTHS = "fitted to", "balanced", "other lengths"
 """What a run is to the cost that predicts it: the one it was fitted to; one with the same samples, balanced; an
 unbalanced one of another distribution of lengths."""
 
-_COLORS = {FITTED: html_page.BLUE, BALANCED: html_page.ORANGE, OTHER_LENGTHS: html_page.GREEN}
+_COLORS = {FITTED: svg.BLUE, BALANCED: svg.ORANGE, OTHER_LENGTHS: svg.GREEN}
 _MAX_POINTS = 2000  # of a run in a plot
 
 
@@ -73,8 +73,8 @@ def draw(comparisons: Sequence[Comparison], *, title: str) -> Figure:
     left.set_xlim(times.min() / 1.2, times.max() * 1.2)
     left.set_ylim(times.min() / 1.2, times.max() * 1.2)
     for axes in (left, right):
-        html_page.log_ticks(axes, "x")
-        html_page.log_ticks(axes, "y")
+        svg.log_ticks(axes, "x")
+        svg.log_ticks(axes, "y")
     left.set_title("MeasuredCost")
     right.set_title("HSTUCost times one factor")
     left.set_ylabel("predicted (ms)")
@@ -95,7 +95,7 @@ def _draw_points(axes: Axes, comparisons: Sequence[Comparison], predictions: Seq
         if pairs:
             measured, predicted = (np.concatenate(times) for times in zip(*pairs, strict=True))
             axes.scatter(measured, predicted, s=7, alpha=0.35, color=color, linewidths=0, label=kind)
-    axes.axline((1, 1), (10, 10), color=html_page.INK, linewidth=0.8, label="exact")
+    axes.axline((1, 1), (10, 10), color=svg.INK, linewidth=0.8, label="exact")
     axes.set_xlabel("measured (ms)")
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -123,15 +123,17 @@ def check_names(tasks: Sequence[WorkerTask]) -> None:
     # Imported here, because they need torch, which a plan alone does not.
     from evenrank.training import PIPELINES
     from hstu.attentions import ATTENTIONS
-    from trainer.data import SAMPLER
+    from trainer.data import NO_EXCHANGE
     from trainer.data import check_names as check_balance
 
     for task in tasks:
         settings = task.run.settings
         try:
             check_balance(settings)
-            if settings.balance == SAMPLER:
-                raise ConfigError(f"balance = {SAMPLER!r} reads a dataset, these batches are drawn; choose an exchange")
+            if settings.balance == NO_EXCHANGE:
+                raise ConfigError(
+                    f"balance = {NO_EXCHANGE!r} reads a dataset, these batches are drawn; choose an exchange"
+                )
             ATTENTIONS.check(settings.attention)
             PIPELINES.check(settings.pipeline)
         except ConfigError as error:

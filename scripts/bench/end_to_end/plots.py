@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator
 
 from end_to_end.columns import UNBALANCED, Row, comparison
-from evenrank.cli.reports import html_page
+from evenrank.cli.reports import svg
 from rendering.figures import STYLE, WIDTH
 
 STRATEGIES = (UNBALANCED, "karmarkar-karp", "lpt-swap", "min-move")
@@ -36,9 +36,9 @@ def throughput(rows: Sequence[Row]) -> Figure:
     axes.set_xlim(0, max(ends, default=1.0))
     for place, (row, text) in enumerate(zip(rows, texts, strict=True)):
         if row.speed is None:
-            axes.text(highest * 0.01, place, text, va="center", color=html_page.RED)
+            axes.text(highest * 0.01, place, text, va="center", color=svg.RED)
             continue
-        colour = html_page.GREY if row.strategy == UNBALANCED else html_page.BLUE
+        colour = svg.GREY if row.strategy == UNBALANCED else svg.BLUE
         axes.barh(place, row.speed.tflops, _BAR, color=colour)
         axes.text(row.speed.tflops + highest * 0.01, place, text, va="center")
     _name_rows(axes, [row.name for row in rows])
@@ -49,7 +49,7 @@ def throughput(rows: Sequence[Row]) -> Figure:
         other = axes.secondary_xaxis("top", functions=(_times(percent), _times(1 / percent)))
         other.set_xlabel("MFU (%)")
         other.spines["top"].set_visible(True)
-    handles = [Patch(color=html_page.GREY, label=UNBALANCED), Patch(color=html_page.BLUE, label="balanced")]
+    handles = [Patch(color=svg.GREY, label=UNBALANCED), Patch(color=svg.BLUE, label="balanced")]
     figure.legend(handles=handles, loc="outside lower right", ncols=2)
     return figure
 
@@ -70,14 +70,14 @@ def headline(tables: Mapping[str, Sequence[Row]]) -> Figure:
             row = found.get(strategy)
             ratio = row.evenness.to_even if row and row.evenness else None
             if row is None or ratio is None:
-                axes.text(0.02, place, "not measured", va="center", color=html_page.GREY)
+                axes.text(0.02, place, "not measured", va="center", color=svg.GREY)
                 continue
             longest = max(longest, ratio.value)
-            axes.barh(place, min(ratio.value, 1), _BAR, color=html_page.BLUE)
-            axes.barh(place, max(ratio.value - 1, 0), _BAR, left=1, color=html_page.ORANGE)
+            axes.barh(place, min(ratio.value, 1), _BAR, color=svg.BLUE)
+            axes.barh(place, max(ratio.value - 1, 0), _BAR, left=1, color=svg.ORANGE)
             axes.text(max(ratio.value, 1) + 0.02, place, f"{ratio.value:.3f}", va="center")
             axes.text(0.02, place, _how_fast(row, found.get(UNBALANCED)), va="center", color="white", fontsize=9)
-        axes.axvline(1, color=html_page.INK, linewidth=0.9, linestyle="--")
+        axes.axvline(1, color=svg.INK, linewidth=0.9, linestyle="--")
         axes.set_title(lengths, fontsize=10, fontweight="bold")
         axes.set_xlabel("step time / perfectly even batch")
         _name_rows(axes, known)

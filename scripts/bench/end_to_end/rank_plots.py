@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from end_to_end.columns import strategy_of
 from end_to_end.results import LIVE, Floats, RunResult
 from end_to_end.step_times import compute_ms, job_ms, segments_of
-from evenrank.cli.reports import html_page
+from evenrank.cli.reports import svg
 from rendering.figures import STYLE, WIDTH
 
 SHOWN_STEPS = 40
@@ -18,8 +18,8 @@ _COLOURS = "PuOr_r"  # from below the mean to above it; also told apart by those
 _PARTS = (
     ("exchange, embeddings", "#c9ced6"),
     ("forward", "#8db6e3"),
-    ("backward", html_page.BLUE),
-    ("waiting for gradients, optimizer", html_page.ORANGE),
+    ("backward", svg.BLUE),
+    ("waiting for gradients, optimizer", svg.ORANGE),
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from end_to_end import cost_section, plots, rank_plots, scaling, targets
+from end_to_end import cost_section, plots, rank_plots, scaling_section, targets
 from end_to_end.columns import UNBALANCED, Row, comparison, make_rows
 from end_to_end.experiments import Experiments, Run, lengths_of, resolved, slug
 from end_to_end.results import RunResult
@@ -52,7 +52,9 @@ def write_report(out: Path, experiments: Experiments) -> None:
     # Of other tables in the same folder, a run with the same settings on another number of GPUs is a measurement too.
     scaled = [*results, *(result for lengths, runs in chosen.items() for result in _load_others(out / lengths, runs))]
     text += [
-        section for section in (cost_section.write_section(out, results), scaling.write_section(out, scaled)) if section
+        section
+        for section in (cost_section.write_section(out, results), scaling_section.write_section(out, scaled))
+        if section
     ]
     text += ["## Columns", *(f"{title}:\n\n{notes(columns)}" for title, columns in _TITLES.items())]
     text += ["## Runs", _RUNS, _list_runs(results)]

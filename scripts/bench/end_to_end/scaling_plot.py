@@ -1,30 +1,28 @@
 """Plot of simulated and measured scaling."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
-from evenrank.cli.reports import html_page
+from end_to_end.scaling import Scaling
+from evenrank.cli.reports import svg
 from rendering.figures import STYLE, WIDTH
-
-if TYPE_CHECKING:
-    from end_to_end.scaling import Scaling
 
 # By strategy, the best last: lines that coincide are seen below one another.
 _STYLES: tuple[dict[str, Any], ...] = (
-    {"color": html_page.GREY, "linewidth": 1.4},
-    {"color": html_page.RED, "linewidth": 1.4},
-    {"color": html_page.BLUE, "linewidth": 3.0},
-    {"color": html_page.INK, "linewidth": 1.4, "linestyle": "--", "zorder": 3},
-    {"color": html_page.ORANGE, "linewidth": 6.0, "alpha": 0.35, "zorder": 1},
+    {"color": svg.GREY, "linewidth": 1.4},
+    {"color": svg.RED, "linewidth": 1.4},
+    {"color": svg.BLUE, "linewidth": 3.0},
+    {"color": svg.INK, "linewidth": 1.4, "linestyle": "--", "zorder": 3},
+    {"color": svg.ORANGE, "linewidth": 6.0, "alpha": 0.35, "zorder": 1},
 )
 
 
 @mpl.rc_context(STYLE)
-def draw(scaling: "Scaling") -> Figure:
+def draw(scaling: Scaling) -> Figure:
     """Draw speed-up and efficiency over ranks, predicted as lines and measured as circles."""
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     figure.suptitle(f"Predicted (lines) and measured (circles): {scaling.lengths}")

@@ -25,7 +25,7 @@ _MEASURED_COLUMNS = (
 )
 
 
-def render(scaling: "Scaling") -> list[str]:
+def render(scaling: Scaling) -> list[str]:
     """Return paragraphs and tables: the calibration, predictions with measurements, and all predictions."""
     measured = [point for point in scaling.points if point.measured is not None]
     strategies = list(dict.fromkeys(point.strategy for point in scaling.points))
@@ -71,11 +71,11 @@ def _error_statement(measured: list["Point"]) -> str:
     )
 
 
-def _base(scaling: "Scaling") -> str:
+def _base(scaling: Scaling) -> str:
     return "as measured" if scaling.find(1, "").measured is not None else "as predicted"
 
 
-def _measured_row(scaling: "Scaling", point: "Point") -> list[str]:
+def _measured_row(scaling: Scaling, point: "Point") -> list[str]:
     assert point.measured is not None
     errors = ["-", "-"] if point.errors is None else [f"{error:+.1%}" for error in point.errors]
     ratios = [
@@ -95,7 +95,7 @@ def _measured_row(scaling: "Scaling", point: "Point") -> list[str]:
     ]
 
 
-def _cell(scaling: "Scaling", point: "Point") -> str:
+def _cell(scaling: Scaling, point: "Point") -> str:
     ratios = ((scaling.speedup(point), ".2f"), (scaling.to_even(point), ".3f"), (scaling.efficiency(point), ".0%"))
     return f"{point.seconds * 1e3:.1f}, " + ", ".join(_number(value, form) for value, form in ratios)
 

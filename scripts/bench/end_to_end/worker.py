@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,14 @@ from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask, new_result
 from evenrank.cli import console
 from evenrank.core.errors import ConfigError, EvenrankError
-from evenrank.dataloader import LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader import LoaderConfig, RandomBatches, SequenceBatch
+from evenrank.dataloader.balance import Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.cost import TokenCost
 from evenrank.datasets.schema import ACTION, ITEM_ID, SCHEMA_VERSION, USER_ID, Manifest
 from evenrank.training import device_peaks, make_pipeline, scale_loss
 from evenrank.training.pipelines import Pipeline
 from trainer.config import TrainConfig
-from trainer.data import balanced
+from trainer.data import balance_config
 from trainer.hstu_tasks import ranking
 from trainer.job import quiet, set_precision
 from trainer.parallel import distribute
@@ -93,8 +93,17 @@ def measured(task: WorkerTask, world: World) -> RunResult:
     )
     assert isinstance(read, LoaderConfig)
     source = Source(workload, task.distribution, read, world, cost)
-    balanced_by = partial(balanced, config=config, world=world, cost=cost)
-    unbalanced = partial(balanced_by, config=dataclasses.replace(config, balance="none"))
+
+    def balanced_by(
+        loader: RandomBatches[SequenceBatch],
+        *,
+        settings: TrainConfig = config,
+        on_step: Callable[[StepMetrics], None] | None = None,
+    ) -> Balancer[SequenceBatch]:
+        way = balance_config(settings, cost=cost, on_step=on_step)
+        return Balancer(loader, way, device=world.device, group=world.data)
+
+    unbalanced = partial(balanced_by, settings=dataclasses.replace(config, balance="none"))
     prepared, even, balance = prepare(source, balanced_by, unbalanced)
     result = dataclasses.replace(
         new_result(task, _environment(device)),

@@ -6,9 +6,9 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from evenrank.cli.reports import html_page
+from evenrank.cli.reports import svg
 
-STYLE: Any = {**html_page.STYLE, "figure.facecolor": "white", "savefig.dpi": 150, "axes.titlelocation": "left"}
+STYLE: Any = {**svg.STYLE, "figure.facecolor": "white", "savefig.dpi": 150, "axes.titlelocation": "left"}
 """Functions that draw are decorated with `@mpl.rc_context(STYLE)`."""
 WIDTH = 8.2
 """Inches: at 150 dpi, twice the width of a page, so that text stays readable on it."""

@@ -21,7 +21,7 @@ def test_records_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     with JsonLines(path, every=2, window=3) as log:
         for metrics in STEPS:
             log(metrics)
-    (first, second), _ = read_json_lines(path)
+    first, second = read_json_lines(path).records
     assert (first.epoch, first.step, first.seen) == (0, 1, 2)
     assert (second.epoch, second.step, second.seen) == (1, 0, 4)
     for record, steps in ((first, STEPS[:2]), (second, STEPS[1:4])):
@@ -39,65 +39,71 @@ def test_a_record_has_the_fields_of_a_line(tmp_path: Path) -> None:
     assert sorted(keys) == sorted(json.loads((tmp_path / "log.jsonl").read_text()))
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, *STEPS[:2])
     text = path.read_bytes()
-    ends = [text.index(b"\n") + 1, len(text)]
-    for size in range(len(text) + 1):
+    first = text.index(b"\n")
+    for size in range(first, len(text)):
         path.write_bytes(text[:size])
-        # A line that lacks only its newline is complete.
-        records, num_skipped = read_json_lines(path)
-        assert [record.step for record in records] == [0, 1][: sum(size >= end - 1 for end in ends)]
-        assert num_skipped == len(text[:size].splitlines()) - len(records)
+        is_whole = size == len(text) - 1  # it lacks only its newline
+        records, skipped = read_json_lines(path)
+        assert [record.step for record in records] == [0, 1][: 1 + is_whole]
+        assert skipped == (first + 1 < size and not is_whole)
 
 
 def test_fields_of_a_later_version_do_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, step(3))
     path.write_text(json.dumps({**json.loads(path.read_text()), "more": {"a": [1]}}) + "\n")
-    records, num_skipped = read_json_lines(path)
-    assert ([record.step for record in records], num_skipped) == ([3], 0)
+    assert [record.step for record in read_json_lines(path).records] == [3]
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "reason"),
     [
-        {"step": None},
-        {"step": 1.5},
-        {"step": True},
-        {"epoch": -1},
-        {"steps": 0},
-        {"ratio_before": "1"},
-        {"ratio_before": float("nan")},
-        {"speedup": 10**400},
-        {"plan_seconds": -0.5},
-        {"before": 5},
-        {"before": []},
-        {"before": [1, "2"]},
-        {"before": [1, 1 << 63]},
-        {"before": [1, 2, 3]},
+        ({"step": None}, "'step' is null"),
+        ({"step": 1.5}, "'step' is 1.5"),
+        ({"step": True}, "'step' is true"),
+        ({"epoch": -1}, "'epoch' is -1"),
+        ({"steps": 0}, "'steps' is below 1"),
+        ({"ratio_before": "1"}, "'ratio_before' is \"1\""),
+        ({"ratio_before": float("nan")}, "'ratio_before' is NaN"),
+        ({"speedup": 10**400}, "'speedup' is 1000"),
+        ({"plan_seconds": -0.5}, "'plan_seconds' is -0.5"),
+        ({"before": 5}, "'before' is 5"),
+        ({"before": []}, "'before' is []"),
+        ({"before": [1, "2"]}, "'before' is [1, \"2\"]"),
+        ({"before": [1, 1 << 63]}, "'before' is [1, 9223372036854775808]"),
+        ({"before": [1, 2, 3]}, "'before' and 'after' differ in length"),
     ],
-    ids=str,
 )
-def test_a_record_with_a_wrong_value_is_skipped(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_line_with_a_bad_value_is_skipped_and_named_if_no_other_is_a_record(
+    tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
     path = tmp_path / "log.jsonl"
     write(path, *STEPS)
     lines = path.read_text().splitlines()
     lines[2] = json.dumps({**json.loads(lines[2]), **change})
     path.write_text("\n".join(lines) + "\n")
-    records, num_skipped = read_json_lines(path)
-    assert (len(records), num_skipped) == (len(STEPS) - 1, 1)
+    records, skipped = read_json_lines(path)
+    assert (len(records), skipped) == (len(STEPS) - 1, 1)
+    path.write_text(lines[2])
+    with pytest.raises(DataError) as raised:
+        read_json_lines(path)
+    start = f"{path} has no record; line 1 is not a record of balancing metrics: {reason}"
+    assert str(raised.value).startswith(start)
+    assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("line", [b"", b'{"epoch": 0, "st', b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}"], ids=len)
-def test_a_line_that_is_not_a_record_is_skipped(tmp_path: Path, line: bytes) -> None:
+@pytest.mark.parametrize("line", [b'{"epoch": 0, "st', b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}"])
+def test_a_line_that_is_no_record_is_skipped_and_counted(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "log.jsonl"
     write(path, step(0))
     whole = path.read_bytes()
     path.write_bytes(whole + line + b"\n" + whole)
-    records, num_skipped = read_json_lines(path)
-    assert (len(records), num_skipped) == (2, 1)
+    records, skipped = read_json_lines(path)
+    assert (len(records), skipped) == (2, 1)
 
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -119,7 +125,7 @@ def test_steps_are_added_up_where_a_job_was_resumed(tmp_path: Path) -> None:
         with JsonLines(path, every=every) as log:
             for metrics in STEPS[:number]:
                 log(metrics)
-    records, _ = read_json_lines(path)
+    records = read_json_lines(path).records
     assert column(records, "seen").tolist() == [1, 2, 3, 2, 4, 2, 1]
     assert cumulative_steps(records).tolist() == [1, 2, 3, 5, 7, 9, 10]
 
@@ -130,7 +136,7 @@ def test_records_of_different_numbers_of_steps_combine_to_the_summary_of_all_ste
         with JsonLines(tmp_path / "log.jsonl", every=every, window=every) as log:
             for metrics in steps:
                 log(metrics)
-    records, _ = read_json_lines(tmp_path / "log.jsonl")
+    records = read_json_lines(tmp_path / "log.jsonl").records
     assert column(records, "steps").tolist() == [3, 2]
     assert dataclasses.asdict(combine(records)) == pytest.approx(dataclasses.asdict(summarize(STEPS)))
 
@@ -138,5 +144,4 @@ def test_records_of_different_numbers_of_steps_combine_to_the_summary_of_all_ste
 @pytest.mark.parametrize(("heaviest", "chosen"), [([9], 9), ([9, 5, 7], 7), ([4, 8, 5, 6], 5), ([5, 5, 9], 5)])
 def test_the_typical_record_has_the_median_imbalance(tmp_path: Path, heaviest: list[int], chosen: int) -> None:
     write(tmp_path / "log.jsonl", *(step(0, before=(load, 1)) for load in heaviest))
-    records, _ = read_json_lines(tmp_path / "log.jsonl")
-    assert typical_record(records).before.max() == chosen
+    assert typical_record(read_json_lines(tmp_path / "log.jsonl").records).before.max() == chosen

@@ -23,7 +23,7 @@ SECTIONS = ["tiles", "loads", "moved", "times"]
 
 def _page(tmp_path: Path, *steps: StepMetrics, name: str = "log.jsonl") -> str:
     write(tmp_path / "log.jsonl", *steps)
-    return render_page(read_json_lines(tmp_path / "log.jsonl")[0], name=name)
+    return render_page(read_json_lines(tmp_path / "log.jsonl").records, name=name)
 
 
 def test_a_point_stands_for_consecutive_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,14 +55,14 @@ def test_bytes_are_formatted_with_units(num_bytes: float, text: str) -> None:
 
 def test_the_headline_states_the_effect_of_balancing(tmp_path: Path) -> None:
     write(tmp_path / "log.jsonl", *STEPS)
-    records = read_json_lines(tmp_path / "log.jsonl")[0]
+    records = read_json_lines(tmp_path / "log.jsonl").records
     assert headline(records, combine(records)) == (
         "Balancing reduced the load of the heaviest rank from 1.900 to 1.150 times the lower bound in 5 steps on 2 "
         "ranks; the cost model expects steps to be 1.65 times as fast."
     )
     stays = dataclasses.replace(step(0, before=(7,), after=(7,)), moved_samples=0, moved_tokens=0, moved_bytes=0)
     write(tmp_path / "other.jsonl", stays)
-    records = read_json_lines(tmp_path / "other.jsonl")[0]
+    records = read_json_lines(tmp_path / "other.jsonl").records
     assert headline(records, combine(records)) == (
         "No sample moved to another rank in 1 step on 1 rank: the load of the heaviest rank was 1.750 times the lower "
         "bound."
@@ -90,7 +90,7 @@ def test_the_page_has_the_numbers(tmp_path: Path) -> None:
 
 def test_the_page_is_self_contained_and_escapes_text(tmp_path: Path) -> None:
     html = _page(tmp_path, *STEPS, name=SCRIPT)
-    assert html == render_page(read_json_lines(tmp_path / "log.jsonl")[0], name=SCRIPT)
+    assert html == render_page(read_json_lines(tmp_path / "log.jsonl").records, name=SCRIPT)
     assert sections_of(html) == SECTIONS
     assert html.count("<svg") == 5
     assert external_parts(html) == []
@@ -148,7 +148,7 @@ def test_the_command_prints_a_table_and_then_the_path_of_the_page(tmp_path: Path
     [
         (["nowhere.jsonl"], "error: nowhere.jsonl cannot be read: No such file or directory; give a file that "),
         (["empty.jsonl"], "error: empty.jsonl has no record yet; the job writes one after every `every` steps"),
-        (["bad.jsonl"], "error: bad.jsonl has no record yet, only 1 lines that are none; the job writes"),
+        (["bad.jsonl"], "error: bad.jsonl, line 1 is not a record of balancing metrics: 'step' is missing; give"),
         (["run.jsonl", "--html", "run.jsonl"], "error: run.jsonl is the log, which the page would replace; choose"),
         (["run.jsonl", "--html", "."], "error: . is a folder; --html needs the name of a file"),
         (["run.jsonl", "--html", "run.jsonl/x.html"], "error: run.jsonl/x.html could not be written: "),

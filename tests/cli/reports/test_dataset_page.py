@@ -87,10 +87,10 @@ def test_every_length_has_a_bin(longest: int) -> None:
 def test_items_are_counted_over_all_splits() -> None:
     items = dataset_data.count_items(STORES)
     assert (items.ids.tolist(), items.counts.tolist()) == ([7, 9, 30], [2, 1, 5])
-    popularity = dataset_data.item_popularity(items)
-    assert popularity.counts.tolist() == [5, 2, 1]
-    assert popularity.top(0.01) == (1, 5 / 8)
-    assert popularity.top(0.5) == (2, 7 / 8)
+    counts = items.by_popularity()
+    assert counts.tolist() == [5, 2, 1]
+    assert dataset_data.top_share(counts, 0.01) == (1, 5 / 8)
+    assert dataset_data.top_share(counts, 0.5) == (2, 7 / 8)
 
 
 @pytest.mark.usefixtures("_small_chunks")

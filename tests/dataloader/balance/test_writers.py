@@ -140,9 +140,7 @@ def test_an_existing_file_is_continued_on_a_new_line(tmp_path: Path) -> None:
         write(path, STEPS[2])
         written = path.read_bytes()
         assert written.startswith(text[:size])
-        *_, last = (parse_record(line) for line in written.splitlines())
-        assert last is not None
-        assert last.heaviest_before == 10
+        assert parse_record(written.splitlines()[-1]).heaviest_before == 10
         assert written.count(b"\n") == len(text[:size].splitlines()) + 1
         assert b"\n\n" not in written
 
@@ -209,8 +207,10 @@ def test_a_full_disk_closes_the_log_and_the_next_writer_begins_a_new_line(tmp_pa
     log.close()
     assert not path.read_text().endswith("\n")
     write(path, STEPS[3])
-    records = [parse_record(line) for line in path.read_bytes().splitlines()]
-    assert [None if record is None else (record.epoch, record.step) for record in records] == [(0, 0), None, (1, 0)]
+    first, incomplete, last = path.read_bytes().splitlines()
+    assert [(record.epoch, record.step) for record in map(parse_record, (first, last))] == [(0, 0), (1, 0)]
+    with pytest.raises(ValueError, match="it is not JSON"):
+        parse_record(incomplete)
 
 
 def test_tensorboard_gets_every_labelled_metric(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hstu.attention import Sequences
 from hstu.attentions import ATTENTIONS
 
 
-@pytest.mark.parametrize("name", ["triton", "triton-by-sample"])
+@pytest.mark.parametrize("name", ["triton"])
 def test_triton_on_the_cpu_is_refused(name: str) -> None:
     nothing = torch.zeros(1, dtype=torch.int64)
     values = torch.zeros(0, 1, 64)

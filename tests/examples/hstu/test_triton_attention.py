@@ -48,12 +48,6 @@ def triton_attention(*arguments: Any, **settings: Any) -> Tensor:
     return module.triton_attention(*arguments, **settings)
 
 
-def by_sample_attention(*arguments: Any, **settings: Any) -> Tensor:
-    from hstu import by_sample_attention as module
-
-    return module.by_sample_attention(*arguments, **settings)
-
-
 def _run(attention: Attention, inputs: list[Tensor], sequences: Sequences, dtype: torch.dtype) -> list[Tensor]:
     """Return the result and the gradients of query, key and value."""
     leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs[:3]]
@@ -104,16 +98,6 @@ def test_results_and_gradients_are_as_exact_as_those_of_the_reference(head_dim: 
     contextual = [2, 0, 1, 0, 128, 3, 200, 1]
     candidates = [10, 0, 0, 129, 0, 1, 140, 63]
     _check(_sequences(lengths, contextual, candidates), 3, head_dim, dtype)
-
-
-@HEAD_DIMS
-@BOTH_DTYPES
-def test_a_program_per_sample_is_as_exact(head_dim: int, dtype: torch.dtype) -> None:
-    sequences = _sequences([300, 0, 1, 129, 512, 64], [2, 0, 1, 0, 200, 1], [10, 0, 0, 129, 140, 63])
-    inputs = _inputs(sequences, 3, head_dim, dtype)
-    _compare(inputs, sequences, dtype, attention=by_sample_attention)
-    outputs = [_run(attention, inputs, sequences, dtype)[0] for attention in (triton_attention, by_sample_attention)]
-    assert torch.equal(*outputs)  # of the same kernel
 
 
 @st.composite
@@ -178,15 +162,14 @@ def test_a_nan_stays_in_its_sample() -> None:
         assert result[100:200].isnan().all()
 
 
-@pytest.mark.parametrize("attention", [triton_attention, by_sample_attention])
-def test_nothing_waits_for_the_device(attention: Attention) -> None:
+def test_nothing_waits_for_the_device() -> None:
     sequences = _sequences([500, 20], [1, 1], [3, 0])
     inputs = _inputs(sequences, 2, 64, torch.bfloat16)
-    _run(attention, inputs, sequences, torch.bfloat16)  # compiles
+    _run(triton_attention, inputs, sequences, torch.bfloat16)  # compiles
     fresh = Sequences(**{name: getattr(sequences, name) for name in sequences.__dataclass_fields__})
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _run(attention, inputs, fresh, torch.bfloat16)
+        _run(triton_attention, inputs, fresh, torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -9,7 +9,6 @@ import torch
 from hstu import fused, unfused
 from hstu.attention import Sequences, padded_attention
 from hstu.attentions import Attention
-from hstu.by_sample_attention import by_sample_attention
 from hstu.fused_layer import options_for, whole_layer
 from hstu.layer import HSTUAttention, HSTULayer
 from hstu.pointwise import Pointwise
@@ -19,7 +18,7 @@ from tests.examples.hstu.samples import CONFIG
 
 LENGTHS = [4, 0, 34]
 NO_TOKENS = [0, 0, 0]
-ATTENTIONS: dict[str, Attention] = {"triton": triton_attention, "triton-by-sample": by_sample_attention}
+ATTENTIONS: dict[str, Attention] = {"triton": triton_attention}
 
 
 def check_layers(*, mode: str, device: str) -> None:

@@ -21,7 +21,7 @@ from trainer.job import train
 from trainer.world import World
 
 TIMEOUT = timedelta(seconds=200)
-_WAYS = ("none", "sampler", "all-to-all", "all-gather")
+_WAYS = ("none", "no-exchange", "all-to-all", "all-gather")
 _STRATEGIES = ("lpt-swap", "min-move", "karmarkar-karp")
 
 
@@ -75,7 +75,7 @@ def draw_round(seed: int, number: int) -> Round:
     options |= {"balance": pick(*_WAYS), "num_workers": pick(0, 1, 2), "batch_size": pick(8, 12) // ranks}
     if options["balance"] != "none":
         options |= {"strategy": pick(*_STRATEGIES)}
-    if options["balance"] == "sampler":
+    if options["balance"] == "no-exchange":
         options |= {"window": pick(1, 3, 4)}
     options |= {"dropout": pick(0.0, 0.2), "warmup_steps": pick(0, 5), "weight_decay": pick(0.0, 0.1)}
     options |= {"learning_rate": 0.01, "precision": pick("fp32", "fp32", "bf16"), "seed": pick(0, 7)}

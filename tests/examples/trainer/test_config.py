@@ -78,7 +78,7 @@ RETRIEVAL = {"task": "retrieval"}
             "--codebook-size applies to a job without --codes, not to --codes x.pt",
         ),
         ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
-        ({}, "window", "--window applies to --balance sampler, not to --balance all-to-all"),
+        ({}, "window", "--window applies to --balance no-exchange, not to --balance all-to-all"),
         (SEMANTIC_IDS, "attention", "--attention applies to --model hstu, not to --model semantic-ids"),
         (SEMANTIC_IDS, "fused_norms", "--fused-norms applies to --model hstu, not to --model semantic-ids"),
         (SEMANTIC_IDS, "recompute", "--recompute applies to --model hstu, not to --model semantic-ids"),
@@ -130,7 +130,7 @@ def test_every_setting_is_an_option_with_its_type(toml: Path) -> None:
     tried = {"layers", "stall_seconds"}
     # No job has all of them.
     modes: list[dict[str, Any]] = [
-        {"model": "hstu", "task": "ranking", "embeddings": "sharded", "balance": "sampler"},
+        {"model": "hstu", "task": "ranking", "embeddings": "sharded", "balance": "no-exchange"},
         {**RETRIEVAL, "balance": "all-gather"},
         {**SEMANTIC_IDS, "codes": "x"},
         SEMANTIC_IDS,

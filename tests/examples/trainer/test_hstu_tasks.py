@@ -111,7 +111,5 @@ def test_a_ranking_model_needs_no_dataset_but_vocabulary_sizes() -> None:
 
 
 def test_an_unknown_attention_is_an_error_that_lists_the_known(small_dataset: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="no attention is called 'flash'; known are padded, triton, triton-by-sample, auto"
-    ):
+    with pytest.raises(ConfigError, match="no attention is called 'flash'; known are padded, triton, auto"):
         ranking(TrainConfig(attention="flash"), read_manifest(small_dataset), WORLD)

@@ -34,7 +34,7 @@ def _log(out: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup_steps": 7}, SHARDED, {"balance": "sampler"}],
+    [{"warmup_steps": 7}, SHARDED, {"balance": "no-exchange"}],
     ids=["replicated", "sharded and pipelined", "without an exchange"],
 )
 def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_happened(
@@ -64,7 +64,7 @@ def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_hap
 
 def test_a_job_that_dies_within_a_window_finishes_it(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     def job(out: str, **more: Any) -> dict[str, Any]:
-        options = {"balance": "sampler", "window": 4, "batch_size": 12, "learning_rate": 0.01}
+        options = {"balance": "no-exchange", "window": 4, "batch_size": 12, "learning_rate": 0.01}
         return settings(tmp_path / out, small_dataset, **options, **more)
 
     samples, losses = together(ranks.run(2, run, job("whole")))
@@ -89,7 +89,7 @@ def test_dropout_is_the_same_after_resuming(ranks: RankPool, small_dataset: Path
         assert resumed.losses == {step: uninterrupted.losses[step] for step in resumed.losses}
 
 
-WAYS = [("none", "lpt-swap"), ("all-to-all", "lpt-swap"), ("all-gather", "min-move"), ("sampler", "karmarkar-karp")]
+WAYS = [("none", "lpt-swap"), ("all-to-all", "lpt-swap"), ("all-gather", "min-move"), ("no-exchange", "karmarkar-karp")]
 
 
 def test_balanced_and_unbalanced_jobs_train_the_same_samples_with_equal_losses(
@@ -230,7 +230,7 @@ def _settings_looked_at(rank: int, world_size: int, options: dict[str, Any]) -> 
     "options",
     [
         {"num_tasks": 2, **SHARDED},
-        {"balance": "sampler"},
+        {"balance": "no-exchange"},
         {"task": "retrieval", "balance": "none"},
         {"model": "semantic-ids"},
         {"model": "semantic-ids", "codes": "codes.npy"},
@@ -289,7 +289,7 @@ def test_a_mistake_is_an_error_of_one_line_on_all_ranks(
     ("options", "message"),
     [
         ({"strategy": "best"}, "no strategy is called 'best'; known are none, "),
-        ({"balance": "some"}, "balance must be one of none, sampler, all-to-all, all-gather, got 'some'"),
+        ({"balance": "some"}, "balance must be one of none, no-exchange, all-to-all, all-gather, got 'some'"),
     ],
 )
 def test_an_unknown_name_is_an_error_before_anything_is_started(options: dict[str, str], message: str) -> None:

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from end_to_end import plots
 from end_to_end.columns import Row, make_rows
 from end_to_end.results import EVEN, LIVE, RunResult
-from evenrank.cli.reports import html_page
+from evenrank.cli.reports import svg
 from rendering.figures import WIDTH, save
 from tests.scripts.bench.end_to_end import made_up
 
@@ -124,6 +124,6 @@ def test_written_plots_are_as_wide_as_others_and_have_bars(tmp_path: Path) -> No
 
     pixels = matplotlib.image.imread(path)
     assert pixels.shape[1] == round(WIDTH * 150)
-    blue = np.array([int(html_page.BLUE[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    blue = np.array([int(svg.BLUE[place : place + 2], 16) / 255 for place in (1, 3, 5)])
     assert (np.abs(pixels[..., :3] - blue).max(axis=-1) < 0.01).sum() > 1000
     assert (pixels[0, 0, :3] == 1).all()

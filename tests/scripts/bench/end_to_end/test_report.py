@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from end_to_end import cost_section, scaling
+from end_to_end import cost_section, scaling_section
 from end_to_end.experiments import Experiments, Run, Workload
 from end_to_end.report import write_report
 from end_to_end.results import EVEN, LIVE, PREPARED, RunResult, Segment
@@ -38,7 +38,7 @@ def sections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "## Costs\n\nfitted\n"
 
     monkeypatch.setattr(cost_section, "write_section", write)
-    monkeypatch.setattr(scaling, "write_section", lambda out, results: "")
+    monkeypatch.setattr(scaling_section, "write_section", lambda out, results: "")
     return given
 
 
@@ -169,7 +169,7 @@ def test_scaling_also_gets_the_results_of_other_tables_in_the_folder(
         scaled.extend(result.name for result in results)
         return ""
 
-    monkeypatch.setattr(scaling, "write_section", write)
+    monkeypatch.setattr(scaling_section, "write_section", write)
 
     write_report(tmp_path, EXPERIMENTS)
 

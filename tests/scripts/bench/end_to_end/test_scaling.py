@@ -8,8 +8,10 @@ from end_to_end import scaling
 from end_to_end.columns import UNBALANCED
 from end_to_end.cost_fit import fit_cost
 from end_to_end.results import EVEN
-from end_to_end.scaling import scale, scaled_runs, simulated_compute, write_section
+from end_to_end.scaling import scale, scaled_runs, simulated_compute
+from end_to_end.scaling_section import write_section
 from evenrank.cli.simulation import LengthSource, simulate
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets.distributions import Lognormal
 from tests.scripts.bench.end_to_end import made_up
 from tests.scripts.bench.end_to_end.made_up_times import LENGTHS, OVERHEAD, compute_ms, timed
@@ -30,7 +32,7 @@ def test_without_noise_the_speedup_is_that_of_the_simulator() -> None:
         assert compute.shape == (30, 8)
         heaviest[strategy] = compute.max(axis=1).mean()
         planned = "none" if strategy == UNBALANCED else strategy
-        summary = simulate(source, cost, 8, batch_size=4, strategy=planned, steps=30)
+        summary = simulate(source, BalanceConfig(cost=cost, strategy=planned), 8, batch_size=4, steps=30)
         assert heaviest[UNBALANCED] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
         assert tokens == pytest.approx(summary.tokens / 8)
 

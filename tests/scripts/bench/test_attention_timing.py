@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attention_bench.timing import (
+from attention_timing import (
     CudaTimer,
     Heads,
     Passes,
