@@ -254,7 +254,7 @@ SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0
         (
             GOOD,
             _times(GOOD) * np.where(np.arange(200) % 10 < 3, 10, 1),
-            "60 of 200 times are far from what the tokens of their steps explain, at most 25% may be; time the",
+            "60 of 200 times are far from the fit to the tokens of their steps, at most 25% may be; time the",
         ),
     ],
 )

@@ -214,7 +214,7 @@ def test_steps_are_the_same_planned_in_parts_or_several_at_once(
 
 
 def test_nothing_is_measured_unless_on_step_is_given(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_exchange, "measure_assignment", None)
+    monkeypatch.setattr(no_exchange, "measure_step", None)
     assert len(list(_loaders(small_dataset, 2)[0])) > 10
     with pytest.raises(TypeError):
         _steps(small_dataset)
