@@ -82,14 +82,18 @@ lock: $(INSTALLED)
 release: $(INSTALLED)
 	@$(BIN)/python scripts/release.py "$(VERSION)"
 
-# The pages run `evenrank --help` for the reference.
+# Needs no PyTorch: the reference is read from the sources, and from `evenrank --help`, which the pages run.
 MKDOCS := PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-docs: $(INSTALLED)
+docs: $(BIN)/mkdocs
 	@$(MKDOCS) build --strict
 	@$(BIN)/python scripts/check_site.py site
 
-docs-serve: $(INSTALLED)
+docs-serve: $(BIN)/mkdocs
 	@$(MKDOCS) serve
+
+$(BIN)/mkdocs:
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --constraint requirements-dev.lock --editable ".[docs]"
 
 bench: $(INSTALLED)
 	@$(BIN)/python scripts/bench/planner.py

@@ -3,8 +3,8 @@
     evenrank preprocess --dataset synthetic --out out/synthetic
     torchrun --nproc_per_node 2 examples/ddp_sasrec.py --data out/synthetic
 
-Everything of evenrank is in `train` and `evaluate`: the loader, the Balancer around it, `scale_loss`, and averages and
-metrics over all ranks. The model above them is plain PyTorch. It attends to padded histories or, with `--attention
+Everything of evenrank is in `train` and `evaluate`: the loader, which balances its batches, `scale_loss`, and averages
+and metrics over all ranks. The model above them is plain PyTorch. It attends to padded histories or, with `--attention
 jagged`, without padding; before training, both are checked to have the same loss.
 """
 
@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.cli.main import run_command
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics, summarize
+from evenrank.dataloader.balance import BalanceConfig, SelfAttentionCost, StepMetrics, summarize
 from evenrank.datasets import read_manifest
 from evenrank.training import LossAverage, RankingMetrics, scale_loss
 
@@ -131,36 +131,38 @@ def train(data: Path, num_steps: int, kind: Kind, device: torch.device) -> None:
     model = DistributedDataParallel(SASRec(num_items).to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
-    # A batch without candidates and labels has a loss token for each item but the first of a history.
-    loader = build_loader(data, config_of("train"), rank=rank, world_size=world_size)
     cost = SelfAttentionCost(
         hidden=HIDDEN, heads=HEADS, head_dim=HIDDEN // HEADS, layers=LAYERS, ffn_multiplier=4, max_tokens=MAX_LENGTH
     )
     average = LossAverage(device=device)
     loads: list[StepMetrics] = []
+    # Each rank plans the steps of all ranks and reads the samples that it trains. Without candidates and labels, each
+    # item but the first of a history is a loss token.
+    balance = BalanceConfig(cost=cost, on_step=loads.append)
+    loader = build_loader(data, config_of("train"), rank=rank, world_size=world_size, balance=balance)
     report(f"before training | {evaluate(model.module, data, kind, device)}")
-    with Balancer(loader, BalanceConfig(cost=cost, on_step=loads.append), device=device) as balancer:
-        epochs = itertools.chain.from_iterable(itertools.repeat(balancer))
-        for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
-            history, max_length = batch.features["item_id"], longest(batch)
-            negatives = torch.randint(1, num_items, (NUM_NEGATIVES,), device=device)
-            if step == 1:
-                check_attentions(model.module, history, negatives, max_length)
-            optimizer.zero_grad()
-            loss_sum = model(history, negatives, max_length, kind)
-            scale_loss(loss_sum, batch).backward()  # over the loss tokens of all ranks, which the batch knows
-            optimizer.step()
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, batch in enumerate(itertools.islice(epochs, num_steps), start=1):
+        batch = batch.to(device)
+        history, max_length = batch.features["item_id"], longest(batch)
+        negatives = torch.randint(1, num_items, (NUM_NEGATIVES,), device=device)
+        if step == 1:
+            check_attentions(model.module, history, negatives, max_length)
+        optimizer.zero_grad()
+        loss_sum = model(history, negatives, max_length, kind)
+        scale_loss(loss_sum, batch).backward()  # over the loss tokens of all ranks, which the batch knows
+        optimizer.step()
 
-            average.update(loss_sum, batch)
-            if step % REPORT_EVERY == 0 or step == num_steps:
-                (loss,) = average.compute()
-                summary = summarize(loads)
-                report(
-                    f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
-                    f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
-                )
-                average.reset()
-                loads.clear()
+        average.update(loss_sum, batch)
+        if step % REPORT_EVERY == 0 or step == num_steps:
+            (loss,) = average.compute()
+            summary = summarize(loads)
+            report(
+                f"step {step} | loss {loss:.4f} | heaviest rank over lower bound "
+                f"{summary.ratio_before:.3f} before balancing, {summary.ratio_after:.3f} after"
+            )
+            average.reset()
+            loads.clear()
     report(f"after training | {evaluate(model.module, data, kind, device)}")
 
 

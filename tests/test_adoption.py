@@ -89,6 +89,7 @@ def _names(path: Path, rank: int, world_size: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     return {
+        "BalanceConfig": BalanceConfig,
         "Balancer": Balancer,
         "build_loader": build_loader,
         "config": LoaderConfig(batch_size=12),
