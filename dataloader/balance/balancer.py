@@ -166,8 +166,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             TypeError: the loader does not know them.
 
         """
-        remaining = self._source.remaining_batches()
-        if remaining is None:
+        if (remaining := self._source.remaining_batches()) is None:
             raise TypeError("the loader has no remaining_batches")
         return remaining
 
@@ -330,11 +329,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         batch = handle.in_flight.prepared.balanced_batch()
         metrics = handle.planned.result().metrics
         if self._observe is not None and metrics is not None:
-            self._observe(
-                dataclasses.replace(
-                    metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
-                )
-            )
+            times = {"exchange_seconds": handle.exchange_seconds, "waited_seconds": handle.waited_seconds}
+            self._observe(dataclasses.replace(metrics, **times))
         return cast(Batch, batch)
 
     def _start_next(self, source: Iterator[Batch]) -> Handle:

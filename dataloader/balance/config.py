@@ -27,13 +27,13 @@ _PER_RANK = ("timeout", "on_step", "log_every", "log_window")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """How steps are balanced over the ranks; the same on all ranks, except for the last four options.
+    """Options of balancing; the same on all ranks, except for the last four.
 
-    A Balancer, or `build_loader`, checks the options, so that a mistake on one rank is reported on all ranks.
+    A Balancer or `build_loader` checks them, so that a mistake on one rank is reported on all ranks.
     """
 
     cost: Cost
-    """What a sample costs; see `evenrank.dataloader.balance.cost`."""
+    """The cost of a sample; see `evenrank.dataloader.balance.cost`."""
 
     strategy: str = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
@@ -56,16 +56,16 @@ class BalanceConfig:
     `drop_last` leaves out a last step that has room for more samples."""
 
     window: int = 1
-    """`build_loader` only. Steps whose samples may change steps among themselves, so that fewer of them wait for
-    samples that make their ranks uneven. 1: samples stay in their steps."""
+    """`build_loader` only. Number of consecutive steps whose samples may change steps among themselves, so that fewer
+    steps wait for a long sample. 1: samples stay in their steps."""
 
     exchange: str = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
 
     batch_size: int | None = None
-    """`Balancer` only. Rows of every balanced batch, at least those of the loader's batches, which are padded to it;
-    None: those of the longest batch of any rank so far."""
+    """`Balancer` only. Rows of every balanced batch, padding included, at least as many as the loader's batches have;
+    None: the rows of the longest batch of any rank so far."""
 
     lookahead: int = 2
     """`Balancer` only. Steps whose metadata is gathered ahead of the step that trains, at least 1. On a GPU each
@@ -80,7 +80,7 @@ class BalanceConfig:
     gathering and exchanging are 0."""
 
     log_every: int | None = None
-    """Rank 0 logs a line for people every so many steps; None: no lines."""
+    """Steps from one line for people in the log of rank 0 to the next; None: no lines."""
 
     log_window: tuple[int, int] | None = None
     """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
@@ -89,7 +89,7 @@ class BalanceConfig:
         """Check the options.
 
         Args:
-            exchanges: for a Balancer, which exchanges samples; otherwise for a loader that balances itself.
+            exchanges: for a Balancer, which exchanges samples; False: for `build_loader`.
 
         Raises:
             ConfigError: an option is out of range, contradicts another one, or has no effect.

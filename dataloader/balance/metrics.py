@@ -128,7 +128,7 @@ def _values(name: str, summaries: Sequence["MetricsSummary"]) -> NDArray[np.floa
     return np.array([getattr(summary, name) for summary in summaries], dtype=np.float64)
 
 
-def _total(name: str, summaries: Sequence["MetricsSummary"]) -> int:
+def _sum(name: str, summaries: Sequence["MetricsSummary"]) -> int:
     return int(_values(name, summaries).sum())
 
 
@@ -174,7 +174,7 @@ def _metric(
 class MetricsSummary:
     """One or more steps in a few numbers. A synchronous step lasts as long as its heaviest rank."""
 
-    steps: int = _metric(_total, default=0)
+    steps: int = _metric(_sum, default=0)
     """Number of steps."""
 
     ratio_before: float = _metric(_mean, "load before balancing (heaviest rank / lower bound)", Unit.RATIO, default=1.0)

@@ -33,12 +33,6 @@ class LocalPlan:
     indices: NDArray[np.int64]
     """[n]: its samples, as indices into all that were planned together, ascending."""
 
-    costs: NDArray[np.int64]
-    """[n]: of each of its samples, scaled like the loads in `metrics`, so that they add up to them."""
-
-    tokens: NDArray[np.int64]
-    """[n]: of each of its samples; see `cost.count_tokens`."""
-
     num_rows: int
     """Rows of its batch, padding included."""
 
@@ -219,8 +213,6 @@ class LocalPlanner:
             metrics = replace(metrics, plan_seconds=plan_seconds)
         return LocalPlan(
             indices=indices,
-            costs=known.costs[indices],
-            tokens=known.tokens[indices],
             num_rows=batch_size,
             world_loss_tokens=int(known.loss_tokens.sum()),
             plan_hash=self._hash(sample_ids, trained_by),
