@@ -82,6 +82,46 @@ class Handle:
             raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
 
 
+def _check_on_all_ranks(
+    batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
+) -> tuple[ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
+    """Check this rank's arguments and compare them between ranks, before any process group is created.
+
+    Collective: every rank must call this.
+
+    Raises:
+        ConfigError: the arguments are invalid on this rank.
+        RankError: they are invalid on another rank, or differ between ranks.
+
+    """
+    exchange_device, source, num_batches, error = None, None, None, None
+    shared: dict[str, Any] = {}
+    try:
+        config.check(exchanges=True)
+        source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size)
+        num_batches = source.length()
+        exchange_device = make_device(device)
+        shared = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
+    except Exception as raised:  # reported to all ranks
+        error = raised
+    report = RankReport(
+        error=None if error is None else one_line(error),
+        settings=shared,
+        hardware=None if exchange_device is None else exchange_device.hardware,
+        num_batches=num_batches,
+        host=socket.gethostname(),
+    )
+    try:
+        settled = handshake(report, validate_reports, members, config.timeout)
+    except RankError:
+        if error is not None:
+            raise error from None
+        raise
+    assert source is not None
+    assert exchange_device is not None
+    return exchange_device, source, settled
+
+
 class Balancer(EpochNode[Batch], Generic[Batch]):
     """Balances every step over the ranks of a process group; iterate over it instead of over the loader.
 
@@ -345,46 +385,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
         with self._device.profiled("start"):
             return self._planner.plan(batch, error)
-
-
-def _check_on_all_ranks(
-    batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
-) -> tuple[ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
-    """Check this rank's arguments and compare them between ranks, before any process group is created.
-
-    Collective: every rank must call this.
-
-    Raises:
-        ConfigError: the arguments are invalid on this rank.
-        RankError: they are invalid on another rank, or differ between ranks.
-
-    """
-    exchange_device, source, num_batches, error = None, None, None, None
-    options: dict[str, Any] = {}
-    try:
-        config.check(exchanges=True)
-        source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size)
-        num_batches = source.length()
-        exchange_device = make_device(device)
-        options = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
-    except Exception as raised:  # reported to all ranks
-        error = raised
-    report = RankReport(
-        error=None if error is None else one_line(error),
-        settings=options,
-        hardware=None if exchange_device is None else exchange_device.hardware,
-        num_batches=num_batches,
-        host=socket.gethostname(),
-    )
-    try:
-        result = handshake(report, validate_reports, members, config.timeout)
-    except RankError:
-        if error is not None:
-            raise error from None
-        raise
-    assert source is not None
-    assert exchange_device is not None
-    return exchange_device, source, result
 
 
 def _drain(handles: Iterable[Handle]) -> None:

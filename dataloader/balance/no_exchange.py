@@ -201,7 +201,8 @@ class LocalPlanner:
         is_real = real_rows(batch_size, world_size, num_real)
         costs, tokens = (_in_rows(values, is_real) for values in (known.costs, known.tokens))
         # Where steps are packed, a sample that is longer than the limit has a rank to itself.
-        limited = np.minimum(tokens, config.max_tokens_per_rank) if config.pack else tokens
+        limit = config.max_tokens_per_rank
+        limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
         assignment = partition(costs, world_size, tokens=limited, num_real=num_real, **config.partition_options)
         trained_by = assignment.rank_of[is_real]
         indices = np.flatnonzero(trained_by == self._rank)
