@@ -369,8 +369,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         batch = handle.in_flight.prepared.balanced_batch()
         metrics = handle.planned.result().metrics
         if self._observe is not None and metrics is not None:
-            times = {"exchange_seconds": handle.exchange_seconds, "waited_seconds": handle.waited_seconds}
-            self._observe(dataclasses.replace(metrics, **times))
+            exchanged, waited = handle.exchange_seconds, handle.waited_seconds
+            self._observe(dataclasses.replace(metrics, exchange_seconds=exchanged, waited_seconds=waited))
         return cast(Batch, batch)
 
     def _start_next(self, source: Iterator[Batch]) -> Handle:
