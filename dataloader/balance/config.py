@@ -69,7 +69,7 @@ class BalanceConfig:
 
     lookahead: int = 2
     """`Balancer` only. Steps whose metadata is gathered ahead of the step that trains, at least 1. On a GPU each
-    of them takes device memory of four times its batch; with `all-gather`, of three batches and those of all ranks."""
+    of them takes device memory of four times its batch; with `all-gather`, of three batches and one of every rank."""
 
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective or a comparison waits for other ranks."""

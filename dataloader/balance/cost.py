@@ -164,7 +164,7 @@ def _copied(lengths: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.in
 class TokenCost(ABC):
     """Base of costs that depend on the numbers of a sample's history and candidate tokens.
 
-    The tokens of a sample are, in this order, the values of the `contextual` keys, then those of `history_key`, with
+    The tokens of a sample are, in this order, the values of the `contextual` keys and of `history_key`, with
     each action after its item if actions are interleaved. The last `num_candidates` values of `history_key` are the
     candidates, together with their actions if the batch has them; everything else is the history.
     """

@@ -20,7 +20,7 @@ _FORMAT, _VERSION = "evenrank measured cost", 1
 _MIN_STEPS = 20
 # Spread of the steps' sums from the 5th to the 95th percentile, as a fraction of their median.
 _MIN_SPREAD = 0.02
-# Fraction of the variance of sum(p) that sum(t) does not explain: what lengths that deviate by 5 % leave.
+# Fraction of the variance of sum(p) that sum(t) must leave unexplained: as much as lengths that deviate by 5 %.
 _MIN_UNEXPLAINED = 1e-3
 _MIN_R2 = 0.8  # without outliers
 _MAX_OUTLIERS = 0.25  # of the steps
@@ -112,7 +112,7 @@ class MeasuredCost(TokenCost):
             max_tokens: tokens of the longest sample that can occur.
 
         Raises:
-            ConfigError: the fit would be poor; the message says why and what to measure instead.
+            ConfigError: the fit would be poor; the message says why, and which steps to time instead.
 
         """
         if max_tokens < 1:

@@ -88,7 +88,7 @@ def measure_step(
 ) -> StepMetrics:
     """Compare a step before and after balancing; the times remain 0.
 
-    Costs, tokens and bytes are those of each sample, int64 [W, B], 0 for padding.
+    `costs`, `tokens` and `sample_bytes` are int64 [W, B], a value for each sample and 0 for padding.
     """
     moved = assignment.moved
     return StepMetrics(
@@ -187,7 +187,7 @@ class MetricsSummary:
     """Heaviest load over the lower bound after balancing, maximum over steps."""
 
     speedup: float = _metric(_speedup, "expected speed-up", Unit.SPEEDUP, default=1.0)
-    """Sum over steps of the heaviest load before balancing, over the same after: what the cost model expects."""
+    """Sum over steps of the heaviest load before balancing, divided by the sum after: expected by the cost model."""
 
     moved_samples: float = _metric(_fraction_of("samples"), "samples moved to another rank", Unit.FRACTION)
     """Fraction of the samples that are trained on another rank than the one that loaded them."""

@@ -69,7 +69,7 @@ class StepPlanner:
         rank_invariants: returns the settings of this rank's loader that must be the same on all ranks, by name.
         config: how steps are balanced; the same on all ranks.
         all_gather: of all ranks.
-        prepare: prepares the exchange of a batch; what it raises reaches all ranks before anything is sent.
+        prepare: prepares the exchange of a batch; its errors reach all ranks before anything is sent.
         rank: this rank.
         world_size: the number of ranks.
 
@@ -99,7 +99,7 @@ class StepPlanner:
 
         Args:
             batch: this rank's batch, on the CPU; None once it has no more.
-            error: what the loader raised instead.
+            error: the loader's, if it has raised one instead.
 
         Raises:
             RankError: a rank failed, ranks are inconsistent, or have planned differently.

@@ -124,14 +124,6 @@ def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> N
     assert (second["before"], second["after"]) == ([8, 8], [4, 4])
 
 
-def test_a_window_can_be_shorter_than_the_distance_between_records(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "log.jsonl", every=4, window=1) as log:
-        for metrics in STEPS:
-            log(metrics)
-    (line,) = lines(tmp_path / "log.jsonl")
-    assert (line["seen"], line["steps"], line["heaviest_before"]) == (4, 1, 8)
-
-
 @pytest.mark.parametrize("setting", ["every", "window"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) -> None:
