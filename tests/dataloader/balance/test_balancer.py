@@ -114,7 +114,7 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(world=worlds(), is_padded=st.booleans())
 def test_balancing_never_loses_duplicates_or_alters_a_sample(
     ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool
@@ -156,7 +156,7 @@ def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, 
         return seen
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(world=worlds())
 def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: tuple[int, list[list[Step]]]) -> None:
     batch_size, steps = world

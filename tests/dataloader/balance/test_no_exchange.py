@@ -24,7 +24,7 @@ from evenrank.dataloader import (
     build_loader,
     random_codes,
 )
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, no_exchange
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics, no_exchange
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.config import ReadConfig
@@ -105,8 +105,10 @@ def check_ways(
             assert step == other
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(1, "lpt-swap"), (2, "karmarkar-karp"), (3, "min-move"), (4, "lpt-swap"), (8, "karmarkar-karp")],
+)
 def test_batches_are_those_of_a_balancer(ranks: RankPool, small_dataset: Path, world_size: int, strategy: str) -> None:
     config = LoaderConfig(batch_size=5, max_history_length=20, user_id=True, num_workers=2, prefetch=3)
     check_ways(ranks, world_size, [(small_dataset, 1.0)], config, strategy=strategy, epochs=2)
