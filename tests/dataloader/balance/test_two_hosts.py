@@ -67,12 +67,13 @@ def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
     return seen
 
 
-@pytest.mark.parametrize("discipline", ["netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
-def test_every_sample_is_trained_once_over_a_slow_link(
-    make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str
+@pytest.mark.parametrize("discipline", [None, "netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
+def test_every_sample_is_trained_once_over_two_hosts_also_with_a_slow_link(
+    make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str | None
 ) -> None:
     hosts = make_hosts()
-    hosts.slow_down(discipline)
+    if discipline is not None:
+        hosts.slow_down(discipline)
     with hosts.job(_balance_in_all_ways, small_dataset) as job:
         by_rank = job.results()
     for failure in by_rank:
