@@ -60,13 +60,10 @@ class Handle:
 
     planned: Future[PlannedStep]
     """The plan, made in the background."""
-
     in_flight: StepInFlight | None = None
     """The exchange, once it is launched; None if no rank has batches left."""
-
     waited_seconds: float = 0.0
     """Time that the training thread waited for the plan."""
-
     exchange_seconds: float = 0.0
     """Time to pack, to wait for the collective and to unpack, on the training thread."""
 
@@ -75,7 +72,6 @@ class Handle:
 
         Raises:
             ConfigError: it does not.
-
         """
         if self.state != needed:
             found = "only started" if self.state == State.STARTED else f"already {self.state}"
@@ -92,7 +88,6 @@ def _check_on_all_ranks(
     Raises:
         ConfigError: the arguments are invalid on this rank.
         RankError: they are invalid on another rank, or differ between ranks.
-
     """
     exchange_device, source, num_batches, error = None, None, None, None
     shared: dict[str, Any] = {}
@@ -144,7 +139,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     Raises:
         ConfigError: an option or the loader is invalid.
         RankError: one is on another rank, or an option differs between ranks.
-
     """
 
     def __init__(
@@ -193,7 +187,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             TypeError: the loader of a rank does not know how many batches it has.
-
         """
         if self._num_steps is None:
             raise TypeError("the loader has no length, on this rank or on another one")
@@ -204,7 +197,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             TypeError: the loader does not know them.
-
         """
         if (remaining := self._source.remaining_batches()) is None:
             raise TypeError("the loader has no remaining_batches")
@@ -248,7 +240,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             ConfigError: the Balancer is closed.
-
         """
         self._connection.check_open()
         if batch is not None:
@@ -264,7 +255,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         Raises:
             RankError: a rank failed, or ranks are inconsistent; on every rank, with the failed rank's message.
             ConfigError: the step has been launched already.
-
         """
         handle.check("launch", State.STARTED)
         prepared = self._await_plan(handle)
@@ -281,7 +271,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             ConfigError: the step has not been launched, or has been finished already.
-
         """
         handle.check("finish", State.LAUNCHED)
         self._unpack(handle)
@@ -308,7 +297,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         Raises:
             ConfigError: the loader has no state.
             StateError: the batch was handed out too long ago.
-
         """
         return self._source.state_after(self._handed_out if after is None else Position(after.epoch, after.position))
 
@@ -318,7 +306,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         Raises:
             ConfigError: the loader has no state.
             StateError: the state does not match the loader.
-
         """
         self._source.load_state(state)
         self._handed_out = None

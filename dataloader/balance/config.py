@@ -34,54 +34,41 @@ class BalanceConfig:
 
     cost: Cost
     """The cost of a sample; see `evenrank.dataloader.balance.cost`."""
-
     strategy: str = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
     `karmarkar-karp` is the baseline; `none` moves nothing; or one of your own (`register_strategy`)."""
-
     tolerance: float = DEFAULT_TOLERANCE
     """Relative tolerance, from 0 to below 1: a heaviest load of (1 + tolerance) * lower bound is good enough."""
-
     max_tokens_per_rank: int | None = None
     """Limit to the tokens of a rank in a step, so that it fits in device memory; None: no limit. The tokens of a sample
     are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys."""
-
     on_overflow: OnOverflow = "raise"
     """Where that limit cannot be kept: `raise` on all ranks, or `warn` and exceed it."""
-
     pack: bool = False
     """`build_loader` only. Each step has as many samples as fit `max_tokens_per_rank`, at most the loader's
     `batch_size` per rank, so the number of samples varies and the rest of the rows are padding. A sample that is longer
     than the limit raises or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens.
     `drop_last` leaves out a last step that has room for more samples."""
-
     window: int = 1
     """`build_loader` only. Number of consecutive steps whose samples may change steps among themselves, so that fewer
     steps wait for a long sample. 1: samples stay in their steps."""
-
     exchange: str = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
-
     batch_size: int | None = None
     """`Balancer` only. Rows of every balanced batch, padding included, at least as many as the loader's batches have;
     None: the rows of the longest batch of any rank so far."""
-
     lookahead: int = 2
     """`Balancer` only. Steps whose metadata is gathered ahead of the step that trains, at least 1. On a GPU each
     of them takes device memory of four times its batch; with `all-gather`, of three batches and one of every rank."""
-
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective or a comparison waits for other ranks."""
-
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
     """Called on the training thread with the metrics of each step, before its batch is handed out; see
     `evenrank.dataloader.balance.writers`. With no exchange, samples that change ranks count as moved and the times of
     gathering and exchanging are 0."""
-
     log_every: int | None = None
     """Steps from one line for people in the log of rank 0 to the next; None: no lines."""
-
     log_window: tuple[int, int] | None = None
     """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
 
@@ -93,7 +80,6 @@ class BalanceConfig:
 
         Raises:
             ConfigError: an option is out of range, contradicts another one, or has no effect.
-
         """
         check_options(
             tolerance=self.tolerance, max_tokens_per_rank=self.max_tokens_per_rank, on_overflow=self.on_overflow

@@ -46,7 +46,6 @@ class Cost(Protocol):
 
         Returns:
             int64 [B], none negative.
-
         """
         ...
 
@@ -80,7 +79,6 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
 
     Raises:
         ConfigError: the cost returns anything but integers 0..2^31-1, one for each sample.
-
     """
     if not isinstance(cost, CountsTokens):
         total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
@@ -128,7 +126,6 @@ def scaled_costs(
 
     Raises:
         ConfigError: the costs are not integers, one is negative, or so large that a step could overflow.
-
     """
     costs = np.asarray(cost(_copied(lengths), num_candidates.copy()))
     if costs.shape != num_candidates.shape or costs.dtype.kind not in "iu":
@@ -172,13 +169,10 @@ class TokenCost(ABC):
     interleave_actions: bool
     """Each action is a token of its own after its item. A batch has actions whether or not a model reads them, so this
     does not follow from the batch."""
-
     contextual: tuple[str, ...] = ()
     """Keys whose values are tokens in front of the history."""
-
     history_key: str = ITEM_ID
     """Key whose values are the tokens of the history; `semantic_id` for a SemanticIdBatch."""
-
     max_tokens: int = 131_072
     """Largest number of tokens of one sample; sets the scale on which costs are summed without overflow."""
 
@@ -202,7 +196,6 @@ class TokenCost(ABC):
         Raises:
             ConfigError: the batch lacks a key whose values are tokens, a sample has more candidates than values of
                 `history_key`, or a cost would overflow.
-
         """
         tokens = self.tokens(lengths)
         candidates = self.candidate_tokens(lengths, num_candidates)
@@ -233,7 +226,6 @@ class TokenCost(ABC):
 
         Raises:
             ConfigError: a sample has more candidates than values of `history_key`.
-
         """
         history_items = lengths[self.history_key] - num_candidates
         if int(history_items.min(initial=0)) < 0:
@@ -296,16 +288,12 @@ class LayerCost(TokenCost):
 
     hidden: int
     """Width of the residual stream."""
-
     heads: int
     """Attention heads of a layer."""
-
     head_dim: int
     """Width of a head, for queries, keys and values alike."""
-
     layers: int
     """Number of layers."""
-
     causal: bool = True
     """Each token of the history attends to earlier ones only, and the kernel skips the others."""
 
@@ -352,7 +340,6 @@ class SelfAttentionCost(LayerCost):
 
     interleave_actions: bool = False
     """Each action is a token of its own after its item; SASRec and semantic-id models have no tokens for actions."""
-
     ffn_multiplier: float
     """Inner width of the feed-forward network as a multiple of `hidden`, rounded down: 4, or 8/3."""
 

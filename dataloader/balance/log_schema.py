@@ -27,19 +27,14 @@ class LogRecord(MetricsSummary):
 
     epoch: int
     """Epoch of the last step."""
-
     step: int
     """Number of the last step, which restarts at 0 with each epoch and after each resume."""
-
     seen: int
     """Steps that the writer had seen, the last one included."""
-
     before: NDArray[np.int64]
     """[W]: load of each rank in the last step before balancing."""
-
     after: NDArray[np.int64]
     """[W]: load of each rank in the last step after balancing."""
-
     lower_bound: int
     """Lower bound of the heaviest load in the last step."""
 
@@ -76,7 +71,6 @@ def parse_record(line: bytes) -> LogRecord:
 
     Raises:
         ValueError: the line is not a record; the message says why.
-
     """
     try:
         entry = json.loads(line)

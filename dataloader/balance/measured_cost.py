@@ -45,16 +45,12 @@ class MeasuredCost(TokenCost):
 
     linear: int
     """b, per token."""
-
     quadratic: int
     """c, per unit of p: the pair of a token with itself, or half a pair of two tokens."""
-
     fraction_bits: int
     """The unit of b and c is 2^-fraction_bits seconds."""
-
     seconds_per_step: float
     """a, the seconds of a step that do not depend on its samples; not part of a sample's cost."""
-
     steps: int
     """Number of steps that were fitted."""
 
@@ -113,7 +109,6 @@ class MeasuredCost(TokenCost):
 
         Raises:
             ConfigError: the fit would be poor; the message says why, and which steps to time instead.
-
         """
         if max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -146,7 +141,6 @@ class MeasuredCost(TokenCost):
 
         Raises:
             DataError: the file cannot be written.
-
         """
         target = Path(path)
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
@@ -161,7 +155,6 @@ class MeasuredCost(TokenCost):
 
         Raises:
             DataError: the file is missing or malformed; the message names the file and the field.
-
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -22,47 +22,33 @@ class StepMetrics:
 
     epoch: int
     """Epoch of the step."""
-
     step: int
     """Number of the step within the iteration."""
-
     before: NDArray[np.int64]
     """[W]: load of each rank before balancing: the cost of the samples that it loaded."""
-
     after: NDArray[np.int64]
     """[W]: load of each rank after balancing: the cost of the samples that it trains."""
-
     lower_bound: int
     """A load that the heaviest rank has at least, whatever the assignment."""
-
     samples: int
     """Samples of all ranks."""
-
     moved_samples: int
     """Samples that are trained on another rank than the one that loaded them."""
-
     tokens: int
     """Tokens of all ranks' samples; see `cost.count_tokens`."""
-
     moved_tokens: int
     """Tokens of the samples that moved."""
-
     sample_bytes: int
     """Bytes of all ranks' samples, in every field, without padding and alignment."""
-
     moved_bytes: int
     """Bytes of the samples that moved."""
-
     gather_seconds: float = 0.0
     """Time of the metadata all-gather, on this rank, in the background."""
-
     plan_seconds: float = 0.0
     """Time to plan the step, on this rank, in the background."""
-
     exchange_seconds: float = 0.0
     """Time to pack, to wait for the collective and to unpack, on this rank's training thread; on a GPU, to enqueue
     these."""
-
     waited_seconds: float = 0.0
     """Time that this rank's training thread waited for a plan that was not ready."""
 
@@ -176,52 +162,36 @@ class MetricsSummary:
 
     steps: int = _metric(_sum, default=0)
     """Number of steps."""
-
     ratio_before: float = _metric(_mean, "load before balancing (heaviest rank / lower bound)", Unit.RATIO, default=1.0)
     """Heaviest load over the lower bound before balancing, mean over steps."""
-
     ratio_after: float = _metric(_mean, "load after balancing", Unit.RATIO, default=1.0)
     """Heaviest load over the lower bound after balancing, mean over steps."""
-
     worst_after: float = _metric(_max, "worst load after balancing", Unit.RATIO, default=1.0)
     """Heaviest load over the lower bound after balancing, maximum over steps."""
-
     speedup: float = _metric(_speedup, "expected speed-up", Unit.SPEEDUP, default=1.0)
     """Sum over steps of the heaviest load before balancing, divided by the sum after: expected by the cost model."""
-
     moved_samples: float = _metric(_fraction_of("samples"), "samples moved to another rank", Unit.FRACTION)
     """Fraction of the samples that are trained on another rank than the one that loaded them."""
-
     moved_tokens: float = _metric(_fraction_of("tokens"), "tokens moved", Unit.FRACTION)
     """Fraction of the tokens whose samples moved."""
-
     moved_bytes: float = _metric(_mean, "bytes moved per step", Unit.BYTES)
     """Bytes of the samples that moved, of all ranks, mean per step."""
-
     gather_seconds: float = _metric(_mean, "in the background: metadata all-gather", Unit.SECONDS)
     """Time of the metadata all-gather, mean per step."""
-
     plan_seconds: float = _metric(_mean, "in the background: plan", Unit.SECONDS)
     """Time to plan a step, mean per step."""
-
     exchange_seconds: float = _metric(_mean, "exposed: exchange", Unit.SECONDS)
     """Time of the exchange on the training thread, mean per step."""
-
     waited_seconds: float = _metric(_mean, "exposed: wait for plans", Unit.SECONDS)
     """Time that the training thread waited for plans, mean per step."""
-
     heaviest_before: float = _metric(_mean)
     """Heaviest load before balancing, mean per step."""
-
     heaviest_after: float = _metric(_mean)
     """Heaviest load after balancing, mean per step."""
-
     samples: float = _metric(_mean)
     """Samples of all ranks, mean per step."""
-
     tokens: float = _metric(_mean)
     """Tokens of all ranks' samples, mean per step."""
-
     sample_bytes: float = _metric(_mean, log_key="bytes")
     """Bytes of all ranks' samples, mean per step."""
 

@@ -32,16 +32,12 @@ class LocalPlan:
 
     indices: NDArray[np.int64]
     """[n]: its samples, as indices into all that were planned together, ascending."""
-
     num_rows: int
     """Rows of its batch, padding included."""
-
     world_loss_tokens: int
     """Loss tokens of all ranks."""
-
     plan_hash: int
     """Hash of which rank trains which sample."""
-
     metrics: StepMetrics | None
     """None if the step was not measured."""
 
@@ -57,7 +53,6 @@ class LocalPlanner:
 
     Raises:
         ConfigError: an option is out of range, or the strategy is unknown.
-
     """
 
     def __init__(self, config: BalanceConfig, schema: BatchSchema, *, rank: int, world_size: int) -> None:
@@ -97,7 +92,6 @@ class LocalPlanner:
 
         Raises:
             ConfigError: the cost or the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
-
         """
         started = time.perf_counter()
         known = self._known(samples, with_lengths=is_measured)
@@ -130,7 +124,6 @@ class LocalPlanner:
 
         Raises:
             ConfigError: see `plan`.
-
         """
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
         return assign_to_steps(
@@ -154,7 +147,6 @@ class LocalPlanner:
 
         Raises:
             ConfigError: see `plan`.
-
         """
         known = self._known([samples], with_lengths=False)
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())

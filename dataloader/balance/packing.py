@@ -84,7 +84,6 @@ def clip_tokens(
 
     Raises:
         ConfigError: a sample is longer, and `on_overflow` is `raise`.
-
     """
     longest = int(np.argmax(tokens))
     if tokens[longest] <= max_tokens:
@@ -123,7 +122,6 @@ def pack(
         batch_size: limit to the samples of a rank, B.
         max_tokens: limit to the tokens of a rank, N.
         drop_last: leave out a last step that has room: fewer than W * B samples, and fewer than W * N tokens.
-
     """
     block_size = max(_SAMPLES_PER_BLOCK, _STEPS_PER_BLOCK * world_size * batch_size)
     max_tokens = min(max_tokens, _MAX_TOTAL // world_size)

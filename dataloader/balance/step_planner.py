@@ -51,13 +51,10 @@ class PlannedStep:
 
     plan: Plan | None = None
     """What this rank sends and receives."""
-
     batch: JaggedBatch | None = None
     """This rank's batch before balancing; empty if it has no more."""
-
     prepared: PreparedStep | None = None
     """Its exchange, ready to be launched."""
-
     metrics: StepMetrics | None = None
     """Loads and moved samples; the times of the exchange are 0."""
 
@@ -72,7 +69,6 @@ class StepPlanner:
         prepare: prepares the exchange of a batch; its errors reach all ranks before anything is sent.
         rank: this rank.
         world_size: the number of ranks.
-
     """
 
     def __init__(
@@ -104,7 +100,6 @@ class StepPlanner:
         Raises:
             RankError: a rank failed, ranks are inconsistent, or have planned differently.
             ConfigError: `max_tokens_per_rank` cannot be kept; on all ranks.
-
         """
         started = time.perf_counter()
         if self._schema is None:
@@ -184,7 +179,6 @@ class StepPlanner:
 
         Returns:
             This rank's batch, padded to the batch size of all ranks, and the metadata.
-
         """
         num_rows = 0 if batch is None else batch.batch_size
         costs = tokens = np.zeros(schema.batch_size, dtype=np.int64)

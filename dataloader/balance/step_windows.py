@@ -122,7 +122,6 @@ def assign_to_steps(
 
     Raises:
         ConfigError: the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
-
     """
     num_bins = num_steps * world_size
     # Nothing moves between ranks here, so tokens matter for the limit alone.

@@ -46,7 +46,6 @@ class _Writer(ABC):
         Raises:
             ConfigError: the writer is closed.
             DataError: a record is due and could not be written; the writer is closed now.
-
         """
         if self._closed:
             raise ConfigError(f"this {type(self).__name__} is closed; create a new one")
@@ -93,7 +92,6 @@ class JsonLines(_Writer):
     Raises:
         ConfigError: `every` or `window` is below 1.
         DataError: the file cannot be written.
-
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 1, window: int = 1) -> None:
@@ -135,7 +133,6 @@ class TensorBoard(_Writer):
     Raises:
         ConfigError: `every` or `window` is below 1, or the package `tensorboard` is missing.
         DataError: the folder cannot be written.
-
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
@@ -197,7 +194,6 @@ class StepLogger:
     Args:
         every: steps from one line to the next, at least 1; there is a line for the steps 0, every, 2 * every, ...
         window: (start, stop): there are lines for the steps start..stop-1 only; None: for all steps.
-
     """
 
     def __init__(self, *, every: int, window: tuple[int, int] | None = None) -> None:
