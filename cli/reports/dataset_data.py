@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenrank.cli.simulation import LengthSource, simulate
 from evenrank.dataloader.balance.cost import HSTUCost
-from evenrank.dataloader.balance.partition.registry import STRATEGIES
+from evenrank.dataloader.balance.partition.strategies import STRATEGIES
 from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.dataloader.routing.modes import rows_per_rank
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS

@@ -19,7 +19,7 @@ from evenrank.dataloader.balance import (
     register_strategy,
 )
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES, AllToAll, CollectiveLayout
-from evenrank.dataloader.balance.partition.registry import UNEQUAL_STRATEGIES
+from evenrank.dataloader.balance.partition.strategies import UNEQUAL_STRATEGIES
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.ranks import RankFailure, RankPool

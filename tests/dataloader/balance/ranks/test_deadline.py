@@ -119,7 +119,7 @@ import sys
 from datetime import timedelta
 import torch.distributed as dist
 from evenrank.core.errors import RankLostError
-from evenrank.dataloader.balance.control.process_group import members_of
+from evenrank.dataloader.balance.ranks.process_group import members_of
 
 timeout = timedelta(seconds=0.5)
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=30))
