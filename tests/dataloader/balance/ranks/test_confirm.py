@@ -17,7 +17,7 @@ from evenrank.dataloader.balance import (
     partition,
     register_strategy,
 )
-from evenrank.dataloader.balance.ranks.metadata import make_all_gather
+from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.plan_check import confirm
 from evenrank.dataloader.balance.ranks.process_group import members_of
 from tests.dataloader.balance.costs import Ints, Lengths
@@ -148,7 +148,7 @@ def _confirm(rank: int, world_size: int, what: str) -> None:
     if rank == 2 and what == "assignment":
         rank_of[2, 1] = 1
     timeout = timedelta(seconds=30)
-    gather = make_all_gather(members_of(None, timeout), None, timeout)
+    gather = MetadataAllGather(members_of(None, timeout), None, timeout)
     try:
         confirm(
             gather,
