@@ -42,7 +42,7 @@ class RankReport:
     num_batches: int | None = None
     """Batches of an epoch of its loader, if the loader knows."""
 
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=lambda: socket.gethostname())
     """Name of its host."""
 
 
