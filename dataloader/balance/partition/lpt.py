@@ -30,12 +30,8 @@ def lpt(
 ) -> NDArray[np.int32]:
     """Assign each slot, most expensive first, to the lightest rank with room.
 
-    Args:
-        costs, order, world_size: see the package.
-        open_place_percentile: percentile of the costs, from the cheapest, that an open place counts as.
-        keep_below: a slot stays on its own rank if that has room and its load remains at most this; IGNORE_HOME treats
-            all ranks alike.
-
+    An open place counts as the cost at `open_place_percentile`, from the cheapest. A slot stays on its own rank if that
+    has room and its load remains at most `keep_below`; IGNORE_HOME treats all ranks alike.
     """
     size = len(costs)
     open_place = costs[order[size - 1 - size * open_place_percentile // 100]]

@@ -63,7 +63,7 @@ def assign_by_tokens(
 ) -> NDArray[np.int32]:
     """Assign each of n <= W * B slots, longest first, to the rank with the fewest tokens among those with room.
 
-    The most tokens of a rank do not depend on how the slots are numbered, nor on slots without tokens.
+    The most tokens of a rank depend neither on the numbering of the slots nor on slots without tokens.
     """
     return lpt_with_room(tokens, order, world_size, batch_size, 0, IGNORE_HOME)
 

@@ -90,22 +90,12 @@ class Connection:
                 )
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call a function in the background thread.
-
-        Raises:
-            ConfigError: the connection is closed.
-
-        """
+        """Call a function in the background thread; a ConfigError if the connection is closed."""
         self.check_open()
         return self._background.submit(function, *arguments)
 
     def check_open(self) -> None:
-        """Check that the connection is open.
-
-        Raises:
-            ConfigError: it is closed; the message says after which error.
-
-        """
+        """Raise a ConfigError if the connection is closed; the message has the error that closed it."""
         if self._is_closed:
             after = "" if self._failure is None else f", after {self._failure}"
             raise ConfigError(f"the Balancer is closed{after}; create a new one")
@@ -121,12 +111,7 @@ class Connection:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Close if another rank turns out to be lost, and raise its reason if it has left one.
-
-        Raises:
-            RankError: the reason.
-
-        """
+        """Close if another rank turns out to be lost, and raise its reason as a RankError if it has left one."""
         try:
             yield
         except RankLostError as error:

@@ -32,8 +32,8 @@ HEADER_BYTES = 8 * _HEADER_WORDS
 STATUS_OK = 0
 STATUS_FAILED = 1
 
-# Above this number of ranks the all-gather goes by hosts. A hop of a ring takes 60 to 80 microseconds over TCP within a
-# host, and each step takes two rings, so that at 1,024 ranks these would take longer than a step of 40 ms.
+# Above this number of ranks the all-gather goes by hosts: a ring would take longer than a step. See "Metadata" in
+# docs/results/exchange.md.
 MAX_RANKS_OF_FLAT_ALL_GATHER = 512
 
 
