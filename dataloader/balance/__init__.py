@@ -13,8 +13,15 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import Cost, HSTUCost, SelfAttentionCost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
-from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem, register_strategy
-from evenrank.dataloader.balance.partition.strategies import Assignment, TokenLimitWarning, lower_bound, partition
+from evenrank.dataloader.balance.partition.strategies import (
+    STRATEGIES,
+    Assignment,
+    PartitionProblem,
+    TokenLimitWarning,
+    lower_bound,
+    partition,
+    register_strategy,
+)
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.balancer import Balancer, Handle

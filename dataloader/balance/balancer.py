@@ -14,7 +14,6 @@ loader failed, takes part in the all-gathers like any other, so no rank waits fo
 import contextlib
 import dataclasses
 import enum
-import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,14 +24,13 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, RankError, one_line
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
 from evenrank.dataloader.balance.ranks.connection import Connection
-from evenrank.dataloader.balance.ranks.consistency import HandshakeResult, RankReport, validate_reports
-from evenrank.dataloader.balance.ranks.handshake import handshake
+from evenrank.dataloader.balance.ranks.handshake import HandshakeResult, RankReport, handshake
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
@@ -90,29 +88,20 @@ def _check_on_all_ranks(
         ConfigError: the arguments are invalid on this rank.
         RankError: they are invalid on another rank, or differ between ranks.
     """
-    exchange_device, source, num_batches, error = None, None, None, None
-    shared: dict[str, Any] = {}
+    exchange_device, source, report, error = None, None, None, None
     try:
         config.check(exchanges=True)
         source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + 1)
         num_batches = source.length()
         exchange_device = make_device(device)
-        shared = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
+        report = RankReport(
+            settings=config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type},
+            hardware=exchange_device.hardware,
+            num_batches=num_batches,
+        )
     except Exception as raised:  # reported to all ranks
         error = raised
-    report = RankReport(
-        error=None if error is None else one_line(error),
-        settings=shared,
-        hardware=None if exchange_device is None else exchange_device.hardware,
-        num_batches=num_batches,
-        host=socket.gethostname(),
-    )
-    try:
-        settled = handshake(report, validate_reports, members, config.timeout)
-    except RankError:
-        if error is not None:
-            raise error from None
-        raise
+    settled = handshake(report, error, members, config.timeout)
     assert source is not None
     assert exchange_device is not None
     return exchange_device, source, settled

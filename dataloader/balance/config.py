@@ -9,10 +9,10 @@ from typing import Any
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.cost import Cost, describe_cost
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.partition.registry import STRATEGIES
 from evenrank.dataloader.balance.partition.strategies import (
     DEFAULT_STRATEGY,
     DEFAULT_TOLERANCE,
+    STRATEGIES,
     OnOverflow,
     check_options,
 )

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
 from evenrank.dataloader.balance.partition.strategies import OnOverflow, TokenLimitWarning
-from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens, tokens_by_rank
+from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens
 from evenrank.datasets.order import StepSchedule
 
 # Samples whose tokens are in memory at a time. Those after the last step of a block are read again with the next one.
@@ -198,4 +198,4 @@ def _fits(
     first_by_tokens = order[order < num_samples]
     first_tokens = tokens[:num_samples]
     rank_of = assign_by_tokens(first_tokens, first_by_tokens, world_size, batch_size)
-    return bool(tokens_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)
+    return bool(sums_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)

@@ -1,9 +1,9 @@
 """`Exchange`: carries out a plan. Packs what a rank sends, moves it in one collective, unpacks it into a batch.
 
-    prepare    in the background: write the batch to one host buffer, followed by all that the device needs to know of
-               the plan, and create the tensors of the new batch as views of a buffer that is not filled yet
+    prepare    in the background: write the batch to one host buffer, followed by the descriptors of all copies, and
+               create the tensors of the new batch as views of a buffer that is not filled yet
     launch     upload the host buffer, pack the send buffer, start the collective
-    finish     wait for the collective, then copy what was received and what stayed to the new batch
+    finish     wait for the collective, then copy received and kept samples to the new batch
 
 On a GPU, launch and finish are enqueued on a side stream, and the host never waits.
 
@@ -47,7 +47,7 @@ class PreparedStep:
     """The loaded batch, the host data of the new one, and the descriptors of the two copies."""
 
     device_buffer: Tensor
-    """Where `host_buffer` is uploaded to."""
+    """Target of the upload of `host_buffer`."""
 
     pack_descriptors: Tensor
     """Part of the device buffer."""
@@ -78,7 +78,7 @@ class StepInFlight:
 
     prepared: PreparedStep
     work: Work | None
-    """What the host must wait for; None where nothing is, or the stream waits."""
+    """The collective, if the host must wait for it."""
 
 
 class Exchange:
