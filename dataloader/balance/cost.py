@@ -175,7 +175,6 @@ class TokenCost(ABC):
     """Key whose values are the tokens of the history; `semantic_id` for a SemanticIdBatch."""
     max_tokens: int = 131_072
     """Largest number of tokens of one sample; sets the scale on which costs are summed without overflow."""
-
     _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     def __post_init__(self) -> None:
@@ -296,7 +295,6 @@ class LayerCost(TokenCost):
     """Number of layers."""
     causal: bool = True
     """Each token of the history attends to earlier ones only, and the kernel skips the others."""
-
     _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")
 
     @property

@@ -53,7 +53,6 @@ class MeasuredCost(TokenCost):
     """a, the seconds of a step that do not depend on its samples; not part of a sample's cost."""
     steps: int
     """Number of steps that were fitted."""
-
     r2: float
     """Fraction of the variance of their times that the fit explains, outliers excluded."""
 

@@ -27,16 +27,12 @@ class RowLayout:
 
     starts: NDArray[np.int64]
     """[S, B]: start of each row in each section."""
-
     section_starts: NDArray[np.int64]
     """[S]: start of each section, also where there are no rows."""
-
     num_bytes: NDArray[np.int64]
     """[S, B]: bytes of each row in each section; 0 for padding, even where dense tensors reserve space for it."""
-
     tensor_starts: NDArray[np.int64]
     """[T]: start of each tensor."""
-
     tensor_bytes: NDArray[np.int64]
     """[T]: bytes of each tensor, padding rows included."""
 
@@ -108,7 +104,6 @@ class TensorView:
 
     start: int
     """First element, in elements of `dtype`."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -145,7 +140,6 @@ class JaggedTensorView:
 
     tensors: dict[str, TensorView]
     """Its tensors, by argument of KeyedJaggedTensor."""
-
     metadata: dict[str, Any]
     """Its other arguments: all that it caches on the host, so that using it never synchronizes."""
 
@@ -162,19 +156,14 @@ class OutputLayout:
 
     total_bytes: int
     """Size of the buffer."""
-
     host_data: NDArray[np.uint8]
     """Bytes that the host computes: lengths, offsets, and padding rows of dense tensors."""
-
     host_copies: ByteCopies
     """Copies of `host_data` (source 1) to the buffer."""
-
     dense: dict[str, TensorView]
     """Dense fields by name."""
-
     jagged: dict[str, JaggedTensorView]
     """Jagged fields by name."""
-
     host_fields: dict[str, Any]
     """Fields that stay on the host, by name."""
 
@@ -232,7 +221,6 @@ class _HostData:
 
     Args:
         buffer_end: first byte of the output buffer after its tensors; arrays without an offset of their own follow.
-
     """
 
     def __init__(self, buffer_end: int) -> None:

@@ -18,10 +18,8 @@ class SampleRanges:
 
     starts: NDArray[np.int64]
     """Start of each range in its buffer."""
-
     num_bytes: NDArray[np.int64]
     """Length of each range."""
-
     offsets: NDArray[np.int64]
     """Start of each range within its section of the batch."""
 
@@ -32,16 +30,12 @@ class CollectiveLayout:
 
     pack: ByteCopies
     """Copies from the buffer of the loaded batch (source 0) to the send buffer."""
-
     send_splits: list[int]
     """Bytes of each chunk of the send buffer: one per rank, or one for all ranks."""
-
     receive_splits: list[int]
     """[W]: bytes received from each rank."""
-
     received: SampleRanges
     """Ranges of the receive buffer."""
-
     kept: SampleRanges
     """Ranges of the buffer of the loaded batch."""
 
@@ -185,7 +179,6 @@ def _pack_rows(
         chunk_rows: int64 [n], the rows to pack, chunk by chunk.
         counts: int64 [C], the number of rows of each chunk.
         offsets: int64 [S, C], the start of each section of each chunk in the send buffer.
-
     """
     chunk_of = np.repeat(np.arange(len(counts)), counts)
     first_of_chunk = np.cumsum(counts) - counts

@@ -16,13 +16,10 @@ class ByteCopies:
 
     source: NDArray[np.int64]
     """Number of the source buffer of each range."""
-
     source_starts: NDArray[np.int64]
     """Where each range begins in its source buffer."""
-
     target_starts: NDArray[np.int64]
     """Where each range begins in the target buffer."""
-
     num_bytes: NDArray[np.int64]
     """Length of each range, positive."""
 

@@ -77,7 +77,6 @@ class CudaDevice(ExchangeDevice):
 
     Raises:
         ConfigError: it does not exist.
-
     """
 
     backend = "nccl"
@@ -180,7 +179,6 @@ def make_device(device: torch.device | str | None) -> ExchangeDevice:
 
     Raises:
         ConfigError: there is no such device, or batches cannot be exchanged on it.
-
     """
     if device is None:
         return ExchangeDevice()

@@ -39,31 +39,23 @@ class PreparedStep:
 
     layout: CollectiveLayout
     """Buffers of the collective."""
-
     unpack: ByteCopies
     """Copies from the receive buffer (source 0) and the device buffer (source 1) to the output buffer."""
-
     host_buffer: Tensor
     """The loaded batch, the host data of the new one, and the descriptors of the two copies."""
-
     device_buffer: Tensor
     """Target of the upload of `host_buffer`."""
-
     pack_descriptors: Tensor
     """Part of the device buffer."""
-
     unpack_descriptors: Tensor
     """Part of the device buffer."""
-
     send_buffer: Tensor
     receive_buffer: Tensor
 
     output_buffer: Tensor
     """The new batch."""
-
     loaded_batch: JaggedBatch
     """The batch before balancing, on the CPU."""
-
     new_fields: dict[str, Any]
     """Fields of the new batch that differ: views of the output buffer, which is not filled yet."""
 
@@ -89,7 +81,6 @@ class Exchange:
         group: all ranks; None if there is only one.
         device: where the exchange runs.
         world_size: the number of ranks.
-
     """
 
     def __init__(

@@ -44,7 +44,6 @@ def copy_with_kernel(descriptors: Tensor, sources: Sequence[Tensor], target: Ten
         descriptors: the bytes of `tile_descriptors`: uint8 [32 n], on the GPU, aligned to 8 bytes.
         sources: one or two buffers: uint8, on the GPU.
         target: uint8, on the GPU.
-
     """
     if num_tiles := descriptors.numel() // _DESCRIPTOR_BYTES:
         buffers = (descriptors, sources[0], sources[-1], target)

@@ -28,7 +28,6 @@ def relabel(
 
     Returns:
         int32 [n], the rank of each slot.
-
     """
     num_slots = len(part_of)
     first_run = np.zeros(world_size, dtype=np.int64)  # of each part, in the arrays of runs

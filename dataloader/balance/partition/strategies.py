@@ -37,19 +37,14 @@ class PartitionProblem:
 
     costs: NDArray[np.int64]
     """[n], 0 for padding."""
-
     tokens: NDArray[np.int64] | None
     """[n], 0 for padding; None if they are not known."""
-
     home: NDArray[np.int32]
     """[n]: the rank that loaded each slot, ascending."""
-
     order: NDArray[np.int64]
     """[n]: the slots by descending cost."""
-
     world_size: int
     """W."""
-
     target: int
     """The load that is good enough."""
 
@@ -67,7 +62,6 @@ def register_strategy(name: str) -> Callable[[Strategy], Strategy]:
 
     Raises:
         ConfigError: the name is taken, or what is decorated cannot be called.
-
     """
     return STRATEGIES.register(name)
 
@@ -158,7 +152,6 @@ def partition(
     Raises:
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
             could not be kept.
-
     """
     check_options(tolerance=tolerance, max_tokens_per_rank=max_tokens_per_rank, on_overflow=on_overflow)
     if max_tokens_per_rank is not None and tokens is None:
@@ -205,7 +198,6 @@ def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
     Args:
         costs: int64 [W * B], padding included as zeros.
         world_size: W.
-
     """
     slot_costs = np.ascontiguousarray(costs.reshape(-1), dtype=np.int64)
     return int(heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size))
@@ -216,7 +208,6 @@ def real_rows(batch_size: int, world_size: int, num_real: NDArray[np.int64] | No
 
     Raises:
         ConfigError: `num_real` is out of range.
-
     """
     counts = np.full(world_size, batch_size) if num_real is None else np.asarray(num_real)
     if counts.shape != (world_size,) or counts.min() < 0 or counts.max() > batch_size:

@@ -18,7 +18,6 @@ class SchemaReport:
 
     schema: BatchSchema | None
     """Schema of its first batch; None if it has none."""
-
     error: str | None
     """Error of its loader, in one line; None if there was none."""
 
@@ -45,7 +44,6 @@ def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None
 
     Raises:
         RankError: two ranks differ; the message names ranks, fields and values.
-
     """
     known = [(rank, report.schema) for rank, report in enumerate(reports) if report.schema is not None]
     if batch_size is None:
@@ -63,7 +61,6 @@ def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int 
     Raises:
         ValueError: fields differ, or lengths do not match the contents; the message names the fields.
         ConfigError: it has more than `max_batch_size` rows.
-
     """
     if differences := schema.differences(dataclasses.replace(schema_of(batch), batch_size=schema.batch_size)):
         raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")

@@ -64,7 +64,6 @@ class Connection:
         all_gather: of metadata.
         exchange_group: of the exchange; None if there is only one rank. The metadata all-gather and the exchange of
             different steps overlap, so each has a communicator of its own.
-
     """
 
     def __init__(

@@ -19,7 +19,6 @@ def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
     Raises:
         RankError: they differ; the message names the setting, two ranks and their values.
-
     """
     for rank, settings in enumerate(settings_of_ranks):
         if settings.get("rank", rank) != rank:
@@ -44,7 +43,6 @@ def gather_checked(settings: Mapping[str, Any], value: Any, group: dist.ProcessG
 
     Raises:
         RankError: settings differ; on every rank.
-
     """
     if group is None:
         return [value]
@@ -59,7 +57,6 @@ def raise_reported_errors(errors: Sequence[str | None]) -> None:
 
     Raises:
         RankError: with each error and the ranks that it occurred on.
-
     """
     ranks_by_error: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):
@@ -88,7 +85,6 @@ def check_headers(step: StepMetadata) -> None:
 
     Raises:
         RankError: they are not; the message names two ranks and where they are.
-
     """
     ranks = np.flatnonzero(step.header("ended") == 0)
     for name in ("schema_hash", "epoch", "step", "position"):

@@ -32,16 +32,12 @@ class RankReport:
 
     error: str | None = None
     """Why it cannot be created, in one line; None if it can."""
-
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings that must be the same on all ranks, by name; see `check_settings`."""
-
     hardware: str | None = None
     """Identifies the device if no other rank can use it."""
-
     num_batches: int | None = None
     """Batches of an epoch of its loader, if the loader knows."""
-
     host: str = field(default_factory=lambda: socket.gethostname())
     """Name of its host."""
 
@@ -52,7 +48,6 @@ class HandshakeResult:
 
     num_steps: int | None
     """Steps of an epoch: the batches of the rank with the most; None if a loader does not know."""
-
     hosts: tuple[str, ...] | None
     """Host name of each rank if the all-gather is hierarchical."""
 
@@ -62,7 +57,6 @@ def validate_reports(reports: Sequence[RankReport]) -> HandshakeResult:
 
     Raises:
         RankError: a rank failed, or ranks are inconsistent.
-
     """
     raise_reported_errors([report.error for report in reports])
     check_settings([report.settings for report in reports])
@@ -95,7 +89,6 @@ def handshake(
     Raises:
         RankError: the reports are invalid, on every rank; or a rank did not report in time, or the store is lost.
         Exception: `error`, on this rank.
-
     """
     sent = report or RankReport(error=None if error is None else one_line(error))
     store = members.store
@@ -165,7 +158,6 @@ def create_on_all_ranks(
         ConfigError: the group has another number of ranks.
         RankError: `make` raised on another rank, or rank invariants differ.
         Exception: `make` raised it on this rank.
-
     """
     members = members_of(group, timeout, "loader")
     if members.store is None:

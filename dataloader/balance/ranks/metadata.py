@@ -43,28 +43,20 @@ class Header:
 
     schema_hash: int
     """Hash of the batches' schema."""
-
     status: int
     """STATUS_OK or STATUS_FAILED."""
-
     ended: int
     """1 once the rank has no more batches, else 0."""
-
     num_real: int
     """Samples of the rank in this step."""
-
     num_rows: int = 0
     """Rows of the rank's batch before padding; if it has more than the schema, the message lacks its samples."""
-
     epoch: int = 0
     """Epoch of the rank's batch."""
-
     step: int = 0
     """Step of the rank's batch."""
-
     position: int = 0
     """Position of the rank's batch in the epoch."""
-
     loader_hash: int = 0
     """Hash of the loader's identity, which can change when a state is loaded."""
 
@@ -82,16 +74,12 @@ class StepMetadata:
 
     headers: NDArray[np.int64]
     """[W, 9]."""
-
     costs: NDArray[np.int64]
     """[W, B], 0 for padding."""
-
     tokens: NDArray[np.int64]
     """[W, B], 0 for padding."""
-
     lengths: NDArray[np.int64]
     """[W, K, B], 0 for padding."""
-
     messages: NDArray[np.uint8]
     """[W, message size]: all of this as it was received."""
 
@@ -156,7 +144,6 @@ class MetadataAllGather:
         members: the ranks.
         hosts: the host name of each rank; None: one ring over all ranks.
         timeout: how long a collective waits for other ranks.
-
     """
 
     def __init__(self, members: Members, hosts: Sequence[str] | None, timeout: timedelta) -> None:

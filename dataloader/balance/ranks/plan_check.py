@@ -38,10 +38,8 @@ class PlannedIteration:
 
     number: int
     """How many iterations this rank has begun, this one included."""
-
     epoch: int
     """Epoch that it iterates over."""
-
     plans: tuple[int, int] = (0, 0)
     """Steps that were handed out, and a hash of their plans."""
 
@@ -57,7 +55,6 @@ class PlanCheck:
     Args:
         members: the ranks; None, or without a store: nothing is compared.
         timeout: how long the end of an epoch waits for other ranks.
-
     """
 
     def __init__(self, members: Members | None, timeout: timedelta) -> None:
@@ -71,7 +68,6 @@ class PlanCheck:
 
         Raises:
             RankError: they differ.
-
         """
         self._latest = iteration = PlannedIteration(number=self._latest.number + 1, epoch=epoch)
         where = f"at the start of epoch {epoch} with {num_steps} steps"
@@ -83,7 +79,6 @@ class PlanCheck:
 
         Raises:
             RankError: they differ, or a rank has not come in time; on every rank.
-
         """
         if self._members is None or self._process != os.getpid():
             return
@@ -113,7 +108,6 @@ class PlanCheck:
 
         Raises:
             RankError: they differ.
-
         """
         iteration = self._latest
         with contextlib.suppress(RankLostError):  # a state of this rank needs no other one
@@ -170,7 +164,6 @@ def confirm(
     Raises:
         RankError: another rank failed, or two ranks differ; the message names them.
         Exception: this rank's own error.
-
     """
     words = np.array(
         [

@@ -46,7 +46,6 @@ def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
     Raises:
         RankLostError: the call did not return, or the store raised.
         Exception: any other error of the call.
-
     """
     outcome: Future[Result] = Future()
 
@@ -80,10 +79,8 @@ class Members:
 
     rank: int
     """This process's rank among them."""
-
     world_size: int
     """How many there are."""
-
     store: Store | None
     """Shared by them alone; None if there is only one rank, without a process group."""
 
@@ -98,7 +95,6 @@ def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
 
     Raises:
         ConfigError: it is not a group of which this process is a rank.
-
     """
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -132,7 +128,6 @@ def members_of(group: Group | None, timeout: timedelta, user: str = "balancer") 
     Raises:
         ConfigError: it is not a group of which this process is a rank.
         RankLostError: the store does not respond.
-
     """
     process_group = process_group_of(group)
     if process_group is None:
@@ -173,7 +168,6 @@ class FailFastGroup:
 
     Raises:
         RankLostError: a rank is lost, or did not respond in time.
-
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, backend: str = "gloo") -> None:
@@ -191,7 +185,6 @@ class FailFastGroup:
             tensor: of the same size on all ranks.
             async_op: return the work, for the caller to wait for under `guard`; otherwise the collective is complete
                 (on a GPU: enqueued on the current stream), and None is returned.
-
         """
         options = AllgatherOptions()
         options.asyncOp = async_op
@@ -209,7 +202,6 @@ class FailFastGroup:
             output_splits: elements received from each rank.
             splits: elements sent to each rank.
             async_op: see `all_gather`.
-
         """
         options = AllToAllOptions()
         options.asyncOp = async_op
@@ -230,7 +222,6 @@ class FailFastGroup:
 
         Raises:
             RankLostError: a rank is lost or did not answer in time, now or in an earlier collective.
-
         """
         if self._backend is None:
             raise RankLostError("a rank is lost or does not respond, as an earlier error reported; see its own error")
