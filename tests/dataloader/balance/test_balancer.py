@@ -15,9 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
-from evenrank.dataloader.balance.config import OnOverflow
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.partition.strategies import OnOverflow
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of

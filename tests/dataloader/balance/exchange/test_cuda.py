@@ -80,7 +80,7 @@ def _same_as_on_the_cpu(rank: int, world_size: int, device: str, seeds: int) -> 
             for strategy in STRATEGIES:
                 bits = []
                 for where in (None, f"{device}:{rank}"):
-                    config = BalanceConfig(cost=_tokens, exchange=exchange, strategy=strategy)  # type: ignore[arg-type]
+                    config = BalanceConfig(cost=_tokens, exchange=exchange, strategy=strategy)
                     with Balancer(_world(rank, seed), config, device=where) as balancer:
                         bits.append([_bits(batch) for batch in balancer])
                 assert bits[0] == bits[1]

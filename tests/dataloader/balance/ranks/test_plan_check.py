@@ -25,7 +25,6 @@ from evenrank.dataloader.balance import (
     partition,
     register_strategy,
 )
-from evenrank.dataloader.balance.config import ExchangeName
 from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.plan_check import PlanCheck, confirm
 from evenrank.dataloader.balance.ranks.process_group import Members, members_of
@@ -86,7 +85,7 @@ def test_tokens_that_each_rank_counts_in_its_own_way_lose_no_sample(ranks: RankP
         assert sorted(sample for steps in by_rank for sample in steps[number]) == sorted(expected)
 
 
-def _train_with_strategy(rank: int, world_size: int, what: str, exchange: ExchangeName) -> list[int]:
+def _train_with_strategy(rank: int, world_size: int, what: str, exchange: str) -> list[int]:
     calls = 0
 
     def strategy(problem: PartitionProblem) -> NDArray[np.int32]:
