@@ -25,9 +25,7 @@ class FieldSpec:
     shape: tuple[int, ...] = ()
     """Of one row of a dense tensor, or of one value of a jagged tensor."""
     lengths_dtype: torch.dtype | None = None
-    """Of a jagged tensor."""
     weights_dtype: torch.dtype | None = None
-    """Of a jagged tensor with weights, one per value."""
     fill: float = 0
     """Value of the padding rows of a dense tensor."""
 

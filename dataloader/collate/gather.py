@@ -46,7 +46,7 @@ def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64
 
 
 class HistorySpans(NamedTuple):
-    """The history and the candidates of n samples, as indices into the events of their stores.
+    """Where histories and candidates of n samples are among the events of their stores: int64 [n] each.
 
     events          a b c d e f g         max_history_length = 3, max_num_candidates = 2
                         ^     ^   ^
@@ -55,11 +55,8 @@ class HistorySpans(NamedTuple):
     """
 
     begins: NDArray[np.int64]
-    """[n]: where the history begins."""
     history_ends: NDArray[np.int64]
-    """[n]: where the history ends and the candidates begin."""
     ends: NDArray[np.int64]
-    """[n]: where the candidates end."""
 
 
 def find_spans(
@@ -87,13 +84,11 @@ class ItemTokens(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """The values of one key of n samples: a slice of a column of each sample's store."""
+    """The values of one key of n samples: of each, a slice of a column of its store, given by begin and size."""
 
     column: str
     begins: NDArray[np.int64]
-    """[n]: where the slice begins."""
     sizes: NDArray[np.int64]
-    """[n]: elements of the slice."""
     tokens: ItemTokens | None = None
     """Replaces each element, an item, by its tokens."""
     is_of_user: bool = False

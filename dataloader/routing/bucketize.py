@@ -1,7 +1,7 @@
 """The keys of a KeyedJaggedTensor: replaced by rows of tables, or grouped by the rank that owns them."""
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def map_features(features: KeyedJaggedTensor, key_maps: Mapping[str, KeyMap]) ->
         raise ConfigError(f"key_maps has {unknown[0]!r}, which is no feature; there are {', '.join(names)}")
     ends = features.offset_per_key()
     values = features.values().clone()
-    for name, begin, end in zip(names, ends, ends[1:], strict=False):
+    for name, (begin, end) in zip(names, pairwise(ends), strict=True):
         if name in key_maps:
             values[begin:end] = key_maps[name](values[begin:end])
     return KeyedJaggedTensor(
@@ -94,7 +94,10 @@ def bucketize(
             keys, lengths, offsets, features, world_size, weights=weights, positions=bucketize_pos
         )
     else:
-        owners, owned_rows = _find_owners(keys.cpu().numpy(), kjt.length_per_key(), features, world_size)
+        host_keys = keys.cpu().numpy()
+        owners, owned_rows = np.empty(len(keys), dtype=np.int64), np.empty_like(host_keys)
+        for (begin, end), routing in zip(pairwise(kjt.offset_per_key()), features, strict=True):
+            owners[begin:end], owned_rows[begin:end] = owners_and_rows(host_keys[begin:end], world_size, routing)
         grouped_lengths, places = _group(owners, lengths.long().cpu().numpy(), world_size)
         new_lengths = torch.from_numpy(grouped_lengths).to(lengths)
         permutation = torch.from_numpy(places).to(keys.device)
@@ -122,19 +125,6 @@ def _check(kjt: KeyedJaggedTensor, world_size: int, routings: Mapping[str, Routi
         )
     if bucketize_pos and kjt.weights_or_none() is not None:
         raise ConfigError("bucketize_pos=True would replace the weights of the batch; drop either of them")
-
-
-def _find_owners(
-    keys: NDArray[Any], lengths: list[int], features: tuple[Routing, ...], world_size: int
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return `owners_and_rows` of all features, given how many keys each has."""
-    owners, rows = np.empty(len(keys), dtype=np.int64), np.empty_like(keys)
-    start = 0
-    for length, routing in zip(lengths, features, strict=True):
-        part = slice(start, start + length)
-        owners[part], rows[part] = owners_and_rows(keys[part], world_size, routing)
-        start += length
-    return owners, rows
 
 
 @compiled

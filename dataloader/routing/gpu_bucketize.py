@@ -76,8 +76,8 @@ def bucketize_with_kernels(
         offsets: integers [K * B + 1].
         routings: of each of the K features.
         world_size: number of ranks, W.
-        weights: [n]; None if there are none, or positions are returned in their place.
-        positions: whether to return each key's index in its original row.
+        weights: [n]; None with positions.
+        positions: whether to return each key's index in its original row in place of weights.
 
     Returns:
         Lengths [W * K * B]; rows in the owner's shard [n], of the keys' dtype; weights [n] or positions [n], of the

@@ -178,8 +178,7 @@ class RoundRobin(NamedTuple):
         return np.where(turn < self.last_rows, turn * (self.full_ranks + 1) + rank, late_keys)
 
     @property
-    def _num_early(self) -> int:
-        """Keys of the rounds in which f + 1 ranks take part."""
+    def _num_early(self) -> int:  # keys of the rounds in which f + 1 ranks take part
         return self.last_rows * (self.full_ranks + 1)
 
 
