@@ -148,8 +148,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         `loss_tokens` and `max_lengths` are of these rows; other metadata are kept.
 
         Args:
-            rows: [n], each in 0..batch_size-1; a row may occur several times or not at all, but padding only after
-                the last sample.
+            rows: [n], each in 0..batch_size-1, in any order and number, but padding only after the last sample.
 
         Raises:
             IndexError: a row is out of range.

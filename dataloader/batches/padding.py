@@ -81,8 +81,7 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
             many steps. A Balancer does so itself.
 
     Raises:
-        ConfigError: `batch_size` is below 1. While iterating: `collate` has made more rows, or cannot make a batch of
-            no samples.
+        ConfigError: `batch_size` is below 1; while iterating, `collate` has made more rows or no batch of no samples.
     """
 
     def __init__(
@@ -103,11 +102,7 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         self._num_batches = num_batches
 
     def __len__(self) -> int:
-        """Return the number of batches.
-
-        Raises:
-            TypeError: the samples have no length.
-        """
+        """Return the number of batches; raises a TypeError if the samples have no length."""
         num_full, num_left = divmod(len(cast(Sized, self._samples)), self._batch_size)
         return max(num_full + (num_left > 0 and not self._drop_last), self._num_batches or 0)
 

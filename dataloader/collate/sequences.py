@@ -59,20 +59,15 @@ class Collate(ABC, Generic[Batch]):
         if labels is not None:
             of_keys["labels", LABEL] = labels.lengths
         no_candidates = np.zeros(num_samples, dtype=np.int64)
-        return SampleLengths(
-            of_keys=of_keys, num_candidates=self._dense_columns(spans).get("num_candidates", no_candidates)
-        )
+        num_candidates = self._dense_columns(spans).get("num_candidates", no_candidates)
+        return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
 
     def __call__(
         self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
     ) -> list[Batch]:
-        """Make batches of samples, in order; rows after the last sample are padding.
+        """Make batches of samples [n], in order; rows after the last sample are padding.
 
-        Args:
-            groups: the samples by store; at least one group, because the stores name the contextual features.
-            sample_ids: int64 [n], n <= num_batches * batch_size.
-            batch_size: rows of each batch.
-            num_batches: how many to make.
+        At least one group is needed, because the stores name the contextual features.
         """
         num_samples = len(sample_ids)
         spans, features, labels = self._find(groups, num_samples)

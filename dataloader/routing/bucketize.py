@@ -66,8 +66,7 @@ def bucketize(
         bucketized      [1 | 2 | 2 3 | 4]
         permutation     [2 0 3 4 1]
 
-    On a GPU with Triton it does not wait for the device, except the first time with these routings; without Triton, the
-    CPU groups the keys.
+    On a GPU it does not wait for the device, except the first time with these routings; without Triton, the CPU groups.
 
     Args:
         kjt: int32 or int64 values, [n]; the same stride for all K keys, B.

@@ -77,14 +77,12 @@ class KeyMap:
             DataError: a key is not in 0..num_embeddings-1.
         """
         self._check(keys, "key")
-        rows: Integers = keys if self.is_identity else _apply(self._bijection().rows, keys)
-        return rows
+        return keys if self.is_identity else _apply(self._bijection().rows, keys)
 
     def inverse(self, rows: Integers) -> Integers:
         """Return the key of each row; the inverse of a call, with the same types and errors."""
         self._check(rows, "row")
-        keys: Integers = rows if self.is_identity else _apply(self._bijection().keys, rows)
-        return keys
+        return rows if self.is_identity else _apply(self._bijection().keys, rows)
 
     @property
     def is_identity(self) -> bool:
@@ -127,7 +125,7 @@ class KeyMap:
             )
 
 
-def _apply(function: Callable[[NDArray[np.int64]], NDArray[np.int64]], values: Any) -> Any:
+def _apply(function: Callable[[NDArray[np.int64]], NDArray[np.int64]], values: Integers) -> Integers:
     """Apply a function of int64 arrays [n] to an array, or on the CPU to a tensor."""
     if isinstance(values, np.ndarray):
         results = function(values.reshape(-1).astype(np.int64, copy=False))

@@ -1,6 +1,6 @@
 """Which rank owns a key, by mode (see `modes.py`), and the row of the key in the shard of its owner."""
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,21 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Integer = TypeVar("Integer", bound=np.integer[Any])
+Keys = TypeVar("Keys", "NDArray[Any]", "Tensor")
 
 
-@overload
-def owner_rank(
-    keys: NDArray[np.integer[Any]], world_size: int, mode: Mode, num_embeddings: int | None = None
-) -> NDArray[np.int64]: ...
-
-
-@overload
-def owner_rank(keys: "Tensor", world_size: int, mode: Mode, num_embeddings: int | None = None) -> "Tensor": ...
-
-
-def owner_rank(
-    keys: "NDArray[np.integer[Any]] | Tensor", world_size: int, mode: Mode, num_embeddings: int | None = None
-) -> "NDArray[np.int64] | Tensor":
+def owner_rank(keys: Keys, world_size: int, mode: Mode, num_embeddings: int | None = None) -> Keys:
     """Return the rank that owns each key.
 
     Args:
