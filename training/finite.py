@@ -39,12 +39,8 @@ class FiniteCheck:
     It costs an all-reduce of 4 bytes per step, on a GPU on a side stream. The device is never synchronized: in step t
     the host waits at most for the forward of step t - 1 on all ranks, so it runs less than two steps ahead of the GPU.
 
-    Args:
-        group: all ranks of the job, tensor-parallel ones included; None: the default process group or, without one,
-            this process alone.
-
-    Raises:
-        ConfigError: this process is not a rank of the group.
+    `group` has all ranks of the job, tensor-parallel ones included; None: the default process group or, without one,
+    this process alone.
     """
 
     def __init__(self, *, group: Group | None = None) -> None:
@@ -55,13 +51,9 @@ class FiniteCheck:
 
     @torch.no_grad()
     def update(self, loss_sums: Tensor, batch: JaggedBatch) -> None:
-        """Check this step's loss, and raise if that of the last one was not finite.
+        """Check this step's loss, and raise if that of the last one was not finite. Collective.
 
-        Collective: every rank must call this.
-
-        Args:
-            loss_sums: the argument or the result of `scale_loss`, of any shape.
-            batch: the batch that they were computed on.
+        `loss_sums` are the argument or the result of `scale_loss`, of any shape.
 
         Raises:
             RankError: a loss was not finite on some rank; on every rank. The message names the first such rank, the
@@ -139,9 +131,9 @@ class _Pending:
         num_bad = int((~self.losses.isfinite()).sum())
         if num_bad == 0:
             return None
-        num_losses = self.losses.numel()
-        is_long = num_losses > _MAX_NAMED
-        losses = f"not finite in {num_bad} of {num_losses} entries" if is_long else self.losses.tolist()
+        losses = self.losses.tolist()
+        if (num_losses := self.losses.numel()) > _MAX_NAMED:
+            losses = f"not finite in {num_bad} of {num_losses} entries"
         if self.sample_ids is None:
             samples = f"its {self.num_samples} samples have no ids"
         else:

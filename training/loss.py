@@ -34,8 +34,7 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     A rank may have no sample in the last step of an epoch. Its loss must still depend on all parameters, or DDP waits
     for their gradients. A sum over zero rows of the model's output does so if the model runs on the padded batch.
 
-    It never synchronizes with a GPU. In a model traced by torch.fx, as in TorchRec's training pipelines, it is one node
-    of the graph.
+    It never synchronizes with a GPU. Where torch.fx traces, as in TorchRec's pipelines, it is one node of the graph.
 
     Args:
         loss_sums: a scalar for one task, [tasks] for several: the sums (not the means) of the loss over this rank's
@@ -44,12 +43,10 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
         dp_size: number of data-parallel ranks whose gradients are averaged; None: the ranks of the Balancer's group.
 
     Returns:
-        As many losses, on which to call `backward` after adding them up; zero for tasks of which no rank has loss
-        tokens.
+        As many losses, to add up for `backward`; zero for tasks of which no rank has loss tokens.
 
     Raises:
-        ConfigError: `loss_sums` is no tensor, or the batch, not being from a Balancer, does not know the loss tokens of
-            all ranks, or has those of other tasks.
+        ConfigError: the batch is not from a Balancer, or has the loss tokens of other tasks.
     """
     # While torch.fx traces, both are proxies, whose values cannot be looked at. `torch.fx.wrap` would not do here: it
     # applies to modules imported before tracing starts, and this one is imported at its first use.
@@ -78,15 +75,11 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
 
 
 def label_bits(labels: Tensor, num_tasks: int) -> Tensor:
-    """Unpack integer labels into one binary label per task.
+    """Unpack labels into float32 [n, num_tasks] of 0 and 1, a target for `binary_cross_entropy_with_logits`.
 
     Args:
         labels: int64 [n]; task t is bit t, as in the actions of KuaiRand (is_click 1, is_like 2, is_follow 4, ...).
         num_tasks: number of low bits that are tasks, 1 to 31.
-
-    Returns:
-        float32 [n, num_tasks] of 0 and 1, on the device of the labels; a target for
-        `binary_cross_entropy_with_logits`.
     """
     tasks = torch.arange(num_tasks, device=labels.device)
     return (labels.unsqueeze(-1) >> tasks).bitwise_and(1).float()
@@ -109,32 +102,28 @@ def accumulate(
             optimizer.step()
             optimizer.zero_grad()
 
-    The mean of the steps' means would give more weight to the tokens of a step with few of them. So all batches of an
-    optimizer step are pulled first, and held on the device: integers, small next to the activations of one of them.
-    Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the Balancer is the position
-    after the last one. The last optimizer step of an epoch may have fewer batches.
+    All batches of an optimizer step are pulled first, and held on the device: integers, small next to the activations
+    of one of them. Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the Balancer is
+    the position after the last one. The last optimizer step of an epoch may have fewer batches.
 
     Where labels of some tasks are missing, `task_tokens` counts the loss tokens of each task; also without
     accumulation, with `num_steps=1`. Each optimizer step then begins with an all-reduce of one number per task, without
     a synchronization. A training pipeline, which steps the optimizer itself, takes
     `itertools.chain.from_iterable(accumulate(balancer, 1, task_tokens=...))`.
 
+    Iterating is collective: every rank of the group must do it.
+
     Args:
         batches: of this rank, from a Balancer.
-        num_steps: batches of an optimizer step, at least 1; the same on all ranks.
+        num_steps: batches of an optimizer step, the same on all ranks.
         task_tokens: returns the loss tokens of each task in this rank's batch: integers [tasks] on the device that
             trains, equally many on all ranks. It must not synchronize: `(batch.targets >= 0).sum(dim=0)`, where
             missing ones and the fill of padding rows are negative. None: each loss token counts for all tasks.
         group: the data-parallel ranks of the Balancer; None: the default process group or, without one, this process
             alone.
 
-    Returns:
-        An iterator over lists of 1 to `num_steps` batches with other `world_loss_tokens` and `world_task_tokens`.
-        Iterating is collective: every rank of the group must do it.
-
     Raises:
-        ConfigError: `num_steps` is below 1, this process is not a rank of the group, batches are not from a Balancer,
-            or `task_tokens` returns something else.
+        ConfigError: batches are not from a Balancer, or `task_tokens` returns something else.
         RankError: `num_steps` or the tasks differ between ranks; while iterating, on every rank.
     """
     if num_steps < 1:
@@ -151,8 +140,7 @@ def _optimizer_steps(
     # A rank that pulls another number of batches waits in the Balancer for the others, and they for its gradients.
     settings = {"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}
     gather_checked(settings, None, group)
-    is_first = True
-    iterator = iter(batches)
+    is_first, iterator = True, iter(batches)
     while pulled := list(islice(iterator, num_steps)):
         world_loss_tokens = 0
         for batch in pulled:
@@ -190,23 +178,16 @@ class LossAverage:
                 average.reset()
 
     Sums and counts of this rank's own samples are added up on the device, so steps may be accumulated, and ranks may
-    have different numbers of steps, or none. Tensor-parallel peers, which have equal losses, are in different groups,
-    each of which counts every sample once.
-
-    Where each rank plans its steps alone (`build_loader(balance=...)`), `compute` also compares these plans, if all
-    ranks have added the same steps.
+    have different numbers of steps, or none. Where each rank plans its steps alone (`build_loader(balance=...)`),
+    `compute` also compares these plans, if all ranks have added the same steps.
 
     Collective: every rank of the group must call the constructor.
 
     Args:
-        num_tasks: entries of the loss sums.
+        num_tasks: entries of the loss sums, the same on all ranks.
         group: the data-parallel ranks, as a process group or a device mesh of one dimension such as `mesh["dp"]`; None:
             the default process group or, without one, this process alone.
         device: where losses are added up; over NCCL, this rank's GPU.
-
-    Raises:
-        ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
-        RankError: `num_tasks` differs between ranks.
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
@@ -221,9 +202,8 @@ class LossAverage:
     def reset(self) -> None:
         """Start over."""
         self._totals.zero_()
-        self._steps = self._plans = (
-            0  # sums of hashes of the steps that this rank has planned alone, and of their plans
-        )
+        # Sums of hashes of the steps that this rank has planned alone, and of their plans.
+        self._steps = self._plans = 0
 
     @torch.no_grad()
     def update(self, loss_sums: Tensor, batch: JaggedBatch, *, task_tokens: Tensor | None = None) -> None:
@@ -233,9 +213,6 @@ class LossAverage:
             loss_sums: the argument of `scale_loss`: [tasks], or a scalar for one task.
             batch: the batch that they were computed on.
             task_tokens: [tasks], this rank's loss tokens of each task; None: each of the batch's counts for all tasks.
-
-        Raises:
-            ConfigError: there are other numbers of tasks, or the losses are on another kind of device.
         """
         sums = loss_sums.reshape(-1)
         num_tasks = self._totals.shape[1]

@@ -28,9 +28,9 @@ class Throughput:
     steps: int
     """Steps in it."""
     step_ms: float
-    """Milliseconds of a step, on average, including loading and exchange."""
+    """Mean, including loading and exchange."""
     tokens: int
-    """Tokens of all steps and ranks."""
+    """Of all steps and ranks."""
     tokens_per_second: float
     """Of all ranks together."""
     tflops: float
@@ -64,15 +64,11 @@ class ThroughputMeter:
 
     Args:
         flops: of the model, on one rank.
-        every: steps of an interval, at least 1.
-        device: the device of the counts, on which the group reduces them.
+        every: steps of an interval, the same on all ranks.
+        device: where the counts of `step` are or are copied to, and the group reduces them.
         peak_flops: FLOP/s of one GPU in the model's dtype; see `device_peaks`. None: there is no MFU.
         group: the data-parallel ranks; None: the default process group or, without one, this process alone.
         clock: returns seconds.
-
-    Raises:
-        ConfigError: `every` or `peak_flops` is not positive, or this process is not a rank of the group.
-        RankError: `every` differs between ranks.
     """
 
     def __init__(
@@ -98,23 +94,19 @@ class ThroughputMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the interval now, to leave out the time of an evaluation or a checkpoint.
-
-        Its end stays the same, so ranks that restart at different steps still add up their counts in the same step.
-        """
+        """Begin the interval now, to leave out the time of an evaluation or a checkpoint. Its end stays the same."""
         self._sums.zero_()
         self._in_interval = 0
         self._started = self._clock()
 
     def step(self, work: Work) -> Throughput | None:
-        """Record a step, and return the interval if the step is its last. Collective: every rank must call this.
+        """Record a step, given the work of this rank's batch, and return the interval if the step is its last.
 
-        Args:
-            work: of this rank's batch; its counts may be scalars on the meter's device.
+        Collective: every rank must call this.
         """
         self._num_steps += 1
         self._in_interval += 1
-        # One count at a time: copying those on the host to the device in one tensor would wait for it.
+        # One at a time: copying counts that are on the host to the device in one tensor would wait for it.
         for index, count in enumerate((work.tokens, work.pairs, work.predictions)):
             self._sums[index].add_(count)
         if self._num_steps % self._every:
@@ -141,29 +133,25 @@ class ThroughputMeter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePeaks:
-    """Peak FLOP/s and memory bandwidth of a device."""
+    """Peak FLOP/s by dtype, None where tensor cores do not support it, and memory bandwidth of a device."""
 
     fp32: float
-    """FLOP/s without tensor cores."""
+    """Without tensor cores."""
     tf32: float | None = None
-    """FLOP/s of float32 on tensor cores (`torch.set_float32_matmul_precision("high")`); None: not supported."""
+    """Of float32 on tensor cores (`torch.set_float32_matmul_precision("high")`)."""
     fp16: float
-    """FLOP/s in float16."""
     bf16: float | None = None
-    """FLOP/s in bfloat16; None: no tensor cores for it."""
     fp8: float | None = None
-    """FLOP/s in 8-bit floating point; None: no tensor cores for it."""
     bandwidth: float | None
-    """Bytes per second of the device's memory; None: unknown."""
+    """Bytes per second; None: unknown."""
     source: str
     """The source of the figures."""
 
     def flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return the FLOP/s of matrix products of a dtype; raises a ConfigError if the device has no peak for it.
+        """Return the FLOP/s of matrix products of a dtype; `tf32`: products of float32 use TF32.
 
-        Args:
-            dtype: of the operands.
-            tf32: whether products of float32 use TF32.
+        Raises:
+            ConfigError: the device has no peak for it.
         """
         peaks = {
             torch.float32: self.tf32 if tf32 else self.fp32,
@@ -180,21 +168,14 @@ class DevicePeaks:
 
 
 def _peaks(
-    fp32: float,
-    tf32: float | None,
-    fp16: float,
-    fp8: float | None,
-    gigabytes: float,
-    source: str,
-    *,
-    has_bf16: bool = True,
+    fp32: float, tf32: float | None, fp16: float, fp8: float | None, gigabytes: float, source: str
 ) -> DevicePeaks:
-    """Make a row of the table, in TFLOP/s and GB/s."""
+    """Make a row of the table, in TFLOP/s and GB/s. Tensor cores with TF32 have bfloat16 too."""
     return DevicePeaks(
         fp32=fp32 * 1e12,
         tf32=None if tf32 is None else tf32 * 1e12,
         fp16=fp16 * 1e12,
-        bf16=fp16 * 1e12 if has_bf16 else None,
+        bf16=None if tf32 is None else fp16 * 1e12,
         fp8=None if fp8 is None else fp8 * 1e12,
         bandwidth=gigabytes * 1e9,
         source=source,
@@ -214,10 +195,10 @@ _CDNA3 = "AMD Instinct MI300X and MI325X data sheets, 2023 and 2024"
 # The whole name without "NVIDIA", "Tesla" or "AMD" in front: "L4" must not match an L40, nor "H200" a MIG slice of it.
 #                                         fp32   tf32   fp16    fp8  GB/s
 _TABLE: tuple[tuple[str, DevicePeaks], ...] = (
-    (r"V100-SXM\d-\d+GB(-LS)?", _peaks(15.7, None, 125, None, 900, _VOLTA, has_bf16=False)),
-    (r"V100-PCIE-\d+GB", _peaks(14, None, 112, None, 900, _VOLTA, has_bf16=False)),
-    (r"V100S-PCIE-\d+GB", _peaks(16.4, None, 130, None, 1134, _VOLTA, has_bf16=False)),
-    (r"T4", _peaks(8.1, None, 65, None, 320, _TURING, has_bf16=False)),
+    (r"V100-SXM\d-\d+GB(-LS)?", _peaks(15.7, None, 125, None, 900, _VOLTA)),
+    (r"V100-PCIE-\d+GB", _peaks(14, None, 112, None, 900, _VOLTA)),
+    (r"V100S-PCIE-\d+GB", _peaks(16.4, None, 130, None, 1134, _VOLTA)),
+    (r"T4", _peaks(8.1, None, 65, None, 320, _TURING)),
     (r"A[18]00-SXM\d?-80GB", _peaks(19.5, 156, 312, None, 2039, _A100)),
     (r"A[18]00-SXM\d?-\d+GB", _peaks(19.5, 156, 312, None, 1555, _A100)),
     (r"A[18]00 80GB PCIe", _peaks(19.5, 156, 312, None, 1935, _A100)),
@@ -269,10 +250,7 @@ _PER_CLOCK = {
 def peaks_by_name(name: str) -> DevicePeaks | None:
     """Return the peaks of a device by its name in `torch.cuda.get_device_name`; None if it is not in the table."""
     bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name.strip())
-    for pattern, peaks in _TABLE:
-        if re.fullmatch(pattern, bare):
-            return peaks
-    return None
+    return next((peaks for pattern, peaks in _TABLE if re.fullmatch(pattern, bare)), None)
 
 
 def computed_peaks(
@@ -281,10 +259,13 @@ def computed_peaks(
     """Compute the peaks of an NVIDIA device: operations per clock and multiprocessor, times both.
 
     Args:
-        capability: compute capability, such as (9, 0); a ConfigError if it is unknown.
+        capability: compute capability, such as (9, 0).
         multiprocessors: number of multiprocessors.
         clock: of the multiprocessors, in Hz.
         bandwidth: of its memory, in bytes per second, if it is known.
+
+    Raises:
+        ConfigError: nothing is known of this capability.
     """
     if capability not in _PER_CLOCK:
         known = ", ".join(f"{major}.{minor}" for major, minor in _PER_CLOCK)
@@ -308,7 +289,7 @@ def device_peaks(device: torch.device | str | int | None = None) -> DevicePeaks:
     """Return the peaks of a CUDA device, by default the current one, from the table or computed at its maximum clock.
 
     Raises:
-        ConfigError: it is no CUDA device, or not in the table, and its clock or compute capability is unknown.
+        ConfigError: the peaks are not known.
     """
     if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
         raise ConfigError(f"no peaks are known of the device {device}; pass a CUDA device, or its peak in FLOP/s")
