@@ -131,7 +131,7 @@ class _Pending:
         num_bad = int((~self.losses.isfinite()).sum())
         if num_bad == 0:
             return None
-        losses = self.losses.tolist()
+        losses: object = self.losses.tolist()
         if (num_losses := self.losses.numel()) > _MAX_NAMED:
             losses = f"not finite in {num_bad} of {num_losses} entries"
         if self.sample_ids is None:
