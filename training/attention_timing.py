@@ -62,7 +62,7 @@ class _Call:
 
 
 class _LayerHooks:
-    """Forward hooks of a layer that append the marks of each call to `calls`, without waiting for the device."""
+    """Forward hooks of a layer that append the marks of each call to `calls`."""
 
     def __init__(self, module: nn.Module, clock: Clock, flops: LayerFlops | None, calls: list[_Call]) -> None:
         self._clock = clock
@@ -77,13 +77,10 @@ class _LayerHooks:
             return None
         # Not -1 while this thread is in a backward pass: the forward pass is being repeated there.
         call = _Call(is_forward=torch._C._current_graph_task_id() == -1)
-        args, kwargs = _observe((args, kwargs), partial(self._end_backward, call))
+        args, kwargs = _observe((args, kwargs), partial(self._mark, call, "backward_stop"))
         self._open = call
         call.forward_start = self._clock.mark()
         return args, kwargs
-
-    def _end_backward(self, call: _Call) -> None:
-        call.backward_stop = self._clock.mark()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call, self._open = self._open, None
@@ -96,10 +93,10 @@ class _LayerHooks:
             bound.apply_defaults()
             with torch.no_grad():
                 call.flops = self._flops(module, bound.arguments)
-        return _observe(output, partial(self._start_backward, call))
+        return _observe(output, partial(self._mark, call, "backward_start"))
 
-    def _start_backward(self, call: _Call) -> None:
-        call.backward_start = self._clock.mark()
+    def _mark(self, call: _Call, field: str) -> None:
+        setattr(call, field, self._clock.mark())
 
 
 class _Observed(torch.autograd.Function):
@@ -267,10 +264,8 @@ class AttentionTracker:
     def _attach(self) -> None:
         for name, module in self._layers.items():
             hooks = _LayerHooks(module, self._clock, self._flops, self._calls[name])
-            self._handles += [
-                module.register_forward_pre_hook(hooks.before, with_kwargs=True),
-                module.register_forward_hook(hooks.after, with_kwargs=True),
-            ]
+            self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
 
     def _timing(self, name: str, calls: Sequence[_Call]) -> LayerTiming:
         forward = [call for call in calls if call.is_forward]

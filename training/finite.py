@@ -1,12 +1,7 @@
 """`FiniteCheck`: a loss that is NaN or infinite on one rank raises an error on all of them.
 
-A rank that raised alone would leave the others waiting for its gradients. So in each step ranks reduce one flag, which
-each of them reads in the next step. By then the GPU has computed it, and runs the next forward.
-
-    step          t                                   t + 1
-    device        forward, flag, backward, ...        forward, ...
-    side stream   ......... all-reduce, copy to host
-    host                                              is it set?
+A rank that raised alone would leave the others waiting for its gradients. So in each step ranks reduce one flag on a
+side stream, which each of them reads in the next step, while the GPU runs the next forward.
 """
 
 from dataclasses import dataclass
@@ -87,8 +82,8 @@ class FiniteCheck:
             return
         reports = [pending.report()]
         if self._group is not None:
-            reports = [None] * self._group.size()
-            dist.all_gather_object(reports, pending.report(), self._group)
+            reports *= self._group.size()
+            dist.all_gather_object(reports, reports[0], self._group)
         first, *others = [report for report in reports if report is not None]
         also = f"; it is one of {1 + len(others)} such ranks" if others else ""
         raise RankError(
@@ -96,7 +91,7 @@ class FiniteCheck:
         )
 
     def _reduce(self, flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return whether any rank's flag is 1, in host memory, and the event after which that is valid."""
+        # Returns whether any rank's flag is 1, in host memory, and the event after which that is valid.
         if flag.is_cuda and self._side_stream is None:
             self._side_stream = torch.cuda.Stream(flag.device)
         stream = self._side_stream

@@ -29,7 +29,8 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
 
     DDP, FSDP and TorchRec average gradients over `dp_size` ranks, so a rank's share is loss_sums * dp_size / (loss
     tokens of all ranks). The batch carries the divisor: the loss tokens of the step or, behind `accumulate`, of all
-    steps that are accumulated, and those of each task where tasks have different ones.
+    steps that are accumulated, and those of each task where tasks have different ones. Add up the result for
+    `backward`; it is zero for tasks of which no rank has loss tokens.
 
     A rank may have no sample in the last step of an epoch. Its loss must still depend on all parameters, or DDP waits
     for their gradients. A sum over zero rows of the model's output does so if the model runs on the padded batch.
@@ -41,9 +42,6 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
             loss tokens.
         batch: the batch that they were computed on, from a Balancer.
         dp_size: number of data-parallel ranks whose gradients are averaged; None: the ranks of the Balancer's group.
-
-    Returns:
-        As many losses, to add up for `backward`; zero for tasks of which no rank has loss tokens.
 
     Raises:
         ConfigError: the batch is not from a Balancer, or has the loss tokens of other tasks.
@@ -57,9 +55,7 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
         raise ConfigError(f"loss_sums must be a tensor, got {type(loss_sums).__name__}; pass the sums alone")
     if batch.world_loss_tokens is None:
         raise ConfigError("the batch has no world_loss_tokens; iterate over a Balancer instead of the loader")
-    if dp_size is None:
-        dp_size = batch.dp_size
-    if dp_size is None:
+    if (dp_size := batch.dp_size if dp_size is None else dp_size) is None:
         raise ConfigError("the batch has no dp_size; iterate over a Balancer, or pass dp_size to scale_loss")
     tokens = batch.world_task_tokens
     if tokens is not None:
@@ -207,22 +203,17 @@ class LossAverage:
 
     @torch.no_grad()
     def update(self, loss_sums: Tensor, batch: JaggedBatch, *, task_tokens: Tensor | None = None) -> None:
-        """Add this rank's losses in a step, without a synchronization.
+        """Add this rank's losses in a step, the argument of `scale_loss`, without a synchronization.
 
-        Args:
-            loss_sums: the argument of `scale_loss`: [tasks], or a scalar for one task.
-            batch: the batch that they were computed on.
-            task_tokens: [tasks], this rank's loss tokens of each task; None: each of the batch's counts for all tasks.
+        `task_tokens` are this rank's loss tokens of each task, [tasks]; None: each of the batch's counts for all tasks.
         """
         sums = loss_sums.reshape(-1)
         num_tasks = self._totals.shape[1]
         for name, values in (("loss_sums", sums), ("task_tokens", task_tokens)):
             if values is not None and values.shape != (num_tasks,):
                 raise ConfigError(f"{name} must have one entry per task, {num_tasks}, got {list(values.shape)}")
-        if sums.device.type != self._totals.device.type:
-            raise ConfigError(
-                f"loss_sums are on {sums.device}, but added up on {self._totals.device}; pass its device="
-            )
+        if sums.device.type != (device := self._totals.device).type:
+            raise ConfigError(f"loss_sums are on {sums.device}, but added up on {device}; pass its device=")
         self._totals[0] += sums
         self._totals[1] += batch.loss_tokens if task_tokens is None else task_tokens
         if batch.plan_hash is not None:
@@ -231,12 +222,10 @@ class LossAverage:
 
     @torch.no_grad()
     def compute(self) -> list[float]:
-        """Return the mean loss of each task since the last `reset`: the same on every rank, NaN without loss tokens.
+        """Return the mean loss of each task since the last `reset`, over all ranks; NaN without loss tokens.
 
-        It synchronizes with the device. Collective: every rank must call this, also without samples.
-
-        Raises:
-            RankError: ranks have planned these steps differently; on every rank.
+        It synchronizes with the device. Collective: every rank must call this, also without samples. Every rank raises
+        a RankError if ranks have planned these steps differently.
         """
         totals = self._totals.clone()
         if self._group is not None:

@@ -1,10 +1,8 @@
 """Exact metrics of evaluation, equal bit for bit however the samples are distributed over ranks.
 
-Ranks add up integers only; floats are computed from the sums of all ranks, in one order.
-
-The AUC of torchmetrics, which TorchRec installs, would not do. It replaces the scores of a call by their sigmoid if one
-of them is outside 0..1, so a score depends on its batch, and large logits become ties. It divides and integrates in
-float32. A rank without samples takes part in fewer collectives, and the others wait for it.
+Ranks add up integers only; floats are computed from the sums of all ranks, in one order. The AUC of torchmetrics, which
+TorchRec installs, would not do: it replaces the scores of a call by their sigmoid if one of them is outside 0..1,
+integrates in float32, and lets other ranks wait for one without samples.
 """
 
 import math
@@ -23,9 +21,8 @@ class BinaryAUC:
     """Area under the ROC curve of each task: the chance that a positive scores above a negative, ties counting half.
 
     Each rank keeps its samples, and `compute` broadcasts the positives of one rank at a time, 4 bytes each, which all
-    ranks compare with their own negatives (the Mann-Whitney statistic). So a rank needs memory for its own samples,
-    5 bytes per sample and task and several times that within `compute`, and for the positives of one other rank. Pairs
-    are counted in int64, enough for 2 billion samples of each class.
+    ranks compare with their own negatives (the Mann-Whitney statistic, in int64). So a rank needs memory for its own
+    samples, 5 bytes per sample and task and several times that within `compute`, and the positives of one other rank.
 
     Args:
         num_tasks: columns of the scores.
@@ -33,9 +30,6 @@ class BinaryAUC:
             group or, without one, this process alone.
         device: where samples are kept and compared; over NCCL, this rank's GPU. `update` synchronizes only if its
             arguments are on another one.
-
-    Raises:
-        ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
@@ -53,11 +47,9 @@ class BinaryAUC:
         self._is_positive = [torch.empty(0, self._num_tasks, dtype=torch.bool, device=self._device)]
 
     def update(self, scores: Tensor, targets: Tensor) -> None:
-        """Add any number of samples of this rank.
+        """Add samples of this rank: logits or probabilities, compared as float32, and targets, positive where above 0.
 
-        Args:
-            scores: [n, num_tasks], logits or probabilities; compared as float32.
-            targets: [n, num_tasks] of any dtype, positive where above 0.
+        Both are [n, num_tasks], of any dtype.
         """
         if scores.shape != targets.shape or scores.shape[1:] != (self._num_tasks,):
             raise ConfigError(
@@ -137,11 +129,7 @@ class RankingMetrics:
         self._counts = torch.zeros(max(self._ks) + 1, dtype=torch.int64, device=self._device)
 
     def update(self, places: Tensor) -> None:
-        """Add any number of samples of this rank.
-
-        Args:
-            places: integers [n], of the targets in their rankings, from 1; 0 or less if the target was not found.
-        """
+        """Add samples of this rank: integers [n], the targets' places from 1; 0 or less if the target was not found."""
         if places.dim() != 1 or places.is_floating_point():
             raise ConfigError(f"places must be integers [n], got {places.dtype} {list(places.shape)}")
         places = places.to(self._device, torch.int64)

@@ -30,14 +30,13 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStep(Generic[Batch]):
-    """The result of a pipeline for a batch."""
+    """The result of a pipeline for a batch, on the device."""
 
     batch: Batch
-    """On the device."""
     loss: Tensor
     """The scalar that the optimizer step minimized, detached."""
     output: Any
-    """The model's output; without the loss, if the model computes it."""
+    """Of the model; without the loss, if the model computes it."""
 
 
 class PipelineForward(Generic[Batch]):
@@ -49,7 +48,7 @@ class PipelineForward(Generic[Batch]):
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode; if not, pipelines neither call `backward` nor step the optimizer."""
+        """Whether pipelines call `backward` and step the optimizer."""
         return self._model.training
 
     def __call__(self, batch: Batch) -> tuple[Tensor, PipelineStep[Batch]]:

@@ -1,8 +1,8 @@
 """`ThroughputMeter`: step time, tokens, TFLOP/s and MFU of training; the peaks of devices.
 
 Peaks are dense, with fp32 accumulation: datasheets often print twice as much, which needs weights with 2:4 sparsity.
-They hold at the datasheet's boost clock, which a device under load may not reach. Peaks of a device that is not in the
-table, or of part of one (MIG), are computed from its multiprocessors and maximum clock.
+Devices under load may not reach the boost clock at which they hold. Peaks of a device that is not in the table, or of
+part of one (MIG), are computed from its multiprocessors and maximum clock.
 """
 
 import re
@@ -36,10 +36,10 @@ class Throughput:
     tflops: float
     """TFLOP/s of a GPU, on average over the ranks."""
     mfu: float | None
-    """Model FLOPs utilization: `tflops` over the device's peak, 0 to 1; None if that is unknown."""
+    """`tflops` over the device's peak, 0 to 1; None if that is unknown."""
 
     def line(self, *, loss: float) -> str:
-        """Return it as a line of a log, with the average loss."""
+        """Return it as a line of a log."""
         mfu = "unknown" if self.mfu is None else f"{100 * self.mfu:.1f} %"
         return (
             f"step {self.step} | loss {loss:.4f} | tokens {self.tokens:,} | {self.step_ms:.1f} ms | "
@@ -118,17 +118,17 @@ class ThroughputMeter:
         ranks = 1 if self._group is None else self._group.size()
         flops = self._flops.of(Work(tokens=tokens, pairs=pairs, predictions=predictions)).total
         per_second = int(flops) / ranks / seconds
-        throughput = Throughput(
+        steps = self._in_interval
+        self.restart()
+        return Throughput(
             step=self._num_steps,
-            steps=self._in_interval,
-            step_ms=1e3 * seconds / self._in_interval,
+            steps=steps,
+            step_ms=1e3 * seconds / steps,
             tokens=tokens,
             tokens_per_second=tokens / seconds,
             tflops=per_second / 1e12,
             mfu=None if self._peak_flops is None else per_second / self._peak_flops,
         )
-        self.restart()
-        return throughput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -149,8 +149,7 @@ class StallWatch:
                     self._report()
 
     def _report(self) -> None:
-        file = _with_descriptor(self._file) or _with_descriptor(sys.stderr) or sys.__stderr__
-        if file is None:
+        if (file := _with_descriptor(self._file) or _with_descriptor(sys.stderr) or sys.__stderr__) is None:
             return
         rank, count = self._arrivals.rank, self._alarm.count
         file.write(
@@ -238,8 +237,7 @@ class MemoryUsage:
 class MemoryWatch:
     """Reports the memory of a GPU, and releases the caching allocator's cache before others run out of memory.
 
-    Memory that is reserved but unallocated is not available outside PyTorch's allocator, such as to NCCL, and where
-    lengths vary from step to step it may be in pieces too small for the next step.
+    Reserved but unallocated memory is not available to NCCL, and may be in pieces too small for the next step.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -256,8 +254,7 @@ class MemoryWatch:
     def check(self) -> MemoryUsage:
         """Return the usage, after releasing the cache if necessary, which waits for the device and logs a warning."""
         before = self.usage()
-        reason = before.reason_to_release()
-        if reason is None:
+        if (reason := before.reason_to_release()) is None:
             return before
         torch.cuda.empty_cache()
         after = self.usage()
