@@ -49,9 +49,14 @@ def inspect_command(
     for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     with console.stages() as on_stage:
-        from evenrank.cli.reports.dataset_page import build_page
+        from evenrank.cli.reports.dataset_page import render_page
+        from evenrank.datasets.store import open_store
 
-        report = build_page(path, manifest, on_stage=on_stage)
+        stores = {}
+        for split in manifest.splits:
+            on_stage(f"opening {split}")
+            stores[split] = open_store(path, split)
+        report = render_page(manifest, stores, name=path.resolve().name, on_stage=on_stage)
         write_page(page, report.html)
     if report.routing is not None:
         console.print_result(_ROUTING.format(rows=report.routing.num_embeddings))

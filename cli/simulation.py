@@ -62,8 +62,7 @@ def simulated_steps(
     """Draw steps and plan each; the arguments are those of `simulate`."""
     warm_up()
     rng = np.random.default_rng((seed, world_size))
-    num_samples = world_size * batch_size
-    shape = (world_size, batch_size)
+    num_samples, shape = world_size * batch_size, (world_size, batch_size)
     contextual = balance.cost.contextual if isinstance(balance.cost, TokenCost) else ()
     for _ in range(steps):
         lengths = source.draw(rng, num_samples)

@@ -167,21 +167,6 @@ class DevicePeaks:
         return peak
 
 
-def _peaks(
-    fp32: float, tf32: float | None, fp16: float, fp8: float | None, gigabytes: float, source: str
-) -> DevicePeaks:
-    """Make a row of the table, in TFLOP/s and GB/s. Tensor cores with TF32 have bfloat16 too."""
-    return DevicePeaks(
-        fp32=fp32 * 1e12,
-        tf32=None if tf32 is None else tf32 * 1e12,
-        fp16=fp16 * 1e12,
-        bf16=None if tf32 is None else fp16 * 1e12,
-        fp8=None if fp8 is None else fp8 * 1e12,
-        bandwidth=gigabytes * 1e9,
-        source=source,
-    )
-
-
 _VOLTA = "NVIDIA V100 datasheet, January 2020"
 _TURING = "NVIDIA T4 datasheet, 2019"
 _A100 = "NVIDIA A100 datasheet, June 2021"
@@ -193,42 +178,42 @@ _GEFORCE = "NVIDIA Ada and RTX Blackwell whitepapers, appendix A"
 _CDNA3 = "AMD Instinct MI300X and MI325X data sheets, 2023 and 2024"
 
 # The whole name without "NVIDIA", "Tesla" or "AMD" in front: "L4" must not match an L40, nor "H200" a MIG slice of it.
-#                                         fp32   tf32   fp16    fp8  GB/s
-_TABLE: tuple[tuple[str, DevicePeaks], ...] = (
-    (r"V100-SXM\d-\d+GB(-LS)?", _peaks(15.7, None, 125, None, 900, _VOLTA)),
-    (r"V100-PCIE-\d+GB", _peaks(14, None, 112, None, 900, _VOLTA)),
-    (r"V100S-PCIE-\d+GB", _peaks(16.4, None, 130, None, 1134, _VOLTA)),
-    (r"T4", _peaks(8.1, None, 65, None, 320, _TURING)),
-    (r"A[18]00-SXM\d?-80GB", _peaks(19.5, 156, 312, None, 2039, _A100)),
-    (r"A[18]00-SXM\d?-\d+GB", _peaks(19.5, 156, 312, None, 1555, _A100)),
-    (r"A[18]00 80GB PCIe", _peaks(19.5, 156, 312, None, 1935, _A100)),
-    (r"A[18]00-PCI[Ee]-40GB", _peaks(19.5, 156, 312, None, 1555, _A100)),
-    (r"A30", _peaks(10.3, 82, 165, None, 933, "NVIDIA A30 datasheet, 2021")),
-    (r"A10", _peaks(31.2, 62.5, 125, None, 600, "NVIDIA A10 datasheet, 2021")),
+# TFLOP/s in fp32, tf32, fp16 and fp8, and GB/s.
+_TABLE: tuple[tuple[str, float, float | None, float, float | None, float, str], ...] = (
+    (r"V100-SXM\d-\d+GB(-LS)?", 15.7, None, 125, None, 900, _VOLTA),
+    (r"V100-PCIE-\d+GB", 14, None, 112, None, 900, _VOLTA),
+    (r"V100S-PCIE-\d+GB", 16.4, None, 130, None, 1134, _VOLTA),
+    (r"T4", 8.1, None, 65, None, 320, _TURING),
+    (r"A[18]00-SXM\d?-80GB", 19.5, 156, 312, None, 2039, _A100),
+    (r"A[18]00-SXM\d?-\d+GB", 19.5, 156, 312, None, 1555, _A100),
+    (r"A[18]00 80GB PCIe", 19.5, 156, 312, None, 1935, _A100),
+    (r"A[18]00-PCI[Ee]-40GB", 19.5, 156, 312, None, 1555, _A100),
+    (r"A30", 10.3, 82, 165, None, 933, "NVIDIA A30 datasheet, 2021"),
+    (r"A10", 31.2, 62.5, 125, None, 600, "NVIDIA A10 datasheet, 2021"),
     # Another chip than the A10, with half its tensor cores' rate.
-    (r"A10G", _peaks(35, 35, 70, None, 600, "NVIDIA A10G datasheet, 2021")),
-    (r"A40", _peaks(37.4, 74.8, 149.7, None, 696, "NVIDIA A40 datasheet, 2021")),
-    (r"L4", _peaks(30.3, 60, 121, 242.5, 300, "NVIDIA L4 datasheet, 2023")),
-    (r"L40", _peaks(90.5, 90.5, 181.05, 362, 864, "NVIDIA L40 datasheet, 2022")),
-    (r"L40S", _peaks(91.6, 183, 362.05, 733, 864, "NVIDIA L40S datasheet, 2023")),
-    (r"GeForce RTX 4090", _peaks(82.6, 82.6, 165.2, 330.3, 1008, _GEFORCE)),
-    (r"GeForce RTX 5090", _peaks(104.8, 104.8, 209.5, 419, 1792, _GEFORCE)),
-    (r"H100 80GB HBM3|H800", _peaks(66.9, 494.7, 989.4, 1978.9, 3350, _H100)),
-    (r"H[18]00 PCIe", _peaks(51.2, 378, 756, 1513, 2000, _H100)),
-    (r"H100 NVL", _peaks(60, 417.5, 835.5, 1670.5, 3900, _H100)),
-    (r"GH200 (120|480)GB", _peaks(66.9, 494.7, 989.4, 1978.9, 4000, "NVIDIA GH200 datasheet, 2023")),
-    (r"GH200 144G HBM3e", _peaks(66.9, 494.7, 989.4, 1978.9, 4900, "NVIDIA GH200 datasheet, 2023")),
-    (r"H200", _peaks(66.9, 494.7, 989.4, 1978.9, 4800, _H200)),
-    (r"H200 NVL", _peaks(60, 417.5, 835.5, 1670.5, 4800, _H200)),
-    (r"H20", _peaks(44, 74, 148, 296, 4000, "NVIDIA H20 product brief, 2024")),
-    (r"H20-3e", _peaks(44, 74, 148, 296, 4800, "NVIDIA H20 product brief, 2024, with the memory of the H200")),
-    (r"B100", _peaks(60, 900, 1750, 3500, 8000, _BLACKWELL)),
-    (r"B200", _peaks(75, 1125, 2250, 4500, 7700, _BLACKWELL)),
-    (r"GB200", _peaks(80, 1250, 2500, 5000, 8000, _BLACKWELL)),
-    (r"B300( SXM6( AC)?)?", _peaks(75, 1125, 2250, 4500, 8000, _ULTRA)),
-    (r"GB300", _peaks(80, 1250, 2500, 5000, 8000, _ULTRA)),
-    (r"Instinct MI300X( OAM)?( VF)?", _peaks(163.4, 653.7, 1307.4, 2614.9, 5300, _CDNA3)),
-    (r"Instinct MI325X( OAM)?( VF)?", _peaks(163.4, 653.7, 1307.4, 2614.9, 6000, _CDNA3)),
+    (r"A10G", 35, 35, 70, None, 600, "NVIDIA A10G datasheet, 2021"),
+    (r"A40", 37.4, 74.8, 149.7, None, 696, "NVIDIA A40 datasheet, 2021"),
+    (r"L4", 30.3, 60, 121, 242.5, 300, "NVIDIA L4 datasheet, 2023"),
+    (r"L40", 90.5, 90.5, 181.05, 362, 864, "NVIDIA L40 datasheet, 2022"),
+    (r"L40S", 91.6, 183, 362.05, 733, 864, "NVIDIA L40S datasheet, 2023"),
+    (r"GeForce RTX 4090", 82.6, 82.6, 165.2, 330.3, 1008, _GEFORCE),
+    (r"GeForce RTX 5090", 104.8, 104.8, 209.5, 419, 1792, _GEFORCE),
+    (r"H100 80GB HBM3|H800", 66.9, 494.7, 989.4, 1978.9, 3350, _H100),
+    (r"H[18]00 PCIe", 51.2, 378, 756, 1513, 2000, _H100),
+    (r"H100 NVL", 60, 417.5, 835.5, 1670.5, 3900, _H100),
+    (r"GH200 (120|480)GB", 66.9, 494.7, 989.4, 1978.9, 4000, "NVIDIA GH200 datasheet, 2023"),
+    (r"GH200 144G HBM3e", 66.9, 494.7, 989.4, 1978.9, 4900, "NVIDIA GH200 datasheet, 2023"),
+    (r"H200", 66.9, 494.7, 989.4, 1978.9, 4800, _H200),
+    (r"H200 NVL", 60, 417.5, 835.5, 1670.5, 4800, _H200),
+    (r"H20", 44, 74, 148, 296, 4000, "NVIDIA H20 product brief, 2024"),
+    (r"H20-3e", 44, 74, 148, 296, 4800, "NVIDIA H20 product brief, 2024, with the memory of the H200"),
+    (r"B100", 60, 900, 1750, 3500, 8000, _BLACKWELL),
+    (r"B200", 75, 1125, 2250, 4500, 7700, _BLACKWELL),
+    (r"GB200", 80, 1250, 2500, 5000, 8000, _BLACKWELL),
+    (r"B300( SXM6( AC)?)?", 75, 1125, 2250, 4500, 8000, _ULTRA),
+    (r"GB300", 80, 1250, 2500, 5000, 8000, _ULTRA),
+    (r"Instinct MI300X( OAM)?( VF)?", 163.4, 653.7, 1307.4, 2614.9, 5300, _CDNA3),
+    (r"Instinct MI325X( OAM)?( VF)?", 163.4, 653.7, 1307.4, 2614.9, 6000, _CDNA3),
 )
 
 # Operations per clock and multiprocessor, by compute capability: without tensor cores, and on tensor cores in 16 bits
@@ -250,7 +235,18 @@ _PER_CLOCK = {
 def peaks_by_name(name: str) -> DevicePeaks | None:
     """Return the peaks of a device by its name in `torch.cuda.get_device_name`; None if it is not in the table."""
     bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name.strip())
-    return next((peaks for pattern, peaks in _TABLE if re.fullmatch(pattern, bare)), None)
+    for pattern, fp32, tf32, fp16, fp8, gigabytes, source in _TABLE:
+        if re.fullmatch(pattern, bare):
+            return DevicePeaks(
+                fp32=fp32 * 1e12,
+                tf32=None if tf32 is None else tf32 * 1e12,
+                fp16=fp16 * 1e12,
+                bf16=None if tf32 is None else fp16 * 1e12,  # the same devices have both
+                fp8=None if fp8 is None else fp8 * 1e12,
+                bandwidth=gigabytes * 1e9,
+                source=source,
+            )
+    return None
 
 
 def computed_peaks(

@@ -95,10 +95,11 @@ def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
     edges = np.unique(np.round(2.0**powers).astype(np.int64))
     density, empty = {}, {}
     for name, store in stores.items():
-        counts = np.histogram(store.lengths, bins=edges)[0] if len(edges) > 1 else np.zeros(0, dtype=np.int64)
+        lengths = store.lengths
+        counts = np.histogram(lengths, bins=edges)[0] if len(edges) > 1 else np.zeros(0, dtype=np.int64)
         # Divided by the width on the axis: bins of the shortest lengths are wider than the others.
-        density[name] = counts / max(len(store.lengths), 1) / np.diff(np.log2(edges))
-        empty[name] = int(np.count_nonzero(store.lengths == 0))
+        density[name] = counts / max(len(lengths), 1) / np.diff(np.log2(edges))
+        empty[name] = int(np.count_nonzero(lengths == 0))
     return LengthHistogram(edges=edges, density=density, empty=empty)
 
 

@@ -1,7 +1,6 @@
 """The report of a dataset as one self-contained HTML page."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,33 +19,26 @@ from evenrank.cli.reports.dataset_data import (
 from evenrank.cli.reports.html_page import render_template, to_text
 from evenrank.cli.reports.routing_loads import RoutingLoads, routing_loads
 from evenrank.datasets.schema import ITEM_ID, Manifest
-from evenrank.datasets.store import SequenceStore, open_store
+from evenrank.datasets.store import SequenceStore
 
 _TRAIN = "train"
 _AUDIT = "audit"  # the option under which a manifest keeps the counts of the split audit
 _TOP_SHARES = (0.01, 0.1)
-_Stage = Callable[[str], None]
 
 
 class Report(NamedTuple):
-    """A dataset's report."""
+    """The report of a dataset, and what it says about routing, if there are events and a table."""
 
     html: str
     routing: RoutingLoads | None
-    """What it says about routing, which is also shown in the terminal; None if there are no events, or no table."""
-
-
-def build_page(folder: Path, manifest: Manifest, *, on_stage: _Stage = lambda stage: None) -> Report:
-    """Open every split of the dataset and return its report."""
-    stores = {}
-    for split in manifest.splits:
-        on_stage(f"opening {split}")
-        stores[split] = open_store(folder, split)
-    return render_page(manifest, stores, name=folder.resolve().name, on_stage=on_stage)
 
 
 def render_page(
-    manifest: Manifest, stores: Mapping[str, SequenceStore], *, name: str, on_stage: _Stage = lambda stage: None
+    manifest: Manifest,
+    stores: Mapping[str, SequenceStore],
+    *,
+    name: str,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Report:
     """Return the report of a dataset with these stores, of every split; `name` is that of its folder.
 
