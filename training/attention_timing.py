@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from evenrank.core.errors import ConfigError
@@ -115,30 +116,15 @@ class _Observed(torch.autograd.Function):
 
 
 def _observe(value: Any, function: Callable[[], None]) -> Any:
-    """Return the value with all tensors that require a gradient observed together."""
-    tensors = [tensor for tensor in _tensors(value) if tensor.requires_grad]
-    if not tensors or not torch.is_grad_enabled():
+    """Return the value with all tensors that require a gradient observed together, also in tuples, lists and dicts."""
+    leaves, structure = tree_flatten(value, is_leaf=lambda item: type(item) not in (tuple, list, dict))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not places or not torch.is_grad_enabled():
         return value
-    return _replaced(value, iter(_Observed.apply(function, *tensors)))  # type: ignore[no-untyped-call]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, observed: Iterator[Tensor]) -> Any:
-    """Return the value with its tensors that have a gradient replaced, in the order of `_tensors`."""
-    if isinstance(value, Tensor):
-        return next(observed) if value.requires_grad else value
-    if type(value) is dict:
-        return {key: _replaced(item, observed) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(item, observed) for item in value)
-    return value
+    observed = _Observed.apply(function, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    for place, tensor in zip(places, observed, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, structure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

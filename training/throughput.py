@@ -168,7 +168,6 @@ class DevicePeaks:
 
 
 _VOLTA = "NVIDIA V100 datasheet, January 2020"
-_TURING = "NVIDIA T4 datasheet, 2019"
 _A100 = "NVIDIA A100 datasheet, June 2021"
 _H100 = "NVIDIA H100 datasheet, 2023, and H100 whitepaper, table 2"
 _H200 = "NVIDIA H200 datasheet, 2024"
@@ -183,7 +182,7 @@ _TABLE: tuple[tuple[str, float, float | None, float, float | None, float, str], 
     (r"V100-SXM\d-\d+GB(-LS)?", 15.7, None, 125, None, 900, _VOLTA),
     (r"V100-PCIE-\d+GB", 14, None, 112, None, 900, _VOLTA),
     (r"V100S-PCIE-\d+GB", 16.4, None, 130, None, 1134, _VOLTA),
-    (r"T4", 8.1, None, 65, None, 320, _TURING),
+    (r"T4", 8.1, None, 65, None, 320, "NVIDIA T4 datasheet, 2019"),
     (r"A[18]00-SXM\d?-80GB", 19.5, 156, 312, None, 2039, _A100),
     (r"A[18]00-SXM\d?-\d+GB", 19.5, 156, 312, None, 1555, _A100),
     (r"A[18]00 80GB PCIe", 19.5, 156, 312, None, 1935, _A100),
