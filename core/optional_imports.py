@@ -24,7 +24,6 @@ EXTRAS = {
     "markupsafe": "reports",
     "matplotlib": "reports",
     "polars": "preprocess",
-    "pooch": "preprocess",
     "requests": "preprocess",
     "tensorboard": "tensorboard",
     "fbgemm_gpu": "train",

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from evenrank.dataloader.balance.config import EXCHANGES
+
 
 class Fault(enum.StrEnum):
     """What goes wrong on one rank, in one step."""
@@ -48,7 +50,6 @@ class Round:
     first: Shape
     resumed: Shape
     strategy: str
-    equal_counts: bool
     exchange: str
     lookahead: int
     gradients: bool
@@ -84,16 +85,12 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
     first, resumed = draw_shape(), draw_shape()
     if fault == Fault.STOPPED_LONG and first.world_size == 1:  # nobody would notice
         fault = Fault.STOPPED
-    equal_counts = bool(rng.random() < 0.75)
     return Round(
         loader=loader,
         first=first,
         resumed=resumed if loader in ELASTIC else first,
-        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"]))
-        if equal_counts
-        else "karmarkar-karp",
-        equal_counts=equal_counts,
-        exchange=str(rng.choice(["all-to-all", "all-gather"])),
+        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"])),
+        exchange=EXCHANGES[int(rng.integers(2))],
         lookahead=int(rng.integers(1, 5)),
         gradients=bool(rng.random() < 0.5),
         fault=fault,
