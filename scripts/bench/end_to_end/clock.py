@@ -8,7 +8,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evenrank.training.attention_timing import Clock, CudaClock, HostClock
+from evenrank.training.attention_timing import Clock
 
 
 class StepClock:
@@ -23,7 +23,7 @@ class StepClock:
 
     def __init__(self, encoder: nn.Module, dense: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self._clock = Clock(device)
         self._reference: Any = None
         self._points: list[Any] = []  # of the current step
         self._steps: list[list[Any]] = []
