@@ -19,19 +19,12 @@ from evenrank.core.torch_releases import TESTED, TorchReleases
 
 FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 
-# By the name that is imported.
+# The extra of each package, by the name that is imported.
 EXTRAS = {
-    "jinja2": "reports",
-    "markupsafe": "reports",
-    "matplotlib": "reports",
-    "polars": "preprocess",
-    "pooch": "preprocess",
-    "requests": "preprocess",
+    **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
+    **dict.fromkeys(("polars", "pooch", "requests"), "preprocess"),
     "tensorboard": "tensorboard",
-    "fbgemm_gpu": "train",
-    "torch": "train",
-    "torchdata": "train",
-    "torchrec": "train",
+    **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
 }
 _WITHOUT_CUDA = "; without CUDA: pip install 'evenrank[cpu]', then torchrec with --no-deps (docs/how-to/install.md)"
 

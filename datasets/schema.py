@@ -194,7 +194,11 @@ def content_hash(
 
 
 def read_manifest(folder: Path | str) -> Manifest:
-    """Read `folder/manifest.json`; a DataError says that it is missing, malformed, or of another schema version."""
+    """Read and check `folder/manifest.json`.
+
+    Raises:
+        DataError: the file is missing, malformed, or of another schema version.
+    """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     if not path.exists():

@@ -31,8 +31,8 @@ from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
 Version = tuple[Any, ...]
-"""Changes with every write to a file. Locally: its size, and the times of its last change in nanoseconds, the second of
-which no program can set. In an object store: its size, and the time of the upload in seconds.
+"""Changes with every write to a file: its size and, locally, the times of its last change in nanoseconds, the second of
+which no program can set, or in an object store, the time of the upload in seconds.
 """
 _CHUNK = 1 << 20  # bytes
 _EMPTY = np.empty(0, dtype=np.int64)
@@ -101,17 +101,11 @@ class StreamConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
-    """A split on any file system that pyarrow supports.
-
-    Files written after it was opened must still have the SHA-256 in the manifest.
-    """
+    """A split on any file system of pyarrow; files written after it was opened must have the manifest's SHA-256."""
 
     manifest: Manifest
-    """Of the dataset."""
     split: str
-    """Name of the split."""
     files: fs.FileSystem
-    """Where the dataset is."""
     root: str
     """Path of the dataset in the file system."""
     versions: dict[str, Version | None] = field(default_factory=dict)
@@ -123,25 +117,19 @@ class StreamSource:
         return self.manifest.splits[self.split].rows
 
     def read(self, first: int, end: int) -> SequenceStore:
-        """Read rows first..end-1 of the split into memory.
-
-        Raises:
-            DataError: a file cannot be read, does not match the manifest, or was replaced by another one.
-        """
+        """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
         blocks = list(self._read_blocks(first, end))
         lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
         if len(lengths) != end - first:
             raise DataError(f"{self.root} has fewer rows than its manifest says; preprocess the dataset again")
-        row_names = list(self.manifest.row_columns)
         have_targets = {NUM_TARGETS in block.row_columns for block in blocks}
         if len(have_targets) > 1:
             raise DataError(
                 f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; preprocess the dataset again"
             )
+        num_targets = None
         if True in have_targets:
-            row_names.append(NUM_TARGETS)
-        rows = {name: np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)]) for name in row_names}
-        num_targets = rows.pop(NUM_TARGETS, None)
+            num_targets = np.concatenate([block.row_columns[NUM_TARGETS] for block in blocks]).astype(np.int32)
         return SequenceStore(
             manifest=self.manifest,
             split=self.split,
@@ -150,8 +138,11 @@ class StreamSource:
                 name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
                 for name, dtype in self.manifest.event_dtypes.items()
             },
-            rows=rows,
-            num_targets=None if num_targets is None else num_targets.astype(np.int32),
+            rows={
+                name: np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)])
+                for name in self.manifest.row_columns
+            },
+            num_targets=num_targets,
         )
 
     def _read_blocks(self, first: int, end: int) -> Iterator[RowBlock]:
@@ -167,11 +158,7 @@ class StreamSource:
         path = f"{self.root}/{data_file.path}"
         _check_local(self.files, path)
         try:
-            with (
-                wrap_parquet_errors(path),
-                self.files.open_input_file(path) as opened,
-                pq.ParquetFile(opened) as file,
-            ):
+            with wrap_parquet_errors(path), self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
                 if file.metadata.num_rows != data_file.rows:
                     raise DataError(
                         f"{path} has {file.metadata.num_rows:,} rows, its manifest says {data_file.rows:,}; preprocess "
@@ -218,11 +205,7 @@ def _slice_block(block: RowBlock, first: int, end: int) -> RowBlock:
 
 
 def open_stream(url: Path | str, split: str) -> StreamSource:
-    """Open a dataset in a folder, or at a URL that pyarrow supports: `s3://bucket/path`, `gs://...`, `file:///...`.
-
-    Raises:
-        DataError: there is no dataset, it cannot be reached, or it has no such split.
-    """
+    """Open a dataset in a folder, or at a URL that pyarrow supports: `s3://bucket/path`, `gs://...`, `file:///...`."""
     try:
         if "://" in str(url):
             files, root = fs.FileSystem.from_uri(str(url))
@@ -252,16 +235,12 @@ def _read_file(files: fs.FileSystem, path: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """A logical shard of a split: consecutive rows, read in windows."""
+    """A logical shard of a split: rows first..end-1, read in windows of `buffer_rows`; the last may have fewer."""
 
     index: int
-    """Index among the shards of the split, from 0."""
     first: int
-    """First row, in the split."""
     end: int
-    """Row after the last one, in the split."""
     buffer_rows: int
-    """Rows of a window; the last one may have fewer."""
 
     @property
     def num_windows(self) -> int:
@@ -269,28 +248,25 @@ class Shard:
         return -(-(self.end - self.first) // self.buffer_rows)
 
     def window(self, position: int, *, seed: int, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the window at a position, 0..num_windows-1, of an epoch's order of windows.
-
-        Returns:
-            Its first row in the split, and the order of its n rows, a permutation of 0..n-1: int64 [n].
-        """
+        """Return the first row of the window at a position of an epoch, and the order of its n rows: int64 [n]."""
         first = self._first_row(position, seed=seed, epoch=epoch)
         num_rows = min(self.buffer_rows, self.end - first)
         row_seed = derive_seed(seed, self.index) + first + 1
         return first, permute(np.arange(num_rows), num_rows, seed=row_seed, epoch=epoch)
 
     def window_rows(self, position: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows of the window at a position; see `window`."""
+        """Return the number of rows of the window at a position."""
         return min(self.buffer_rows, self.end - self._first_row(position, seed=seed, epoch=epoch))
 
     def rows_left(self, windows_done: int, rows_taken: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows after the first windows of an epoch's order and some rows of the next window."""
+        """Return the number of rows after the first windows of an epoch and some rows of the next window."""
+        num_rows = self.end - self.first
         if not windows_done:
-            return self.end - self.first - rows_taken
+            return num_rows - rows_taken
         done = permute(np.arange(windows_done), self.num_windows, seed=derive_seed(seed, self.index), epoch=epoch)
-        lacking = self.num_windows * self.buffer_rows - (self.end - self.first)  # rows that the last window lacks
+        lacking = self.num_windows * self.buffer_rows - num_rows  # in the last window
         rows_done = windows_done * self.buffer_rows - (lacking if self.num_windows - 1 in done else 0)
-        return self.end - self.first - rows_done - rows_taken
+        return num_rows - rows_done - rows_taken
 
     def _first_row(self, position: int, *, seed: int, epoch: int) -> int:
         shard_seed = derive_seed(seed, self.index)
