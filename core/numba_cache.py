@@ -120,7 +120,7 @@ def _can_lock(folder: Path) -> bool:
 
 
 def _source_hash() -> str:
-    """Return a hash of all source files with compiled functions: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits of a hash of all source files with compiled functions."""
     digest = hashlib.sha256()
     for path in _compiled_sources():
         source = path.read_bytes()

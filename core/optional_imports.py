@@ -95,12 +95,10 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
     if not {"torch", fbgemm, "torchrec"} <= found.keys():
         return
     versions = found["torch"], found[fbgemm], found["torchrec"]
-    problem = _problem(fbgemm, *versions)
-    if problem is None:
-        return
-    if _minor(found["torch"]) <= _minor(TESTED[-1].torch) and not any(map(_is_custom, versions)):
-        raise ConfigError(problem)
-    warnings.warn(f"{problem}; it was not tested and may fail", TorchReleaseWarning, stacklevel=2)
+    if problem := _problem(fbgemm, *versions):
+        if _minor(found["torch"]) <= _minor(TESTED[-1].torch) and not any(map(_is_custom, versions)):
+            raise ConfigError(problem)
+        warnings.warn(f"{problem}; it was not tested and may fail", TorchReleaseWarning, stacklevel=2)
 
 
 def _problem(fbgemm_name: str, torch: Version, fbgemm: Version, torchrec: Version) -> str | None:

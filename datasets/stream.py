@@ -118,7 +118,10 @@ class StreamSource:
 
     def read(self, first: int, end: int) -> SequenceStore:
         """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
-        blocks = list(self._read_blocks(first, end))
+        files = self.manifest.splits[self.split].files
+        blocks: list[RowBlock] = []
+        for index, file_first, file_end in _overlaps([file.rows for file in files], first, end):
+            blocks += self._read_blocks(files[index], file_first, file_end)
         lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
         if len(lengths) != end - first:
             raise DataError(f"{self.root} has fewer rows than its manifest says; preprocess the dataset again")
@@ -145,15 +148,7 @@ class StreamSource:
             num_targets=num_targets,
         )
 
-    def _read_blocks(self, first: int, end: int) -> Iterator[RowBlock]:
-        """Yield rows first..end-1 of the split, one row group at a time."""
-        file_begin = 0
-        for file in self.manifest.splits[self.split].files:
-            if file_begin < end and file_begin + file.rows > first:
-                yield from self._read_blocks_of(file, first - file_begin, end - file_begin)
-            file_begin += file.rows
-
-    def _read_blocks_of(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
+    def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
         """Yield rows first..end-1 of a file, one row group at a time."""
         path = f"{self.root}/{data_file.path}"
         _check_local(self.files, path)
@@ -164,29 +159,27 @@ class StreamSource:
                         f"{path} has {file.metadata.num_rows:,} rows, its manifest says {data_file.rows:,}; preprocess "
                         "the dataset again"
                     )
-                group_begin = 0
-                for group in range(file.num_row_groups):
-                    count = file.metadata.row_group(group).num_rows
-                    if group_begin < end and group_begin + count > first:
-                        block = read_row_group(file, group, self.manifest, path)
-                        yield _slice_block(block, max(first - group_begin, 0), min(end - group_begin, count))
-                    group_begin += count
+                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+                for group, group_first, group_end in _overlaps(sizes, first, end):
+                    block = read_row_group(file, group, self.manifest, path)
+                    offsets = np.concatenate([[0], np.cumsum(block.lengths)])
+                    events = slice(offsets[group_first], offsets[group_end])
+                    yield RowBlock(
+                        block.lengths[group_first:group_end],
+                        {name: values[group_first:group_end] for name, values in block.row_columns.items()},
+                        {name: values[events] for name, values in block.event_columns.items()},
+                    )
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
             # explains all other faults.
-            self._check_version(data_file, path)
-
-    def _check_version(self, data_file: DataFile, path: str) -> None:
-        """Check that a file has the same contents as when the dataset was opened."""
-        version = version_of(self.files, path)
-        if version == self.versions.get(path):
-            return
-        if not has_sha256(self.files, path, data_file.sha256):
-            raise DataError(
-                f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one in "
-                "the manifest. Restore it, or open the dataset again"
-            )
-        self.versions[path] = version
+            version = version_of(self.files, path)
+            if version != self.versions.get(path):
+                if not has_sha256(self.files, path, data_file.sha256):
+                    raise DataError(
+                        f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the "
+                        "one in the manifest. Restore it, or open the dataset again"
+                    )
+                self.versions[path] = version
 
 
 def _check_local(files: fs.FileSystem, path: str) -> None:
@@ -195,13 +188,13 @@ def _check_local(files: fs.FileSystem, path: str) -> None:
         check_regular(path)
 
 
-def _slice_block(block: RowBlock, first: int, end: int) -> RowBlock:
-    offsets = np.concatenate([[0], np.cumsum(block.lengths)])
-    return RowBlock(
-        block.lengths[first:end],
-        {name: values[first:end] for name, values in block.row_columns.items()},
-        {name: values[offsets[first] : offsets[end]] for name, values in block.event_columns.items()},
-    )
+def _overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the index of each consecutive part with some of rows first..end-1, and the range of these in the part."""
+    begin = 0
+    for index, size in enumerate(sizes):
+        if begin < end and begin + size > first:
+            yield index, max(first - begin, 0), min(end - begin, size)
+        begin += size
 
 
 def open_stream(url: Path | str, split: str) -> StreamSource:
