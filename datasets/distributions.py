@@ -38,7 +38,7 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Every integer in `low..high`, `low` at least 0, with the same probability."""
+    """Every integer in `low..high` with the same probability; `low` is at least 0, as in all distributions."""
 
     low: int = 1
     high: int = 1024
