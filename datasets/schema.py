@@ -28,6 +28,7 @@ from evenrank.core.hashing import mix64
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 CACHE_NAME = ".cache"  # subfolder of the unpacked columns
+REMEDY = "preprocess the dataset again"  # of files that do not match their manifest
 
 USER_ID = "user_id"
 ITEM_ID = "item_id"
@@ -213,24 +214,22 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}); preprocess the dataset again") from error
+        raise DataError(f"{path} is not valid JSON ({error}); {REMEDY}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
-        raise DataError(
-            f"{path} has schema version {version!r}, this version of evenrank reads {SCHEMA_VERSION}; preprocess the "
-            "dataset again"
-        )
+        known = f"this version of evenrank reads {SCHEMA_VERSION}"
+        raise DataError(f"{path} has schema version {version!r}, {known}; {REMEDY}")
     try:
         manifest = _manifest_from_json(raw)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise DataError(f"{path} has a missing or malformed field ({reason}); preprocess the dataset again") from error
+        raise DataError(f"{path} has a missing or malformed field ({reason}); {REMEDY}") from error
     # Unpacked columns are found by this hash, also in caches that several datasets share.
     actual = content_hash(manifest.splits, manifest.contextual, manifest.extra_events, manifest.vocabulary_sizes)
     if manifest.content_hash != actual:
         raise DataError(
             f"{path} has content hash {manifest.content_hash[:12]}, but that of its files and columns is "
-            f"{actual[:12]}; preprocess the dataset again"
+            f"{actual[:12]}; {REMEDY}"
         )
     return manifest
 
@@ -246,6 +245,10 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
     vocabulary_sizes = {name: _checked_count(size, 2**63) for name, size in raw["vocabulary_sizes"].items()}
     if missing := [name for name in (USER_ID, ITEM_ID, ACTION, *contextual) if name not in vocabulary_sizes]:
         raise ValueError(f"vocabulary_sizes lacks {missing[0]!r}")
+    labels = {name: raw["context_labels"][name] for name in contextual}
+    for values in labels.values():
+        if not isinstance(values, list) or not all(label is None or isinstance(label, str) for label in values):
+            raise ValueError("the labels of a feature are no list of strings")
     return Manifest(
         schema_version=SCHEMA_VERSION,
         dataset=str(raw["dataset"]),
@@ -255,7 +258,7 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         contextual=contextual,
         extra_events=extra_events,
         vocabulary_sizes=vocabulary_sizes,
-        context_labels={name: _checked_labels(raw["context_labels"][name]) for name in contextual},
+        context_labels={name: tuple(values) for name, values in labels.items()},
         content_hash=_checked_sha256(raw["content_hash"]),
     )
 
@@ -294,12 +297,6 @@ def _checked_count(value: object, limit: int = _MAX_COUNT) -> int:
     if not isinstance(value, int):
         raise ValueError(f"{value!r} is not a count")
     return int(_checked_number(value, limit))
-
-
-def _checked_labels(value: object) -> tuple[str | None, ...]:
-    if not isinstance(value, list) or not all(label is None or isinstance(label, str) for label in value):
-        raise ValueError("the labels of a feature are no list of strings")
-    return tuple(value)
 
 
 def _checked_sha256(value: object) -> str:

@@ -26,7 +26,7 @@ from pyarrow import fs
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.datasets.order import derive_seed, permute
-from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, DataFile, Manifest, parse_manifest
+from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFile, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
@@ -124,12 +124,10 @@ class StreamSource:
             blocks += self._read_blocks(files[index], file_first, file_end)
         lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
         if len(lengths) != end - first:
-            raise DataError(f"{self.root} has fewer rows than its manifest says; preprocess the dataset again")
+            raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
         have_targets = {NUM_TARGETS in block.row_columns for block in blocks}
         if len(have_targets) > 1:
-            raise DataError(
-                f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; preprocess the dataset again"
-            )
+            raise DataError(f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
         num_targets = None
         if True in have_targets:
             num_targets = np.concatenate([block.row_columns[NUM_TARGETS] for block in blocks]).astype(np.int32)
@@ -154,11 +152,8 @@ class StreamSource:
         _check_local(self.files, path)
         try:
             with wrap_parquet_errors(path), self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
-                if file.metadata.num_rows != data_file.rows:
-                    raise DataError(
-                        f"{path} has {file.metadata.num_rows:,} rows, its manifest says {data_file.rows:,}; preprocess "
-                        "the dataset again"
-                    )
+                if (rows := file.metadata.num_rows) != data_file.rows:
+                    raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
                 for group, group_first, group_end in _overlaps(sizes, first, end):
                     block = read_row_group(file, group, self.manifest, path)

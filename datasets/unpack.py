@@ -37,6 +37,7 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     LENGTH,
     NUM_TARGETS,
+    REMEDY,
     TIMESTAMP_MS,
     USER_ID,
     Manifest,
@@ -155,7 +156,6 @@ def _header(dtype: np.dtype[Any], length: int) -> bytes:
 
 
 OFFSETS, TIME_ORDER, ROWS, EVENTS = "offsets", "time_order", "rows", "events"
-_AGAIN = "preprocess the dataset again"
 _LAYOUT = "v3"  # version of the cache's contents, part of the entry's name
 
 
@@ -193,12 +193,12 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
             if index == 0 and NUM_TARGETS in block.row_columns:
                 rows[NUM_TARGETS] = create(NUM_TARGETS, "int32", split.rows)
             if block.row_columns.keys() != rows.keys():
-                raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {_AGAIN}")
+                raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
             offsets.append(num_events + np.cumsum(block.lengths))
             num_rows += len(block.lengths)
             num_events += int(block.lengths.sum())
             if num_rows > split.rows or num_events > split.interactions:
-                raise DataError(f"{path} contains more rows or events than its manifest says; {_AGAIN}")
+                raise DataError(f"{path} contains more rows or events than its manifest says; {REMEDY}")
             last_times.append(_last_times(block))
             for name, values in block.row_columns.items():
                 rows[name].append(values)
@@ -207,7 +207,7 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
         if (num_rows, num_events) != (split.rows, split.interactions):
             raise DataError(
                 f"{folder} contains {num_rows:,} rows and {num_events:,} events, its manifest says {split.rows:,} and "
-                f"{split.interactions:,}; {_AGAIN}"
+                f"{split.interactions:,}; {REMEDY}"
             )
         time_order = np.argsort(np.concatenate(last_times), kind="stable")
         create(TIME_ORDER, "int64", split.rows).append(time_order)
@@ -228,7 +228,7 @@ def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tup
         with open_regular(path) as opened:
             # What is verified is what is read, even if the file is replaced meanwhile.
             if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
-                raise DataError(f"{path} does not have the SHA-256 in its manifest; {_AGAIN}")
+                raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
             opened.seek(0)
             with wrap_parquet_errors(str(path)), pq.ParquetFile(opened) as parquet:
                 for group in range(parquet.num_row_groups):
@@ -241,7 +241,7 @@ def wrap_parquet_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {REMEDY}") from error
 
 
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
@@ -254,7 +254,7 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     names = [*row_dtypes, *event_dtypes, LENGTH]
     if wrong := [name for name in names if present.count(name) != 1]:
         fault = "lacks the column" if wrong[0] not in present else "has more than one column"
-        raise DataError(f"{path} {fault} {wrong[0]!r}; {_AGAIN}")
+        raise DataError(f"{path} {fault} {wrong[0]!r}; {REMEDY}")
     table = file.read_row_group(group, columns=names).combine_chunks()
     columns = {name: table.column(name).combine_chunks() for name in names}
     lengths = _flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
@@ -272,7 +272,7 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
         num_targets = block.row_columns[NUM_TARGETS]
         _check_range(num_targets, 0, None, NUM_TARGETS, path)
         if (num_targets > lengths).any():
-            raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {_AGAIN}")
+            raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {REMEDY}")
     return block
 
 
@@ -284,14 +284,14 @@ def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, 
     if (low is not None and least < low) or (end is not None and greatest >= end):
         limits = f"at least {low}" if end is None else f"below {end}" if low is None else f"in {low}..{end - 1}"
         raise DataError(
-            f"{path}: column {name!r} has values from {least} to {greatest}, which must be {limits}; {_AGAIN}"
+            f"{path}: column {name!r} has values from {least} to {greatest}, which must be {limits}; {REMEDY}"
         )
 
 
 def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[np.integer]:
     if str(column.type) != dtype or column.null_count:
         actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
-        raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {_AGAIN}")
+        raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {REMEDY}")
     values: NDArray[np.integer] = column.to_numpy()
     return values
 
@@ -299,8 +299,8 @@ def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[
 def _list_values(column: pa.Array, dtype: str, name: str, path: str, lengths: NDArray[np.int64]) -> NDArray[np.integer]:
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
         actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
-        raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {_AGAIN}")
+        raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {REMEDY}")
     values = _flat_values(column.flatten(), dtype, name, path)
     if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
-        raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {_AGAIN}")
+        raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
     return values
