@@ -22,7 +22,7 @@ FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 # The extra of each package, by the name that is imported.
 EXTRAS = {
     **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
-    **dict.fromkeys(("polars", "pooch", "requests"), "preprocess"),
+    **dict.fromkeys(("polars", "requests"), "preprocess"),
     "tensorboard": "tensorboard",
     **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
 }

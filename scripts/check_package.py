@@ -24,7 +24,7 @@ TEST_TOOLS = ("hypothesis", "ipykernel", "nbclient", "nbformat", "pytest", "pyte
 # Two of the examples show how to train with them.
 TRAINERS = ("accelerate", "lightning")
 # Not needed for training.
-NOT_FOR_TRAINING = ("polars", "matplotlib", "pooch")
+NOT_FOR_TRAINING = ("polars", "matplotlib")
 
 # Prints how many samples it has trained.
 PROGRAM = """

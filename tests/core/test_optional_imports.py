@@ -47,14 +47,14 @@ def test_each_package_is_in_the_extra_that_the_message_names() -> None:
 
 def test_training_needs_neither_preprocessing_nor_plots() -> None:
     for extra in ("train", "cpu"):
-        assert not _names(extra) & {"polars", "pooch", "matplotlib"}
+        assert not _names(extra) & {"polars", "matplotlib"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "hidden", "remedy"),
     [
         (["preprocess", "--dataset", "synthetic"], "polars", "pip install 'evenrank[preprocess]'"),
-        (["preprocess", "--dataset", "ml-20m"], "pooch", "pip install 'evenrank[preprocess]'"),
+        (["preprocess", "--dataset", "ml-20m"], "requests", "pip install 'evenrank[preprocess]'"),
         (
             ["which", "data", "--step", "0", "--rank", "0", "--world-size", "1", "--batch-size", "2"],
             "torch",

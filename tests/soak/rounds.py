@@ -2,8 +2,11 @@
 
 import enum
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
+
+from evenrank.dataloader.balance.config import ExchangeName
 
 
 class Fault(enum.StrEnum):
@@ -48,8 +51,7 @@ class Round:
     first: Shape
     resumed: Shape
     strategy: str
-    equal_counts: bool
-    exchange: str
+    exchange: ExchangeName
     lookahead: int
     gradients: bool
     """All-reduce over the default group in each step, as of gradients."""
@@ -84,16 +86,12 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
     first, resumed = draw_shape(), draw_shape()
     if fault == Fault.STOPPED_LONG and first.world_size == 1:  # nobody would notice
         fault = Fault.STOPPED
-    equal_counts = bool(rng.random() < 0.75)
     return Round(
         loader=loader,
         first=first,
         resumed=resumed if loader in ELASTIC else first,
-        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"]))
-        if equal_counts
-        else "karmarkar-karp",
-        equal_counts=equal_counts,
-        exchange=str(rng.choice(["all-to-all", "all-gather"])),
+        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"])),
+        exchange=get_args(ExchangeName)[int(rng.integers(2))],
         lookahead=int(rng.integers(1, 5)),
         gradients=bool(rng.random() < 0.5),
         fault=fault,
