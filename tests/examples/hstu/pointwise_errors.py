@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hstu import unfused
 from hstu.attention import Sequences
-from hstu.layer import HSTULayer
-from hstu.pointwise import Pointwise
+from hstu.layer import HSTULayer, Pointwise
 from tests.examples.hstu.samples import CONFIG
 
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.bfloat16}  # what matrix products take

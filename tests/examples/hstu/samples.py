@@ -12,10 +12,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
-from hstu.config import HSTUConfig
+from hstu.config import HSTUConfig, tables
 from hstu.ranking import HSTURanking
 from hstu.retrieval import HSTURetrieval
-from hstu.tables import tables
 
 SIZES = {"user_id": 10, "tags": 6, "item_id": 30, "action": 8}
 CONFIG = HSTUConfig(

@@ -5,7 +5,7 @@ import torch
 
 from evenrank.core.errors import ConfigError
 from hstu.attention import Sequences
-from hstu.attentions import ATTENTIONS
+from hstu.config import ATTENTIONS
 
 
 @pytest.mark.parametrize("name", ["triton"])

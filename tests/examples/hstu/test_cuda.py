@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingCollection
 
-from hstu.config import HSTUConfig
-from hstu.parallel import tensor_parallel
-from hstu.tables import tables
+from hstu.config import HSTUConfig, tables
+from hstu.layer import tensor_parallel
 from tests.examples.hstu.samples import CONFIG, SIZES, make_batch, make_ranking, make_retrieval, random_samples
 from tests.ranks import RankPool
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
-from hstu.equal_rows import ROWS, EqualRows
+from hstu.embeddings import ROWS, EqualRows
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])

@@ -7,8 +7,7 @@ from torch import nn
 from hstu import unfused
 from hstu.attention import Sequences
 from hstu.config import HSTUConfig
-from hstu.layer import HSTULayer
-from hstu.pointwise import pointwise_for
+from hstu.layer import HSTULayer, pointwise_for
 from tests.examples.hstu.interpreter import interpret, needs_triton
 from tests.examples.hstu.pointwise_errors import MODES, Results, check, layer, parts
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec import EmbeddingConfig
 
-import hstu.initial_values
-from hstu.initial_values import fill_rows
+import hstu.embeddings
+from hstu.embeddings import fill_rows
 
 ROWS = 50
 
@@ -27,13 +27,13 @@ def _fill(first: int, last: int, *, name: str = "items", seed: int = 3, rows: in
 @given(cuts=st.lists(st.integers(0, ROWS), max_size=5).map(sorted), block=st.integers(3, ROWS + 10))
 def test_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hstu.initial_values, "BLOCK_ROWS", block)
+        patch.setattr(hstu.embeddings, "BLOCK_ROWS", block)
         parts = [_fill(first, last) for first, last in zip([0, *cuts], [*cuts, ROWS], strict=True)]
         assert torch.equal(torch.cat(parts), _fill(0, ROWS))
 
 
 def test_rows_blocks_tables_and_seeds_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hstu.initial_values, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(hstu.embeddings, "BLOCK_ROWS", 16)
     drawn = torch.cat([_fill(0, ROWS), _fill(0, ROWS, name="users"), _fill(0, ROWS, seed=4)])
     assert drawn.unique().numel() > 0.99 * drawn.numel()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from evenrank.core.errors import ConfigError
-from hstu.negatives import UniformNegatives, without_values
+from hstu.retrieval import UniformNegatives, without_values
 from tests.dataloader.batch_helpers import rows_of
 from tests.examples.hstu.samples import Sample, make_batch, random_samples
 

@@ -16,7 +16,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import scale_loss
 from hstu.config import HSTUConfig
-from hstu.parallel import ShardedLayerNorm, tensor_parallel
+from hstu.layer import ShardedLayerNorm, tensor_parallel
 from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, make_retrieval, random_samples
 from tests.ranks import RankPool
 

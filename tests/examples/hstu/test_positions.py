@@ -3,7 +3,7 @@
 import torch
 
 from hstu.attention import Sequences
-from hstu.positions import PositionEmbedding
+from hstu.encoder import PositionEmbedding
 
 
 def test_positions_count_from_the_first_token_and_candidates_share_the_next_one() -> None:

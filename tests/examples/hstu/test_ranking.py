@@ -13,8 +13,8 @@ from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError
 from evenrank.training import label_bits
+from hstu.config import tables
 from hstu.ranking import HSTURanking, at_least
-from hstu.tables import tables
 from tests.examples.hstu.samples import CONFIG, NUM_TASKS, SIZES, Sample, make_batch, make_ranking, random_samples
 
 SAMPLE = Sample(user_id=[3], tags=[1, 2], item_id=[4, 5, 6, 7, 8], action=[1, 2, 3], num_candidates=2, labels=[5, 6])

@@ -11,8 +11,8 @@ from torchrec import EmbeddingCollection
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.routing import KeyMap, remap
+from hstu.config import tables
 from hstu.retrieval import HSTURetrieval
-from hstu.tables import tables
 from tests.dataloader.batch_helpers import rows_of
 from tests.examples.hstu.samples import CONFIG, SIZES, Sample, Tables, make_batch, make_retrieval, random_samples
 

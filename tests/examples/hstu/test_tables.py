@@ -4,8 +4,7 @@ import pytest
 import torch
 from torchrec import EmbeddingCollection, KeyedJaggedTensor
 
-from hstu.config import HSTUConfig
-from hstu.tables import feature_of, tables
+from hstu.config import HSTUConfig, feature_of, tables
 
 
 @pytest.mark.parametrize(

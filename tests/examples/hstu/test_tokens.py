@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
-from hstu.tokens import lay_out, values_of
+from hstu.encoder import lay_out, values_of
 from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_ranking, random_samples
 
 KEYS = ("user_id", "tags", "item_id", "action")

@@ -8,10 +8,9 @@ import torch
 
 from hstu import fused, unfused
 from hstu.attention import Sequences, padded_attention
-from hstu.attentions import Attention
-from hstu.fused_layer import options_for, whole_layer
-from hstu.layer import HSTUAttention, HSTULayer
-from hstu.pointwise import Pointwise
+from hstu.config import Attention
+from hstu.fused import options_for, whole_layer
+from hstu.layer import HSTUAttention, HSTULayer, Pointwise
 from hstu.triton_attention import triton_attention
 from tests.examples.hstu.pointwise_errors import MODES, Results, check
 from tests.examples.hstu.samples import CONFIG

@@ -17,7 +17,7 @@ from torchrec import EmbeddingConfig
 import hstu.embeddings
 from evenrank.datasets import read_manifest
 from evenrank.datasets.schema import ITEM_ID, DataFile, content_hash
-from hstu.initial_values import fill_rows
+from hstu.embeddings import fill_rows
 from tests.examples.trainer.jobs import Trained, run
 from trainer.routing import make_key_maps
 

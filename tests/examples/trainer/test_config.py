@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from evenrank.core.errors import ConfigError
-from trainer.config import TrainConfig, read_config, types_of_settings
-from trainer.options import command_of
+from trainer.config import TrainConfig, command_of, read_config, types_of_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,8 +12,7 @@ from evenrank.datasets.schema import SCHEMA_VERSION, Manifest
 from evenrank.training.flops import ModelFlops, mlp_flops
 from hstu.layer import HSTULayer
 from trainer.config import TrainConfig
-from trainer.hstu_tasks import ranking, retrieval
-from trainer.tasks import Task
+from trainer.tasks import Task, ranking, retrieval
 from trainer.world import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))

@@ -11,8 +11,8 @@ from evenrank.datasets import read_manifest
 from tests.examples.trainer.jobs import reset_torchrec
 from tests.ranks import RankPool
 from trainer.config import TrainConfig
-from trainer.hstu_tasks import ranking
 from trainer.parallel import distribute
+from trainer.tasks import ranking
 from trainer.world import World
 
 FLAGS = ("gradient_as_bucket_view", "static_graph", "broadcast_buffers", "find_unused_parameters")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trainer.checkpoints
-import trainer.remap
+import trainer.routing
 from evenrank.core.errors import ConfigError, DataError, StateError
 from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import ACTION
@@ -23,8 +23,7 @@ from tests.examples.trainer.item_encodings import encode_items, run_encoded
 from tests.examples.trainer.jobs import run, settings, together
 from tests.ranks import RankPool
 from trainer.checkpoints import check_files, complete_checkpoints
-from trainer.remap import remap_job
-from trainer.routing import make_key_maps
+from trainer.routing import make_key_maps, remap_job
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "remap.py"
 SHARDED = {"embeddings": "sharded", "min_sharded_rows": 200, "user_id": True, "learning_rate": 0.01, "epochs": 9}
@@ -48,7 +47,7 @@ def _auc(out: Path) -> float:
 def test_tables_of_any_name_are_found_in_a_checkpoint(table: str) -> None:
     weight = f"model.embeddings.sharded.embeddings.{table}.weight"
     for name in (weight, f"optimizer.state.{weight}.{table}.momentum1"):
-        found = trainer.remap._OF_SHARDED_TABLE.search(name)
+        found = trainer.routing._OF_SHARDED_TABLE.search(name)
         assert found is not None
         assert found["table"] == table
 

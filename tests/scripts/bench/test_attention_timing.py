@@ -17,7 +17,7 @@ from attention_timing import (
     time_passes,
 )
 from evenrank.core.errors import ConfigError
-from hstu.attentions import ATTENTIONS
+from hstu.config import ATTENTIONS
 
 HEADS = Heads(count=2, head_dim=8, dtype=torch.float32)
 

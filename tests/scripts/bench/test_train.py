@@ -63,9 +63,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
         typer.echo(f"report {out.name} {len(experiments.runs)}")
 
     found = Command()
-    report = ModuleType("end_to_end.report")
+    report = ModuleType("end_to_end.reports.report")
     report.write_report = write_report  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "end_to_end.report", report)
+    monkeypatch.setitem(sys.modules, "end_to_end.reports.report", report)
     monkeypatch.setattr(runner, "run_tasks", found.run_tasks)
     monkeypatch.setattr(found.module, "_count_gpus", lambda: 0)
     monkeypatch.chdir(tmp_path)

@@ -3,8 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from end_to_end.calibration import Calibration
-from end_to_end.cost_fit import predict
+from end_to_end.cost_fit import Calibration, predict
 from evenrank.core.errors import ConfigError
 from tests.scripts.bench.end_to_end.made_up_times import OVERHEAD, compute_ms, timed
 

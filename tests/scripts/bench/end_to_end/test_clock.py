@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from end_to_end.clock import StepClock
+from end_to_end.measure import StepClock
 
 
 class Times:

@@ -4,9 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from end_to_end.columns import UNBALANCED, Evenness, Row, Speed, comparison, make_rows
-from end_to_end.results import EVEN, LIVE, PREPARED, RunResult
-from end_to_end.step_times import Spread
+from end_to_end.reports.columns import UNBALANCED, Evenness, Row, Speed, comparison, make_rows
+from end_to_end.results import EVEN, LIVE, PREPARED, RunResult, Spread
 from tests.scripts.bench.end_to_end import made_up
 
 

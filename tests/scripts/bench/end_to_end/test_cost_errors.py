@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from end_to_end import cost_errors
-from end_to_end.cost_errors import BALANCED, FITTED, Comparison, Errors
+from end_to_end.reports.cost_section import BALANCED, FITTED, Comparison, Errors
 
 
 def test_errors_of_predictions() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from end_to_end.even import even_lengths
+from end_to_end.batches import even_lengths
 from evenrank.dataloader.balance import HSTUCost
 from evenrank.datasets.distributions import ClippedZipf, Distribution, Lognormal
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from end_to_end.plan import check_names, make_plan
-from end_to_end.tasks import WorkerTask
+from end_to_end.tasks import WorkerTask, check_names, make_plan
 from evenrank.core.errors import ConfigError
 from tests.scripts.bench.end_to_end.small_tables import make_tasks, result_of
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from end_to_end import plots
-from end_to_end.columns import Row, make_rows
+from end_to_end.reports.columns import Row, make_rows
 from end_to_end.results import EVEN, LIVE, RunResult
 from evenrank.cli.reports import svg
 from rendering.figures import WIDTH, save

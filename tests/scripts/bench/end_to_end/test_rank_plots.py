@@ -7,7 +7,7 @@ from matplotlib.patches import Rectangle
 from numpy.testing import assert_allclose
 
 from end_to_end import rank_plots
-from end_to_end.rank_plots import typical_step
+from end_to_end.reports.plots import typical_step
 from end_to_end.results import LIVE, RunResult
 from tests.scripts.bench.end_to_end import made_up
 

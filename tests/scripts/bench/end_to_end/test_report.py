@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from end_to_end import cost_section, scaling_section
 from end_to_end.experiments import Experiments, Run, Workload
-from end_to_end.report import write_report
+from end_to_end.reports.report import write_report
 from end_to_end.results import EVEN, LIVE, PREPARED, RunResult, Segment
 from evenrank.core.errors import DataError
 from rendering import figures

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from end_to_end import scaling
-from end_to_end.columns import UNBALANCED
 from end_to_end.cost_fit import fit_cost
+from end_to_end.reports.columns import UNBALANCED
+from end_to_end.reports.scaling import scale, scaled_runs, simulated_compute
+from end_to_end.reports.scaling_section import write_section
 from end_to_end.results import EVEN
-from end_to_end.scaling import scale, scaled_runs, simulated_compute
-from end_to_end.scaling_section import write_section
 from evenrank.cli.simulation import LengthSource, simulate
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets.distributions import Lognormal

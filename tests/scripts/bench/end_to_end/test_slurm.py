@@ -9,7 +9,7 @@ import pytest
 
 from end_to_end.outcome import TIMED_OUT
 from end_to_end.results import RunResult
-from end_to_end.slurm import Cluster, check_sbatch, script_file, script_of, submit
+from end_to_end.runner import Cluster, check_sbatch, script_file, script_of, submit
 from end_to_end.tasks import WorkerTask, tasks_of
 from evenrank.core.errors import ConfigError
 from tests.scripts.bench.end_to_end.small_tables import make_table, make_tasks

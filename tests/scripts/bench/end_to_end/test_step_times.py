@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from end_to_end.results import EVEN, LIVE
-from end_to_end.step_times import Spread, compute_ms, job_ms, ratio, step_ms
+from end_to_end.results import EVEN, LIVE, Spread, compute_ms, job_ms, ratio, step_ms
 from tests.scripts.bench.end_to_end import made_up
 
 

@@ -3,10 +3,9 @@ import io
 import numpy as np
 from rich.console import Console
 
-from end_to_end.columns import Row, make_rows
-from end_to_end.results import EVEN, LIVE, PREPARED
-from end_to_end.step_times import Spread
-from end_to_end.table import BALANCE, RANKS, SPEED, markdown_table, notes, terminal_table, with_noise
+from end_to_end.reports.columns import Row, make_rows
+from end_to_end.reports.table import BALANCE, RANKS, SPEED, markdown_table, notes, terminal_table, with_noise
+from end_to_end.results import EVEN, LIVE, PREPARED, Spread
 from tests.scripts.bench.end_to_end import made_up
 
 WIDTH = 120

@@ -2,9 +2,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from end_to_end.columns import Row, make_rows
+from end_to_end.reports.columns import Row, make_rows
+from end_to_end.reports.table import Verdict, check, markdown_table
 from end_to_end.results import EVEN, LIVE, PREPARED, RunResult
-from end_to_end.targets import Verdict, check, markdown_table
 from tests.scripts.bench.end_to_end import made_up
 
 

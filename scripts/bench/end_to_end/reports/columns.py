@@ -9,8 +9,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from end_to_end.results import EVEN, LIVE, PREPARED, Balance, Floats, Ints, RunResult, Segment
-from end_to_end.step_times import Spread, by_round, compute_ms, job_ms, ratio, segments_of, step_ms
+from end_to_end.results import (
+    EVEN,
+    LIVE,
+    PREPARED,
+    Balance,
+    Floats,
+    Ints,
+    RunResult,
+    Segment,
+    Spread,
+    by_round,
+    compute_ms,
+    job_ms,
+    ratio,
+    segments_of,
+    step_ms,
+)
 
 UNBALANCED = "unbalanced"
 _GIB = 2**30

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from end_to_end.calibration import Calibration
-from end_to_end.columns import UNBALANCED, strategy_of
-from end_to_end.cost_fit import configuration, is_balanced, predict, sample_seconds, trained_segments
-from end_to_end.results import EVEN, LIVE, Floats, RunResult
-from end_to_end.step_times import job_ms, ratio, segments_of
+from end_to_end.cost_fit import Calibration, configuration, is_balanced, predict, sample_seconds, trained_segments
+from end_to_end.reports.columns import UNBALANCED, strategy_of
+from end_to_end.results import EVEN, LIVE, Floats, RunResult, job_ms, ratio, segments_of
 from evenrank.cli.simulation import LengthSource, simulated_steps
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import BalanceConfig, MeasuredCost

@@ -6,11 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from end_to_end import cost_section, plots, rank_plots, scaling_section, targets
-from end_to_end.columns import UNBALANCED, Row, comparison, make_rows
 from end_to_end.experiments import Experiments, Run, lengths_of, resolved, slug
+from end_to_end.reports import cost_section, plots, scaling_section
+from end_to_end.reports.columns import UNBALANCED, Row, comparison, make_rows
+from end_to_end.reports.table import (
+    BALANCE,
+    RANKS,
+    SPEED,
+    check_targets,
+    markdown_table,
+    notes,
+    terminal_table,
+    verdict_table,
+)
 from end_to_end.results import RunResult
-from end_to_end.table import BALANCE, RANKS, SPEED, markdown_table, notes, terminal_table
 from end_to_end.tasks import result_path
 from evenrank.cli import console
 from evenrank.core import files
@@ -81,7 +90,7 @@ def _print(lengths: str, rows: Sequence[Row]) -> None:
     for title, columns in _TITLES.items():
         console.print_result(f"{lengths}: {title.lower()}")
         console.print_result(terminal_table(columns, rows))
-    for verdict in targets.check(rows):
+    for verdict in check_targets(rows):
         console.print_result(
             f"{verdict.outcome}: {verdict.target}" + (f" ({verdict.measured})" if verdict.measured else "")
         )
@@ -103,7 +112,7 @@ def _table_section(out: Path, lengths: str, rows: Sequence[Row], results: Sequen
         yield f"### {title}"
         yield markdown_table(columns, rows)
     yield "### Targets"
-    yield targets.markdown_table(targets.check(rows))
+    yield verdict_table(check_targets(rows))
 
 
 def _plots(out: Path, lengths: str, rows: Sequence[Row], results: Sequence[RunResult]) -> Iterator[str]:
@@ -116,9 +125,9 @@ def _plots(out: Path, lengths: str, rows: Sequence[Row], results: Sequence[RunRe
     balanced = [strategy for strategy in ("lpt-swap", *compared) if strategy in compared and strategy != UNBALANCED]
     if UNBALANCED in compared and balanced:
         pair = by_name[compared[UNBALANCED].name], by_name[compared[balanced[0]].name]
-        figures.save(rank_plots.ranks(*pair), folder / f"ranks-{lengths}.png")
-        yield f"![Load and compute time of each rank in {rank_plots.SHOWN_STEPS} steps](plots/ranks-{lengths}.png)"
-        figures.save(rank_plots.timeline(*pair), folder / f"timeline-{lengths}.png")
+        figures.save(plots.ranks(*pair), folder / f"ranks-{lengths}.png")
+        yield f"![Load and compute time of each rank in {plots.SHOWN_STEPS} steps](plots/ranks-{lengths}.png)"
+        figures.save(plots.timeline(*pair), folder / f"timeline-{lengths}.png")
         yield f"![What each rank does during a step](plots/timeline-{lengths}.png)"
 
 
