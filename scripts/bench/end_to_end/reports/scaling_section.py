@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from end_to_end.experiments import slug
-from end_to_end.reports.scaling import RANKS, STRATEGIES, Scaling, scale, scaled_runs
+from end_to_end.reports.scaling import RANKS, STRATEGIES, Point, Scaling, scale, scaled_runs
 from end_to_end.results import RunResult
 from evenrank.cli import console
 from evenrank.cli.reports import svg
@@ -102,9 +102,6 @@ def draw(scaling: Scaling) -> Figure:
     figure.legend(*speedups.get_legend_handles_labels(), loc="outside lower center", ncols=len(strategies))
     return figure
 
-
-if TYPE_CHECKING:
-    from end_to_end.reports.scaling import Point, Scaling
 
 _MEASURED_COLUMNS = (
     "GPUs",
