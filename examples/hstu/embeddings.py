@@ -274,7 +274,7 @@ def _seed_of(seed: int, name: str, block: int) -> int:
     return int(np.random.SeedSequence((seed, block, *name.encode())).generate_state(1)[0])
 
 
-ROWS = 1024
+EQUAL_ROWS = 1024
 """Of each key, on every rank: enough for all multiprocessors, and few enough for their lengths to be quickly sent."""
 
 
@@ -289,19 +289,19 @@ class EqualRows(nn.Module):
     """
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return features with the same values of each key, and `ROWS` rows instead of samples.
+        """Return features with the same values of each key, and `EQUAL_ROWS` rows instead of samples.
 
         With the lengths of the keys known to the host, this does not wait for the device.
         """
         counts = features.length_per_key()
-        row = torch.arange(ROWS, device=features.values().device)
+        row = torch.arange(EQUAL_ROWS, device=features.values().device)
         # The first rows get what is left over.
-        lengths = [(row < count % ROWS).to(features.lengths().dtype) + count // ROWS for count in counts]
+        lengths = [(row < count % EQUAL_ROWS).to(features.lengths().dtype) + count // EQUAL_ROWS for count in counts]
         return KeyedJaggedTensor(
             keys=features.keys(),
             values=features.values(),
             lengths=torch.cat(lengths),
-            stride=ROWS,
+            stride=EQUAL_ROWS,
             length_per_key=counts,
             offset_per_key=features.offset_per_key(),
         )

@@ -121,7 +121,6 @@ def load_of(batch: SequenceBatch, cost: Callable[..., Ints]) -> int:
     return int(cost(lengths, np.zeros_like(lengths[ITEM_ID])).sum())
 
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _HALVINGS = 32  # of an interval: what is left is far less than the half event by which lengths are rounded

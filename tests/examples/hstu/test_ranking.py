@@ -33,21 +33,13 @@ def _is_equal(logits: Tensor, others: Tensor) -> list[bool]:
     return torch.isclose(logits, others, rtol=1e-12, atol=0).all(1).tolist()
 
 
-def test_a_candidate_does_not_change_the_logits_of_others() -> None:
+def test_candidates_depend_neither_on_each_other_nor_on_their_order_nor_on_actions() -> None:
     logits = _logits(SAMPLE)
     assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 3)))) == [False, True]
     assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 4)))) == [True, False]
-
-
-def test_candidates_are_not_in_an_order() -> None:
-    swapped = replace(SAMPLE, item_id=[4, 5, 6, 8, 7])
-    assert _is_equal(_logits(SAMPLE), _logits(swapped).flip(0)) == [True, True]
-
-
-def test_actions_of_candidates_change_no_logit() -> None:
-    first = replace(SAMPLE, action=[1, 2, 3, 4, 5])
-    second = replace(SAMPLE, action=[1, 2, 3, 0, 1])
-    assert _is_equal(_logits(first), _logits(second)) == [True, True]
+    assert _is_equal(logits, _logits(replace(SAMPLE, item_id=[4, 5, 6, 8, 7])).flip(0)) == [True, True]
+    first, second = (_logits(replace(SAMPLE, action=[1, 2, 3, *actions])) for actions in ([4, 5], [0, 1]))
+    assert _is_equal(first, second) == [True, True]
 
 
 def test_candidates_see_the_whole_history_and_the_context() -> None:
@@ -135,11 +127,6 @@ def test_at_least_is_one_binary_task() -> None:
     assert at_least(7)(torch.tensor([6, 7, 9])).tolist() == [[0], [1], [1]]
 
 
-def test_a_batch_without_labels_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no labels; set max_num_candidates or num_tasks of its LoaderConfig"):
-        make_ranking()(make_batch([Sample(item_id=[1], action=[1])]))
-
-
 def test_training_lowers_the_loss() -> None:
     torch.manual_seed(0)
     model = HSTURanking(EmbeddingCollection(tables=tables(SIZES, CONFIG)), CONFIG, targets=at_least(4))
@@ -156,12 +143,10 @@ def test_training_lowers_the_loss() -> None:
     assert losses[-1] < 0.3
 
 
-def test_targets_of_another_number_of_tasks_are_refused() -> None:
-    model = make_ranking(targets=lambda labels: (labels > 2).float())
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no labels; set max_num_candidates or num_tasks of its LoaderConfig"):
+        make_ranking()(make_batch([Sample(item_id=[1], action=[1])]))
     with pytest.raises(ConfigError, match=r"targets returned \[6\] for 6 labels; it must return \[n, 3\]"):
-        model(make_batch(random_samples(3)))
-
-
-def test_a_model_without_tasks_is_refused() -> None:
+        make_ranking(targets=lambda labels: (labels > 2).float())(make_batch(random_samples(3)))
     with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
         make_ranking(num_tasks=0)

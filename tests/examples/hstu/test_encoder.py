@@ -1,6 +1,7 @@
 """Which value of which feature is which token, by hand and against a loop over samples."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
-from hstu.encoder import lay_out, values_of
-from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_ranking, random_samples
+from hstu.encoder import PositionEmbedding, lay_out, values_of
+from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_ranking, make_sequences, random_samples
 
 KEYS = ("user_id", "tags", "item_id", "action")
 FIRST = {"user_id": 100, "tags": 200, "item_id": 300, "action": 400}  # what the tokens of a feature begin with
@@ -64,14 +65,6 @@ def test_tokens_are_context_then_items_each_followed_by_its_action() -> None:
     assert sequences.max_length == 1 + 2 + 3 + 2  # the longest of each feature
 
 
-def test_without_interleaving_there_are_no_actions() -> None:
-    sample = Sample(user_id=[1], item_id=[5, 6], action=[0, 1], num_candidates=1)
-    batch = make_batch([sample])
-    assert _arranged(batch, interleave_actions=False) == [[101, 305, 306]]
-    layout = lay_out(batch, replace(CONFIG, interleave_actions=False), predicts_history=torch.tensor([False]))
-    assert layout.sequences.num_candidates.tolist() == [1]
-
-
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(0, 6),
@@ -103,17 +96,19 @@ def test_last_items_are_indices_of_values() -> None:
     assert layout.last_items(torch.tensor([2, 0, 1, 0]), 3).tolist() == [1, 2, 5]
 
 
-def test_a_batch_without_a_needed_feature_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs the feature 'country'; batches have user_id, tags, item_id, action"):
-        lay_out(
-            make_batch([Sample()]), replace(CONFIG, contextual=("country",)), predicts_history=torch.tensor([False])
-        )
-
-
-def test_a_batch_that_does_not_know_its_longest_row_is_refused() -> None:
-    batch = make_batch([Sample()]).replace(max_lengths=None)
-    with pytest.raises(ConfigError, match="has no max_lengths; iterate over a loader of evenrank or a Balancer"):
-        lay_out(batch, CONFIG, predicts_history=torch.tensor([False]))
+@pytest.mark.parametrize(
+    ("changes", "contextual", "message"),
+    [
+        ({}, ("country",), "needs the feature 'country'; batches have user_id, tags, item_id, action"),
+        ({"max_lengths": None}, (), "has no max_lengths; iterate over a loader of evenrank or a Balancer"),
+    ],
+)
+def test_a_batch_that_lacks_something_is_refused(
+    changes: dict[str, Any], contextual: tuple[str, ...], message: str
+) -> None:
+    batch = make_batch([Sample()]).replace(**changes)
+    with pytest.raises(ConfigError, match=message):
+        lay_out(batch, replace(CONFIG, contextual=contextual), predicts_history=torch.tensor([False]))
 
 
 @pytest.mark.parametrize("feature", ["item_id", "action"])
@@ -130,3 +125,12 @@ def test_samples_that_may_be_longer_than_what_weights_are_divided_by_are_refused
     with pytest.raises(ConfigError, match=r"can have 51 tokens by .* length_limits, but max_length is 50; raise it"):
         model(batch)
     model(batch.replace(length_limits={"user_id": 1, "tags": 3, "item_id": 23, "action": 23}))
+
+
+def test_positions_count_from_the_first_token_and_candidates_share_the_next_one() -> None:
+    positions = PositionEmbedding(4, 1)
+    with torch.no_grad():
+        positions.weight.copy_(torch.arange(4.0)[:, None])
+    sequences = make_sequences([5, 0, 6], [2, 0, 0], [3, 0, 0])
+    # The second sample has no tokens; the third is longer than there are buckets.
+    assert positions(sequences).flatten().tolist() == [0, 1, 2, 2, 2, 0, 1, 2, 3, 3, 3]
