@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.lock import FolderLock
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "train.py"
 SMALL = ["--hidden", "8", "--layers", "1", "--embedding-dim", "4", "--max-history-length", "16", "--log-every", "1"]
@@ -139,23 +141,15 @@ def _rank(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
 
 def test_a_second_job_on_a_folder_ends_on_all_ranks_and_names_the_first(small_dataset: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ["--data", str(small_dataset), "--out", str(out), "--batch-size", "2", "--epochs", "1000", *SMALL]
-    with subprocess.Popen([sys.executable, str(SCRIPT), *arguments], env=_environment()) as first:
-        try:
-            deadline = time.monotonic() + 240
-            while not _lines(out) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            first.send_signal(signal.SIGSTOP)  # it holds the lock, and no longer a core
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            with _rank(0, port, *arguments) as second, _rank(1, port, *arguments) as peer:
-                errors = [process.communicate(timeout=240)[1] for process in (second, peer)]
-            assert (second.returncode, peer.returncode, first.poll()) == (2, 2, None)
-            holder = f"process {first.pid} on host {socket.gethostname()}"
-            assert errors == [f"error: {out} is in use by {holder}; wait for it, or choose another folder\n", ""]
-        finally:
-            first.kill()
+    arguments = ["--data", str(small_dataset), "--out", str(out), "--batch-size", "2", *SMALL]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with FolderLock(out), _rank(0, port, *arguments) as second, _rank(1, port, *arguments) as peer:
+        errors = [process.communicate(timeout=240)[1] for process in (second, peer)]
+    assert (second.returncode, peer.returncode) == (2, 2)
+    holder = f"process {os.getpid()} on host {socket.gethostname()}"
+    assert errors == [f"error: {out} is in use by {holder}; wait for it, or choose another folder\n", ""]
 
 
 # Runs a job until it is about to make its data, prints a line, and waits there.
@@ -180,13 +174,6 @@ def test_a_signal_before_training_begins_is_one_line_that_promises_nothing(tmp_p
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (128 + signal.SIGTERM, "error: stopped by SIGTERM\n")
-
-
-def test_an_option_that_would_be_ignored_is_one_line(tmp_path: Path) -> None:
-    failed = _run("--model", "semantic-ids", "--attention", "nonsense", "--out", str(tmp_path / "out"))
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "error: --attention applies to --model hstu, not to --model semantic-ids; leave it out\n"
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
 from evenrank.datasets.schema import SCHEMA_VERSION, Manifest
@@ -35,8 +34,16 @@ def test_the_model_has_the_shape_and_the_computation_of_the_settings(
         assert isinstance(layer.attention, task.attention)
 
 
+class _DividedWorld(World):
+    """Pairs of ranks, without the process groups of a device mesh."""
+
+    @property
+    def data_size(self) -> int:
+        return self.size // 2
+
+
 @pytest.mark.parametrize("make", [ranking, retrieval])
-def test_the_keys_of_sharded_tables_are_mapped_for_the_ranks_that_have_their_rows(
+def test_the_keys_of_sharded_tables_are_mapped_for_the_data_parallel_ranks_that_have_their_rows(
     small_dataset: Path, make: Callable[..., Task]
 ) -> None:
     manifest = read_manifest(small_dataset)
@@ -47,7 +54,7 @@ def test_the_keys_of_sharded_tables_are_mapped_for_the_ranks_that_have_their_row
         config = TrainConfig(
             user_id=True, embeddings="sharded", min_sharded_rows=min_sharded_rows, routing="roundrobin"
         )
-        task = make(config, manifest, replace(WORLD, size=world_size))
+        task = make(config, manifest, _DividedWorld(rank=0, size=2 * world_size, device=torch.device("cpu")))
         read = task.read(batch_size=4)
         assert dict(read.key_maps) == task.key_maps
         return {name: (one.num_embeddings, one.world_size) for name, one in task.key_maps.items()}
@@ -56,20 +63,6 @@ def test_the_keys_of_sharded_tables_are_mapped_for_the_ranks_that_have_their_row
     assert found(sizes["item_id"] + 1) == {}
     everything = {name: (size, 2) for name, size in sizes.items() if name != "action"}
     assert found(1, world_size=2) == everything
-
-
-def test_keys_are_mapped_for_the_data_parallel_ranks_alone(small_dataset: Path) -> None:
-    config = TrainConfig(embeddings="sharded", min_sharded_rows=300, routing="roundrobin", tensor_parallel=2)
-    divided = _DividedWorld(rank=0, size=6, device=torch.device("cpu"))
-    assert ranking(config, read_manifest(small_dataset), divided).key_maps["item_id"].world_size == 3
-
-
-class _DividedWorld(World):
-    """Pairs of ranks, without the process groups of a device mesh."""
-
-    @property
-    def data_size(self) -> int:
-        return self.size // 2
 
 
 def test_flops_are_those_of_a_ranks_heads(small_dataset: Path) -> None:
@@ -107,8 +100,3 @@ def test_a_ranking_model_needs_no_dataset_but_vocabulary_sizes() -> None:
     read = task.read(batch_size=32)
     assert isinstance(read, LoaderConfig)
     assert (read.user_id, read.num_tasks) == (True, 8)
-
-
-def test_an_unknown_attention_is_an_error_that_lists_the_known(small_dataset: Path) -> None:
-    with pytest.raises(ConfigError, match="no attention is called 'flash'; known are padded, triton, auto"):
-        ranking(TrainConfig(attention="flash"), read_manifest(small_dataset), WORLD)
