@@ -23,7 +23,7 @@ from trainer.tasks import ranking
 from trainer.world import World
 
 # With two ranks for its heads, each has 3 columns of a layer, which two data-parallel ranks cannot halve.
-JOB: dict[str, Any] = {"hidden": 6, "heads": 2, "layers": 2, "learning_rate": 0.01, "warmup_steps": 4}
+JOB: dict[str, Any] = {"hidden": 6, "heads": 2, "layers": 2, "learning_rate": 0.01, "warmup_steps": 4, "log_every": 1}
 
 
 def _data_parallel(parts: list[Trained], tensor_parallel: int) -> list[Trained]:

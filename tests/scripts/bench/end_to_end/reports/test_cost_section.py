@@ -1,9 +1,20 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from end_to_end.cost_fit import Fit, fit_cost
-from end_to_end.reports.cost_section import BALANCED, FITTED, OTHER_LENGTHS, Errors, compare, fitted_runs, write_section
+from end_to_end.reports.cost_section import (
+    BALANCED,
+    FITTED,
+    OTHER_LENGTHS,
+    Comparison,
+    Errors,
+    compare,
+    draw,
+    fitted_runs,
+    write_section,
+)
 from evenrank.dataloader.balance import MeasuredCost
 from tests.scripts.bench.end_to_end import made_up
 from tests.scripts.bench.end_to_end.made_up_times import timed
@@ -71,3 +82,27 @@ def test_a_fit_that_is_refused_is_reported_and_without_unbalanced_runs_there_is_
     assert "| fitted to |" not in section
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_errors_of_predictions() -> None:
+    errors = Errors.of(np.array([11.0, 20.0, 24.0]), np.array([10.0, 20.0, 30.0]))
+    assert errors.median == pytest.approx(0.1)  # of 0.1, 0, 0.2
+    assert errors.p95 == pytest.approx(0.19)
+    assert errors.r2 == pytest.approx(1 - 37 / 200)
+    assert Errors.of(np.array([3.0, 5.0]), np.array([3.0, 5.0])) == Errors(r2=1, median=0, p95=0)
+    assert np.isnan(Errors.of(np.array([3.0, 5.0]), np.array([4.0, 4.0])).r2)
+
+
+def test_points_are_drawn_for_both_costs() -> None:
+    times = np.linspace(10, 90, 5000)
+    made = [
+        Comparison(name=kind, lengths="a", kind=kind, measured=times, by_fit=times, by_hstu=times * 2)
+        for kind in (FITTED, BALANCED)
+    ]
+    figure = draw(made, title="a $ sign")
+    for axes, factor in zip(figure.axes, (1, 2), strict=True):
+        for points in axes.collections:
+            measured, predicted = np.asarray(points.get_offsets()).T
+            assert len(measured) <= 2000
+            assert predicted == pytest.approx(factor * measured)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [FITTED, BALANCED, "exact"]

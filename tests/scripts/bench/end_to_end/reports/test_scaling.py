@@ -35,13 +35,10 @@ def test_without_noise_the_speedup_is_that_of_the_simulator() -> None:
         summary = simulate(source, BalanceConfig(cost=cost, strategy=planned), 8, batch_size=4, steps=30)
         assert heaviest[UNBALANCED] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
         assert tokens == pytest.approx(summary.tokens / 8)
-
-
-def test_even_ranks_have_the_mean_of_the_step() -> None:
-    cost = fit_cost(timed("baseline"))
-    source = LengthSource(distribution=Lognormal(mean=512, std=512))
-    drawn, _ = simulated_compute(cost, source, 4, batch_size=4, strategy=UNBALANCED, steps=5)
-    even, _ = simulated_compute(cost, source, 4, batch_size=4, strategy=EVEN, steps=5)
+    drawn, even = (
+        simulated_compute(cost, source, 4, batch_size=4, strategy=strategy, steps=5)[0]
+        for strategy in (UNBALANCED, EVEN)
+    )
     assert even == pytest.approx(np.repeat(drawn.mean(axis=1, keepdims=True), 4, axis=1))
 
 
@@ -77,33 +74,17 @@ def test_what_was_measured_is_predicted_by_another_number_of_gpus() -> None:
         (4, EVEN): "four",
     }
     for run, strategy in ((runs[0], UNBALANCED), (runs[2], "lpt-swap")):
-        assert run.balanced is not None
-        slowest = compute_ms(run.balanced.sample_tokens).max(axis=0).mean()
+        slowest = compute_ms(made_up.given(run.balanced).sample_tokens).max(axis=0).mean()
         point = points[2, strategy]
-        assert point.measured is not None
-        assert point.errors is not None
-        assert point.measured.seconds * 1e3 == pytest.approx(1.2 * slowest + OVERHEAD)
-        assert point.measured.predicted * 1e3 == pytest.approx(slowest + OVERHEAD, rel=1e-3)
-        assert point.errors[1] == pytest.approx((slowest + OVERHEAD) / (1.2 * slowest + OVERHEAD) - 1, abs=1e-3)
-        assert point.errors[0] == pytest.approx(point.seconds / point.measured.seconds - 1)
-    assert runs[1].even is not None
-    on_even = points[4, EVEN].measured
-    assert on_even is not None
-    slowest = compute_ms(runs[1].even.sample_tokens).mean()
+        measured, errors = made_up.given(point.measured), made_up.given(point.errors)
+        assert measured.seconds * 1e3 == pytest.approx(1.2 * slowest + OVERHEAD)
+        assert measured.predicted * 1e3 == pytest.approx(slowest + OVERHEAD, rel=1e-3)
+        assert errors[1] == pytest.approx((slowest + OVERHEAD) / (1.2 * slowest + OVERHEAD) - 1, abs=1e-3)
+        assert errors[0] == pytest.approx(point.seconds / measured.seconds - 1)
+    on_even = made_up.given(points[4, EVEN].measured)
+    slowest = compute_ms(made_up.given(runs[1].even).sample_tokens).mean()
     assert on_even.seconds * 1e3 == pytest.approx(slowest + OVERHEAD)
     assert on_even.predicted * 1e3 == pytest.approx(1.2 * slowest + OVERHEAD, rel=1e-3)
-
-
-def test_a_run_is_never_predicted_by_itself() -> None:
-    runs = [timed("four"), timed("kk", strategy="karmarkar-karp"), timed("lpt", strategy="lpt-swap")]
-    errors = {point.strategy: point.errors for point in scale(runs).points if point.measured is not None}
-    assert errors.keys() == {UNBALANCED, EVEN, "karmarkar-karp", "lpt-swap"}
-    assert errors[UNBALANCED] is None
-    assert errors[EVEN] is None
-    for strategy in ("karmarkar-karp", "lpt-swap"):
-        of_strategy = errors[strategy]
-        assert of_strategy is not None
-        assert of_strategy[1] == pytest.approx(0, abs=1e-3)
 
 
 def test_ratios_and_efficiency_follow_from_times() -> None:
@@ -115,31 +96,30 @@ def test_ratios_and_efficiency_follow_from_times() -> None:
     unbalanced, even = result.find(4, UNBALANCED), result.find(4, EVEN)
     assert result.speedup(point) == unbalanced.seconds / point.seconds > 1.1
     assert result.to_even(point) == point.seconds / even.seconds
-    assert one.measured is not None
-    assert point.measured is not None
-    assert even.measured is not None
-    assert result.efficiency(point) == point.tokens_per_second / one.measured.tokens_per_second
+    of_one, of_balanced, of_even = (made_up.given(one.measured) for one in (one, point, even))
+    assert result.efficiency(point) == point.tokens_per_second / of_one.tokens_per_second
     assert result.efficiency(one, measured=True) == 1
     # Of the same run, whose even steps are those of all strategies here.
-    assert result.to_even(point, measured=True) == pytest.approx(point.measured.seconds / even.measured.seconds)
+    assert result.to_even(point, measured=True) == pytest.approx(of_balanced.seconds / of_even.seconds)
     # Even steps count the tokens of those that they stand for.
-    of_even, of_balanced = even.measured, point.measured
     assert of_even.tokens_per_second * of_even.seconds == pytest.approx(
         of_balanced.tokens_per_second * of_balanced.seconds
     )
     assert result.speedup(result.find(8, "lpt-swap"), measured=True) is None
 
 
-def test_a_run_with_a_fitted_cost_is_preferred() -> None:
-    runs = [timed("four"), timed("hstu", strategy="lpt-swap"), timed("x", strategy="lpt-swap", cost={"name": "Other"})]
+def test_a_run_with_a_fitted_cost_is_preferred_and_none_is_predicted_by_itself() -> None:
+    runs = [timed("four"), timed("hstu", strategy="lpt-swap")]
     fitted = timed("fitted", strategy="lpt-swap", cost={"name": "MeasuredCost"})
     for order in ([*runs, fitted], [fitted, *runs]):
-        measured = scale(order).find(4, "lpt-swap").measured
-        assert measured is not None
-        assert measured.run == "fitted"
+        points = {point.strategy: point for point in scale(order).points if point.measured is not None}
+        assert points.keys() == {UNBALANCED, EVEN, "lpt-swap"}
+        assert made_up.given(points["lpt-swap"].measured).run == "fitted"
+        assert points[UNBALANCED].errors is points[EVEN].errors is None
+        assert made_up.given(points["lpt-swap"].errors)[1] == pytest.approx(0, abs=1e-3)
 
 
-def test_the_configuration_measured_in_most_ways_is_scaled() -> None:
+def test_the_configuration_measured_in_most_ways_is_scaled_and_of_equals_the_fastest() -> None:
     recompute = {"recompute": True}
     runs = [
         timed("four"),
@@ -151,12 +131,12 @@ def test_the_configuration_measured_in_most_ways_is_scaled() -> None:
         made_up.result("failed", failure="out of memory"),
     ]
     assert [[run.name for run in group] for group in scaled_runs(runs)] == [["recompute", "recompute, two"]]
-
-
-def test_of_configurations_measured_in_as_many_ways_the_fastest_is_scaled() -> None:
-    slow, fast = timed("slow", factors=(1.3,) * 4), timed("fast", settings={"recompute": True})
+    slow, fast = timed("slow", factors=(1.3,) * 4), timed("fast", settings=recompute)
     for order in ([slow, fast], [fast, slow]):
         assert [[run.name for run in group] for group in scaled_runs(order)] == [["fast"]]
+    small = timed("small", gpus=2, workload={"lengths": LENGTHS, "item_rows": 10, "user_rows": 10})
+    groups = scaled_runs([timed("one", gpus=1), timed("four"), small])  # tables of other sizes are not comparable
+    assert [[run.name for run in group] for group in groups] == [["one", "four"]]
 
 
 def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_path: Path) -> None:
@@ -192,23 +172,3 @@ def test_lengths_measured_on_one_number_of_gpus_are_not_simulated(
     section = write_section(tmp_path, [timed("one", gpus=1), timed("one, lpt", gpus=1, strategy="lpt-swap")])
     assert "lognormal: measured on 1 GPU alone." in section
     assert not list(tmp_path.iterdir())
-
-
-def test_tables_of_other_sizes_are_another_configuration() -> None:
-    small = {"lengths": LENGTHS, "item_rows": 10, "user_rows": 10}
-    runs = [timed("one", gpus=1), timed("four"), timed("small", gpus=2, workload=small)]
-    assert [[run.name for run in group] for group in scaled_runs(runs)] == [["one", "four"]]
-
-
-def test_a_run_that_cannot_be_fitted_is_reported_and_predicts_nothing(tmp_path: Path) -> None:
-    section = write_section(tmp_path, [timed("few", gpus=2, batches=3), timed("four")])
-    assert "No cost was fitted to few (lognormal): 6 steps are too few" in section
-    assert "predicted by the run 'four' on 4 GPUs" in section
-
-
-def test_lengths_are_those_of_the_workload() -> None:
-    means = {
-        name: next(point for point in scale([timed("a", lengths=name)]).points if point.ranks == 8).seconds
-        for name in LENGTHS
-    }
-    assert means["clipped Zipf"] > 1.5 * means["lognormal"]

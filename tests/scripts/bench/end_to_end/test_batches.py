@@ -27,20 +27,6 @@ def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution
         assert cost(even).sum() == pytest.approx(cost(lengths).sum() / num_ranks, rel=5e-4)
 
 
-def test_one_rank_keeps_its_lengths() -> None:
-    lengths = np.array([5, 4000, 17, 300])
-    np.testing.assert_array_equal(even_lengths(lengths, 1, cost, max_length=MAX_LENGTH), [4000, 300, 17, 5])
-
-
-def test_equal_lengths_stay_as_they_are() -> None:
-    np.testing.assert_array_equal(even_lengths(np.full(12, 100), 4, cost, max_length=MAX_LENGTH), [100, 100, 100])
-
-
-def test_a_single_sample_per_rank_has_the_mean_cost() -> None:
-    even = even_lengths(np.array([100, 3000]), 2, cost, max_length=MAX_LENGTH)
-    assert cost(even).sum() == pytest.approx(cost(np.array([100, 3000])).sum() / 2, rel=2e-3)
-
-
 @given(
     lengths=st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40),
     num_ranks=st.integers(1, 4),
@@ -53,3 +39,11 @@ def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -
     assert even.max() <= MAX_LENGTH
     # Rounding changes each sample by at most half an event.
     assert abs(cost(even).sum() - cost(whole).sum() / num_ranks) <= (cost(even + 1) - cost(even)).sum()
+
+
+def test_lengths_that_are_even_already_stay_and_one_sample_has_the_mean_cost() -> None:
+    one_rank = np.array([5, 4000, 17, 300])
+    np.testing.assert_array_equal(even_lengths(one_rank, 1, cost, max_length=MAX_LENGTH), [4000, 300, 17, 5])
+    np.testing.assert_array_equal(even_lengths(np.full(12, 100), 4, cost, max_length=MAX_LENGTH), [100, 100, 100])
+    even = even_lengths(np.array([100, 3000]), 2, cost, max_length=MAX_LENGTH)
+    assert cost(even).sum() == pytest.approx(cost(np.array([100, 3000])).sum() / 2, rel=2e-3)
