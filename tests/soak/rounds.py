@@ -48,7 +48,6 @@ class Round:
     first: Shape
     resumed: Shape
     strategy: str
-    equal_counts: bool
     exchange: str
     lookahead: int
     gradients: bool
@@ -84,15 +83,11 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
     first, resumed = draw_shape(), draw_shape()
     if fault == Fault.STOPPED_LONG and first.world_size == 1:  # nobody would notice
         fault = Fault.STOPPED
-    equal_counts = bool(rng.random() < 0.75)
     return Round(
         loader=loader,
         first=first,
         resumed=resumed if loader in ELASTIC else first,
-        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"]))
-        if equal_counts
-        else "karmarkar-karp",
-        equal_counts=equal_counts,
+        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"])),
         exchange=str(rng.choice(["all-to-all", "all-gather"])),
         lookahead=int(rng.integers(1, 5)),
         gradients=bool(rng.random() < 0.5),

@@ -15,7 +15,7 @@ from end_to_end import runner
 from end_to_end.experiments import Experiments
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask
-from tests.cli.programs import ROOT, Finished, run_program
+from tests.cli.programs import ROOT, run_program
 from tests.scripts.bench.end_to_end.small_tables import TABLE, result_of
 
 BENCH = ROOT / "scripts" / "bench"
@@ -26,10 +26,6 @@ sys.modules["torch"] = None
 sys.path[:0] = [{str(BENCH)!r}]
 runpy.run_path({str(BENCH / "train.py")!r}, run_name="__main__")
 """
-
-
-def train(*arguments: str | Path, cwd: Path) -> Finished:
-    return run_program(sys.executable, BENCH / "train.py", *arguments, cwd=cwd)
 
 
 class Command:
@@ -79,40 +75,43 @@ def table(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "commands"), [("smoke", 3), ("scaling", 12), ("hstu", 32)])
-def test_a_dry_run_prints_the_commands_of_a_table_and_writes_nothing(tmp_path: Path, name: str, commands: int) -> None:
-    shown = train(BENCH / f"experiments/{name}.toml", "--dry-run", "--gpus", "4", cwd=tmp_path)
-    assert (shown.returncode, shown.stderr) == (0, "")
+@pytest.mark.parametrize(("name", "count"), [("smoke", 3), ("scaling", 12), ("hstu", 32)])
+def test_a_dry_run_prints_the_commands_or_scripts_of_a_table_and_writes_nothing(
+    command: Command, tmp_path: Path, name: str, count: int
+) -> None:
+    file = BENCH / f"experiments/{name}.toml"
+    shown = command.run(file, "--dry-run", "--gpus", "4")
     lines = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("#")]
-    assert len(lines) == commands
+    assert len(lines) == count
     for line in lines:
         assert line[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         assert Path(line[-1]).is_relative_to(tmp_path / "out" / "bench" / name)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("name", "jobs"), [("smoke", 3), ("scaling", 12), ("hstu", 32)])
-def test_a_dry_run_prints_the_scripts_of_a_cluster(command: Command, tmp_path: Path, name: str, jobs: int) -> None:
     cluster = ("--runner", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--account", "us")
-    shown = command.run(BENCH / f"experiments/{name}.toml", "--dry-run", *cluster)
-    assert (shown.exit_code, shown.stderr) == (0, "")
-    lines = shown.stdout.splitlines()
-    assert lines.count("#!/bin/bash") == lines.count("#SBATCH --account=us") == jobs
-    submitted = [shlex.split(line) for line in lines if line.startswith("sbatch")]
-    assert [len(words) for words in submitted] == [3] + [4] * (jobs - 1)
+    scripts = command.run(file, "--dry-run", *cluster).stdout.splitlines()
+    assert scripts.count("#!/bin/bash") == scripts.count("#SBATCH --account=us") == count
+    submitted = [shlex.split(line) for line in scripts if line.startswith("sbatch")]
+    assert [len(words) for words in submitted] == [3] + [4] * (count - 1)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_needs_neither_torch_nor_a_gpu(tmp_path: Path, table: Path) -> None:
+def test_a_dry_run_needs_neither_torch_nor_a_gpu_and_a_mistake_is_one_line(tmp_path: Path, table: Path) -> None:
     shown = run_program(sys.executable, "-c", WITHOUT_TORCH, table, "--dry-run", cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith("# this host has no GPU: shown for --gpus 4\n# short: baseline\n")
     assert shown.stdout.count("--nproc_per_node 4") == 5
+    wrong = run_program(sys.executable, "-c", WITHOUT_TORCH, "no.toml", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "error: no.toml cannot be read: No such file or directory; check the path\n"
 
 
-def test_processes_without_gpus_are_as_many_as_the_file_names(command: Command) -> None:
-    shown = command.run(BENCH / "experiments/smoke.toml", "--dry-run")
-    assert shown.stdout.count("--nproc_per_node 2") == 3
+def test_processes_are_as_many_as_gpus_or_the_file_names(
+    command: Command, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.run(BENCH / "experiments/smoke.toml", "--dry-run").stdout.count("--nproc_per_node 2") == 3
+    monkeypatch.setattr(command.module, "_count_gpus", lambda: 2)
+    assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
+    ended = command.run(table)
+    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "report small 3")
 
 
 def test_a_table_runs_and_continues(command: Command, tmp_path: Path, table: Path) -> None:
@@ -193,19 +192,6 @@ def test_a_table_that_another_command_runs_is_left_alone(command: Command, tmp_p
     assert f"another command runs the table in {tmp_path}/there; wait for it" in str(ended.exception)
     assert not (tmp_path / "there" / "short").exists()
     assert command.run(table, "--gpus", "2", "--out", "there").exit_code == 0
-
-
-def test_more_processes_than_gpus_are_refused(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.module, "_count_gpus", lambda: 2)
-    assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
-    ended = command.run(table)
-    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "report small 3")
-
-
-def test_a_mistake_is_one_line(tmp_path: Path) -> None:
-    ended = train("no.toml", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "error: no.toml cannot be read: No such file or directory; check the path\n"
 
 
 def test_the_examples_of_the_help_are_valid(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

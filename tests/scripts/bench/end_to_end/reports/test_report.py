@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end import cost_section, scaling_section
 from end_to_end.experiments import Experiments, Run, Workload
+from end_to_end.reports import cost_section, scaling_section
 from end_to_end.reports.report import write_report
 from end_to_end.results import EVEN, LIVE, PREPARED, RunResult, Segment
 from evenrank.core.errors import DataError

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from end_to_end import scaling
 from end_to_end.cost_fit import fit_cost
+from end_to_end.reports import scaling
 from end_to_end.reports.columns import UNBALANCED
 from end_to_end.reports.scaling import scale, scaled_runs, simulated_compute
 from end_to_end.reports.scaling_section import write_section
