@@ -10,13 +10,14 @@ PROGRAM = """\
 import evenrank
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost, partition
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, partition
 from evenrank.datasets import open_store
 from evenrank.preprocess import PreprocessConfig, preprocess
 from evenrank.training import scale_loss
 
 loader = build_loader("data", LoaderConfig(batch_size=8), rank=0, world_size=1)
-for batch in Balancer(loader, cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)):
+cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+for batch in Balancer(loader, BalanceConfig(cost=cost)):
     reveal_type(batch)
 reveal_type(evenrank.__version__)
 LoaderConfig(batch_size=8, order="random")

@@ -1,18 +1,29 @@
-"""The code of the pages on one's own loader, on checkpoints and on balance with no exchange, run as it stands there."""
+"""The code of how-to pages and of the explanation of balance with no exchange, run as it stands there."""
 
+import contextlib
 import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
-from evenrank.training import scale_loss
+from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics
+from evenrank.dataloader.routing import KeyMap, dist_type, remap
+from evenrank.datasets import read_manifest
+from evenrank.datasets.distributions import Uniform
+from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
 from tests.checkpoints import resuming
 from tests.checkpoints.resuming import ids_of
 from tests.ranks import RankPool
@@ -20,6 +31,8 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).resolve().parent.parent
 OWN_LOADER = ROOT / "docs" / "how-to" / "own-loader.md"
 CHECKPOINTS = ROOT / "docs" / "how-to" / "checkpoints.md"
+ROUTING = ROOT / "docs" / "how-to" / "routing.md"
+TRAINING = ROOT / "docs" / "how-to" / "training.md"
 NO_EXCHANGE = ROOT / "docs" / "explanation" / "no-exchange.md"
 
 # What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
@@ -122,13 +135,12 @@ def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
 
 
 def test_the_meshes_of_the_page_train_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
-    num_samples = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1).num_samples
     tensor_parallel, hybrid = zip(*ranks.run(4, _run_on_meshes, small_dataset), strict=True)
     assert tensor_parallel[0] == tensor_parallel[1]
     assert tensor_parallel[2] == tensor_parallel[3]
     for parts in (tensor_parallel[::2], hybrid):
         ids = [sample for part in parts for sample in part]
-        assert len(ids) == len(set(ids)) == num_samples
+        assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
 
 
 def _model_and_adam() -> tuple[resuming.Model, torch.optim.Adam]:
@@ -152,9 +164,7 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
         trained = []
         for _ in range(3):
             trained += ids_of(next(steps))
-            torch.stack(
-                [weight.square().sum() for weight in model.parameters()]
-            ).sum().backward()  # on both ranks the same
+            sum(weight.square().sum() for weight in model.parameters()).backward()  # on both ranks the same
             adam.step()
         exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "balancer": balancer})
         steps.close()  # type: ignore[attr-defined]
@@ -173,8 +183,7 @@ def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
 ) -> None:
     trained, rest = zip(*ranks.run(2, _save_and_load, small_dataset, tmp_path), strict=True)
     ids = [sample for part in (*trained, *rest) for sample in part]
-    num_samples = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1).num_samples
-    assert len(ids) == len(set(ids)) == num_samples
+    assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
 
 
 def test_the_callback_of_the_page_is_the_tested_one() -> None:
@@ -209,5 +218,132 @@ def _train_with_no_exchange(rank: int, world_size: int, path: Path) -> list[int]
 
 def test_the_loop_with_no_exchange_trains_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
     ids = [sample for part in ranks.run(2, _train_with_no_exchange, small_dataset) for sample in part]
-    num_samples = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1).num_samples
-    assert len(ids) == len(set(ids)) == num_samples
+    assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
+
+
+def test_the_code_of_the_page_trains_and_exports_the_rows_of_the_same_keys(small_dataset: Path) -> None:
+    load, own, export, _, _, by_key = _blocks(ROUTING)
+    names: dict[str, Any] = {"data": small_dataset, "rank": 1, "world_size": 4}
+    exec(load, names)
+    plain = build_loader(small_dataset, LoaderConfig(batch_size=32), rank=1, world_size=4)
+    pairs = list(zip(plain, names["loader"], strict=True))
+    assert len(pairs) == 2
+    num_items, items = names["num_items"], names["items"]
+
+    # A trained table has at each row what belongs to its key, here the key itself.
+    table = torch.empty(num_items, dtype=torch.int64)
+    table[items(torch.arange(num_items))] = torch.arange(num_items)
+    for batch, mapped in pairs:
+        assert torch.equal(table[mapped.features["item_id"].values()], batch.features["item_id"].values())
+
+        names["batch"] = SimpleNamespace(features=batch.features)
+        exec(own, names)
+        assert torch.equal(names["batch"].features.values(), mapped.features.values())
+
+    plain_features = pairs[0][0].features
+    names["batch"] = SimpleNamespace(features=plain_features)
+    exec(by_key, names)
+    assert names["bucketized"].values()[names["permutation"]].tolist() == plain_features.values().tolist()
+    of_rank = torch.bincount(names["owners"], minlength=4)
+    assert of_rank.tolist() == names["bucketized"].lengths().view(4, -1).sum(dim=1).tolist()
+
+    names |= {"table": table, "nearest_rows": [5, 0, 17]}
+    exec(export, names)
+    assert names["by_key"].tolist() == list(range(num_items))
+    assert names["keys"].tolist() == table[[5, 0, 17]].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_code_of_the_page_checks_and_remaps_checkpoints(small_dataset: Path, tmp_path: Path) -> None:
+    _, _, _, check, change, _ = _blocks(ROUTING)
+    items = KeyMap(num_embeddings=501, world_size=4, mode="hash_roundrobin")
+    plain, mapped = (LoaderConfig(batch_size=32, key_maps=key_maps) for key_maps in ({}, {"item_id": items}))
+    loaders = [build_loader(small_dataset, config, rank=0, world_size=1) for config in (plain, mapped)]
+    next(iter(loaders[0]))
+    weight, momentum = torch.rand(501, 4), torch.rand(501)
+    model = {"embeddings.sharded.embeddings.item_id.weight": weight}
+    names = {
+        "config": mapped,
+        "model": SimpleNamespace(state_dict=lambda: model),
+        "loader": loaders[1],
+        "path": tmp_path / "checked",
+    }
+    exec(check, names)
+
+    optimizer = {"state": {"embeddings.sharded.embeddings.item_id.weight": {"item_id.momentum1": momentum}}}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loaders[0].state_dict()}
+    save({**state, "dist_type": dist_type({})}, checkpoint_id=tmp_path / "source", no_dist=True)
+    names |= {"source": tmp_path / "source", "target": tmp_path / "target", "items": items, "dist_type": dist_type}
+    exec(change, names)
+    loaded: dict[str, Any] = {
+        "model": {name: torch.zeros_like(weight) for name in model},
+        "optimizer": {"state": {name: {"item_id.momentum1": torch.zeros_like(momentum)} for name in model}},
+        "loader": loaders[1].state_dict(),
+        "dist_type": "",
+    }
+    load(loaded, checkpoint_id=tmp_path / "target", no_dist=True)
+    assert loaded["dist_type"] == dist_type({"item_id": items})
+    (name,) = model
+    assert torch.equal(loaded["model"][name], remap(weight, None, items))
+    assert torch.equal(loaded["optimizer"]["state"][name]["item_id.momentum1"], remap(momentum, None, items))
+    loaders[1].load_state_dict(loaded["loader"])
+    assert loaders[1].remaining_batches() == len(loaders[1]) - 1
+
+
+COST = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
+CONFIG = LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1)
+DATA = RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4))
+NUM_BATCHES = 6
+
+
+def _section(page: Path, title: str) -> str:
+    """Return the code of a section."""
+    text = page.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    return str(code)
+
+
+class _Model(torch.nn.Module):
+    """Its first task has the number of items as its loss, its second twice as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        return self.weight * len(batch.features["item_id"].values())
+
+
+def _train(rank: int, world_size: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp = mesh["dp"]
+    model = DistributedDataParallel(_Model(), process_group=dp.get_group())
+    loader = RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=dp.get_local_rank(), world_size=2)
+    printed: list[Any] = []
+    with Balancer(loader, BalanceConfig(cost=COST), group=dp) as balancer:
+        names = {
+            "FiniteCheck": FiniteCheck,
+            "LossAverage": LossAverage,
+            "accumulate": accumulate,
+            "balancer": balancer,
+            "contextlib": contextlib,
+            "device": "cpu",
+            "mesh": mesh,
+            "model": model,
+            "num_tasks": 2,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+            "print": printed.append,
+            "scale_loss": scale_loss,
+        }
+        exec(_section(TRAINING, "Losses"), names)
+    return printed
+
+
+def test_the_loop_prints_the_mean_loss_of_each_task_over_all_batches(ranks: RankPool) -> None:
+    num_items, num_tokens = 0, 0
+    for rank in range(2):
+        for batch in RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=rank, world_size=2):
+            num_items += len(batch.features["item_id"].values())
+            num_tokens += batch.loss_tokens
+    for printed in ranks.run(4, _train):
+        assert printed == [[pytest.approx(num_items / num_tokens), pytest.approx(2 * num_items / num_tokens)]]
