@@ -164,7 +164,8 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
         trained = []
         for _ in range(3):
             trained += ids_of(next(steps))
-            sum(weight.square().sum() for weight in model.parameters()).backward()  # on both ranks the same
+            squares = [weight.square().sum() for weight in model.parameters()]
+            torch.stack(squares).sum().backward()  # on both ranks the same
             adam.step()
         exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "balancer": balancer})
         steps.close()  # type: ignore[attr-defined]

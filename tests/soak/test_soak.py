@@ -227,7 +227,7 @@ def test_random_faults_lose_no_sample_and_hang_no_rank(
     played: Counter[str] = Counter()
     while time.monotonic() < started + seconds and played.total() < rounds:
         number = played.total()
-        plan = draw_round(seed, number, **options)  # type: ignore[arg-type]
+        plan = draw_round(seed, number, **options)
         try:
             _play(plan, tmp_path / str(number), datasets)
         except Exception as error:

@@ -145,7 +145,7 @@ def check_whole_layers(*, mode: str, device: str, heads: int) -> None:
     check(whole, run(by_torch), run(by_torch, mode=None), MODES[mode], tolerance=5)
     check_bits(whole, expected)
     check_bits(run(as_a_whole, attention="triton", recompute=True), expected)
-    nothing = {"lengths": [0, 0, 0]}
+    nothing: dict[str, Any] = {"lengths": [0, 0, 0]}
     check_bits(run(as_a_whole, attention="triton", **nothing), run(by_kernels, **nothing))
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from evenrank.core.errors import ConfigError
 from hstu.config import HSTUConfig
-from hstu.layer import NORM_EPS, HSTULayer, ShardedLayerNorm, tensor_parallel
+from hstu.layer import NORM_EPS, HSTULayer, tensor_parallel
 from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, make_retrieval, make_sequences, random_samples
 from tests.ranks import RankPool
 
@@ -213,61 +213,6 @@ def test_over_nccl_logits_and_gradients_agree_with_those_of_one_rank(
             torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
     finally:
         pool.stop()
-
-
-class _Exchanges(TorchDispatchMode):
-    """Notes what ranks exchange: the operation and the number of values."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what is inside is seen as well
-        if "c10d" in func.namespace and not func.__name__.startswith(("wait", "_wrap")):
-            name = func.__name__.split(".")[0].strip("_")
-            self.seen.append((name, sum(leaf.numel() for leaf in tree_leaves(args[0]))))
-        return func(*args, **(kwargs or {}))
-
-
-def _divided_norm(
-    rank: int, world_size: int
-) -> tuple[Tensor, Tensor, Tensor, list[tuple[str, int]], list[tuple[str, int]]]:
-    torch.manual_seed(0)
-    norm = nn.LayerNorm(8).double()
-    nn.init.normal_(norm.weight)
-    values = torch.randn(5, 8, dtype=torch.float64) + 100
-    upstream = torch.randn(5, 8, dtype=torch.float64)
-    mesh = init_device_mesh("cpu", (world_size,))
-    mine = slice(8 // world_size * rank, 8 // world_size * (rank + 1))
-    sharded = ShardedLayerNorm(norm, mesh)
-    local = values[:, mine].clone().requires_grad_()
-    with _Exchanges() as forward:
-        result = sharded(local)
-    with _Exchanges() as backward:
-        result.backward(upstream[:, mine])
-
-    values.requires_grad_()
-    expected = norm(values)
-    expected.backward(upstream)
-    assert values.grad is not None
-    assert local.grad is not None
-    assert norm.weight.grad is not None
-    assert isinstance(sharded.weight.grad, DTensor)
-    return (
-        result.detach() - expected[:, mine].detach(),
-        local.grad - values.grad[:, mine],
-        sharded.weight.grad.to_local() - norm.weight.grad[mine],
-        forward.seen,
-        backward.seen,
-    )
-
-
-def test_a_divided_norm_exchanges_statistics_alone(ranks: RankPool) -> None:
-    for *differences, forward, backward in ranks.run(4, _divided_norm):
-        assert all(difference.abs().max() < 1e-12 for difference in differences)
-        assert forward == backward == [("allreduce", 5)] * 2  # a sum and a sum of squares per row
 
 
 def _ranks_and_refusal(rank: int, world_size: int) -> tuple[list[int], str]:

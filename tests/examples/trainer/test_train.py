@@ -98,38 +98,24 @@ def _losses_on_gpus(data: Path, out: Path, num_ranks: int, *arguments: str) -> l
 
 
 @pytest.mark.multi_gpu
-def test_balanced_and_unbalanced_jobs_on_gpus_have_equal_losses(small_dataset: Path, tmp_path: Path) -> None:
-    unbalanced = _losses_on_gpus(small_dataset, tmp_path / "none", 2, "--balance", "none")
-    balanced = _losses_on_gpus(small_dataset, tmp_path / "all-to-all", 2, "--balance", "all-to-all")
-    assert balanced == pytest.approx(unbalanced, rel=1e-3)
-
-
-@pytest.mark.multi_gpu
-def test_heads_divided_between_gpus_give_the_losses_of_one_gpu_and_its_checkpoints_resume(
-    small_dataset: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("num_ranks", "tensor_parallel", "pipeline"),
+    [(2, 1, None), (2, 2, None), (2, 2, "none"), (2, 2, "prefetch"), (4, 2, "sparse-dist")],
+)
+def test_jobs_on_several_gpus_have_the_losses_of_one_gpu_and_their_checkpoints_resume_there(
+    small_dataset: Path, tmp_path: Path, num_ranks: int, tensor_parallel: int, pipeline: str | None
 ) -> None:
-    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1)
-    divided = _losses_on_gpus(small_dataset, tmp_path / "parts", 2, "--tensor-parallel", "2", "--max-steps", "5")
-    assert divided == pytest.approx(whole[:5], rel=1e-3)
-    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1) == pytest.approx(whole, rel=1e-3)
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize(("num_ranks", "pipeline"), [(2, "none"), (2, "prefetch"), (4, "sparse-dist")])
-def test_divided_heads_and_sharded_tables_on_gpus_give_the_losses_of_one_gpu_and_its_checkpoints_resume(
-    small_dataset: Path, tmp_path: Path, num_ranks: int, pipeline: str
-) -> None:
-    """On four GPUs, the rows of tables are divided too."""
+    """Without a pipeline tables are replicated; on four GPUs, the rows of sharded tables are divided too."""
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices, there are {torch.cuda.device_count()}")
-    sharded = ["--embeddings", "sharded", "--min-sharded-rows", "300", "--pipeline", pipeline]
-    batch, divided_batch = ["--batch-size", "32"], ["--batch-size", str(64 // num_ranks), "--tensor-parallel", "2"]
-    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1, *sharded, *batch)
-    divided = _losses_on_gpus(
-        small_dataset, tmp_path / "parts", num_ranks, *sharded, *divided_batch, "--max-steps", "5"
-    )
-    assert divided == pytest.approx(whole[:5], rel=1e-3)
-    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1, *sharded, *batch) == pytest.approx(whole, rel=1e-3)
+    sharded = ["--embeddings", "sharded", "--min-sharded-rows", "300", "--pipeline", str(pipeline)] if pipeline else []
+    alone = [*sharded, "--batch-size", "32"]
+    batch_size = 32 * tensor_parallel // num_ranks
+    divided = [*sharded, "--batch-size", str(batch_size), "--tensor-parallel", str(tensor_parallel)]
+    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1, "--balance", "none", *alone)
+    parts = _losses_on_gpus(small_dataset, tmp_path / "parts", num_ranks, *divided, "--max-steps", "5")
+    assert parts == pytest.approx(whole[:5], rel=1e-3)
+    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1, *alone) == pytest.approx(whole, rel=1e-3)
 
 
 def _rank(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":

@@ -130,10 +130,6 @@ def test_ctrl_c_ends_the_processes_of_a_run(tasks: tuple[WorkerTask, ...], tmp_p
 CLUSTER = Cluster(nodes=2, gpus_per_node=2, partition="big one")
 
 
-def tasks_with(tmp_path: Path, gpus: int) -> tuple[WorkerTask, ...]:
-    return tasks_of(make_table(tmp_path), tmp_path, gpus=gpus, lengths=["short"])
-
-
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
     """Put a program on the PATH."""
     program = folder / "bin" / name
@@ -150,10 +146,13 @@ def options_of(script: str) -> dict[str, str]:
 
 
 def test_a_job_has_the_hosts_and_the_time_of_its_run(tmp_path: Path) -> None:
-    task = tasks_with(tmp_path, 4)[1]
-    script = script_of(task, CLUSTER, limit_seconds=90)
-    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    assert options_of(script) == {
+    def script(gpus: int, cluster: Cluster) -> str:
+        task = tasks_of(make_table(tmp_path), tmp_path, gpus=gpus, lengths=["short"])[1]
+        return script_of(task, cluster, limit_seconds=90)
+
+    on_two_hosts = script(4, CLUSTER)
+    assert subprocess.run(["bash", "-n"], input=on_two_hosts, text=True, check=False).returncode == 0
+    assert options_of(on_two_hosts) == {
         "job-name": "short-halved-heads",
         "nodes": "2",
         "ntasks-per-node": "1",
@@ -161,21 +160,14 @@ def test_a_job_has_the_hosts_and_the_time_of_its_run(tmp_path: Path) -> None:
         "exclusive": "",
         "mem": "0",
         "time": "12",
-        "output": str(task.log),
+        "output": str(tmp_path / "short" / "halved-heads.log"),
         "partition": "big one",
     }
-
-
-def test_a_run_on_fewer_gpus_has_fewer_hosts(tmp_path: Path) -> None:
-    cluster = Cluster(nodes=2, gpus_per_node=8)
     for gpus, hosts in ((2, ("1", "2")), (8, ("1", "8")), (16, ("2", "8"))):
-        options = options_of(script_of(tasks_with(tmp_path, gpus)[0], cluster, limit_seconds=60))
+        options = options_of(script(gpus, Cluster(nodes=2, gpus_per_node=8)))
         assert (options["nodes"], options["gpus-per-node"]) == hosts
-
-
-def test_processes_that_do_not_fill_their_hosts_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'baseline' has 6 processes, which are no multiple of the 4 GPUs of a host"):
-        script_of(tasks_with(tmp_path, 6)[0], Cluster(nodes=2, gpus_per_node=4), limit_seconds=60)
+    with pytest.raises(ConfigError, match="has 6 processes, which are no multiple of the 4 GPUs of a host"):
+        script(6, Cluster(nodes=2, gpus_per_node=4))
 
 
 @pytest.mark.parametrize(
@@ -209,10 +201,7 @@ def test_a_job_leaves_a_result_when_its_run_fails(
 
 
 @pytest.mark.processes
-def test_jobs_follow_one_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also the job of a measured cost and the one whose times it needs."""
+def test_jobs_follow_one_another_and_a_refused_one_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = make_tasks(tmp_path)
     install(tmp_path, monkeypatch, "sbatch", f'echo "$@" >> "{tmp_path}/calls"; echo "$(wc -l < "{tmp_path}/calls");a"')
     assert submit(tasks, CLUSTER, limit_seconds=60) == ("1", "2", "3")
@@ -222,18 +211,11 @@ def test_jobs_follow_one_another(
         f"--parsable --dependency=afterany:2 {script_file(tasks[2])}",
     ]
     assert script_file(tasks[2]).read_text() == script_of(tasks[2], CLUSTER, limit_seconds=60)
-    assert capsys.readouterr().out.splitlines()[0] == "job 1: short: baseline"
-
-
-@pytest.mark.processes
-def test_a_refused_job_is_one_line_that_says_what_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = 'case "$*" in *baseline*) echo 5;; *) echo "sbatch: error: no such partition" >&2; exit 1;; esac'
     install(tmp_path, monkeypatch, "sbatch", refuse)
-    with pytest.raises(ConfigError) as caught:
-        submit(make_tasks(tmp_path), CLUSTER, limit_seconds=60)
+    refused = "sbatch refuses 'short: halved heads': sbatch: error: no such partition; jobs 5 are submitted"
+    with pytest.raises(ConfigError, match=f"^{refused}$"):
+        submit(tasks, CLUSTER, limit_seconds=60)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"there is no sbatch on the PATH; .*--dry-run"):
         check_sbatch()
-    assert str(caught.value) == (
-        "sbatch refuses 'short: halved heads': sbatch: error: no such partition; jobs 5 are submitted"
-    )

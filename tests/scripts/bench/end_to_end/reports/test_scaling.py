@@ -156,18 +156,14 @@ def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_pa
     assert (tmp_path / "plots" / "scaling-lognormal.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_an_unbalanced_run_there_is_no_section(tmp_path: Path) -> None:
+def test_without_an_unbalanced_run_on_several_numbers_of_gpus_there_is_no_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
     few = [timed(f"few on {gpus}", gpus=gpus, batches=3) for gpus in (2, 4)]
     section = write_section(tmp_path, few)
     for text in ("few on 2 (lognormal): 6 steps are too few", "few on 4 (lognormal): 12 steps are too few"):
         assert f"No cost was fitted to {text}" in section
-    assert not list(tmp_path.iterdir())
-
-
-def test_lengths_measured_on_one_number_of_gpus_are_not_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(scaling, "scale", lambda runs, on_point: pytest.fail(f"simulated {runs}"))
     section = write_section(tmp_path, [timed("one", gpus=1), timed("one, lpt", gpus=1, strategy="lpt-swap")])
     assert "lognormal: measured on 1 GPU alone." in section
