@@ -52,7 +52,6 @@ def walk_epoch(
 
     Raises:
         RankError: a sample was lost, seen twice, or differs from the dataset; raised on every rank.
-
     """
     import torch.distributed as dist
 

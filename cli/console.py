@@ -48,7 +48,6 @@ def new_table(*headers: str, left: Collection[str], narrow: bool = False) -> "Ta
         headers: of the columns.
         left: the headers of the columns that are aligned to the left; the others are aligned to the right.
         narrow: leave less space between columns and wrap none, so that many columns fit in 80 characters.
-
     """
     from rich import box
     from rich.table import Table
@@ -70,7 +69,6 @@ def stages(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
 
     Args:
         shown: False on all ranks but one, so that spinners do not overwrite each other.
-
     """
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -88,7 +86,6 @@ def steps(description: str, total: int, *, shown: bool = True) -> Iterator[Calla
         description: shown in front of the bar.
         total: the number of steps.
         shown: False on all ranks but one, so that bars do not overwrite each other.
-
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 

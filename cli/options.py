@@ -94,7 +94,6 @@ def make_cost(path: Path | None, *, hidden: int, heads: int, layers: int) -> "Co
     Raises:
         ConfigError: the path is no regular file, or `hidden` is not a multiple of `heads`.
         DataError: the file is missing or malformed.
-
     """
     from evenrank.dataloader.balance import HSTUCost, MeasuredCost
 

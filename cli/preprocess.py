@@ -11,7 +11,6 @@ from evenrank.core.errors import ConfigError
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
 if TYPE_CHECKING:
-    from evenrank.preprocess import PreprocessConfig
     from evenrank.preprocess.build.buckets import OnError
 
 _ALL = "all"
@@ -27,49 +26,37 @@ _DESCRIPTION = (  # of a custom log, besides its files a key of the file of --co
 )
 
 # The options that have no effect on some datasets, or without others.
-_CONDITIONS = (
-    Condition(
-        options=("raw_dir",),
-        apply_to="public datasets",
-        holds=lambda values: values["dataset"] not in (SYNTHETIC, CUSTOM),
-        decided_by=("dataset",),
-    ),
-    Condition(
-        options=("users", "items", "lengths"),
-        apply_to=f"--dataset {SYNTHETIC}",
-        holds=lambda values: values["dataset"] == SYNTHETIC,
-        decided_by=("dataset",),
-    ),
-    Condition(
-        options=("config_file", *_DESCRIPTION),
-        apply_to=f"--dataset {CUSTOM}",
-        holds=lambda values: values["dataset"] == CUSTOM,
-        decided_by=("dataset",),
-    ),
-    Condition(
-        options=("on_error",),
-        apply_to="datasets that are read from files",
-        holds=lambda values: values["dataset"] != SYNTHETIC,
-        decided_by=("dataset",),
-    ),
-    Condition(
-        options=("seed",),
-        apply_to=f"--split user:FRACTION and to --dataset {SYNTHETIC}",
-        holds=lambda values: values["split"].startswith("user:") or values["dataset"] == SYNTHETIC,
-        decided_by=("dataset", "split"),
-    ),
-    Condition(
-        options=("by_date",),
-        apply_to="--requests SECONDS",
-        holds=lambda values: values["requests"] is not None,
-        decided_by=("requests",),
-    ),
-    Condition(
-        options=("stride",),
-        apply_to="--window",
-        holds=lambda values: values["window"] is not None,
-        decided_by=("window",),
-    ),
+_CONDITIONS = tuple(
+    Condition(options=options, apply_to=apply_to, decided_by=decided_by, holds=holds)
+    for options, apply_to, decided_by, holds in (
+        (("raw_dir",), "public datasets", ("dataset",), lambda given: given["dataset"] not in (SYNTHETIC, CUSTOM)),
+        (
+            ("users", "items", "lengths"),
+            f"--dataset {SYNTHETIC}",
+            ("dataset",),
+            lambda given: given["dataset"] == SYNTHETIC,
+        ),
+        (
+            ("config_file", *_DESCRIPTION),
+            f"--dataset {CUSTOM}",
+            ("dataset",),
+            lambda given: given["dataset"] == CUSTOM,
+        ),
+        (
+            ("on_error",),
+            "datasets that are read from files",
+            ("dataset",),
+            lambda given: given["dataset"] != SYNTHETIC,
+        ),
+        (
+            ("seed",),
+            f"--split user:FRACTION and to --dataset {SYNTHETIC}",
+            ("dataset", "split"),
+            lambda given: given["split"].startswith("user:") or given["dataset"] == SYNTHETIC,
+        ),
+        (("by_date",), "--requests SECONDS", ("requests",), lambda given: given["requests"] is not None),
+        (("stride",), "--window", ("window",), lambda given: given["window"] is not None),
+    )
 )
 
 
@@ -98,6 +85,9 @@ def preprocess_command(
             show_default=False,
         ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT even if it contains something else than a dataset.")
+    ] = False,
     split: Annotated[
         str,
         typer.Option(
@@ -207,7 +197,7 @@ def preprocess_command(
         )
 
     from evenrank.datasets.distributions import Zipf, parse_distribution
-    from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig
+    from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
     from evenrank.preprocess.sources.custom import read_toml
 
     custom = None
@@ -231,6 +221,7 @@ def preprocess_command(
         config = PreprocessConfig(
             dataset=name,
             out=folder,
+            overwrite=overwrite,
             raw_dir=raw_dir,
             split=split if eval_fraction is None else f"user:{eval_fraction}",
             seed=seed,
@@ -249,20 +240,13 @@ def preprocess_command(
             ),
             custom=custom,
         )
-        _preprocess_and_report(config)
+        with console.stages() as on_stage:
+            manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
+        for split_name, info in manifest.splits.items():
+            console.print_result(f"{folder}/{split_name}: {info.rows:,} rows, {info.interactions:,} interactions")
+        for description, count in manifest.options["audit"].items():
+            console.print_result(f"{description}: {count:,}")
 
 
 def _split_names(text: str) -> tuple[str, ...]:
-    """Split comma-separated names."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _preprocess_and_report(config: "PreprocessConfig") -> None:
-    from evenrank.preprocess import preprocess
-
-    with console.stages() as on_stage:
-        manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
-    for name, info in manifest.splits.items():
-        console.print_result(f"{config.out}/{name}: {info.rows:,} rows, {info.interactions:,} interactions")
-    for description, count in manifest.options["audit"].items():
-        console.print_result(f"{description}: {count:,}")

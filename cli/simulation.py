@@ -106,7 +106,6 @@ def simulate(
 
     Returns:
         The summary; `plan_seconds` is the median over steps, the other times are 0.
-
     """
     metrics, plan_seconds = [], []
     for step in simulated_steps(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed):

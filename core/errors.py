@@ -1,44 +1,32 @@
-"""The exceptions that users see. Each message is one line: what is wrong, where, and how to fix it."""
+"""The exceptions that users see: one printable line each, with the fault, its place and the remedy."""
 
 import re
 
-# Text of unknown origin, such as labels, names of files and messages, made safe to print.
-
-
-# Control characters, which terminals obey; those that change the direction of the text around them, or are invisible
-# line ends; and halves of surrogate pairs, in which Python keeps bytes of file names that are not UTF-8.
+# Characters that must not reach a terminal: control characters, those that change the direction of text, invisible line
+# ends, and surrogates, in which Python keeps the bytes of file names that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    r"""Replace each character that is not printed as itself by its escape sequence, as in `\x1b[31m`.
-
-    Args:
-        text: any text.
-        keep: characters to leave as they are, such as a newline.
-
-    """
+    r"""Replace unprintable characters, except those in `keep`, by their escape sequences, such as `\x1b`."""
     return _UNPRINTABLE.sub(
         lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(), text
     )
 
 
 class EvenrankError(Exception):
-    """Base of every error that evenrank raises on purpose; command lines print its message and exit with 2.
+    """Base of every error that evenrank raises on purpose; commands print its message and exit with status 2."""
 
-    Messages contain names, values and messages of others: as text, an error is one printable line whatever they are.
-    """
-
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # messages quote labels, file names and the errors of other libraries
         return escape_controls(super().__str__())
 
 
 class ConfigError(EvenrankError, ValueError):
-    """A setting or an argument is out of range or conflicts with another one."""
+    """An option or argument is out of range or conflicts with another one."""
 
 
 class DataError(EvenrankError, ValueError):
-    """A file is missing, malformed, or not what its manifest says."""
+    """A file is missing, malformed, or differs from its manifest."""
 
 
 class StateError(EvenrankError, ValueError):
@@ -46,7 +34,7 @@ class StateError(EvenrankError, ValueError):
 
 
 class MissingPackageError(EvenrankError, ImportError):
-    """A package is not installed that an extra of evenrank has, such as Polars, of `evenrank[preprocess]`."""
+    """A package from an extra of evenrank is not installed, such as Polars from `evenrank[preprocess]`."""
 
 
 class RankError(EvenrankError, RuntimeError):
@@ -54,11 +42,11 @@ class RankError(EvenrankError, RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank died, left without a word, or does not respond in time; raised on all others."""
+    """A rank died or does not respond in time; raised on all others."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message that is not blank, or the name of its type, safe to print."""
+    """Return the first line of an exception's message that is not blank, or the name of its type, printable."""
     lines = (line.strip() for line in _message(error).splitlines())
     return escape_controls(next(filter(None, lines), type(error).__name__))
 
@@ -74,5 +62,5 @@ def one_line(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # of a class of others; a rank that failed here could not tell the others why it leaves
+    except Exception:  # a faulty __str__ must not keep a rank from reporting its error to the others
         return ""

@@ -1,29 +1,20 @@
-"""The 64-bit hash function behind the order of rows, the split by user and the shuffled order of samples."""
+"""The 64-bit hash function behind the order of rows, the split by user and the shuffled order of samples.
+
+It is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): a
+bijection of 64-bit words, the same on every machine and in every release, unlike the hashes of data-frame libraries.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
 
-# Of the finalizer of SplitMix64, in their order.
 MIX_SHIFTS = 30, 27, 31
 MIX_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash 64-bit words such that flipping any input bit flips about half of the output bits.
-
-    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). It is a
-    bijection on 64-bit words and the same on every machine and in every release, unlike the hashes of data-frame
-    libraries.
-
-    Args:
-        values: uint64, any shape.
-
-    Returns:
-        uint64 of the same shape.
-
-    """
+    """Hash 64-bit words: uint64 of any shape to the same shape. An input bit affects about half of the output bits."""
     mixed = values.astype(np.uint64)
     for shift, multiplier in zip(MIX_SHIFTS, MIX_MULTIPLIERS, strict=False):
         mixed ^= mixed >> np.uint64(shift)

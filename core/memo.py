@@ -1,4 +1,4 @@
-"""`Memo`: results that threads share, each computed once."""
+"""`Memo`: results shared by threads, each computed once."""
 
 import os
 import threading
@@ -10,13 +10,9 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Value]):
-    """Keeps the values that were used last. A thread that asks for one that another computes waits for it.
+    """Keeps the `size` values used last. A thread that asks for a value being computed by another waits for it.
 
-    Pickling keeps no values, and neither does a fork.
-
-    Args:
-        size: limit to the number of values.
-
+    Pickling and forking keep no values.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,12 +22,12 @@ class Memo(Generic[Value]):
     def _clear(self) -> None:
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._values: dict[Hashable, Future[Value]] = {}  # the one that was used last comes last
+        self._values: dict[Hashable, Future[Value]] = {}  # the one used last comes last
 
     def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return the value of a key, computing it if it is not kept. What `compute` raises is raised, and not kept."""
+        """Return the value of a key, computed if it is not kept; an exception of `compute` is raised, and not kept."""
         if self._process != os.getpid():
-            self._clear()  # a forked child would wait forever for threads that it does not have
+            self._clear()  # a forked child would wait forever for threads of its parent
         own: Future[Value] = Future()
         try:
             with self._lock:
@@ -40,7 +36,7 @@ class Memo(Generic[Value]):
                     del self._values[next(iter(self._values))]
             if value is own:
                 own.set_result(compute())
-        except BaseException as error:  # an interrupt, too, or others would wait forever
+        except BaseException as error:  # also interrupts, or other threads would wait forever
             with self._lock:
                 if self._values.get(key) is own:
                     del self._values[key]

@@ -1,4 +1,8 @@
-"""Packages that only some parts of evenrank need, and the extra of evenrank that installs each."""
+"""Packages that only parts of evenrank need: the extra that installs each, and whether their releases match.
+
+PyTorch, fbgemm-gpu and TorchRec of releases that do not belong together fail late, with undefined symbols or missing
+operators. So their versions are checked from their metadata, without importing them.
+"""
 
 import contextlib
 import functools
@@ -13,13 +17,13 @@ from packaging.version import InvalidVersion, Version
 from evenrank.core.errors import ConfigError, MissingPackageError
 from evenrank.core.torch_releases import TESTED, TorchReleases
 
-# By the name that is imported.
+FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
+
 EXTRAS = {
     "jinja2": "reports",
     "markupsafe": "reports",
     "matplotlib": "reports",
     "polars": "preprocess",
-    "pooch": "preprocess",
     "requests": "preprocess",
     "tensorboard": "tensorboard",
     "fbgemm_gpu": "train",
@@ -27,13 +31,13 @@ EXTRAS = {
     "torchdata": "train",
     "torchrec": "train",
 }
-# Not `evenrank[train]`: it is for CUDA.
+"""The extra that installs each package, by the name that is imported."""
 _WITHOUT_CUDA = "; without CUDA: pip install 'evenrank[cpu]', then torchrec with --no-deps (docs/how-to/install.md)"
 
 
 @contextlib.contextmanager
 def naming_extras() -> Iterator[None]:
-    """Raise a MissingPackageError, which says what to install, where an import fails because an extra is missing."""
+    """Raise a MissingPackageError with the command to run where an import fails because an extra is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -46,12 +50,11 @@ def naming_extras() -> Iterator[None]:
 
 
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package: names of its `.pyi` are imported at their first use.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package whose names are imported at their first use.
 
     Args:
         package: its `__name__`.
-        file: its `__file__`.
-
+        file: its `__file__`, next to which a `.pyi` file lists the names.
     """
     get, names, exported = lazy_loader.attach_stub(package, file)
 
@@ -62,42 +65,28 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
     return get_attribute, names, exported
 
 
-# Whether the installed PyTorch, fbgemm-gpu and TorchRec belong together, from their metadata, without importing them.
-#
-# Combined wrongly they fail late, and with undefined symbols or missing operators instead of a reason.
-
-
-FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
-
-
 class TorchReleaseWarning(UserWarning):
-    """PyTorch, fbgemm-gpu or TorchRec are builds of a vendor or nightly builds, in releases not tested together."""
+    """The releases of PyTorch, fbgemm-gpu or TorchRec are newer than those tested together, or custom builds."""
 
 
 @functools.cache
 def check_torch() -> None:
-    """Check the installed PyTorch, fbgemm-gpu and TorchRec, once per process.
-
-    Does nothing where one of them is missing, or was installed without metadata: planning needs none, and imports tell
-    which one is missing.
-
-    Raises:
-        ConfigError: PyTorch is not of a tested release, fbgemm-gpu or TorchRec do not belong to it, or both builds of
-            fbgemm-gpu are installed.
-
-    """
+    """Check the installed PyTorch, fbgemm-gpu and TorchRec, once per process; see `check_releases`."""
     check_releases({name: _installed(name) for name in ("torch", FBGEMM_CUDA, FBGEMM_CPU, "torchrec")})
 
 
 def check_releases(installed: Mapping[str, str | None]) -> None:
-    """Check versions by name of the package, such as {"torch": "2.13.0+cpu"}; None or no entry: not installed.
+    """Check that versions of PyTorch, fbgemm-gpu and TorchRec belong together.
 
-    Builds of vendors ("2.13.0a0+nv25.10"), nightly builds and release candidates may have been made to work together,
-    so a difference between these is a TorchReleaseWarning.
+    Untested combinations with a newer PyTorch, a pre-release or a vendor's build ("2.13.0a0+nv25.10") may work, so they
+    are a TorchReleaseWarning. Nothing is checked where one of the three is missing or has no metadata: planning needs
+    none, and imports name the missing one.
+
+    Args:
+        installed: versions by name of the package, such as {"torch": "2.13.0+cpu"}; None or no entry: not installed.
 
     Raises:
-        ConfigError: as `check_torch`.
-
+        ConfigError: a combination is known to fail, or both builds of fbgemm-gpu are installed.
     """
     found = {name: version for name, text in installed.items() if (version := _parse(text)) is not None}
     if FBGEMM_CUDA in found and FBGEMM_CPU in found:
@@ -111,27 +100,29 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
     fbgemm = FBGEMM_CPU if FBGEMM_CPU in found else FBGEMM_CUDA
     if not {"torch", fbgemm, "torchrec"} <= found.keys():
         return
-    problem = _problem(found["torch"], fbgemm, found[fbgemm], found["torchrec"])
+    versions = found["torch"], found[fbgemm], found["torchrec"]
+    problem = _problem(fbgemm, *versions)
     if problem is None:
         return
-    if all(map(_is_release, found.values())):
+    is_untested = _minor(found["torch"]) > _minor(TESTED[-1].torch) or any(map(_is_custom, versions))
+    if not is_untested:
         raise ConfigError(problem)
-    warnings.warn(problem, TorchReleaseWarning, stacklevel=2)
+    warnings.warn(f"{problem}; it was not tested and may fail", TorchReleaseWarning, stacklevel=2)
 
 
-def _problem(torch: Version, fbgemm_name: str, fbgemm: Version, torchrec: Version) -> str | None:
+def _problem(fbgemm_name: str, torch: Version, fbgemm: Version, torchrec: Version) -> str | None:
     expected = _releases_of(torch)
     if expected is None:
         newest = TESTED[-1]
         where = " (CPU build: docs/how-to/install.md)" if torch.local == "cpu" else ""
         return (
-            f"torch {torch} is installed, and evenrank works with torch {_minor(TESTED[0].torch)} to "
-            f"{_minor(newest.torch)}; run pip install torch=={newest.torch}{where}, then pip install --no-deps "
+            f"torch {torch} is installed, and evenrank works with torch {_text(TESTED[0].torch)} to "
+            f"{_text(newest.torch)}; run pip install torch=={newest.torch}{where}, then pip install --no-deps "
             f"{fbgemm_name}=={newest.fbgemm} torchrec=={newest.torchrec}"
         )
     if (_minor(fbgemm), _minor(torchrec)) != (_minor(expected.fbgemm), _minor(expected.torchrec)):
         return (
-            f"torch {torch} needs {fbgemm_name} {_minor(expected.fbgemm)} and torchrec {_minor(expected.torchrec)}, "
+            f"torch {torch} needs {fbgemm_name} {_text(expected.fbgemm)} and torchrec {_text(expected.torchrec)}, "
             f"found {fbgemm} and {torchrec}; run pip install --no-deps {fbgemm_name}=={expected.fbgemm} "
             f"torchrec=={expected.torchrec}"
         )
@@ -147,17 +138,20 @@ def _releases_of(torch: Version) -> TorchReleases | None:
     return next((tested for tested in TESTED if _minor(tested.torch) == _minor(torch)), None)
 
 
-def _minor(version: Version | str) -> str:
-    """Return "2.13" of "2.13.0a0+nv25.10"."""
-    parsed = Version(version) if isinstance(version, str) else version
-    return f"{parsed.major}.{parsed.minor}"
+def _minor(version: Version | str) -> tuple[int, ...]:
+    """Return (2, 13) of "2.13.0a0+nv25.10"."""
+    return (version if isinstance(version, Version) else Version(version)).release[:2]
 
 
-def _is_release(version: Version) -> bool:
-    """Return whether it is one of the project itself: "2.13.0", "2.13.0+cpu", "2.13.0+cu130" or "2.13.0+rocm7.1"."""
-    is_own_build = version.local is None or version.local.startswith(("cpu", "cu", "rocm", "xpu"))
+def _text(version: str) -> str:
+    return ".".join(map(str, _minor(version)))
+
+
+def _is_custom(version: Version) -> bool:
+    """Return whether it is not an official release such as "2.13.0", "2.13.0+cpu" or "2.13.0+cu130"."""
+    is_official = version.local is None or version.local.startswith(("cpu", "cu", "rocm", "xpu"))
     is_dated = version.major > 1000  # fbgemm-gpu's builds from source, such as "2026.11.22"
-    return is_own_build and not version.is_prerelease and not is_dated
+    return version.is_prerelease or is_dated or not is_official
 
 
 def _installed(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`Registry`: implementations that are chosen by name, ours and those of users alike."""
+"""`Registry`: implementations chosen by name, built in or registered by users."""
 
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -9,13 +9,12 @@ Value = TypeVar("Value")
 
 
 class Registry(Generic[Value]):
-    """Implementations of one kind by name; iterating yields the names in the order of registration.
+    """Implementations of one kind by name; iteration yields the names in the order of registration.
 
     Args:
-        kind: what messages call an implementation, such as `strategy`.
-        expected: what messages say that one must be, such as `a function`.
-        accepts: whether an object is one.
-
+        kind: name of the kind in messages, such as `strategy`.
+        expected: description of a valid implementation in messages, such as `a function`.
+        accepts: whether an object is a valid implementation.
     """
 
     def __init__(self, kind: str, *, expected: str, accepts: Callable[[object], bool]) -> None:
@@ -25,11 +24,10 @@ class Registry(Generic[Value]):
         self._values: dict[str, Value] = {}
 
     def register(self, name: str) -> Callable[[Value], Value]:
-        """Return a decorator that registers what it decorates, which stays as it is.
+        """Return a decorator that registers an object under a name and returns it unchanged.
 
         Raises:
-            ConfigError: the name is taken or no string, or what is decorated is of another kind.
-
+            ConfigError: the name is taken or no string, or the object is no valid implementation.
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"the name of a registered {self._kind} must be a string, got {name!r}; pass it a name")
@@ -47,18 +45,12 @@ class Registry(Generic[Value]):
         return add
 
     def check(self, name: str) -> None:
-        """Check that a name is registered.
-
-        Raises:
-            ConfigError: it is not; the message lists the names that are.
-
-        """
+        """Raise a ConfigError that lists the registered names unless `name` is one of them."""
         if name not in self:
             known = ", ".join(self._values) or "none"
             raise ConfigError(f"no {self._kind} is called {name!r}; known are {known}")
 
     def __getitem__(self, name: str) -> Value:
-        """Return what is registered under a name, after checking it."""
         self.check(name)
         return self._values[name]
 

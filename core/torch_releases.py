@@ -1,16 +1,15 @@
-"""The releases of PyTorch that evenrank works with, and those of fbgemm-gpu and TorchRec that belong to each.
+"""The tested releases of PyTorch, each with the releases of fbgemm-gpu and TorchRec that belong to it.
 
 fbgemm-gpu is compiled against one release of PyTorch, and TorchRec calls operators of one release of fbgemm-gpu, but
-the metadata of neither says so: pip combines any of them. A new release of PyTorch is one line here, and the ranges in
-pyproject.toml. This file imports nothing but the standard library, because scripts/install.py runs it before evenrank
-is installed.
+their metadata do not say so: pip combines any of them. A new release of PyTorch is one line here, and the ranges in
+pyproject.toml. Only the standard library is imported: scripts/install.py runs this file before evenrank is installed.
 """
 
 from typing import NamedTuple
 
 
 class TorchReleases(NamedTuple):
-    """Releases that were tested together. Patch releases, the third number, may be combined with each other."""
+    """Releases that were tested together; patch releases, the third number, may be combined with each other."""
 
     torch: str
     fbgemm: str
@@ -26,5 +25,5 @@ TESTED = (
     TorchReleases("2.14.1", "1.9.0", "1.9.2"),
 )
 
-# What scripts/install.py installs where there is no PyTorch yet.
+# Installed by scripts/install.py where there is no PyTorch yet.
 DEFAULT = TESTED[2]

@@ -1,4 +1,4 @@
-"""The settings of loaders, with their defaults and checks."""
+"""`LoaderConfig`, `SemanticIdConfig`: the settings of loaders, with their defaults and checks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _MAX_TASKS = 31  # actions are int32 and not negative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadConfig(ABC, Generic[Batch]):
-    """The settings that all kinds of batches have in common."""
+    """Settings of all kinds of batches."""
 
     batch_size: int
     """Rows of every batch, per rank."""
@@ -31,31 +31,25 @@ class ReadConfig(ABC, Generic[Batch]):
     max_history_length: int = 512
     """Events of a history; longer histories keep their newest ones."""
     user_id: bool = False
-    """Add a feature `user_id`, one id per sample, for an embedding table of users. The table needs
-    `manifest.vocabulary_sizes["user_id"]` rows, the largest id of all splits + 1.
-    """
+    """Add a feature `user_id`, one id per sample, below `manifest.vocabulary_sizes["user_id"]`."""
     order: Order = "shuffle"
     """Order of the samples in an epoch. `shuffle`: another permutation each epoch. `rows`: ascending rows. `time`: by
-    the time of each row's last event, for training in one pass over time. Streams and mixtures are always shuffled.
-    """
+    the time of each row's last event. Streams and mixtures are always shuffled."""
     seed: int = 0
-    """Of the permutations and of the random generators passed to a transform; the same on all ranks."""
+    """Seed of the permutations and of the generators passed to a transform; the same on all ranks."""
     drop_last: bool = False
-    """Leave out the last step of an epoch if it does not fill every rank."""
+    """Leave out a last step that does not fill every rank."""
     num_workers: int = 0
     """Threads per rank that collate in the background; 0: the calling thread collates."""
     prefetch: int = 16
-    """Batches that are collated together in one array, which amortizes the cost of calls. Workers run up to
-    `num_workers` such groups ahead.
-    """
+    """Batches that are collated together in one array. Workers run up to `num_workers` such groups ahead."""
     persistent_workers: bool = False
     """Keep the threads between epochs."""
     pin_memory: bool = False
     """Return batches in pinned memory, for asynchronous copies to a GPU."""
     key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
-    """Features whose keys batches replace by the rows of their tables; others are as in the dataset, like labels. The
-    first loader of a machine maps a column and caches it.
-    """
+    """Features whose keys are replaced by the rows of their tables. The first loader of a machine maps a column and
+    caches it."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {"batch_size": 1, "max_history_length": 0, "num_workers": 0, "prefetch": 1}
 
@@ -73,7 +67,7 @@ class ReadConfig(ABC, Generic[Batch]):
     def _check_key_maps(self) -> None:
         if not isinstance(self.key_maps, Mapping):
             raise ConfigError(f"key_maps must be a dict of KeyMaps by feature, got {show(self.key_maps)}")
-        object.__setattr__(self, "key_maps", dict(self.key_maps))  # which no caller changes later
+        object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy, which no caller changes later
         for name, key_map in self.key_maps.items():
             if not isinstance(key_map, KeyMap):
                 raise ConfigError(f"key_maps must have a KeyMap for {name!r}, got {show(key_map)}")
@@ -91,19 +85,16 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
 
     max_num_candidates: int = 0
     """The last events of each user become candidates; users with fewer events are left out. Rows with a number of
-    targets (in eval splits `leave-last` and `time`) have at most that many candidates.
-    """
+    targets (in eval splits `leave-last` and `time`) have at most that many candidates."""
     num_tasks: int = 0
     """With candidates, labels are their actions; without candidates and above 0, labels are the history's actions. 0 or
     1: an action is one class of many. Above 1: each of its `num_tasks` low bits is a binary task (see
-    `training.label_bits`), and higher bits are cleared.
-    """
+    `training.label_bits`), and higher bits are cleared."""
     candidate_actions: bool = False
     """Include the candidates' actions in the `action` feature."""
     extra_events: tuple[str, ...] = ()
     """Further list columns that become features: `timestamp_ms`, for history and candidates, or columns that the
-    dataset adds, for the same events as `action`.
-    """
+    dataset adds, for the same events as `action`."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {**ReadConfig._MINIMUMS, "max_num_candidates": 0, "num_tasks": 0}
 
@@ -135,9 +126,8 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     label_offsets: bool = False
     """Make labels tokens, with the offsets of their levels, instead of codes."""
     history_labels: bool = False
-    """Add labels for the history: the codes of each of its events but the first, which no event precedes. They come
-    before those of the target, so labels are the codes of the event after each event of the history.
-    """
+    """Add labels for the history before those of the target, so that labels are the codes of the event after each event
+    of the history."""
     candidate_feature: bool = False
     """Add a feature `candidate_id`, the tokens of the target, for teacher forcing."""
 
@@ -158,12 +148,4 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
             label_offsets=self.label_offsets,
             history_labels=self.history_labels,
             candidate_feature=self.candidate_feature,
-        )
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise a ConfigError unless `rank` is in 0..world_size-1."""
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +19,19 @@ from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
-from evenrank.dataloader.batches.transform import Transform, apply, make_rng
+from evenrank.dataloader.batches.transform import Transform
 from evenrank.dataloader.collate.gather import group_by_store
-from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.rank_loader import RankLoader
 from evenrank.dataloader.routing.dist_type import check_dist_type, dist_type
-from evenrank.dataloader.sampling.balanced_steps import make_picker
+from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.samples import Mixture, find_samples, make_order, remapped_stores
-from evenrank.dataloader.sampling.steps import Iteration, StepSamples, StepShape
-from evenrank.dataloader.state.invariants import name_of, shared_settings
-from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+from evenrank.dataloader.sampling.steps import Iteration, StepShape
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
-
 
 _log = logging.getLogger("evenrank")
 
@@ -77,12 +74,9 @@ def build_loader(
     """
 
     def make(members: Members | None = None) -> Loader[Batch]:
-        check_rank(rank, world_size)
         folders, mixture = ([*data.weights], data) if isinstance(data, Mixture) else ([data], None)
-        stores = [open_store(folder, config.split) for folder in folders]
         return Loader(
-            stores,
-            config.make_collate(),
+            [open_store(folder, config.split) for folder in folders],
             config,
             rank=rank,
             world_size=world_size,
@@ -97,13 +91,13 @@ def build_loader(
     return create_on_all_ranks(make, group=group, world_size=world_size, timeout=balance.timeout)
 
 
-class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
+class Loader(RankLoader[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Every rank yields the same number of batches; with `balance`, the end of an epoch waits for all ranks, up to
     `BalanceConfig.timeout`. If the samples of the last step do not fill it, its last ranks have fewer samples or none,
-    see `num_real`; with `balance` any rank may. A loader can be pickled, but for `on_step` and
-    the comparison of plans between ranks; unpickling maps the same files.
+    see `num_real`; with `balance` any rank may. A loader can be pickled, except for `on_step` and the comparison of
+    plans between ranks; unpickling maps the same files.
 
     Attributes:
         num_samples: samples of an epoch, over all ranks.
@@ -114,7 +108,6 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def __init__(
         self,
         stores: Sequence[SequenceStore],
-        collate: Collate[Batch],
         config: ReadConfig[Batch],
         *,
         rank: int,
@@ -124,27 +117,20 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         balance: BalanceConfig | None = None,
         members: Members | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
         if balance is not None and transform is not None:
             raise ConfigError(
                 "balance plans from the lengths in the store, which a transform may change; leave out transform and "
                 "change the batches that the loader yields, or pass them to a Balancer instead of balance"
             )
-        self._stores = tuple(stores)
-        self._collate = collate
-        self._config = config
-        self._rank = rank
-        self._world_size = world_size
         self._mixture = mixture
-        self._transform = transform
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
-        self._samples, self.left_out = find_samples(self._stores, collate)
-        self._stores = remapped_stores(self._stores, collate, config.key_maps)
+        self._samples, self.left_out = find_samples(stores, self._collate)
+        self._stores = remapped_stores(stores, self._collate, config.key_maps)
         self._order = make_order(config.order, self._stores, self._samples, mixture)
         self.num_samples = self._order.num_samples
-        self._seed = config.seed
-        self._next = ResumePoint()  # what the next iteration is over
-        self._resumed: dict[int, ResumePoint] = {}  # by epoch, what was left when a state was loaded; others begin at 0
+        self._next = ResumePoint()  # where the next iteration begins
+        self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.on_step
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
@@ -159,7 +145,7 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             drop_last=config.drop_last,
             in_flight=(config.num_workers + 1) * config.prefetch,
         )
-        self._picker = make_picker(self._stores, collate, shape, balance)
+        self._sampler = make_step_sampler(self._stores, self._collate, shape, balance)
         if rank == 0:
             for reason, rows in self.left_out.items():
                 if len(rows):
@@ -173,7 +159,7 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, whatever state was loaded.
 
-        With `BalanceConfig(pack=True)` epochs differ in this; it is that of the next iteration's epoch.
+        With `BalanceConfig(pack=True)` epochs differ in this; the next iteration's epoch counts.
         """
         return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
 
@@ -187,64 +173,31 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         return self._next.epoch
 
     def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
-        """Make a batch without padding of the samples with these ids, int64 [n]; ids are those of `sample_ids`."""
+        """Make a batch without padding of the samples with these ids, int64 [n], numbered as `sample_ids`."""
         groups = group_by_store(self._stores, sample_ids)
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
         return batch
 
-    def pick(self, step: int, *, epoch: int = 0, start: int | Mapping[str, Any] = 0) -> StepSamples:
-        """Return which samples this rank trains in a step, without reading their events or changing the position.
-
-        Args:
-            step: counted from `start`, as `batch.step` is.
-            epoch: of the step.
-            start: where the iteration began: 0, or the state that it resumed from. Of that the position is enough
-                without windows.
-
-        Raises:
-            ConfigError: there is no such step or position; with `balance`, see `Sampler.plan`.
-            StateError: see `load_state_dict`.
-
-        """
-        rest, seed = ResumePoint(epoch=epoch), self._seed
-        if isinstance(start, Mapping):
-            saved = SavedPosition.from_state(start, self.num_samples, self._fingerprint)
-            rest, seed = self._picker.resume(self._order, saved), saved.seed
-            if rest.epoch != epoch:
-                raise ConfigError(
-                    f"start is a state of epoch {rest.epoch}, not {epoch}; pass the state that this epoch resumed "
-                    "from, or 0 if it began at its start"
-                )
-        elif start:
-            rest = ResumePoint(epoch=epoch, start=start, position=start)
-        iteration = self._picker.begin(self._order, rest, seed=seed)
-        num_steps = iteration.schedule.num_steps
-        if not 0 <= step < num_steps:
-            raise ConfigError(
-                f"there is no step {step}: an epoch of {self.num_samples:,} samples has {num_steps:,} from position "
-                f"{rest.position:,} on, numbered from 0; choose another step or position"
-            )
-        (pick,) = self._picker.pick(iteration, range(step, step + 1), is_measured=True)
-        return pick
-
     def __iter__(self) -> Iterator[Batch]:
-        epoch, iteration, is_measured = self.epoch, self._begin(self._next), self._on_step is not None
-        schedule, seed = iteration.schedule, self._seed
+        epoch, seed, iteration = self.epoch, self._seed, self._begin(self._next)
+        schedule, is_measured = iteration.schedule, self._on_step is not None
         self._next = ResumePoint(epoch=epoch + 1)
 
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
-            picks = self._picker.pick(iteration, steps, is_measured=is_measured)
-            batches = self._picker.collate(picks)
-            for step, batch in zip(steps, batches, strict=True):
-                batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
-            if self._transform is not None:
-                rngs = (make_rng(seed, epoch, schedule.first_position(step, self._rank)) for step in steps)
-                batches = [apply(self._transform, batch, rng) for batch, rng in zip(batches, rngs, strict=True)]
-            if self._config.pin_memory:
-                batches = [batch.pin_memory() for batch in batches]
-            metrics = [None if pick.plan is None else pick.plan.metrics for pick in picks]
-            return list(zip(batches, metrics, strict=True))
+            sampled = self._sampler.sample(iteration, steps, is_measured=is_measured)
+            batches = [
+                self._finish(
+                    batch,
+                    epoch=epoch,
+                    step=step,
+                    position=schedule.position_after(step),
+                    seed=seed,
+                    counters=(schedule.first_position(step, self._rank),),
+                )
+                for step, batch in zip(steps, self._sampler.collate(sampled), strict=True)
+            ]
+            return list(zip(batches, (of_step.metrics for of_step in sampled), strict=True))
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         plans = None if self._plan_check is None else self._plan_check.begin_epoch(epoch, num_steps)
@@ -259,8 +212,8 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         if self._plan_check is not None and plans is not None:
             self._plan_check.end_epoch(plans)
 
-    def _begin(self, rest: ResumePoint) -> Iteration:
-        return self._picker.begin(self._order, rest, seed=self._seed)
+    def _begin(self, point: ResumePoint) -> Iteration:
+        return self._sampler.begin(self._order, point, seed=self._seed)
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps; another iteration starts new ones."""
@@ -276,11 +229,13 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._order = make_order(self._config.order, self._stores, self._samples, self._mixture)
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after a batch, or after the one yielded last.
+        """Return the position after the batch yielded last, or after another one.
 
         The state is the same on all ranks, and can be loaded with any world size, batch size and number of workers.
-        Pass the batch trained last as `after` if something pulls batches ahead of training; one that was yielded since
-        a state of its epoch was loaded, if one was.
+
+        Args:
+            after: a batch that was yielded since a state of its epoch was loaded, if one was. Pass the batch trained
+                last if something pulls batches ahead of training. None: the batch yielded last.
 
         Raises:
             RankError: with `balance`, ranks that have asked after as many steps have planned differently.
@@ -296,11 +251,11 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
     def _state(self, after: JaggedBatch | None) -> dict[str, Any]:
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        rest = self._resumed.get(epoch)
-        if rest is None or position < rest.position:
-            rest = ResumePoint(epoch=epoch)
-        unfinished = self._picker.unfinished(self._order, rest, position, seed=self._seed)
-        saved = SavedPosition(epoch, position, self._seed, unfinished, dist_type(self._config.key_maps))
+        point = self._resumed.get(epoch)
+        if point is None or position < point.position:
+            point = ResumePoint(epoch=epoch)
+        skipped = self._sampler.skipped(self._order, point, position, seed=self._seed)
+        saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._config.key_maps))
         return saved.to_state(self.num_samples, self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -310,33 +265,20 @@ class Loader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
         Raises:
             StateError: the state is damaged, of another version, or of other data, codes, filters or `key_maps`.
-            ConfigError: what is left of the epoch cannot be packed.
+            ConfigError: the rest of the epoch cannot be packed.
 
         """
         saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
         check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state")
-        rest = self._picker.resume(self._order, saved)
-        is_over = rest.position > 0 and self._picker.begin(self._order, rest, seed=saved.seed).schedule.num_steps == 0
-        self._seed, self._after_last, self._resumed[rest.epoch] = saved.seed, (rest.epoch, rest.position), rest
-        self._next = ResumePoint(epoch=rest.epoch + 1) if is_over else rest
+        point = self._sampler.resume(self._order, saved)
+        is_over = point.position > 0 and not self._sampler.begin(self._order, point, seed=saved.seed).schedule.num_steps
+        self._seed, self._after_last, self._resumed[point.epoch] = saved.seed, (point.epoch, point.position), point
+        self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
 
-    def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        return self.epoch > int(state["epoch"])
-
-    def rank_invariants(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks, and this process's `rank`."""
-        return {**self._shared, "seed": self._seed}
-
-    @cached_property
-    def _shared(self) -> dict[str, Any]:
-        # Once, because a Balancer compares identities in every step.
+    def _own_invariants(self) -> dict[str, Any]:
         return {
-            "rank": self._rank,
-            "world_size": self._world_size,
-            **shared_settings(self._config, self._collate),
             **self._balance_invariants,
-            **self._picker.rank_invariants(self._order, seed=self._config.seed),
-            "transform": name_of(self._transform),
+            **self._sampler.rank_invariants(self._order, seed=self._config.seed),
             "num_samples": self.num_samples,
             "fingerprint": self._fingerprint,
         }

@@ -1,11 +1,11 @@
-"""Batches drawn from distributions, for benchmarks and tests; they are collated like those of datasets."""
+"""`RandomBatches`: batches drawn from distributions and collated like datasets, for benchmarks and tests."""
 
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,10 @@ from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.batches.transform import make_rng
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.rank_loader import RankLoader
 from evenrank.dataloader.sampling.samples import remapped_stores
-from evenrank.dataloader.state.checks import COUNT, EPOCH, SEED, TEXT, StateFormat, show
-from evenrank.dataloader.state.invariants import shared_settings
-from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
     ACTION,
@@ -34,19 +33,17 @@ from evenrank.datasets.schema import (
 )
 from evenrank.datasets.store import MultiValued, SequenceStore
 
-# Samples drawn from distributions, as the rows of a store in memory.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFeature:
-    """A contextual feature of random batches with any number of values per sample."""
+    """A contextual feature with any number of values per sample."""
 
     values: Distribution
-    """Of each value."""
+    """Each value."""
     lengths: Distribution
-    """Values of a sample."""
+    """Number of values of a sample."""
     max_length: int
-    """Larger draws of `lengths` are set to it."""
+    """Limit to `lengths`; larger draws are set to it."""
 
     def __post_init__(self) -> None:
         if self.max_length < 0:
@@ -66,7 +63,7 @@ class RandomData:
     contextual: Mapping[str, Distribution | RandomFeature] = field(default_factory=dict)
     """Each contextual feature, by name; given as a distribution, it has one value per sample."""
     users: Distribution = Uniform(low=0, high=999_999)
-    """User ids, of which batches have the feature `user_id` if the config says so."""
+    """User ids, for the feature `user_id`."""
     num_real: Distribution | None = None
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
@@ -77,19 +74,7 @@ class RandomData:
 def draw_samples(
     data: RandomData, rng: np.random.Generator, num_samples: int, *, min_length: int, split: str
 ) -> SequenceStore:
-    """Draw samples, as the rows of a store.
-
-    Args:
-        data: distributions of the samples.
-        rng: where random numbers come from.
-        num_samples: rows of the store.
-        min_length: smaller draws of lengths are raised to it.
-        split: name of the split.
-
-    Raises:
-        ConfigError: an action is out of range.
-
-    """
+    """Draw samples of at least `min_length` events, as the rows of a store; an action out of range is a ConfigError."""
     lengths = np.maximum(data.lengths.sample(rng, num_samples), min_length)
     offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
     num_events = int(offsets[-1])
@@ -126,7 +111,7 @@ def draw_samples(
 def _draw_context(
     data: RandomData, rng: np.random.Generator, num_samples: int
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, MultiValued]]:
-    """Draw the values of all contextual features, and where those of each sample begin in multi-valued ones."""
+    """Draw the values of all contextual features, and the offsets of the samples in multi-valued ones."""
     values: dict[str, NDArray[np.int64]] = {}
     multi_valued: dict[str, MultiValued] = {}
     for name, feature in data.contextual.items():
@@ -141,15 +126,13 @@ def _draw_context(
 
 
 _FORMAT = StateFormat(
-    owner="random batches",
-    version=2,
-    fields={"epoch": EPOCH, "position": COUNT, "seed": SEED, "num_samples": COUNT, "fingerprint": TEXT},
+    owner="random batches", version=3, fields={"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT}
 )
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
+class RandomBatches(RankLoader[Batch]):
     """Random batches of one rank; each iteration is one epoch, and all epochs have the same batches.
 
     Rank r's batch of step s depends only on seed, r and s. Lengths are raised to the number of candidates, or to 1 for
@@ -184,15 +167,10 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         for name, value in (("num_batches", num_batches), ("num_distinct", num_distinct)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        check_rank(rank, world_size)
-        super().__init__()
-        self._config = config
+        super().__init__(config, rank=rank, world_size=world_size)
         self._data = RandomData() if data is None else data
-        self._collate = config.make_collate()
         self._num_batches = num_batches
         self._num_distinct = num_distinct
-        self._rank = rank
-        self._world_size = world_size
         self._start = (0, 0)  # epoch and step at which the next iteration begins
         self._after_last = (0, 0)  # epoch and position after the batch yielded last
         store = self._draw(np.random.default_rng(0), 0)
@@ -201,11 +179,11 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._cycle = [self._make(step) for step in range(min(num_distinct or 0, num_batches))]
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole iteration, whatever state was loaded."""
+        """Return the number of batches of an epoch, whatever state was loaded."""
         return self._num_batches
 
     def remaining_batches(self) -> int:
-        """Return the number of batches of the next iteration: fewer than a whole one's after `load_state_dict`."""
+        """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
         return self._num_batches - self._start[1]
 
     @property
@@ -227,34 +205,14 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         made = self._cycle[step % len(self._cycle)] if self._cycle else self._make(step)
         return dataclasses.replace(made, step=step, position=(step + 1) * self._samples_per_step)
 
-    def rank_invariants(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks, and this process's `rank`.
-
-        The distributions are not among them: ranks may draw from different ones.
-        """
-        return dict(self._shared)
-
-    @cached_property
-    def _shared(self) -> dict[str, Any]:
-        # Once, because a Balancer compares identities in every step.
-        return {
-            "rank": self._rank,
-            "world_size": self._world_size,
-            **shared_settings(self._config, self._collate),
-            "num_batches": self._num_batches,
-            "num_distinct": self._num_distinct,
-        }
+    def _own_invariants(self) -> dict[str, Any]:
+        # Without the distributions: ranks may draw from different ones.
+        return {"num_batches": self._num_batches, "num_distinct": self._num_distinct}
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after a batch, or after the one yielded last; the same on all ranks."""
+        """Return the position after the batch yielded last, or after another one; the same on all ranks."""
         epoch, position = self._after_last if after is None else (after.epoch, after.position)
-        return _FORMAT.make(
-            epoch=epoch,
-            position=position,
-            seed=self._config.seed,
-            num_samples=self._num_batches * self._samples_per_step,
-            fingerprint=self._fingerprint,
-        )
+        return _FORMAT.make(epoch=epoch, position=position, fingerprint=self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -265,26 +223,21 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
         """
         state = _FORMAT.check(state)
-        expected = self.state_dict()
-        for name in ("seed", "num_samples", "fingerprint"):
-            if state[name] != expected[name]:
-                raise StateError(
-                    f"the state of random batches has {name} {show(state[name])}, these batches {expected[name]!r}; "
-                    "load it with the seed, num_batches, num_distinct, batch_size, world_size, codes and key_maps that "
-                    "it was saved with"
-                )
+        if state["fingerprint"] != self._fingerprint:
+            raise StateError(
+                f"the state of random batches has fingerprint {state['fingerprint'][:12]}, these batches "
+                f"{self._fingerprint[:12]}; load it with the seed, num_batches, num_distinct, batch_size, world_size, "
+                "codes and key_maps that it was saved with"
+            )
         epoch, position = state["epoch"], state["position"]
-        if position % self._samples_per_step or position > expected["num_samples"]:
+        num_samples = self._num_batches * self._samples_per_step
+        if position % self._samples_per_step or position > num_samples:
             raise StateError(
                 f"the state of random batches has position {position}, which is not after a step of "
                 f"{self._samples_per_step} samples; load a state that state_dict returned"
             )
-        is_complete = position == expected["num_samples"]
-        self._start = (epoch + 1, 0) if is_complete else (epoch, position // self._samples_per_step)
+        self._start = (epoch + 1, 0) if position == num_samples else (epoch, position // self._samples_per_step)
         self._after_last = (epoch, position)
-
-    def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        return self.epoch > int(state["epoch"])
 
     @property
     def _samples_per_step(self) -> int:
@@ -292,9 +245,10 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of what batches depend on, besides the rank and the distributions."""
+        """Return a hash of everything that batches depend on, besides the rank and the distributions."""
         names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size", "key_maps")
-        decisive = {"rank": None, **{name: self._shared[name] for name in names}, "filters": self._collate.filters()}
+        settings = {name: self._invariants[name] for name in names}
+        decisive = {"rank": None, **settings, "filters": self._collate.filters()}
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
     @outside_inference_mode()
@@ -307,7 +261,7 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, batch_size))
         rows = np.arange(num_samples)
         sample_ids = (step * self._world_size + self._rank) * batch_size + rows
-        store = self._draw(rng, num_samples).mapped(self._config.key_maps)
+        store = self._draw(rng, num_samples).remapped(self._config.key_maps)
         (batch,) = self._collate([StoreRows(store, rows, rows)], sample_ids, batch_size=batch_size)
         return batch.pin_memory() if self._config.pin_memory else batch
 
@@ -317,13 +271,7 @@ class RandomBatches(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
 
 def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:
-    """Draw a random code for each of the items 0..num_items-1, for a SemanticIdConfig.
-
-    Args:
-        num_items: rows of the table.
-        levels: codes per item.
-        codebook_size: codes of each level are in 0..codebook_size-1.
-        seed: of the draw.
+    """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for a SemanticIdConfig.
 
     Raises:
         ConfigError: an argument is below 1.

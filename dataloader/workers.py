@@ -1,7 +1,6 @@
-"""Threads that compute results ahead of their consumer, in order.
+"""`Workers`: threads that compute results ahead of their consumer, in order.
 
-Threads suffice because collating runs in compiled loops that release the GIL. Unlike worker processes, they do not have
-to serialize batches.
+Collating runs in compiled loops that release the GIL, and threads, unlike processes, need not serialize batches.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Distributions of integers, for history lengths and item popularity: uniform, normal, Zipf, lognormal.
+"""Distributions of integers, for history lengths and item popularity: uniform, normal, Zipf, lognormal, histograms.
 
 Each draws int64 values in `low..high`. On command lines they are written as text:
 
     lognormal:mean=128,std=256,high=4096
     zipf:exponent=1.2,high=none
-    histogram:path=out/ml-20m,column=length        (what a dataset contains, see `evenrank.datasets.distributions`)
+    histogram:path=out/ml-20m,column=length        (values observed in a dataset)
 """
 
 import inspect
@@ -20,162 +20,12 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, LENGTH, NUM_TARGETS
-from evenrank.datasets.store import SequenceStore, open_store
-
-# Zipf variates by rejection-inversion: any exponent and any range, in constant memory.
-#
-# For k = 0, 1, ..., span, the mass of k is a bar of width 1 and height f(k) = ((first + k) / first)^-exponent. As f is
-# convex, the area below it from k - 1/2 to k + 1/2 is at least that of the bar:
-#
-#     k - 1/2        k        k + 1/2
-#        |-----|-----------------|        a point of the area below f, uniformly distributed, is x
-#        reject|      accept              k is x rounded; it is accepted if x is in the last part, whose area is f(k)
-#
-# Points are drawn by inverting the integral of f. The area of k = 0 begins where its last part does. A draw takes at
-# most
-# 1.2 points on average, and no array of the support, so ranges of 10^12 and unbounded ones take the same time.
-#
-# W. Hoermann and G. Derflinger, "Rejection-inversion to generate variates from monotone discrete distributions", ACM
-# Transactions on Modeling and Computer Simulation 6(3), 1996. Here areas are measured from k = 0, and divided by
-# `first`,
-# so that neither a large `first` nor an exponent close to 1 cancels digits.
-
-
-_FAR = 1e300  # stands for draws that are too large for float64
-
-
-def draw_zipf(rng: np.random.Generator, size: int, *, exponent: float, first: int, span: float) -> NDArray[np.float64]:
-    """Draw values of 0..span with probabilities proportional to (first + k)^-exponent: float64 [size], integral.
-
-    Values above 2^53 are multiples of powers of 2.
-
-    Args:
-        rng: where random numbers come from.
-        size: how many values to draw.
-        exponent: at least 0; above 1 if `span` is infinite.
-        first: at least 1.
-        span: the largest value, or infinity.
-
-    """
-    power = 1 - exponent
-    end = float(_box_cox(np.log1p((span + 0.5) / first), power))
-    begin = float(_box_cox(np.log1p(0.5 / first), power)) - 1 / first
-    drawn = np.empty(size)
-    num_drawn = 0
-    with np.errstate(divide="ignore", over="ignore"):  # where a draw is infinite
-        while num_drawn < size:
-            areas = end - (end - begin) * (1 - rng.random(size - num_drawn))
-            points = first * np.expm1(_log_inverse_box_cox(areas, power))
-            values = np.clip(np.rint(points), 0, min(span, _FAR))
-            # Relative to the upper end of the interval, where digits do not cancel even for large values.
-            upper = first + values + 0.5
-            masses = np.exp(-exponent * np.log1p(-0.5 / upper)) / upper
-            accepted = values[values + 0.5 - points <= -upper * np.expm1(_log_inverse_box_cox(-masses, power))]
-            drawn[num_drawn : num_drawn + len(accepted)] = accepted
-            num_drawn += len(accepted)
-    return drawn
-
-
-def _box_cox(log_x: NDArray[np.float64], power: float) -> NDArray[np.float64]:
-    """Return (x^power - 1) / power, the integral of t^(power - 1) from 1 to x, or its limit log(x) at power 0."""
-    return log_x if power == 0 else np.expm1(power * log_x) / power
-
-
-def _log_inverse_box_cox(values: NDArray[np.float64], power: float) -> NDArray[np.float64]:
-    """Return the logarithms of the x whose `_box_cox` are these values."""
-    return values if power == 0 else np.log1p(power * values) / power
-
-
-# The distribution of what a dataset contains: lengths, items, actions or contextual features, by frequency.
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Histogram:
-    """Observed values, each with a probability proportional to how often it was observed."""
-
-    values: NDArray[np.int64]
-    """[n]: the values, ascending; none below 0."""
-    counts: NDArray[np.int64]
-    """[n]: how often each was observed, at least once."""
-    source: str = ""
-    """Where they were observed, for messages and manifests."""
-
-    def __post_init__(self) -> None:
-        if not len(self.values) or len(self.values) != len(self.counts):
-            raise ConfigError(
-                f"a histogram needs as many counts as values and at least one, got {len(self.values)} values and "
-                f"{len(self.counts)} counts"
-            )
-        if self.values[0] < 0 or (np.diff(self.values) <= 0).any() or self.counts.min() < 1:
-            raise ConfigError(
-                "the values of a histogram must ascend from at least 0 and its counts be at least 1; use Histogram.of "
-                "to count observations"
-            )
-
-    @classmethod
-    def of(cls, observations: NDArray[np.integer], *, source: str = "") -> Self:
-        """Count observations, integers [m] of at least 0.
-
-        Raises:
-            ConfigError: there are none, or one is negative.
-
-        """
-        values, counts = np.unique(observations, return_counts=True)
-        if not len(values) or values[0] < 0:
-            actual = f"{values[0]}" if len(values) else "none"
-            raise ConfigError(f"a histogram needs observations of at least 0, got {actual}")
-        return cls(values=values.astype(np.int64), counts=counts.astype(np.int64), source=source)
-
-    @classmethod
-    def read(cls, path: Path | str, column: str = LENGTH, *, split: str = "train") -> Self:
-        """Count the values of a column of a dataset.
-
-        Args:
-            path: folder of the dataset.
-            column: `length` for the number of events per row; a list column, such as `item_id` or `action`, for the
-                values of all events; `user_id`, a contextual feature or `num_targets` for one value per row.
-            split: name of the split.
-
-        Raises:
-            ConfigError: there is no such column, or it has a negative value.
-            DataError: the dataset is missing or malformed, or the split has no values.
-
-        """
-        store = open_store(path, split)
-        observations = _column(store, column, path)
-        if not len(observations):
-            raise DataError(f"the split {split!r} of {path} has no values of {column!r}; read another split")
-        return cls.of(observations, source=f"{column} of {path}, {split}")
-
-    def __repr__(self) -> str:
-        return (
-            f"Histogram(source={self.source!r}, low={self.values[0]}, high={self.values[-1]}, "
-            f"distinct={len(self.values)}, observations={self.counts.sum()})"
-        )
-
-    @cached_property
-    def _cumulative(self) -> NDArray[np.int64]:
-        return np.cumsum(self.counts)
-
-    def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
-        """Draw `size` values: int64 [size]."""
-        observations = rng.integers(0, self._cumulative[-1], size)
-        drawn: NDArray[np.int64] = self.values[np.searchsorted(self._cumulative, observations, side="right")]
-        return drawn
-
-
-def _column(store: SequenceStore, name: str, path: Path | str) -> NDArray[np.integer]:
-    columns: dict[str, NDArray[np.integer]] = {LENGTH: store.lengths, **store.events, **store.rows}
-    if store.num_targets is not None:
-        columns[NUM_TARGETS] = store.num_targets
-    if name not in columns:
-        raise ConfigError(f"{path} has no column {name!r}; known: {', '.join(columns)}")
-    return columns[name]
-
+from evenrank.datasets.store import open_store
 
 _MAX_VALUE = 2**63 - 1024  # the largest int64 that float64 represents
-_MAX_EXPONENT = 100  # 2^-100 of all values are not `low`, if that is 1; areas of larger exponents underflow
+_MAX_EXPONENT = 100  # areas of larger exponents underflow
 _MAX_STD_OVER_MEAN = 1e100  # its square must be a float64
+_FAR = 1e300  # stands for draws that are too large for float64
 _MAX_ACTION = int(np.iinfo(EVENT_DTYPES[ACTION]).max)
 
 
@@ -184,7 +34,6 @@ class Distribution(Protocol):
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +118,7 @@ class Zipf:
     high: int | None = 4096
     """Largest value; None: 2^63 - 1024, the largest int64 that float64 represents."""
     shift: int = 0
-    """With low = 0 and shift = 1, value k has rank k + 1, as ids that are counted from 0 need."""
+    """Set to 1 with low = 0, for ids counted from 0: value k then has rank k + 1."""
 
     def __post_init__(self) -> None:
         _check_range(self.low, _MAX_VALUE if self.high is None else self.high)
@@ -296,7 +145,7 @@ class ClippedZipf:
     high: int = 4096
     """Largest value."""
     shift: int = 0
-    """As of Zipf."""
+    """See `Zipf`."""
 
     def __post_init__(self) -> None:
         _check_range(self.low, self.high)
@@ -308,10 +157,127 @@ class ClippedZipf:
         return self.low + np.minimum(drawn, self.high - self.low).astype(np.int64)
 
 
-def _read_histogram(path: str, column: str = LENGTH, split: str = "train") -> Distribution:
-    # Imported here, because reading a dataset needs pyarrow and Numba, which drawing values does not.
+def draw_zipf(rng: np.random.Generator, size: int, *, exponent: float, first: int, span: float) -> NDArray[np.float64]:
+    """Draw values of 0..span with probabilities proportional to (first + k)^-exponent: float64 [size], integral.
 
-    return Histogram.read(path, column, split=split)
+    Rejection-inversion (W. Hoermann and G. Derflinger, ACM Transactions on Modeling and Computer Simulation 6(3), 1996)
+    takes constant memory and the same time for any range. The mass of k is a bar of width 1 and height
+    f(k) = ((first + k) / first)^-exponent. As f is convex, the area below it from k - 1/2 to k + 1/2 is at least that:
+
+        k - 1/2        k        k + 1/2
+           |-----|-----------------|        a point of the area below f, uniformly distributed, is x
+           reject|      accept              k is x rounded, accepted if x is in the last part, whose area is f(k)
+
+    Points are drawn by inverting the integral of f, 1.2 per value on average at most. Areas are measured from k = 0 and
+    divided by `first`, so that neither a large `first` nor an exponent close to 1 cancels digits.
+
+    Args:
+        rng: the source of random numbers.
+        size: number of values.
+        exponent: at least 0; above 1 if `span` is infinite.
+        first: at least 1.
+        span: the largest value, or infinity. Values above 2^53 are multiples of powers of 2.
+    """
+    power = 1 - exponent
+    end = float(_box_cox(np.log1p((span + 0.5) / first), power))
+    begin = float(_box_cox(np.log1p(0.5 / first), power)) - 1 / first
+    drawn = np.empty(size)
+    num_drawn = 0
+    with np.errstate(divide="ignore", over="ignore"):  # where a draw is infinite
+        while num_drawn < size:
+            areas = end - (end - begin) * (1 - rng.random(size - num_drawn))
+            points = first * np.expm1(_log_inverse_box_cox(areas, power))
+            values = np.clip(np.rint(points), 0, min(span, _FAR))
+            # Relative to the upper end of the interval, where digits do not cancel even for large values.
+            upper = first + values + 0.5
+            masses = np.exp(-exponent * np.log1p(-0.5 / upper)) / upper
+            accepted = values[values + 0.5 - points <= -upper * np.expm1(_log_inverse_box_cox(-masses, power))]
+            drawn[num_drawn : num_drawn + len(accepted)] = accepted
+            num_drawn += len(accepted)
+    return drawn
+
+
+def _box_cox(log_x: NDArray[np.float64], power: float) -> NDArray[np.float64]:
+    """Return (x^power - 1) / power, the integral of t^(power - 1) from 1 to x, or its limit log(x) at power 0."""
+    return log_x if power == 0 else np.expm1(power * log_x) / power
+
+
+def _log_inverse_box_cox(values: NDArray[np.float64], power: float) -> NDArray[np.float64]:
+    """Return log(x), given `_box_cox` of x."""
+    return values if power == 0 else np.log1p(power * values) / power
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Histogram:
+    """Observed values, each with a probability proportional to its number of observations."""
+
+    values: NDArray[np.int64]
+    """[n]: the distinct values, ascending, at least 0."""
+    counts: NDArray[np.int64]
+    """[n]: observations of each value, at least 1."""
+    source: str = ""
+    """Where they were observed, for messages and manifests."""
+
+    def __post_init__(self) -> None:
+        if not len(self.values) or len(self.values) != len(self.counts):
+            raise ConfigError(
+                f"a histogram needs as many counts as values and at least one, got {len(self.values)} values and "
+                f"{len(self.counts)} counts"
+            )
+        if self.values[0] < 0 or (np.diff(self.values) <= 0).any() or self.counts.min() < 1:
+            raise ConfigError(
+                "the values of a histogram must ascend from at least 0 and its counts be at least 1; use Histogram.of "
+                "to count observations"
+            )
+
+    @classmethod
+    def of(cls, observations: NDArray[np.integer], *, source: str = "") -> Self:
+        """Count observations [m]; raises a ConfigError if there are none, or one is negative."""
+        values, counts = np.unique(observations, return_counts=True)
+        if not len(values) or values[0] < 0:
+            actual = f"{values[0]}" if len(values) else "none"
+            raise ConfigError(f"a histogram needs observations of at least 0, got {actual}")
+        return cls(values=values.astype(np.int64), counts=counts.astype(np.int64), source=source)
+
+    @classmethod
+    def read(cls, path: Path | str, column: str = LENGTH, *, split: str = "train") -> Self:
+        """Count the values of a column of a dataset.
+
+        Args:
+            path: folder of the dataset.
+            column: `length` for the number of events per row; a list column, such as `item_id` or `action`, for the
+                values of all events; `user_id`, a contextual feature or `num_targets` for one value per row.
+            split: name of the split.
+
+        Raises:
+            ConfigError: there is no such column, or it has a negative value.
+            DataError: the dataset is missing or malformed, or the split has no values.
+        """
+        store = open_store(path, split)
+        columns: dict[str, NDArray[np.integer]] = {LENGTH: store.lengths, **store.events, **store.rows}
+        if store.num_targets is not None:
+            columns[NUM_TARGETS] = store.num_targets
+        if column not in columns:
+            raise ConfigError(f"{path} has no column {column!r}; known: {', '.join(columns)}")
+        if not len(columns[column]):
+            raise DataError(f"the split {split!r} of {path} has no values of {column!r}; read another split")
+        return cls.of(columns[column], source=f"{column} of {path}, {split}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Histogram(source={self.source!r}, low={self.values[0]}, high={self.values[-1]}, "
+            f"distinct={len(self.values)}, observations={self.counts.sum()})"
+        )
+
+    @cached_property
+    def _cumulative(self) -> NDArray[np.int64]:
+        return np.cumsum(self.counts)
+
+    def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
+        """Draw `size` values: int64 [size]."""
+        observations = rng.integers(0, self._cumulative[-1], size)
+        drawn: NDArray[np.int64] = self.values[np.searchsorted(self._cumulative, observations, side="right")]
+        return drawn
 
 
 DISTRIBUTIONS: dict[str, Callable[..., Distribution]] = {
@@ -320,7 +286,7 @@ DISTRIBUTIONS: dict[str, Callable[..., Distribution]] = {
     "zipf": Zipf,
     "clipped-zipf": ClippedZipf,
     "lognormal": Lognormal,
-    "histogram": _read_histogram,
+    "histogram": Histogram.read,
 }
 
 
@@ -328,10 +294,8 @@ def parse_distribution(text: str) -> Distribution:
     """Parse a distribution from `name:parameter=value,...`; omitted parameters keep their defaults.
 
     Raises:
-        ConfigError: the name, a parameter or a value is unknown, or a parameter is missing; the message lists the known
-            ones.
-        DataError: a dataset that is to be read is missing or malformed.
-
+        ConfigError: the name, a parameter or a value is invalid, or a parameter is missing.
+        DataError: the dataset of a histogram is missing or malformed.
     """
     name, _, rest = text.partition(":")
     if name not in DISTRIBUTIONS:
@@ -353,12 +317,7 @@ def parse_distribution(text: str) -> Distribution:
 
 
 def draw_actions(actions: Distribution, rng: np.random.Generator, size: int) -> NDArray[np.int32]:
-    """Draw actions: int32 [size].
-
-    Raises:
-        ConfigError: one of them is not in 0..2^31-1.
-
-    """
+    """Draw actions: int32 [size]; raises a ConfigError if one is not in 0..2^31-1."""
     drawn = actions.sample(rng, size)
     if size and not 0 <= int(drawn.min()) <= int(drawn.max()) <= _MAX_ACTION:
         raise ConfigError(
@@ -369,7 +328,7 @@ def draw_actions(actions: Distribution, rng: np.random.Generator, size: int) -> 
 
 
 def _parse_value(key: str, value: str, kind: object, text: str) -> int | float | str | None:
-    if kind is str:
+    if kind in (str, Path | str):
         return value
     if kind == int | None and value == "none":
         return None

@@ -24,11 +24,11 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread ev
 
 
 def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the samples at these positions of an epoch's permutation of 0..num_samples-1.
+    """Return the samples at positions of an epoch's permutation of 0..num_samples-1.
 
     A Feistel network permutes the smallest power of two that is at least `num_samples`. A result outside
-    0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002), which takes fewer
-    than two passes on average.
+    0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002): fewer than two
+    passes on average.
 
     Args:
         positions: int64, any shape, each in 0..num_samples-1.
@@ -37,8 +37,7 @@ def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch:
         epoch: from 0; each has its own permutation.
 
     Returns:
-        int64, the same shape as `positions`.
-
+        int64 of the same shape as `positions`.
     """
     words = np.array(positions, dtype=np.uint64)
     bits = max(2, (num_samples - 1).bit_length())
@@ -80,7 +79,7 @@ def _permute_in_place(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """The rows of a split that are samples: all but those left out. Only the latter take memory."""
+    """The rows of a split that are samples: all except a few left out, which alone take memory."""
 
     num_rows: int
     """Rows of the split."""
@@ -91,7 +90,7 @@ class Samples:
         return self.num_rows - len(self.left_out)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of the samples with these indices, each in 0..len-1: int64 of the same shape."""
+        """Return the rows of samples, given their indices in 0..len-1: int64 of the same shape."""
         if not len(self.left_out):
             return indices
         # left_out 2 3 7: 2 samples precede row 2, also 2 precede row 3, and 5 precede row 7. Sample 4 comes after two
@@ -107,87 +106,68 @@ class SampleOrder(Protocol):
     @property
     def num_samples(self) -> int:
         """Positions of an epoch."""
-        ...
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows of the samples at these positions, each in 0..num_samples-1: int64 of the same shape."""
-        ...
+        """Return the rows at positions, each in 0..num_samples-1: int64 of the same shape."""
 
     def fingerprint(self) -> tuple[object, ...]:
-        """Return everything besides seed and epoch that the order depends on; part of the loader's fingerprint."""
-        ...
+        """Return everything besides seed and epoch that determines the order, for comparison with a saved state."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShuffledOrder:
-    """A different permutation of the samples in each epoch."""
-
-    samples: Samples
-
-    @property
-    def num_samples(self) -> int:
-        """Positions of an epoch."""
-        return len(self.samples)
-
-    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at these positions."""
-        return self.samples.rows(permute(positions, len(self.samples), seed=seed, epoch=epoch))
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return everything besides seed and epoch that the order depends on."""
-        return ("shuffle", len(self.samples))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RowOrder:
     """Ascending rows, in every epoch."""
 
-    samples: Samples
+    _kind = "rows"
+
+    def __init__(self, *, samples: Samples) -> None:
+        self._samples = samples
 
     @property
     def num_samples(self) -> int:
         """Positions of an epoch."""
-        return len(self.samples)
+        return len(self._samples)
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at these positions."""
-        return self.samples.rows(positions)
+        """Return the rows at positions."""
+        return self._samples.rows(positions)
 
     def fingerprint(self) -> tuple[object, ...]:
-        """Return everything besides seed and epoch that the order depends on."""
-        return ("rows", len(self.samples))
+        """Return the kind of order and its length."""
+        return (self._kind, self.num_samples)
 
 
-class TimeOrder:
+class ShuffledOrder(RowOrder):
+    """A different permutation of the samples in each epoch."""
+
+    _kind = "shuffle"
+
+    def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows at positions."""
+        return self._samples.rows(permute(positions, self.num_samples, seed=seed, epoch=epoch))
+
+
+class TimeOrder(RowOrder):
     """Rows by the time of their last event, in every epoch, for training in one pass over time.
 
     Args:
         samples: the rows that are samples.
         time_order: int64 [rows]: all rows, sorted by the time of their last event.
-
     """
 
-    def __init__(self, samples: Samples, time_order: NDArray[np.int64]) -> None:
-        self._time_order = time_order
-        left_out = np.flatnonzero(np.isin(time_order, samples.left_out))
-        self._sorted_samples = Samples(num_rows=samples.num_rows, left_out=left_out)  # indices into `time_order`
+    _kind = "time"
 
-    @property
-    def num_samples(self) -> int:
-        """Positions of an epoch."""
-        return len(self._sorted_samples)
+    def __init__(self, samples: Samples, time_order: NDArray[np.int64]) -> None:
+        left_out = np.flatnonzero(np.isin(time_order, samples.left_out))
+        super().__init__(samples=Samples(num_rows=samples.num_rows, left_out=left_out))  # indices into `time_order`
+        self._time_order = time_order
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at these positions."""
-        return self._time_order[self._sorted_samples.rows(positions)]
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return everything besides seed and epoch that the order depends on."""
-        return ("time", len(self._sorted_samples))
+        """Return the rows at positions."""
+        return self._time_order[self._samples.rows(positions)]
 
 
 class StepSchedule(ABC):
-    """Which positions of an epoch each step takes, and which of these each rank would load without any balancing."""
+    """The positions of an epoch that each step takes, and those of them that each rank would load unbalanced."""
 
     __slots__ = ()
 
@@ -198,7 +178,7 @@ class StepSchedule(ABC):
 
     @abstractmethod
     def position_after(self, step: int) -> int:
-        """Return how many positions of the epoch are consumed after this step, whose number counts from the start."""
+        """Return the number of positions of the epoch that are consumed after a step, numbered from the start."""
 
     @abstractmethod
     def first_position(self, step: int, rank: int) -> int:
@@ -206,15 +186,15 @@ class StepSchedule(ABC):
 
     @abstractmethod
     def num_loaded(self, step: int) -> NDArray[np.int64]:
-        """Return how many positions each rank has in a step: int64 [world_size]."""
+        """Return the number of positions of each rank in a step: int64 [world_size]."""
 
     def positions_of_all(self, steps: range) -> NDArray[np.int64]:
-        """Return the positions of all ranks in these steps: int64 [n], ascending, step by step and rank by rank."""
+        """Return the positions of all ranks in consecutive steps, step by step and rank by rank: int64 [n]."""
         end = self.position_after(steps[-1])
         return np.arange(min(self.first_position(steps[0], 0), end), end, dtype=np.int64)
 
     def positions(self, step: int, rank: int) -> NDArray[np.int64]:
-        """Return the positions of a rank in a step: int64 [n], ascending; empty past the step's end."""
+        """Return the positions of a rank in a step, ascending: int64 [n]."""
         first, end = self.first_position(step, rank), self.first_position(step, rank + 1)
         step_end = self.position_after(step)
         return np.arange(min(first, step_end), min(end, step_end), dtype=np.int64)
@@ -262,7 +242,7 @@ class EpochSchedule(StepSchedule):
         return remaining // self.samples_per_step if self.drop_last else -(-remaining // self.samples_per_step)
 
     def position_after(self, step: int) -> int:
-        """Return how many positions are consumed after this step."""
+        """Return the number of positions that are consumed after a step."""
         return min(self.num_samples, self.start + (step + 1) * self.samples_per_step)
 
     def first_position(self, step: int, rank: int) -> int:
@@ -270,27 +250,21 @@ class EpochSchedule(StepSchedule):
         return self.start + step * self.samples_per_step + rank * self.batch_size
 
     def num_loaded(self, step: int) -> NDArray[np.int64]:
-        """Return how many positions each rank has in a step: `batch_size`, as long as there are any."""
+        """Return the number of positions of each rank in a step: `batch_size` while any are left."""
         remaining = self.num_samples - self.first_position(step, 0)
         return np.clip(remaining - self.batch_size * np.arange(self.world_size), 0, self.batch_size)
 
 
-# Several datasets in one order, in given proportions.
-#
-# An epoch of `num_samples` positions is a permutation of the datasets' quotas, which are laid out one after the other:
-#
-#     weights 3 : 1, num_samples 8        quota index   0 1 2 3 4 5 | 6 7
-#     a permutation of 0..7                             dataset 0   | dataset 1
-#
-# Each dataset cycles through permutations of its own, across the mixture's epochs: with 4 samples and a quota of 6 it
-# has
-# been seen 1.5 times after the first epoch and 3 times after the second. Its samples are seen equally often, give or
-# take
-# one.
-
-
 class MixtureOrder:
-    """An order over several datasets, whose rows are numbered consecutively: the second's follow the first's.
+    """An order over several datasets in given proportions; their rows are numbered consecutively.
+
+    An epoch is a permutation of the datasets' quotas, laid out one after the other:
+
+        weights 3 : 1, num_samples 8        quota index   0 1 2 3 4 5 | 6 7
+        a permutation of 0..7                             dataset 0   | dataset 1
+
+    Each dataset cycles through permutations of its own, across epochs: with 4 samples and a quota of 6 it has been seen
+    1.5 times after the first epoch and 3 times after the second. All its samples are seen equally often, within one.
 
     Args:
         samples: of each dataset.
@@ -299,7 +273,6 @@ class MixtureOrder:
 
     Raises:
         ConfigError: a weight is not positive, or a dataset has no samples or a quota of 0.
-
     """
 
     def __init__(self, samples: Sequence[Samples], weights: Sequence[float], num_samples: int | None = None) -> None:
@@ -316,7 +289,7 @@ class MixtureOrder:
         self.num_samples = total
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows at these positions, counted over all datasets: int64 of the same shape."""
+        """Return the rows at positions, numbered over all datasets: int64 of the same shape."""
         quota_indices = permute(positions, self.num_samples, seed=seed, epoch=epoch)
         quota_ends = np.cumsum(self._quotas)
         datasets = np.searchsorted(quota_ends, quota_indices, side="right")
@@ -329,22 +302,12 @@ class MixtureOrder:
         return rows
 
     def fingerprint(self) -> tuple[object, ...]:
-        """Return everything besides seed and epoch that the order depends on."""
+        """Return the samples and quotas of the datasets."""
         return ("mixture", tuple(map(len, self._samples)), tuple(self._quotas.tolist()))
 
 
 def _cycled_rows(samples: Samples, draws: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """Return rows of a dataset that is iterated over and over, each time in another permutation.
-
-    Args:
-        samples: of the dataset.
-        draws: int64, any shape: how many samples were drawn before, since the first epoch.
-        seed: of the dataset.
-
-    Returns:
-        int64, the same shape as `draws`.
-
-    """
+    """Return the rows of draws, numbered since the first epoch; each pass over the dataset has its own permutation."""
     passes, positions = np.divmod(draws, len(samples))
     rows = np.empty_like(draws)
     for pass_index in np.unique(passes).tolist():

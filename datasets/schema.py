@@ -1,4 +1,4 @@
-"""The sequence Parquet format: columns, dtypes and the manifest, with the checks on the manifest.
+"""The sequence Parquet format: columns, dtypes, and the manifest with its checks.
 
     OUT/manifest.json
     OUT/train/part-00000.parquet ...      one row per user
@@ -27,29 +27,28 @@ from evenrank.core.hashing import mix64
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-CACHE_NAME = ".cache"  # the subfolder in which `open_store` keeps the unpacked columns
+CACHE_NAME = ".cache"  # subfolder of the unpacked columns
 
 USER_ID = "user_id"
 ITEM_ID = "item_id"
 ACTION = "action"
 TIMESTAMP_MS = "timestamp_ms"
 LENGTH = "length"
-NUM_TARGETS = "num_targets"  # optional, int32: how many of a row's last events are prediction targets
-WINDOW = "window"  # optional, int32: the number of a row among those of its user
+NUM_TARGETS = "num_targets"  # optional, int32: number of last events of a row that are prediction targets
+WINDOW = "window"  # optional, int32: index of a row among the rows of its user
 
 # The element types of the list columns that every dataset has.
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}
 
-# The names that no contextual feature and no further list column can have: the columns of the format, and the keys that
-# batches have of their own.
+# Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
 )
 _MAX_NAME_BYTES = 200  # file systems allow 255 for a file name, including its suffix
 
-_MAX_COUNT = 2**48  # far more than any file system stores, and its products with sizes of types fit into int64
+_MAX_COUNT = 2**48  # its products with sizes of types fit into int64
 
-# Percentiles of history lengths in a manifest, by nearest rank, so that each is a length that occurs.
+# Percentiles of history lengths in a manifest, by nearest rank, so each is a length that occurs.
 LENGTH_PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
 
 
@@ -62,7 +61,7 @@ class SourceFile:
     bytes: int
     """Size of the file."""
     sha256: str
-    """In hexadecimal; faster than MD5 on processors with SHA instructions."""
+    """In hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +92,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """`manifest.json`: everything about a dataset that can be known without opening its Parquet files."""
+    """`manifest.json`: the description of a dataset."""
 
     schema_version: int
     """`SCHEMA_VERSION` at the time of writing."""
@@ -102,7 +101,7 @@ class Manifest:
     sources: tuple[SourceFile, ...]
     """The raw files."""
     options: Mapping[str, Any]
-    """The options of preprocessing; `audit` among them counts the rows and users that were left out."""
+    """The options of preprocessing; `audit` counts the rows and users that were left out."""
     splits: Mapping[str, Split]
     """Per split name."""
     contextual: tuple[str, ...]
@@ -127,16 +126,7 @@ class Manifest:
         return (USER_ID, *self.contextual)
 
     def split(self, name: str, dataset: object) -> Split:
-        """Return a split by its name.
-
-        Args:
-            name: of the split.
-            dataset: folder or URL of the dataset, for the message.
-
-        Raises:
-            DataError: the dataset has no such split.
-
-        """
+        """Return a split, or raise a DataError that names the dataset, a folder or URL."""
         if name not in self.splits:
             raise DataError(f"{dataset} has no split {name!r}; known: {', '.join(sorted(self.splits))}")
         return self.splits[name]
@@ -154,11 +144,10 @@ def user_hash(user_ids: NDArray[np.int64], *, salt: int = 0) -> NDArray[np.uint6
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check the names of contextual features and further list columns: they become keys of batches and file names.
+    """Check the names of contextual features and further list columns, which become keys of batches and file names.
 
     Raises:
         ConfigError: a name is reserved, is no file name on every system, or differs from another only by case.
-
     """
     names = tuple(names)
     _check_distinct(names)
@@ -170,11 +159,10 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_new_names(names: Iterable[str]) -> None:
-    """Check the names of contextual features of a new dataset, which must also be names of parts of a model.
+    """Check the names of contextual features of a new dataset, which also become names of modules, without dots.
 
     Raises:
-        ConfigError: a name contains a dot, which separates the names of modules, or `check_names` refuses it.
-
+        ConfigError: a name contains a dot, or `check_names` refuses it.
     """
     names = tuple(names)
     check_names(names)
@@ -186,7 +174,7 @@ def check_new_names(names: Iterable[str]) -> None:
 
 
 def _check_distinct(names: Iterable[str]) -> None:
-    """Check names that become file names, and that no two of them name the same file on any file system."""
+    """Check that names are valid and no two of them name the same file on any file system."""
     seen: dict[str, str] = {}
     for name in names:
         folded = unicodedata.normalize("NFKC", _checked_name(name)).casefold()
@@ -196,12 +184,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal.
-
-    Raises:
-        DataError: it is no regular file, or cannot be opened.
-
-    """
+    """Return the SHA-256 of a file, in hexadecimal; raises a DataError if it cannot be read."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -213,10 +196,7 @@ def content_hash(
     extra_events: Mapping[str, str],
     vocabulary_sizes: Mapping[str, int],
 ) -> str:
-    """Return the SHA-256, in hexadecimal, of everything in a dataset that a loader can see.
-
-    Raw files and options do not count: two datasets with the same rows have the same hash.
-    """
+    """Return the SHA-256, in hexadecimal, of the data that a loader sees: raw files and options do not count."""
     visible = {
         "schema_version": SCHEMA_VERSION,
         "splits": {name: [asdict(file) for file in split.files] for name, split in splits.items()},
@@ -232,7 +212,6 @@ def read_manifest(folder: Path | str) -> Manifest:
 
     Raises:
         DataError: the file is missing, malformed, or of another schema version.
-
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
@@ -322,16 +301,16 @@ def _checked_split(raw: dict[str, Any]) -> Split:
     return split
 
 
+def _checked_number(value: object, limit: int = _MAX_COUNT) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limit:
+        raise ValueError(f"{value!r} is not a number of at least 0")
+    return value
+
+
 def _checked_count(value: object, limit: int = _MAX_COUNT) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
+    if not isinstance(value, int):
         raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _checked_number(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"{value!r} is not a length")
-    return value
+    return int(_checked_number(value, limit))
 
 
 def _checked_labels(value: object) -> tuple[str | None, ...]:
@@ -347,17 +326,13 @@ def _checked_sha256(value: object) -> str:
 
 
 def _checked_name(value: object) -> str:
-    # Names of splits and columns become file names.
-    if (
-        not isinstance(value, str)
-        or not re.fullmatch(r"\w[\w.-]*", value)
-        or len(value.encode("utf-8")) > _MAX_NAME_BYTES
-    ):
+    is_valid = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)
+    if not is_valid or len(str(value).encode("utf-8")) > _MAX_NAME_BYTES:
         raise ConfigError(
             f"{value!r} is not a name; use letters, digits, _ and -, at most {_MAX_NAME_BYTES} bytes, and begin "
             "with a letter, a digit or _"
         )
-    return value
+    return str(value)
 
 
 def _checked_path(value: object) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,11 +20,8 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
 from evenrank.datasets.unpack import EVENTS, OFFSETS, ROWS, TIME_ORDER, ColumnWriter, find_or_build, map_column, unpack
 
-# A column whose values are replaced, once per machine, in a file of its own next to the dataset's.
-
-
-_FILE = "values.npy"
-_LAYOUT = "v1"  # version of the cache's contents, part of the entry's name
+_REMAPPED_FILE = "values.npy"
+_REMAPPED_LAYOUT = "v1"  # version of the cache's contents, part of the entry's name
 _VALUES_AT_ONCE = 1 << 20
 
 
@@ -32,50 +30,40 @@ class ColumnMap(Protocol):
 
     @property
     def num_embeddings(self) -> int:
-        """Values before and after are below this."""
-        ...
+        """Limit to the values: old and new ones are below it."""
 
     @property
     def is_identity(self) -> bool:
         """Whether all values stay as they are."""
-        ...
 
     def __call__(self, keys: NDArray[Any], /) -> NDArray[Any]:
-        """Return what replaces these values: integers of the same shape and dtype."""
-        ...
+        """Return the new values: integers of the same shape and dtype."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Return everything that the result depends on: what JSON can hold, equal for equal maps."""
-        ...
+        """Return everything that the result depends on, as JSON values, equal for equal maps."""
 
 
-def map_values(
-    values: NDArray[np.integer[Any]], column_map: ColumnMap, *, name: str, folder: Path | None, cache: str
+def _remap_in_cache(
+    values: NDArray[np.integer[Any]], column_map: ColumnMap, *, name: str, folder: Path, cache: str
 ) -> NDArray[np.int64]:
-    """Return a column with its values replaced, as a mapped file unless the column exists only in memory.
+    """Return a remapped column, computed once per machine, as a mapped file next to those of its dataset.
 
     Args:
         values: the column: integers [n].
-        column_map: what replaces them.
+        column_map: replaces the values.
         name: of the column.
-        folder: of its dataset; None: the column exists only in memory.
+        folder: of its dataset.
         cache: identifies the dataset and the split; part of the name of the cache's entry.
-
-    Raises:
-        DataError: a value cannot be mapped, or the cache cannot be written.
-
     """
-    if folder is None:
-        return column_map(values.astype(np.int64))
     identity = json.dumps([name, column_map.describe()], sort_keys=True)
-    entry = f"{cache}-mapped-{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{_LAYOUT}"
+    entry = f"{cache}-mapped-{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{_REMAPPED_LAYOUT}"
 
     def build(path: Path) -> None:
-        with ColumnWriter(path / _FILE, "int64", len(values)) as writer:
+        with ColumnWriter(path / _REMAPPED_FILE, "int64", len(values)) as writer:
             for first in range(0, len(values), _VALUES_AT_ONCE):
                 writer.append(column_map(values[first : first + _VALUES_AT_ONCE].astype(np.int64)))
 
-    path = find_or_build(folder, entry, build) / _FILE
+    path = find_or_build(folder, entry, build) / _REMAPPED_FILE
     try:
         return map_column(path, "int64", len(values))
     except (DataError, OSError) as error:
@@ -84,7 +72,7 @@ def map_values(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiValued:
-    """Where the values of a contextual feature begin that has any number of values per row."""
+    """The layout of a contextual feature with any number of values per row."""
 
     offsets: NDArray[np.int64]
     """[rows + 1]: row r has the values offsets[r]..offsets[r+1]-1."""
@@ -94,10 +82,10 @@ class MultiValued:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceStore:
-    """The rows of a split, open for reading. The arrays of `open_store` are read-only views of mapped files.
+    """The rows of a split, open for reading. The arrays of `open_store` are read-only views of memory-mapped files.
 
-    A store that was opened from a folder is pickled as the path of that folder and reopened by unpickling, so processes
-    that receive it share its memory.
+    A store opened from a folder is pickled as the path of the folder and reopened by unpickling, so processes that
+    receive it share its memory.
     """
 
     manifest: Manifest
@@ -111,15 +99,15 @@ class SequenceStore:
     rows: Mapping[str, NDArray[np.int64]]
     """`user_id` and each contextual feature: [rows], or all values of a multi-valued feature, row after row."""
     multi_valued: Mapping[str, MultiValued] = field(default_factory=dict)
-    """The contextual features that have any number of values per row; datasets in folders have none."""
+    """The contextual features with any number of values per row; datasets in folders have none."""
     num_targets: NDArray[np.int32] | None = None
-    """[rows]: how many of the last events are prediction targets; None if the split has no such column."""
+    """[rows]: number of last events that are prediction targets; None if the split has no such column."""
     time_order: NDArray[np.int64] | None = None
     """[rows]: all rows, sorted by the time of their last event; None for a store that was not opened from a folder."""
     folder: Path | None = None
     """Of the dataset; None if the arrays exist only in memory."""
     column_maps: Mapping[str, ColumnMap] = field(default_factory=dict)
-    """The columns of `events` and `rows` whose values are replaced; see `mapped`."""
+    """The remapped columns of `events` and `rows`; see `remapped`."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -129,18 +117,17 @@ class SequenceStore:
         """Events per row: int64 [rows]."""
         return np.diff(self.offsets)
 
-    def mapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
+    def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
         """Return this store with other values in some columns, which are cached next to those of the dataset.
 
         Args:
-            column_maps: for columns of `events` and `rows` that are not replaced yet, by name.
+            column_maps: for columns of `events` and `rows` that are not remapped yet, by name.
 
         Raises:
             ConfigError: there is no such column, or it has values that cannot be mapped.
             DataError: the cache cannot be written.
-
         """
-        columns = {name: self._mapped(name, column_map) for name, column_map in column_maps.items()}
+        columns = {name: self._remapped(name, column_map) for name, column_map in column_maps.items()}
         return replace(
             self,
             events={name: columns.get(name, values) for name, values in self.events.items()},
@@ -148,7 +135,7 @@ class SequenceStore:
             column_maps={**self.column_maps, **column_maps},
         )
 
-    def _mapped(self, name: str, column_map: ColumnMap) -> NDArray[np.int64]:
+    def _remapped(self, name: str, column_map: ColumnMap) -> NDArray[np.int64]:
         columns = {**self.rows, **self.events}
         if name not in columns:
             raise ConfigError(f"the dataset has no column {name!r} to map; known: {', '.join(columns)}")
@@ -162,25 +149,23 @@ class SequenceStore:
             )
         if column_map.is_identity:
             return columns[name].astype(np.int64, copy=False)
+        if self.folder is None:
+            return column_map(columns[name].astype(np.int64))
         cache = f"{self.manifest.content_hash}-{self.split}"
-        return map_values(columns[name], column_map, name=name, folder=self.folder, cache=cache)
+        return _remap_in_cache(columns[name], column_map, name=name, folder=self.folder, cache=cache)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.folder is None:
             fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-            return _from_fields, (fields,)
+            return partial(SequenceStore, **fields), ()
         return _reopen, (self.folder, self.split, self.manifest.content_hash, self.column_maps)
-
-
-def _from_fields(fields: dict[str, Any]) -> SequenceStore:
-    return SequenceStore(**fields)
 
 
 def _reopen(folder: Path, split: str, content_hash: str, column_maps: Mapping[str, ColumnMap]) -> SequenceStore:
     store = open_store(folder, split)
     if store.manifest.content_hash != content_hash:
         raise DataError(f"{folder} was replaced by other data after it was opened; open it again")
-    return store.mapped(column_maps)
+    return store.remapped(column_maps)
 
 
 def open_store(path: Path | str, split: str = "train") -> SequenceStore:
@@ -190,7 +175,6 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
 
     Raises:
         DataError: the folder is not a dataset, has no such split, or its Parquet files do not match the manifest.
-
     """
     folder = Path(path).absolute()
     manifest = read_manifest(folder)
@@ -215,7 +199,7 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
 
 
 def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
-    """Check what compiled loops use as indices without bounds checks, each time: files can change on disk."""
+    """Check the values that compiled loops use as indices, without bounds checks: files can change on disk."""
     offsets, num_targets = store.offsets, store.num_targets
     # Compared rather than subtracted, because differences can overflow.
     if offsets[0] != 0 or offsets[-1] != num_events or (offsets[1:] < offsets[:-1]).any():
@@ -225,10 +209,9 @@ def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
     order = store.time_order
     if order is not None and len(order):
         is_listed = np.zeros(len(order), dtype=np.bool_)
-        if order.min() < 0 or order.max() >= len(order):
-            raise _damaged(cache, TIME_ORDER)
-        is_listed[order] = True
-        if not is_listed.all():  # then a row is listed twice
+        if order.min() >= 0 and order.max() < len(order):
+            is_listed[order] = True
+        if not is_listed.all():  # then a row is listed twice, or one out of range
             raise _damaged(cache, TIME_ORDER)
 
 

@@ -28,16 +28,14 @@ from evenrank.core.files import check_regular
 from evenrank.datasets.order import derive_seed, permute
 from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, DataFile, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore
-from evenrank.datasets.unpack import RowBlock, read_row_group, unreadable
-
-# Whether the files of a dataset are still those that were seen when it was opened, on any file system of pyarrow.
-
+from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
 Version = tuple[Any, ...]
-"""Changes with every write to a file. Locally: its size, and the times of its last change in nanoseconds, of which no
-program can set the second. In an object store: its size, and the time of the upload in seconds.
+"""Changes with every write to a file. Locally: its size, and the times of its last change in nanoseconds, the second of
+which no program can set. In an object store: its size, and the time of the upload in seconds.
 """
 _CHUNK = 1 << 20  # bytes
+_EMPTY = np.empty(0, dtype=np.int64)
 
 
 def version_of(files: fs.FileSystem, path: str) -> Version | None:
@@ -62,7 +60,7 @@ def versions_of(files: fs.FileSystem, paths: Iterable[str]) -> dict[str, Version
             for folder in {path.rpartition("/")[0] for path in paths}
             for info in files.get_file_info(fs.FileSelector(folder, allow_not_found=True))
         }
-    except OSError:  # those who may read a bucket may not always list it
+    except OSError:  # permission to read a bucket does not always include listing it
         return {path: version_of(files, path) for path in paths}
     return {path: _remote_version(listed[path]) if path in listed else None for path in paths}
 
@@ -84,17 +82,14 @@ def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
     return digest.hexdigest() == sha256
 
 
-_EMPTY = np.empty(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig:
-    """How a split is read sequentially. A saved state is only valid with the same shards and buffers."""
+    """Options of sequential reading; a saved state is only valid with the same shards and buffers."""
 
     num_shards: int = 64
     """Logical shards of the split, independent of the number of ranks; ranks in excess of it get no samples."""
     buffer_rows: int = 8192
-    """Rows of a window: they are kept in memory and shuffled among themselves."""
+    """Rows of a window, the shuffle buffer."""
     open_shards: int = 4
     """Shards that a rank reads at the same time; each batch takes samples from all of them."""
 
@@ -108,8 +103,7 @@ class StreamConfig:
 class StreamSource:
     """A split on any file system that pyarrow supports.
 
-    What is read is always of the manifest's dataset: files that have been written since it was opened must have the
-    SHA-256 that the manifest says.
+    Files written after it was opened must still have the SHA-256 in the manifest.
     """
 
     manifest: Manifest
@@ -121,7 +115,7 @@ class StreamSource:
     root: str
     """Path of the dataset in the file system."""
     versions: dict[str, Version | None] = field(default_factory=dict)
-    """By path, the latest version of each file that is known to be the manifest's; see `file_versions`."""
+    """By path: the latest version of each file whose contents are known to be the manifest's."""
 
     @property
     def num_rows(self) -> int:
@@ -133,7 +127,6 @@ class StreamSource:
 
         Raises:
             DataError: a file cannot be read, does not match the manifest, or was replaced by another one.
-
         """
         blocks = list(self._read_blocks(first, end))
         lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
@@ -162,7 +155,7 @@ class StreamSource:
         )
 
     def _read_blocks(self, first: int, end: int) -> Iterator[RowBlock]:
-        """Yield the part of each row group that is within rows first..end-1 of the split."""
+        """Yield rows first..end-1 of the split, one row group at a time."""
         file_begin = 0
         for file in self.manifest.splits[self.split].files:
             if file_begin < end and file_begin + file.rows > first:
@@ -170,11 +163,15 @@ class StreamSource:
             file_begin += file.rows
 
     def _read_blocks_of(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
-        """Yield the part of each row group that is within rows first..end-1 of a file."""
+        """Yield rows first..end-1 of a file, one row group at a time."""
         path = f"{self.root}/{data_file.path}"
         _check_local(self.files, path)
         try:
-            with self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
+            with (
+                wrap_parquet_errors(path),
+                self.files.open_input_file(path) as opened,
+                pq.ParquetFile(opened) as file,
+            ):
                 if file.metadata.num_rows != data_file.rows:
                     raise DataError(
                         f"{path} has {file.metadata.num_rows:,} rows, its manifest says {data_file.rows:,}; preprocess "
@@ -187,15 +184,13 @@ class StreamSource:
                         block = read_row_group(file, group, self.manifest, path)
                         yield _slice_block(block, max(first - group_begin, 0), min(end - group_begin, count))
                     group_begin += count
-        except (OSError, pa.ArrowException) as error:
-            raise unreadable(path, error) from error
         finally:
-            # Afterwards, so that nothing can be written between the check and reading. A file that was replaced by
-            # another one explains whatever else is wrong.
+            # After reading, so that nothing can be written between the check and reading. The replacement of a file
+            # explains all other faults.
             self._check_version(data_file, path)
 
     def _check_version(self, data_file: DataFile, path: str) -> None:
-        """Check that a file is the one that was there when the dataset was opened, or an equal one."""
+        """Check that a file has the same contents as when the dataset was opened."""
         version = version_of(self.files, path)
         if version == self.versions.get(path):
             return
@@ -208,12 +203,7 @@ class StreamSource:
 
 
 def _check_local(files: fs.FileSystem, path: str) -> None:
-    """Check that a file of this machine is a regular one, because opening a named pipe would wait for a writer.
-
-    Raises:
-        DataError: it is something else; what is missing is left to be found by whoever opens it.
-
-    """
+    """Check that an existing local file is a regular one, because opening a named pipe would wait for a writer."""
     if isinstance(files, fs.LocalFileSystem) and os.path.exists(path):
         check_regular(path)
 
@@ -232,7 +222,6 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
 
     Raises:
         DataError: there is no dataset, it cannot be reached, or it has no such split.
-
     """
     try:
         if "://" in str(url):
@@ -244,7 +233,7 @@ def open_stream(url: Path | str, split: str) -> StreamSource:
         while True:
             manifest = parse_manifest(text, f"{url}/{MANIFEST_NAME}")
             versions = versions_of(files, (f"{root}/{file.path}" for file in manifest.split(split, url).files))
-            # The dataset may have been replaced in between, so that the files are those of another manifest.
+            # If the dataset was replaced in between, the files belong to another manifest.
             latest = _read_file(files, f"{root}/{MANIFEST_NAME}")
             if latest == text:
                 break
@@ -266,7 +255,7 @@ class Shard:
     """A logical shard of a split: consecutive rows, read in windows."""
 
     index: int
-    """Among the shards of the split, from 0."""
+    """Index among the shards of the split, from 0."""
     first: int
     """First row, in the split."""
     end: int
@@ -280,16 +269,10 @@ class Shard:
         return -(-(self.end - self.first) // self.buffer_rows)
 
     def window(self, position: int, *, seed: int, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the window at a position of an epoch's order of windows.
-
-        Args:
-            position: 0..num_windows-1.
-            seed: of the stream.
-            epoch: from 0.
+        """Return the window at a position, 0..num_windows-1, of an epoch's order of windows.
 
         Returns:
             Its first row in the split, and the order of its n rows, a permutation of 0..n-1: int64 [n].
-
         """
         first = self._first_row(position, seed=seed, epoch=epoch)
         num_rows = min(self.buffer_rows, self.end - first)
@@ -297,11 +280,11 @@ class Shard:
         return first, permute(np.arange(num_rows), num_rows, seed=row_seed, epoch=epoch)
 
     def window_rows(self, position: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows of the window at a position of an epoch's order of windows; see `window`."""
+        """Return the number of rows of the window at a position; see `window`."""
         return min(self.buffer_rows, self.end - self._first_row(position, seed=seed, epoch=epoch))
 
     def rows_left(self, windows_done: int, rows_taken: int, *, seed: int, epoch: int) -> int:
-        """Return the rows that come after the first windows of an epoch's order, and after some of the next window."""
+        """Return the number of rows after the first windows of an epoch's order and some rows of the next window."""
         if not windows_done:
             return self.end - self.first - rows_taken
         done = permute(np.arange(windows_done), self.num_windows, seed=derive_seed(seed, self.index), epoch=epoch)

@@ -1,11 +1,16 @@
-"""Unpack the Parquet files of a split into flat `.npy` files that can be memory-mapped, once per machine.
+"""Unpacks the Parquet files of a split into flat `.npy` files that can be memory-mapped, once per machine.
 
     CACHE/CONTENT-HASH-train-v3/offsets.npy, time_order.npy, num_targets.npy
                                 rows/user_id.npy, ...
                                 events/item_id.npy, ...
 
-The name of the entry contains the manifest's content hash, and the files are checked against it, so an entry is never
-used for other data. Columns have folders of their own, so that they may have any name.
+    OUT/.cache                        the cache if OUT can be written
+    ~/.cache/evenrank                 otherwise
+    TEMPORARY-FOLDER/evenrank-UID     if there is no home folder that can be written
+
+The name of an entry contains the manifest's content hash, and the files are checked against it, so an entry is never
+used for other data. It is built under a lock and renamed into place, so no process maps a file that is still being
+written. Entries that others could have changed are not used.
 """
 
 import contextlib
@@ -14,10 +19,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
-from evenrank.core.files import WRITABLE_BY_OTHERS, open_lock_file, open_regular, user_folders
+from evenrank.core.files import WRITABLE_BY_OTHERS, is_trusted, open_lock_file, open_regular, user_folders
 from evenrank.datasets.schema import (
     ACTION,
     CACHE_NAME,
@@ -36,47 +38,23 @@ from evenrank.datasets.schema import (
     NUM_TARGETS,
     TIMESTAMP_MS,
     USER_ID,
-    DataFile,
     Manifest,
     Split,
 )
 
-# Where unpacked columns are kept: next to the dataset, or in a folder of this user.
-#
-#     OUT/.cache/NAME                   if OUT can be written
-#     ~/.cache/evenrank/NAME            otherwise
-#     TEMPORARY-FOLDER/evenrank-UID     if there is no home folder that can be written
-#
-# An entry is built under a lock and renamed into place, so no process maps a file that is still being written. Entries
-# that others could have changed are not used.
-
-
-# Of a folder that this user cannot write to, rather than of a disk that is full or damaged.
+# Errors of a folder that this user cannot write to, rather than of a disk that is full or damaged.
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Root:
+class _Cache(NamedTuple):
     """A folder of cache entries."""
 
     path: Path
-    """The folder."""
-    owners: frozenset[int]
-    """The users whose entries are trusted."""
-    mode: int
-    """With which the folder is created. Entries that others could write to although this mode does not let them are not
-    trusted.
-    """
+    mode: int  # for creating it; also allows entries to be written by others
+    owners: frozenset[int]  # users whose entries are trusted
 
     def trusts(self, path: Path) -> bool:
-        """Return whether only trusted users could have written the folder or entry at `path`."""
-        try:
-            link, target = path.lstat(), path.stat()
-        except OSError:
-            return False
-        if not stat.S_ISDIR(target.st_mode) or target.st_mode & WRITABLE_BY_OTHERS & ~self.mode:
-            return False
-        return {link.st_uid, target.st_uid} <= self.owners
+        return is_trusted(path, self.owners, may_be_written=self.mode)
 
 
 def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Path:
@@ -84,51 +62,45 @@ def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Pat
 
     Args:
         folder: of the dataset.
-        name: of the entry; it must identify the contents, because datasets share the folders of users.
+        name: of the entry; it must identify the contents, because datasets share the per-user folders.
         build: writes the entry to an empty folder.
 
     Raises:
-        DataError: what `build` raises, or the entry cannot be written.
-
+        DataError: raised by `build`, or the entry cannot be written.
     """
-    for root in _roots(folder):
-        if root.trusts(root.path) and root.trusts(root.path / name):
-            return root.path / name
-    tried = []
-    for root in _roots(folder):
-        tried.append(str(root.path))
+    caches = _caches(folder)
+    for cache in caches:
+        if cache.trusts(cache.path) and cache.trusts(cache.path / name):
+            return cache.path / name
+    for cache in caches:
         try:
-            root.path.mkdir(mode=root.mode & 0o755, parents=True, exist_ok=True)
-            if not root.trusts(root.path):
+            cache.path.mkdir(mode=cache.mode & 0o755, parents=True, exist_ok=True)
+            if not cache.trusts(cache.path):
                 continue
-            with _lock(root.path / f"{name}.lock"):
-                if not os.path.lexists(root.path / name):  # else another process has built it in the meantime
-                    _build_entry(root.path / name, build)
-            if root.trusts(root.path / name):
-                return root.path / name
+            with _lock(cache.path / f"{name}.lock"):
+                if not os.path.lexists(cache.path / name):  # else another process has built it in the meantime
+                    _build_entry(cache.path / name, build)
+            if cache.trusts(cache.path / name):
+                return cache.path / name
         except OSError as error:
             if error.errno not in _NOT_PERMITTED:
                 raise DataError(
-                    f"the cache {root.path} could not be written: {error.strerror or error}; free space, or clear that "
-                    "path"
+                    f"the cache {cache.path} could not be written: {error.strerror or error}; free space, or clear "
+                    "that path"
                 ) from error
     raise DataError(
-        f"{folder} has no place for its unpacked columns: none of {', '.join(tried)} can be written and belongs to "
-        "this user alone; change the permissions of one of them"
+        f"{folder} has no place for its unpacked columns: none of {', '.join(str(cache.path) for cache in caches)} can "
+        "be written and belongs to this user alone; change the permissions of one of them"
     )
 
 
-def _roots(folder: Path) -> Iterator[_Root]:
-    """Yield the folders in which a dataset's entries may be, best first."""
+def _caches(folder: Path) -> list[_Cache]:
+    """Return the folders in which a dataset's entries may be, best first."""
     dataset, user = folder.stat(), os.geteuid()
-    # What is in the dataset's folder is as trustworthy as the dataset if its owner wrote it.
-    yield _Root(
-        path=folder / CACHE_NAME,
-        owners=frozenset((user, dataset.st_uid, 0)),
-        mode=0o755 | dataset.st_mode & WRITABLE_BY_OTHERS,
-    )
-    for path in user_folders():
-        yield _Root(path=path, owners=frozenset((user,)), mode=0o700)
+    # Entries in the dataset's folder are as trustworthy as the dataset if its owner wrote them.
+    mode = 0o755 | dataset.st_mode & WRITABLE_BY_OTHERS
+    in_dataset = _Cache(folder / CACHE_NAME, mode, frozenset((user, dataset.st_uid, 0)))
+    return [in_dataset, *(_Cache(path, 0o700, frozenset((user,))) for path in user_folders())]
 
 
 def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
@@ -151,25 +123,15 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-# A column as a `.npy` file (version 1.0 of the format): written in parts, then mapped into memory.
-#
-# Headers are compared rather than parsed: type and length are known from the manifest, so a file with another header is
-# not the expected one.
-
-
-_HEADER_BYTES = 128  # a multiple of 64, as the format demands, with room for any length
+# Header of `.npy` files, version 1.0: a multiple of 64 bytes, as the format demands, with room for any length. It is
+# compared rather than parsed, because type and length are known from the manifest.
+_HEADER_BYTES = 128
 
 
 class ColumnWriter:
-    """Writes a column, as a context manager.
+    """Writes a column of a known length to a new `.npy` file in parts, as a context manager.
 
-    The file is written to rather than mapped, because a store to a mapped file on a full disk ends the process.
-
-    Args:
-        path: of a file that does not exist.
-        dtype: of the values.
-        length: how many values will be appended.
-
+    The file is written to rather than mapped, because a store to a mapped file on a full disk kills the process.
     """
 
     def __init__(self, path: Path, dtype: str, length: int) -> None:
@@ -191,12 +153,7 @@ class ColumnWriter:
 
 
 def map_column(path: Path, dtype: str, length: int) -> NDArray[Any]:
-    """Map a column into memory, read-only: [length].
-
-    Raises:
-        DataError: the file is missing, or is no such column.
-
-    """
+    """Map a column into memory, read-only: [length]; raises a DataError if the file is no such column."""
     expected = np.dtype(dtype)
     header = _header(expected, length)
     with open_regular(path) as file:
@@ -207,7 +164,7 @@ def map_column(path: Path, dtype: str, length: int) -> NDArray[Any]:
     if not length:  # nothing to map
         return np.empty(0, expected)
     column = np.memmap(path, expected, mode="r", offset=len(header), shape=(length,))
-    view: NDArray[Any] = column.view(np.ndarray)  # methods of np.memmap cost several times as much
+    view: NDArray[Any] = column.view(np.ndarray)  # methods of np.memmap take several times as long
     return view
 
 
@@ -242,7 +199,6 @@ def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
 
     Raises:
         DataError: the Parquet files do not match the manifest, or the cache cannot be written.
-
     """
     name = f"{manifest.content_hash}-{split}-{_LAYOUT}"
     return find_or_build(folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], entry))
@@ -251,8 +207,7 @@ def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
 def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
     for kind in (ROWS, EVENTS):
         (entry / kind).mkdir()
-    row = event = 0
-    has_targets: bool | None = None
+    num_rows = num_events = 0
     last_times = [np.empty(0, dtype=np.int64)]
     with contextlib.ExitStack() as stack:
 
@@ -265,84 +220,67 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
         events = {
             name: create(f"{EVENTS}/{name}", dtype, split.interactions) for name, dtype in manifest.event_dtypes.items()
         }
-        for path, block in _read_blocks(folder, manifest, split):
-            if has_targets is None and (has_targets := NUM_TARGETS in block.row_columns):
+        for index, (path, block) in enumerate(_read_blocks(folder, manifest, split)):
+            if index == 0 and NUM_TARGETS in block.row_columns:
                 rows[NUM_TARGETS] = create(NUM_TARGETS, "int32", split.rows)
             if block.row_columns.keys() != rows.keys():
                 raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {_AGAIN}")
-            if row + len(block.lengths) > split.rows or event + int(block.lengths.sum()) > split.interactions:
+            ends = num_events + np.cumsum(block.lengths)
+            num_rows += len(block.lengths)
+            num_events += int(block.lengths.sum())
+            if num_rows > split.rows or num_events > split.interactions:
                 raise DataError(f"{path} contains more rows or events than its manifest says; {_AGAIN}")
-            ends = np.cumsum(block.lengths)
-            offsets.append(event + ends)
-            last_times.append(_last_times(ends, block))
+            offsets.append(ends)
+            last_times.append(_last_times(block))
             for name, values in block.row_columns.items():
                 rows[name].append(values)
             for name, values in block.event_columns.items():
                 events[name].append(values)
-            row, event = row + len(block.lengths), event + int(block.lengths.sum())
-        if (row, event) != (split.rows, split.interactions):
+        if (num_rows, num_events) != (split.rows, split.interactions):
             raise DataError(
-                f"{folder} contains {row:,} rows and {event:,} events, its manifest says {split.rows:,} and "
+                f"{folder} contains {num_rows:,} rows and {num_events:,} events, its manifest says {split.rows:,} and "
                 f"{split.interactions:,}; {_AGAIN}"
             )
         time_order = np.argsort(np.concatenate(last_times), kind="stable")
         create(TIME_ORDER, "int64", split.rows).append(time_order)
 
 
-def _last_times(ends: NDArray[np.int64], block: RowBlock) -> NDArray[np.int64]:
+def _last_times(block: RowBlock) -> NDArray[np.int64]:
     """Return the time of each row's last event: int64 [n]; rows without events come before all others."""
-    times = np.full(len(ends), np.iinfo(np.int64).min)
+    times = np.full(len(block.lengths), np.iinfo(np.int64).min)
     has_events = block.lengths > 0
-    times[has_events] = block.event_columns[TIMESTAMP_MS][ends[has_events] - 1]
+    times[has_events] = block.event_columns[TIMESTAMP_MS][np.cumsum(block.lengths)[has_events] - 1]
     return times
 
 
 def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tuple[Path, RowBlock]]:
-    """Read and check the Parquet files of a split, one row group at a time.
-
-    Raises:
-        DataError: a file cannot be read or is not that of the manifest, or a column is missing, or has another type,
-            nulls, other lengths or values out of range.
-
-    """
+    """Read and check the Parquet files of a split, one row group at a time."""
     for file in split.files:
         path = folder / file.path
-        with _open_verified(path, file) as opened:
-            try:
-                with pq.ParquetFile(opened) as parquet:
-                    for group in range(parquet.num_row_groups):
-                        yield path, read_row_group(parquet, group, manifest, str(path))
-            except (OSError, pa.ArrowException) as error:
-                raise unreadable(str(path), error) from error
+        with open_regular(path) as opened:
+            # What is verified is what is read, even if the file is replaced meanwhile.
+            if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+                raise DataError(f"{path} does not have the SHA-256 in its manifest; {_AGAIN}")
+            opened.seek(0)
+            with wrap_parquet_errors(str(path)), pq.ParquetFile(opened) as parquet:
+                for group in range(parquet.num_row_groups):
+                    yield path, read_row_group(parquet, group, manifest, str(path))
 
 
 @contextlib.contextmanager
-def _open_verified(path: Path, expected: DataFile) -> Iterator[BufferedReader]:
-    """Open a file whose contents are those of the manifest; what is verified is what is read."""
-    with open_regular(path) as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-            raise DataError(f"{path} does not have the SHA-256 in its manifest; {_AGAIN}")
-        file.seek(0)
-        yield file
-
-
-def unreadable(path: str, error: Exception) -> DataError:
-    """Return the error for a file that cannot be read as Parquet, in one line."""
-    return DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {_AGAIN}")
+def wrap_parquet_errors(path: str) -> Iterator[None]:
+    """Raise errors of pyarrow as a DataError, in one line that names the file."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {_AGAIN}") from error
 
 
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
-    """Read and check a row group.
-
-    Args:
-        file: the open file.
-        group: index of the row group.
-        manifest: of the dataset.
-        path: of the file, for messages.
+    """Read a row group of a file at `path`, and check it.
 
     Raises:
-        DataError: a column is missing, has another type, nulls or other lengths.
-
+        DataError: a column is missing, has another type, nulls, other lengths or values out of range.
     """
     event_dtypes = manifest.event_dtypes
     row_dtypes = dict.fromkeys(manifest.row_columns, "int64")

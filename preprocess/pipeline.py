@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, Manifest, Split
-from evenrank.preprocess.build.audit import Audit
 from evenrank.preprocess.build.buckets import Buckets, OnError, fill_buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.inference_requests import RequestRule, RequestWriter
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.build.splits import EVAL, parse_split
-from evenrank.preprocess.output.replace import REQUESTS_NAME, replacing_folder, writing
+from evenrank.preprocess.build.splits import EVAL, Audit, parse_split
+from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter, make_manifest
-from evenrank.preprocess.sources.catalog import DATASETS
-from evenrank.preprocess.sources.custom import TabularConfig
-from evenrank.preprocess.sources.interactions import Interactions
-from evenrank.preprocess.sources.registry import ContextLookup, read_source
-from evenrank.preprocess.sources.synthetic import SyntheticConfig
-from evenrank.preprocess.sources.vocabulary import write_vocabularies
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, KuaiRandDataset
+from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
+from evenrank.preprocess.sources.download import ensure_raw_files
+from evenrank.preprocess.sources.interactions import ContextLookup, Interactions
+from evenrank.preprocess.sources.kuairand import read_kuairand
+from evenrank.preprocess.sources.movielens import read_movielens
+from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
 
 # A low estimate, since a few buckets too many cost little: a row of MovieLens, the densest log known, has 27 bytes.
 _BYTES_PER_EVENT = 20
@@ -39,6 +39,8 @@ class PreprocessConfig:
     """One of `DATASETS`."""
     out: Path
     """Folder of the new dataset. An existing dataset there is replaced."""
+    overwrite: bool = False
+    """Whether to replace a folder that contains something else than a dataset."""
     raw_dir: Path = Path("raw")
     """Folder with a folder or an archive of raw files per public dataset. Missing ones are downloaded into it."""
     split: str = "user:0.3"
@@ -51,8 +53,8 @@ class PreprocessConfig:
     """What to do about rows that cannot be read: raise an error, or skip and count them."""
     requests: RequestRule | None = None
     """Rule for requests.parquet; None: do not write it."""
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
-    """Size and distributions of dataset `synthetic`."""
+    synthetic: SyntheticConfig | None = None
+    """Size and distributions of dataset `synthetic`; None: the defaults."""
     custom: TabularConfig | None = None
     """Files and columns of dataset `custom`."""
 
@@ -80,28 +82,43 @@ def preprocess(
 
     Raises:
         ConfigError, DataError: the message is one line with the cause and the remedy; `config.out` is unchanged.
-
     """
-    with replacing_folder(config.out) as folder:
+
+    def write(folder: Path) -> Manifest:
         on_stage(f"opening {config.dataset}")
-        interactions = read_source(
-            config.dataset,
-            raw_dir=config.raw_dir,
-            synthetic=config.synthetic,
-            custom=config.custom,
-            seed=config.seed,
-            show_progress=show_progress,
-        )
-        with writing(config.out):
-            manifest = _write_dataset(folder, config, interactions, on_stage)
-    return manifest
+        interactions = open_source(config, show_progress=show_progress)
+        with wrap_write_errors(config.out):
+            return _write_dataset(folder, config, interactions, on_stage)
+
+    return replace_folder(config.out, write, overwrite=config.overwrite)
+
+
+def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Interactions:
+    """Open the raw files of a dataset, downloading them first if they are missing; events are read lazily.
+
+    Raises:
+        DataError: a file is missing, empty, or does not start as expected.
+        ConfigError: the dataset is `custom`, and has no description.
+    """
+    if config.dataset == SYNTHETIC:
+        return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
+    if config.dataset == CUSTOM:
+        if config.custom is None:
+            raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
+        return read_tabular(config.custom)
+    public = CATALOG[config.dataset]
+    folder = ensure_raw_files(public, config.raw_dir, show_progress=show_progress)
+    if isinstance(public, KuaiRandDataset):
+        return read_kuairand(public, folder)
+    return read_movielens(public, folder)
 
 
 def _write_dataset(
     folder: Path, config: PreprocessConfig, interactions: Interactions, on_stage: Callable[[str], None]
 ) -> Manifest:
     """Write all files of a dataset to an empty folder."""
-    write_vocabularies(interactions.vocabularies, folder)
+    for name, vocabulary in interactions.vocabularies.items():
+        vocabulary.write_parquet(folder / f"vocabulary_{name}.parquet")
     num_bytes = sum(part.size for part in interactions.parts)
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
     buckets = Buckets(folder / ".buckets", num_bytes // _BYTES_PER_EVENT, dtypes)
@@ -126,12 +143,7 @@ def _write_dataset(
 
 
 class _DatasetBuilder:
-    """Build sequences from buckets and write them.
-
-    Attributes:
-        counts: what happened to events and users, by description; complete after `build`.
-
-    """
+    """Builds sequences from buckets and writes them; `counts` describe the effect of filters and split afterwards."""
 
     def __init__(self, folder: Path, config: PreprocessConfig, interactions: Interactions) -> None:
         self.counts = {"duplicate events (kept)": 0, "users left out by filters": 0}
@@ -177,8 +189,9 @@ class _DatasetBuilder:
 
     def largest(self) -> dict[str, int]:
         """Return the largest user_id, item_id and action of all splits."""
-        names = (USER_ID, ITEM_ID, ACTION)
-        return {name: max(writer.largest(name) for writer in self._writers.values()) for name in names}
+        return {
+            name: max(writer.largest[name] for writer in self._writers.values()) for name in (USER_ID, ITEM_ID, ACTION)
+        }
 
     def _write(self, all_users: Sequences, requests: RequestWriter | None) -> None:
         sequences = keep_lengths(all_users, self._config.filters)
@@ -207,7 +220,7 @@ class _DatasetBuilder:
 
 
 def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_]] | None) -> tuple[Sequences, int]:
-    columns = buckets.read(index, buckets.names)
+    columns = buckets.read(index)
     if masks is not None:
         columns = {name: values[masks[index]] for name, values in columns.items()}
     return build_sequences(columns)
@@ -216,18 +229,14 @@ def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_
 def _describe_options(
     config: PreprocessConfig, source_options: Mapping[str, object], counts: Mapping[str, int]
 ) -> dict[str, object]:
-    """Return the options for the manifest, with filters that are not the default and counts that are not zero."""
-    filters = {
-        entry.name: value
-        for entry in fields(config.filters)
-        if (value := getattr(config.filters, entry.name)) != entry.default
-    }
+    """Return the options for the manifest, without default filters and counts of zero."""
+    default = asdict(Filters())
     return {
         **source_options,
         "split": config.split,
         "seed": config.seed,
         "on_error": config.on_error,
-        "filters": filters,
+        "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
         "requests": None if config.requests is None else asdict(config.requests),
         "audit": {description: count for description, count in counts.items() if count},
     }

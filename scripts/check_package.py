@@ -24,18 +24,19 @@ TEST_TOOLS = ("hypothesis", "ipykernel", "nbclient", "nbformat", "pytest", "pyte
 # Two of the examples show how to train with them.
 TRAINERS = ("accelerate", "lightning")
 # Not needed for training.
-NOT_FOR_TRAINING = ("polars", "matplotlib", "pooch")
+NOT_FOR_TRAINING = ("polars", "matplotlib")
 
 # Prints how many samples it has trained.
 PROGRAM = """
 import evenrank
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.core.errors import ConfigError
 from evenrank.training import scale_loss
 
 loader = build_loader("data", LoaderConfig(batch_size=8, max_num_candidates=1), rank=0, world_size=1)
-with Balancer(loader, cost=HSTUCost(hidden=64, heads=1, head_dim=64, layers=1, interleave_actions=True)) as balancer:
+cost = HSTUCost(hidden=64, heads=1, head_dim=64, layers=1, interleave_actions=True)
+with Balancer(loader, BalanceConfig(cost=cost)) as balancer:
     trained = 0
     for batch in balancer:
         scale_loss(batch.features["item_id"].values().float().sum(), batch, dp_size=1)

@@ -12,10 +12,10 @@ from .flops import hstu_flops as hstu_flops
 from .flops import hstu_pairs as hstu_pairs
 from .flops import hstu_work as hstu_work
 from .flops import mlp_flops as mlp_flops
+from .loss import LossAverage as LossAverage
 from .loss import accumulate as accumulate
 from .loss import label_bits as label_bits
 from .loss import scale_loss as scale_loss
-from .loss_average import LossAverage as LossAverage
 from .metrics import BinaryAUC as BinaryAUC
 from .metrics import RankingMetrics as RankingMetrics
 from .pipelines import PIPELINES as PIPELINES

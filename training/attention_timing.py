@@ -1,4 +1,4 @@
-"""`AttentionTracker`: how long the forward and backward pass of each attention layer takes, over a window of steps."""
+"""`AttentionTracker`: times of the forward and backward passes of each attention layer, in an interval of steps."""
 
 import inspect
 import time
@@ -17,9 +17,6 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.flops import Flops
 
-# Hooks that mark when the forward and backward pass of a layer begin and end, without waiting for the device.
-
-
 LayerFlops = Callable[[nn.Module, Mapping[str, Any]], Flops]
 """From a layer, and the arguments of a call of its forward by name, to the call's FLOPs."""
 
@@ -28,20 +25,17 @@ class Clock(Protocol):
     """Marks points in time on a device."""
 
     def mark(self) -> Any:
-        """Return the point that the device reaches after all work so far."""
-        ...
+        """Return a mark that the device passes after all work so far."""
 
     def milliseconds(self, start: Any, stop: Any) -> float:
         """Return the time between two marks that have been passed."""
-        ...
 
     def wait(self) -> None:
         """Wait until all marks have been passed."""
-        ...
 
 
 class HostClock:
-    """Of layers on the CPU, whose work is done when a call returns."""
+    """The clock of the CPU, whose work is done when a call returns."""
 
     def mark(self) -> float:
         """Return the time."""
@@ -56,7 +50,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Of layers on a GPU: CUDA events in the current stream, which in a backward pass is that of the forward pass."""
+    """CUDA events in the current stream, which in a backward pass is that of the forward pass."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -78,49 +72,39 @@ class CudaClock:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Call:
+class _Call:
     """Marks of one call of a layer; None where nothing has happened."""
 
-    is_forward: bool  # and not activation checkpointing, which computes a forward pass again
-    forward_start: Any
+    is_forward: bool  # False if activation checkpointing repeats a forward pass
+    forward_start: Any = None
     forward_stop: Any = None
     backward_start: Any = None
     backward_stop: Any = None
     flops: Flops | None = None
 
 
-class LayerHooks:
-    """The hooks of one layer.
+class _LayerHooks:
+    """Forward hooks of a layer that append the marks of each call to `calls`, without waiting for the device."""
 
-    Args:
-        module: the layer.
-        clock: of its device.
-        flops: FLOPs of a call; None: unknown.
-        calls: where the marks of each call go.
-
-    """
-
-    def __init__(self, module: nn.Module, clock: Clock, flops: LayerFlops | None, calls: list[Call]) -> None:
+    def __init__(self, module: nn.Module, clock: Clock, flops: LayerFlops | None, calls: list[_Call]) -> None:
         self._clock = clock
         self._flops = flops
         self._signature = inspect.signature(module.forward)
         self._calls = calls
-        self._open: Call | None = None  # checkpointing may end a forward pass that it repeats half way
+        self._open: _Call | None = None  # checkpointing may end a forward pass that it repeats half way
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Mark the start of a forward pass; a forward pre-hook."""
         self._open = None
         if not module.training:
             return None
         # Not -1 while this thread is in a backward pass: the forward pass is being repeated there.
-        call = Call(is_forward=torch._C._current_graph_task_id() == -1, forward_start=None)
+        call = _Call(is_forward=torch._C._current_graph_task_id() == -1)
         args, kwargs = _observe((args, kwargs), partial(self._end_backward, call))
         self._open = call
         call.forward_start = self._clock.mark()
         return args, kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Mark the end of a forward pass; a forward hook."""
         call, self._open = self._open, None
         if call is None:
             return None
@@ -133,15 +117,15 @@ class LayerHooks:
                 call.flops = self._flops(module, bound.arguments)
         return _observe(output, partial(self._start_backward, call))
 
-    def _start_backward(self, call: Call) -> None:
+    def _start_backward(self, call: _Call) -> None:
         call.backward_start = self._clock.mark()
 
-    def _end_backward(self, call: Call) -> None:
+    def _end_backward(self, call: _Call) -> None:
         call.backward_stop = self._clock.mark()
 
 
 class _Observed(torch.autograd.Function):
-    """The identity, which calls a function when all gradients have arrived in the backward pass."""
+    """The identity; calls a function when all gradients have arrived in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -156,7 +140,7 @@ class _Observed(torch.autograd.Function):
 
 
 def _observe(value: Any, function: Callable[[], None]) -> Any:
-    """Return the value with all tensors that have a gradient observed together; the others are passed on."""
+    """Return the value with all tensors that require a gradient observed together."""
     tensors = [tensor for tensor in _tensors(value) if tensor.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return value
@@ -184,29 +168,22 @@ def _replaced(value: Any, observed: Iterator[Tensor]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTiming:
-    """How long a layer took on a rank, and how fast it was."""
+    """Time and speed of a layer on a rank."""
 
     rank: int
     """In the default process group."""
-
     layer: str
     """Name of the module in the model."""
-
     calls: int
-    """Forward passes in the window."""
-
+    """Forward passes in the interval."""
     forward_ms: float
     """Milliseconds of a forward pass, on average."""
-
     backward_ms: float | None
     """Milliseconds of a backward pass, on average; None if there was none."""
-
     forward_tflops: float | None
     """TFLOP/s of the forward passes; None without a function for FLOPs."""
-
     backward_tflops: float | None
     """TFLOP/s of the backward passes; None if there was none, or without a function for FLOPs."""
-
     mfu: float | None
     """FLOP/s of all passes over the device's peak, 0 to 1; None if either is unknown."""
 
@@ -233,31 +210,28 @@ class AttentionTracker:
             for timing in tracker.step():
                 print(timing.line())
 
-    Hooks are on the layers within the window alone; outside it, a call of a layer is what it would be without a
-    tracker. On a GPU, times are those between CUDA events, which are read after the window: nothing within it waits for
-    the device. On the CPU they are those of a host clock.
+    Layers have hooks within the interval alone. On a GPU, times are measured with CUDA events, which are read after the
+    interval: nothing within it waits for the device. On the CPU they are those of the host clock.
 
     The time of a backward pass is from the arrival of the last gradient of the outputs to that of the last gradient of
-    the inputs; it includes what activation checkpointing computes again meanwhile, which is no forward pass. There is
-    none if no tensor argument requires a gradient. Arguments and outputs are tensors, also in tuples, lists and dicts,
-    or anything else, which is passed on. Calls of layers in evaluation mode (`model.eval()`) do not count. Within the
-    window, a layer must not modify its arguments in place, nor its caller what it returns. Of a model that is compiled,
-    track what is not compiled.
+    the inputs, including forward passes that activation checkpointing repeats meanwhile. There is none if no tensor
+    argument requires a gradient. Tensors may be in tuples, lists and dicts; other arguments and outputs are passed on.
+    Calls of layers in evaluation mode (`model.eval()`) do not count. Within the interval, a layer must not modify its
+    arguments in place, nor its caller the outputs. In a compiled model, track modules that are not compiled.
 
     Args:
         model: has the layers among its modules.
         layers: a type of module, several of them, or a pattern of names in which * stands for anything, such as
             `encoder.layers.*.attention`.
         device: where the layers run.
-        start: first step of the window.
-        stop: step behind the last one.
+        start: first step of the interval.
+        stop: step after the last one.
         flops: FLOPs of a call, from the layer and its arguments by the names of the parameters of its `forward`,
             however they were passed; counts may be scalars on the device. None: there are only times.
         peak_flops: FLOP/s of the device; see `device_peaks`. None: there is no MFU.
 
     Raises:
-        ConfigError: no module matches, or the window is empty.
-
+        ConfigError: no module matches, or the interval is empty.
     """
 
     def __init__(
@@ -272,7 +246,9 @@ class AttentionTracker:
         peak_flops: float | None = None,
     ) -> None:
         if not 0 <= start < stop:
-            raise ConfigError(f"the window is [{start}, {stop}); it must begin at 0 or later and have a step")
+            raise ConfigError(
+                f"the interval of steps is [{start}, {stop}); it must begin at 0 or later and not be empty"
+            )
         self._layers = {name: module for name, module in model.named_modules() if _matches(name, module, layers)}
         if not self._layers:
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
@@ -282,19 +258,18 @@ class AttentionTracker:
         self._flops, self._peak_flops = flops, peak_flops
         self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._handles: list[RemovableHandle] = []
-        self._calls: dict[str, list[Call]] = {name: [] for name in self._layers}
+        self._calls: dict[str, list[_Call]] = {name: [] for name in self._layers}
         self._num_steps = 0
         self._is_detached = False
         if start == 0:
             self._attach()
 
     def step(self) -> list[LayerTiming]:
-        """Note that a step is done; call it after each one.
+        """Record the end of a step; call it after each one.
 
         Returns:
-            After the window's last step, a row for each layer that was called, in the order of the model; this waits
+            After the interval's last step, a row for each layer that was called, in the order of the model; this waits
             for the device. After all other steps, nothing.
-
         """
         self._num_steps += 1
         if self._is_detached:
@@ -310,7 +285,7 @@ class AttentionTracker:
         return timings
 
     def detach(self) -> None:
-        """Remove all hooks for good, before the window has begun, within it, or after; there will be no rows."""
+        """Remove all hooks for good; there will be no rows."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -318,13 +293,13 @@ class AttentionTracker:
 
     def _attach(self) -> None:
         for name, module in self._layers.items():
-            hooks = LayerHooks(module, self._clock, self._flops, self._calls[name])
+            hooks = _LayerHooks(module, self._clock, self._flops, self._calls[name])
             self._handles += [
                 module.register_forward_pre_hook(hooks.before, with_kwargs=True),
                 module.register_forward_hook(hooks.after, with_kwargs=True),
             ]
 
-    def _timing(self, name: str, calls: Sequence[Call]) -> LayerTiming:
+    def _timing(self, name: str, calls: Sequence[_Call]) -> LayerTiming:
         forward = [call for call in calls if call.is_forward]
         backward = [call for call in calls if call.backward_start is not None and call.backward_stop is not None]
         forward_ms = sum(self._clock.milliseconds(call.forward_start, call.forward_stop) for call in forward)
@@ -349,13 +324,7 @@ class AttentionTracker:
 
 
 def gather_timings(timings: Sequence[LayerTiming], *, group: Group | None = None) -> list[LayerTiming]:
-    """Return the rows of all ranks, in the order of the group's ranks. Collective: every rank must call this.
-
-    Args:
-        timings: of this rank.
-        group: None: the default process group or, without one, this process alone.
-
-    """
+    """Return the rows of all ranks, in the order of the group's ranks. Collective: every rank must call this."""
     process_group = process_group_of(group)
     if process_group is None:
         return list(timings)

@@ -1,13 +1,12 @@
-"""`FiniteCheck`: a loss that is NaN or infinite on one rank ends the training on all of them, with an explanation.
+"""`FiniteCheck`: a loss that is NaN or infinite on one rank raises an error on all of them.
 
-Ranks have to agree on the step in which they raise: a rank that raised alone would leave the others waiting for its
-gradients. So in each step they reduce one flag, and each of them looks at it in the next step. By then the GPU has
-computed it, and has the next forward to do: the host does not hold it up.
+A rank that raised alone would leave the others waiting for its gradients. So in each step ranks reduce one flag, which
+each of them reads in the next step. By then the GPU has computed it, and runs the next forward.
 
-    step     t                                   t + 1
-    device   forward, flag, backward, ...        forward, ...
-    side     ......... all-reduce, copy to host
-    host                                         is it raised?
+    step          t                                   t + 1
+    device        forward, flag, backward, ...        forward, ...
+    side stream   ......... all-reduce, copy to host
+    host                                              is it set?
 """
 
 from dataclasses import dataclass
@@ -20,9 +19,7 @@ from evenrank.core.errors import RankError
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
 
-# In an error's message; ids and losses beyond them are counted only.
-_NAMED_SAMPLES = 64
-_NAMED_LOSSES = 64
+_MAX_NAMED = 64  # ids and losses in a message; further ones are counted only
 
 
 class FiniteCheck:
@@ -36,19 +33,18 @@ class FiniteCheck:
             ...
         check.finish()
 
-    The error comes one step late. By then the weights of all ranks may be NaN, because gradients are averaged; the
-    message names the first such step. Call `finish` before saving a checkpoint, so that no useless one is saved.
+    The error comes one step late, when the weights of all ranks may be NaN already, because gradients are averaged. The
+    message names the first such step. Call `finish` before saving a checkpoint.
 
     It costs an all-reduce of 4 bytes per step, on a GPU on a side stream. The device is never synchronized: in step t
-    the host waits for the forward of step t - 1 on all ranks at most, so it runs less than two steps ahead of the GPU.
+    the host waits at most for the forward of step t - 1 on all ranks, so it runs less than two steps ahead of the GPU.
 
     Args:
-        group: the ranks that end together: those of the whole job, tensor-parallel ones included; None: the default
-            process group or, without one, this process alone.
+        group: all ranks of the job, tensor-parallel ones included; None: the default process group or, without one,
+            this process alone.
 
     Raises:
         ConfigError: this process is not a rank of the group.
-
     """
 
     def __init__(self, *, group: Group | None = None) -> None:
@@ -64,23 +60,21 @@ class FiniteCheck:
         Collective: every rank must call this.
 
         Args:
-            loss_sums: of any shape; what `scale_loss` is given or what it returns.
+            loss_sums: the argument or the result of `scale_loss`, of any shape.
             batch: the batch that they were computed on.
 
         Raises:
-            RankError: a loss was not finite on some rank; on every rank. The message has the first such rank, epoch and
-                step, its losses and, where batches have a field `sample_ids`, the ids of its samples.
-
+            RankError: a loss was not finite on some rank; on every rank. The message names the first such rank, the
+                epoch and step, the losses and, where batches have a field `sample_ids`, the samples.
         """
         self.finish()
         sample_ids = dict(batch.tensors()).get("sample_ids")
-        # Copies, because the caller may go on with the tensors; and a view of the batch would keep all of it allocated.
+        # Copies, because the caller may overwrite its tensors, and a view would keep the whole batch allocated.
         losses = loss_sums.clone()
         ids = sample_ids[: batch.num_real].clone() if isinstance(sample_ids, Tensor) else None
-        flag = (~losses.isfinite()).any().to(torch.int32)
-        is_raised, is_copied = self._reduce(flag)
+        is_set, is_copied = self._reduce((~losses.isfinite()).any().to(torch.int32))
         self._pending = _Pending(
-            is_raised=is_raised,
+            is_set=is_set,
             is_copied=is_copied,
             rank=self._rank,
             losses=losses,
@@ -91,22 +85,14 @@ class FiniteCheck:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Look at the last step too: after the training, and before a checkpoint.
-
-        Collective: every rank must call this.
-
-        Raises:
-            RankError: see `update`.
-
-        """
+        """Check the last step too, like `update`: after training, and before a checkpoint. Collective."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         if pending.is_copied is not None:
             pending.is_copied.synchronize()
-        if not pending.is_raised.item():
+        if not pending.is_set.item():
             return
-        # All ranks are here, so they can take their time.
         reports = [pending.report()]
         if self._group is not None:
             reports = [None] * self._group.size()
@@ -118,12 +104,12 @@ class FiniteCheck:
         )
 
     def _reduce(self, flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return whether any rank's flag is 1, in host memory, and the event after which it is there."""
+        """Return whether any rank's flag is 1, in host memory, and the event after which that is valid."""
         if flag.is_cuda and self._side_stream is None:
             self._side_stream = torch.cuda.Stream(flag.device)
         stream = self._side_stream
         if stream is not None:
-            # The training does not wait for the ranks whose forward takes longer.
+            # The training stream does not wait for ranks whose forward takes longer.
             stream.wait_stream(torch.cuda.current_stream(flag.device))
             flag.record_stream(stream)
         with torch.cuda.stream(stream):  # None changes nothing
@@ -138,35 +124,28 @@ class FiniteCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pending:
-    """A step whose flag has not been looked at."""
+    """A step of this rank whose flag has not been read."""
 
-    is_raised: Tensor
-    """int32 scalar in host memory: 1 if the loss of some rank is not finite."""
-    is_copied: torch.cuda.Event | None
-    """After which that is valid; None: at once."""
-    rank: int
-    """This process's rank in the job."""
+    is_set: Tensor  # int32 scalar in host memory: 1 if the loss of some rank is not finite
+    is_copied: torch.cuda.Event | None  # after which that is valid; None: at once
+    rank: int  # in the job
     losses: Tensor
-    """Of this rank."""
-    sample_ids: Tensor | None
-    """Of this rank's samples, padding left out; None if batches have none."""
+    sample_ids: Tensor | None  # without padding; None if batches have none
     num_samples: int
-    """Of this rank."""
-    place: str
-    """Epoch and step."""
+    place: str  # epoch and step
 
     def report(self) -> str | None:
-        """Return what is wrong with this rank's loss, if anything; it synchronizes with the device."""
+        """Describe this rank's loss unless it is finite; synchronizes with the device."""
         num_bad = int((~self.losses.isfinite()).sum())
         if num_bad == 0:
             return None
         num_losses = self.losses.numel()
-        is_long = num_losses > _NAMED_LOSSES
+        is_long = num_losses > _MAX_NAMED
         losses = f"not finite in {num_bad} of {num_losses} entries" if is_long else self.losses.tolist()
         if self.sample_ids is None:
             samples = f"its {self.num_samples} samples have no ids"
         else:
             ids = self.sample_ids.tolist()
-            rest = f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else ""
-            samples = f"its samples are {', '.join(map(str, ids[:_NAMED_SAMPLES])) or 'none'}{rest}"
+            more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
+            samples = f"its samples are {', '.join(map(str, ids[:_MAX_NAMED])) or 'none'}{more}"
         return f"the loss of rank {self.rank} in {self.place} is {losses}; {samples}"

@@ -1,11 +1,11 @@
-"""Floating-point operations (FLOPs) of a batch, from its lengths: those of the matrix products.
+"""Floating-point operations (FLOPs) of the matrix products of a batch, from its lengths.
 
 A product of [m, k] and [k, n] takes 2 m k n operations. Norms, activations, gates, softmax, position buckets and
 embedding lookups are left out, as in the model FLOPs by which utilization is defined (Chowdhery et al., 2022, "PaLM",
-appendix B). All of it is linear in three counts:
+appendix B). FLOPs are linear in three counts:
 
     tokens        rows of the linear layers
-    pairs         query and key of which the first sees the second: scores and weighted values
+    pairs         pairs of tokens of which the first attends to the second: scores and weighted values
     predictions   rows of the head, the loss tokens
 
 Wasted operations, on padding or masked pairs, are not counted; neither is recomputation.
@@ -25,7 +25,7 @@ from evenrank.dataloader.batches.batch import SequenceBatch
 from evenrank.datasets.schema import ACTION, ITEM_ID
 
 Count = int | Tensor
-"""A number: an int, or an int64 scalar on any device, so that counting on a GPU does not wait for it."""
+"""An int, or an int64 scalar on any device, so that counting on a GPU does not wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +34,10 @@ class Flops:
 
     linear_forward: Count
     """Of the linear layers."""
-
     linear_backward: Count
     """Twice the forward's: each product A B has the gradients of A and of B, of the same size."""
-
     attention_forward: Count
     """Of scores and weighted values."""
-
     attention_backward: Count
     """Twice the forward's, or 2.5 times; see `with_recomputed_scores`."""
 
@@ -62,36 +59,32 @@ class Flops:
     def with_recomputed_scores(self) -> Self:
         """Count the scores that fused kernels compute again in the backward pass: 5 products there, after 2.
 
-        That is the convention for the speed of attention kernels, 3.5 times the forward's operations in all (Dao,
-        2023, "FlashAttention-2", section 4.1). Utilization (MFU) is defined without them: 3 times.
+        That is the convention for the speed of attention kernels (Dao, 2023, "FlashAttention-2", section 4.1).
+        Utilization (MFU) is defined without them.
         """
         return dataclasses.replace(self, attention_backward=self.attention_forward * 5 // 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a batch gives a model to do, in the counts in which FLOPs are linear."""
+    """The counts of a batch in which FLOPs are linear."""
 
     tokens: Count
     """Tokens of all samples."""
-
     pairs: Count
-    """Pairs of tokens of which the first sees the second, its own pair included; per head and layer."""
-
+    """Pairs of tokens of which the first attends to the second, itself included; per head and layer."""
     predictions: Count
     """Rows of the head, such as candidates or loss tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFlops:
-    """Forward FLOPs of a model per unit of its work; `hstu_flops` and `decoder_flops` make those of the examples."""
+    """Forward FLOPs of a model per unit of its work; see `hstu_flops` and `decoder_flops`."""
 
     per_token: int
-    """Of all linear layers that each token goes through."""
-
+    """Of all linear layers that each token passes through."""
     per_pair: int
     """Of all attention layers and heads: 4 heads head_dim each layer."""
-
     per_prediction: int = 0
     """Of the head."""
 
@@ -128,7 +121,6 @@ def hstu_flops(
 
     Raises:
         ConfigError: a size is not positive.
-
     """
     _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
     width = heads * head_dim
@@ -145,17 +137,8 @@ def decoder_flops(
 ) -> ModelFlops:
     """Return the FLOPs of a decoder with softmax attention and a feed-forward network of two linears, as in SASRec.
 
-    Args:
-        hidden: width of the residual stream.
-        heads: attention heads of a layer; of this rank, if they are distributed in tensor parallelism.
-        head_dim: width of a head.
-        layers: number of layers.
-        ffn_hidden: inner width of the feed-forward network.
-        head: widths of the MLP of a prediction, such as (hidden, codes of a codebook); empty: there is none.
-
-    Raises:
-        ConfigError: a size is not positive.
-
+    Arguments are those of `hstu_flops`, and `ffn_hidden`, the inner width of the feed-forward network; `head` may be
+    (hidden, codes of a codebook).
     """
     _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers, ffn_hidden=ffn_hidden)
     width = heads * head_dim
@@ -164,11 +147,10 @@ def decoder_flops(
 
 
 def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tensor:
-    """Return in how many pairs of its tokens the first sees the second, of each sample: int64 [B].
+    """Return the number of pairs of each sample's tokens of which the first attends to the second: int64 [B].
 
-    Contextual tokens see one another and the whole history; tokens of the history see themselves and what precedes
-    them; candidates see the history and themselves. With h = 3 tokens of history, 1 of them contextual, and 2
-    candidates, 3 + 5 + 8 pairs:
+    Contextual tokens attend to one another and the whole history; tokens of the history to themselves and earlier ones;
+    candidates to the history and themselves. With 3 tokens of history, 1 of them contextual, and 2 candidates:
 
         contextual   x x x
         history      x x
@@ -176,11 +158,7 @@ def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tenso
         candidates   x x x x
                      x x x   x
 
-    Args:
-        history: integers [B], contextual tokens included.
-        contextual: integers [B], at most `history`.
-        candidates: integers [B].
-
+    All are integers [B]; `history` includes `contextual`.
     """
     history, contextual, candidates = history.long(), contextual.long(), candidates.long()
     causal = (history * (history + 1) - contextual * (contextual + 1)) // 2
@@ -192,10 +170,9 @@ def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predic
 
     Args:
         history: integers [B], tokens before the candidates, contextual ones included.
-        contextual: integers [B], how many of them are contextual and see the whole history.
+        contextual: integers [B], the number of them that are contextual and attend to the whole history.
         candidates: integers [B], tokens of candidates.
         predictions: rows of the head; `batch.loss_tokens` for most models.
-
     """
     pairs = hstu_pairs(history, contextual, candidates).sum()
     return Work(tokens=(history + candidates).long().sum(), pairs=pairs, predictions=predictions)
@@ -205,22 +182,18 @@ def causal_work(tokens: Tensor, *, predictions: Count) -> Work:
     """Return the work of a causal decoder on samples of these lengths, without waiting for their device.
 
     Args:
-        tokens: integers [B], those of a semantic-id model's candidates and begin of sequence included.
+        tokens: integers [B]; for semantic ids, including the candidates and the begin of the sequence.
         predictions: rows of the head.
-
     """
     tokens = tokens.long()
     return Work(tokens=tokens.sum(), pairs=(tokens * (tokens + 1) // 2).sum(), predictions=predictions)
 
 
 def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Sequence[str] = ()) -> Work:
-    """Return the work of an HSTU model on a batch, where the batch is, without waiting for the device.
+    """Return the work of an HSTU model on a batch, as scalars on the batch's device, without waiting for it.
 
-    Contextual tokens see the whole history, unless it has loss tokens: in retrieval, and where labels are those of the
-    history, they would show it its own future, so they see only those before them.
-
-    The lengths of a balanced batch are on its device alone, so the counts are scalars there. To log them, sum them on
-    the device, as a ThroughputMeter does.
+    Contextual tokens attend to the whole history, unless it has loss tokens: in retrieval, and with labels of the
+    history, they would reveal its future, so they attend only to earlier ones.
 
     Args:
         batch: of any loader, balanced or not.
@@ -229,7 +202,6 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
 
     Raises:
         ConfigError: the batch lacks one of the keys.
-
     """
     items, candidates = _lengths(batch, ITEM_ID), batch.num_candidates
     history = items - candidates

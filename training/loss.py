@@ -1,5 +1,9 @@
-"""Scaling of the loss that gives balanced training the gradient of unbalanced training."""
+"""Losses of balanced training: scaling that gives the gradient of unbalanced training, accumulation, averages, labels.
 
+The loss of an optimizer step is the sum over the loss tokens of all ranks, divided by their number.
+"""
+
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -9,41 +13,43 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
+
+# Squares of numbers of so many bits are added up exactly in float64, over 32,768 ranks.
+_COMPARED_BITS = 19
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = None) -> Tensor:
     """Scale a rank's sums of losses to its share of the step's mean losses.
 
-    The loss of a step is the sum over the loss tokens of all ranks, divided by their number. DDP, FSDP and TorchRec
-    average gradients over `dp_size` ranks, so a rank's share is loss_sums * dp_size / (loss tokens of all ranks). The
-    batch carries the divisor: the loss tokens of the step or, behind `accumulate`, of all steps that are accumulated,
-    and those of each task where tasks have different ones.
+    DDP, FSDP and TorchRec average gradients over `dp_size` ranks, so a rank's share is loss_sums * dp_size / (loss
+    tokens of all ranks). The batch carries the divisor: the loss tokens of the step or, behind `accumulate`, of all
+    steps that are accumulated, and those of each task where tasks have different ones.
 
     A rank may have no sample in the last step of an epoch. Its loss must still depend on all parameters, or DDP waits
     for their gradients. A sum over zero rows of the model's output does so if the model runs on the padded batch.
 
-    It never synchronizes with a GPU. It may be called in the forward of a model that torch.fx traces, as TorchRec's
-    training pipelines do: it is one node of the graph.
+    It never synchronizes with a GPU. In a model traced by torch.fx, as in TorchRec's training pipelines, it is one node
+    of the graph.
 
     Args:
-        loss_sums: of one task, a scalar, or of several, [tasks]: the sums (not the means) of the loss over this rank's
+        loss_sums: a scalar for one task, [tasks] for several: the sums (not the means) of the loss over this rank's
             loss tokens.
         batch: the batch that they were computed on, from a Balancer.
-        dp_size: the number of data-parallel ranks whose gradients are averaged; None: the ranks of the Balancer's
-            group.
+        dp_size: number of data-parallel ranks whose gradients are averaged; None: the ranks of the Balancer's group.
 
     Returns:
         As many losses, on which to call `backward` after adding them up; zero for tasks of which no rank has loss
         tokens.
 
     Raises:
-        ConfigError: `loss_sums` is no tensor, or the batch does not know the number of loss tokens of all ranks, as it
-            is not from a Balancer, or it knows those of other tasks.
-
+        ConfigError: `loss_sums` is no tensor, or the batch, not being from a Balancer, does not know the loss tokens of
+            all ranks, or has those of other tasks.
     """
     # While torch.fx traces, both are proxies, whose values cannot be looked at. `torch.fx.wrap` would not do here: it
     # applies to modules imported before tracing starts, and this one is imported at its first use.
@@ -71,33 +77,19 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     return loss_sums * (dp_size / batch.world_loss_tokens)
 
 
-# Labels of several binary tasks, packed into one integer.
-
-
 def label_bits(labels: Tensor, num_tasks: int) -> Tensor:
-    """Unpack labels into one binary label per task.
+    """Unpack integer labels into one binary label per task.
 
     Args:
         labels: int64 [n]; task t is bit t, as in the actions of KuaiRand (is_click 1, is_like 2, is_follow 4, ...).
-        num_tasks: how many of the low bits are tasks, 1 to 31.
+        num_tasks: number of low bits that are tasks, 1 to 31.
 
     Returns:
         float32 [n, num_tasks] of 0 and 1, on the device of the labels; a target for
         `binary_cross_entropy_with_logits`.
-
     """
     tasks = torch.arange(num_tasks, device=labels.device)
     return (labels.unsqueeze(-1) >> tasks).bitwise_and(1).float()
-
-
-# Gradient accumulation: what the losses of several steps are divided by, if one optimizer step trains them all.
-#
-# The mean of the steps' means would weigh the tokens of a step with few of them more. So each loss is divided by the
-# loss
-# tokens of all ranks over all steps, which are known once the last of their batches is: the batches are pulled first.
-
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 def accumulate(
@@ -107,7 +99,7 @@ def accumulate(
     task_tokens: Callable[[Batch], Tensor] | None = None,
     group: Group | None = None,
 ) -> Iterator[list[Batch]]:
-    """Yield the batches of each optimizer step, for which `scale_loss` then divides by the loss tokens of all of them.
+    """Yield the batches of each optimizer step; `scale_loss` then divides by the loss tokens of all of them.
 
         for batches in accumulate(balancer, 4):
             for batch in batches:
@@ -117,13 +109,14 @@ def accumulate(
             optimizer.step()
             optimizer.zero_grad()
 
-    The device holds the batches of one optimizer step at a time: integers, which need little memory next to the
-    activations of one of them. Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the
-    Balancer is the position after the one handed out last. The last one of an epoch may have fewer batches.
+    The mean of the steps' means would give more weight to the tokens of a step with few of them. So all batches of an
+    optimizer step are pulled first, and held on the device: integers, small next to the activations of one of them.
+    Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the Balancer is the position
+    after the last one. The last optimizer step of an epoch may have fewer batches.
 
-    Where tasks have loss tokens of their own, because labels of some are missing, `task_tokens` counts them; also
-    without accumulation, with `num_steps=1`. Then each optimizer step begins with an all-reduce of one number per task,
-    on the device, without a synchronization. A training pipeline, which steps the optimizer itself, takes
+    Where labels of some tasks are missing, `task_tokens` counts the loss tokens of each task; also without
+    accumulation, with `num_steps=1`. Each optimizer step then begins with an all-reduce of one number per task, without
+    a synchronization. A training pipeline, which steps the optimizer itself, takes
     `itertools.chain.from_iterable(accumulate(balancer, 1, task_tokens=...))`.
 
     Args:
@@ -132,18 +125,17 @@ def accumulate(
         task_tokens: returns the loss tokens of each task in this rank's batch: integers [tasks] on the device that
             trains, equally many on all ranks. It must not synchronize: `(batch.targets >= 0).sum(dim=0)`, where
             missing ones and the fill of padding rows are negative. None: each loss token counts for all tasks.
-        group: the data-parallel ranks over which they are counted, those of the Balancer; None: the default process
-            group or, without one, this process alone.
+        group: the data-parallel ranks of the Balancer; None: the default process group or, without one, this process
+            alone.
 
     Returns:
-        An iterator over lists of 1 to `num_steps` batches, which differ from those given in `world_loss_tokens` and
-        `world_task_tokens`. Iterating is collective: every rank of the group must do it.
+        An iterator over lists of 1 to `num_steps` batches with other `world_loss_tokens` and `world_task_tokens`.
+        Iterating is collective: every rank of the group must do it.
 
     Raises:
         ConfigError: `num_steps` is below 1, this process is not a rank of the group, batches are not from a Balancer,
             or `task_tokens` returns something else.
-        RankError: `num_steps`, or the tasks that are counted, differ between ranks; while iterating, on every rank.
-
+        RankError: `num_steps` or the tasks differ between ranks; while iterating, on every rank.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
@@ -169,7 +161,7 @@ def _optimizer_steps(
             world_loss_tokens += batch.world_loss_tokens
         counts = None
         if task_tokens is not None:
-            counts = torch.stack([_counted(task_tokens(batch)) for batch in pulled]).sum(dim=0)
+            counts = torch.stack([_checked_counts(task_tokens(batch)) for batch in pulled]).sum(dim=0)
             if is_first:
                 gather_checked({"the shape of task_tokens": list(counts.shape)}, None, group)
                 is_first = False
@@ -178,8 +170,112 @@ def _optimizer_steps(
         yield [batch.replace(world_loss_tokens=world_loss_tokens, world_task_tokens=counts) for batch in pulled]
 
 
-def _counted(tokens: Any) -> Tensor:
+def _checked_counts(tokens: Any) -> Tensor:
     if isinstance(tokens, Tensor) and tokens.dim() == 1 and not tokens.is_floating_point():
         return tokens
     got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
     raise ConfigError(f"task_tokens must return integers [tasks], got {got}; add up booleans over the samples")
+
+
+class LossAverage:
+    """The mean loss per loss token of each task, over all data-parallel ranks and any number of steps, for the log.
+
+        average = LossAverage(num_tasks, group=mesh["dp"], device=device)
+        for step, batch in enumerate(balancer):
+            loss_sums = model(batch)
+            average.update(loss_sums, batch)
+            ...
+            if step % 100 == 99:
+                print(average.compute())
+                average.reset()
+
+    Sums and counts of this rank's own samples are added up on the device, so steps may be accumulated, and ranks may
+    have different numbers of steps, or none. Tensor-parallel peers, which have equal losses, are in different groups,
+    each of which counts every sample once.
+
+    Where each rank plans its steps alone (`build_loader(balance=...)`), `compute` also compares these plans, if all
+    ranks have added the same steps.
+
+    Collective: every rank of the group must call the constructor.
+
+    Args:
+        num_tasks: entries of the loss sums.
+        group: the data-parallel ranks, as a process group or a device mesh of one dimension such as `mesh["dp"]`; None:
+            the default process group or, without one, this process alone.
+        device: where losses are added up; over NCCL, this rank's GPU.
+
+    Raises:
+        ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
+        RankError: `num_tasks` differs between ranks.
+    """
+
+    def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
+        if num_tasks < 1:
+            raise ConfigError(f"num_tasks must be at least 1, got {num_tasks}")
+        self._group = process_group_of(group)
+        gather_checked({"num_tasks": num_tasks}, None, self._group)
+        # Sums, then loss tokens. In float64, which adds up 2^53 tokens exactly.
+        self._totals = torch.zeros(2, num_tasks, dtype=torch.float64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over."""
+        self._totals.zero_()
+        self._steps = self._plans = (
+            0  # sums of hashes of the steps that this rank has planned alone, and of their plans
+        )
+
+    @torch.no_grad()
+    def update(self, loss_sums: Tensor, batch: JaggedBatch, *, task_tokens: Tensor | None = None) -> None:
+        """Add this rank's losses in a step, without a synchronization.
+
+        Args:
+            loss_sums: the argument of `scale_loss`: [tasks], or a scalar for one task.
+            batch: the batch that they were computed on.
+            task_tokens: [tasks], this rank's loss tokens of each task; None: each of the batch's counts for all tasks.
+
+        Raises:
+            ConfigError: there are other numbers of tasks, or the losses are on another kind of device.
+        """
+        sums = loss_sums.reshape(-1)
+        num_tasks = self._totals.shape[1]
+        for name, values in (("loss_sums", sums), ("task_tokens", task_tokens)):
+            if values is not None and values.shape != (num_tasks,):
+                raise ConfigError(f"{name} must have one entry per task, {num_tasks}, got {list(values.shape)}")
+        if sums.device.type != self._totals.device.type:
+            raise ConfigError(
+                f"loss_sums are on {sums.device}, but added up on {self._totals.device}; pass its device="
+            )
+        self._totals[0] += sums
+        self._totals[1] += batch.loss_tokens if task_tokens is None else task_tokens
+        if batch.plan_hash is not None:
+            self._steps += hash((batch.epoch, batch.position))
+            self._plans += batch.plan_hash >> (63 - _COMPARED_BITS)  # the upper bits depend on all samples
+
+    @torch.no_grad()
+    def compute(self) -> list[float]:
+        """Return the mean loss of each task since the last `reset`: the same on every rank, NaN without loss tokens.
+
+        It synchronizes with the device. Collective: every rank must call this, also without samples.
+
+        Raises:
+            RankError: ranks have planned these steps differently; on every rank.
+        """
+        totals = self._totals.clone()
+        if self._group is not None:
+            own = [value % (1 << _COMPARED_BITS) for value in (self._steps, self._plans)]
+            compared = totals.new_tensor([own, [value * value for value in own]])
+            flat = torch.cat([totals.flatten(), compared.flatten()])
+            dist.all_reduce(flat, group=self._group)
+            totals, (sums, squares) = flat[:-4].view_as(totals), flat[-4:].view(2, 2).tolist()
+            # Values are all equal if and only if the mean of their squares is the square of their mean.
+            has_same_steps, has_equal_plans = (
+                self._group.size() * int(square) == int(total) ** 2 for total, square in zip(sums, squares, strict=True)
+            )
+            if has_same_steps and not has_equal_plans:
+                raise RankError(
+                    "ranks have planned the steps of this average differently: samples were left out or trained twice; "
+                    "make the cost and the strategy return the same on all ranks, or use a Balancer, which gathers "
+                    "costs, and resume from an earlier checkpoint with new loaders"
+                )
+        return [total / tokens if tokens else math.nan for total, tokens in zip(*totals.tolist(), strict=True)]

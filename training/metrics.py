@@ -1,15 +1,14 @@
-"""Metrics of evaluation, exact, and with equal bits however the samples are distributed over ranks.
+"""Exact metrics of evaluation, equal bit for bit however the samples are distributed over ranks.
 
 Ranks add up integers only; floats are computed from the sums of all ranks, in one order.
 
 The AUC of torchmetrics, which TorchRec installs, would not do. It replaces the scores of a call by their sigmoid if one
-of them is outside 0..1, so what a score becomes depends on the batch that it is in, and large logits become ties. It
-divides and integrates in float32. A rank without samples takes part in fewer collectives, and the others wait for it.
+of them is outside 0..1, so a score depends on its batch, and large logits become ties. It divides and integrates in
+float32. A rank without samples takes part in fewer collectives, and the others wait for it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,11 @@ from evenrank.dataloader.balance.ranks.process_group import Group, process_group
 class BinaryAUC:
     """Area under the ROC curve of each task: the chance that a positive scores above a negative, ties counting half.
 
-    It is the Mann-Whitney statistic over all pairs of a positive and a negative, of one rank or of two. Each rank keeps
-    its samples, and `compute` broadcasts the positives of one rank at a time, which all others compare with their own
-    negatives. So a rank needs memory for its own samples, 5 bytes per sample and task and several times that within
-    `compute`, and for the positives of one other rank. It receives all positives once, 4 bytes each. Pairs are counted
-    in int64, enough for 2 billion samples of each class.
+    It is the Mann-Whitney statistic over all pairs of a positive and a negative. Each rank keeps its samples, and
+    `compute` broadcasts the positives of one rank at a time, which all ranks compare with their own negatives. So a
+    rank needs memory for its own samples, 5 bytes per sample and task and several times that within `compute`, and for
+    the positives of one other rank. It receives all positives once, 4 bytes each. Pairs are counted in int64, enough
+    for 2 billion samples of each class.
 
     Args:
         num_tasks: columns of the scores.
@@ -38,7 +37,6 @@ class BinaryAUC:
 
     Raises:
         ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
-
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
@@ -46,7 +44,8 @@ class BinaryAUC:
             raise ConfigError(f"num_tasks must be at least 1, got {num_tasks}")
         self._num_tasks = num_tasks
         self._device = torch.device(device)
-        self._ranks = _Ranks(group, {"metric": "BinaryAUC", "num_tasks": num_tasks, "device": self._device.type})
+        self._group = process_group_of(group)
+        self._settings = {"metric": "BinaryAUC", "num_tasks": num_tasks, "device": self._device.type}
         self.reset()
 
     def reset(self) -> None:
@@ -63,7 +62,6 @@ class BinaryAUC:
 
         Raises:
             ConfigError: the shapes are others.
-
         """
         if scores.shape != targets.shape or scores.shape[1:] != (self._num_tasks,):
             raise ConfigError(
@@ -83,7 +81,6 @@ class BinaryAUC:
 
         Raises:
             RankError: ranks have different metrics, tasks or kinds of devices.
-
         """
         scores, is_positive = torch.cat(self._scores), torch.cat(self._is_positive)
         self._scores, self._is_positive = [scores], [is_positive]
@@ -91,20 +88,33 @@ class BinaryAUC:
         positives = [scores[is_positive[:, task], task] for task in tasks]
         negatives = [scores[~is_positive[:, task], task].sort().values for task in tasks]
         totals = torch.zeros(self._num_tasks, 4, dtype=torch.int64, device=self._device)
-        for of_rank in self._ranks.broadcast_each(positives):
+        for of_rank in self._broadcast_each(positives):
             totals[:, 0] += torch.stack([_count_wins_twice(*pair) for pair in zip(of_rank, negatives, strict=True)])
         totals[:, 1] = is_positive.sum(dim=0)
         totals[:, 2] = (~is_positive).sum(dim=0)
         totals[:, 3] = scores.isnan().sum(dim=0)
-        self._ranks.add_up(totals)
+        if self._group is not None:
+            dist.all_reduce(totals, group=self._group)
         return [_auc(*of_task) for of_task in totals.tolist()]
+
+    def _broadcast_each(self, parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the parts of each rank in turn: [n] each, equally many on all ranks, of any sizes."""
+        all_sizes = gather_checked(self._settings, [len(part) for part in parts], self._group)
+        for rank, sizes in enumerate(all_sizes):
+            if self._group is None or rank == self._group.rank():
+                joined = torch.cat(list(parts))
+            else:
+                joined = parts[0].new_empty(sum(sizes))
+            if self._group is not None and len(joined):
+                dist.broadcast(joined, group=self._group, group_src=rank)
+            yield list(joined.split(sizes))
 
 
 class RankingMetrics:
     """Recall@K, NDCG@K and MRR@K of rankings with one relevant item each, the target.
 
     With the target at place p = 1, 2, ..., they are the means of 1, 1 / log2(p + 1) and 1 / p over all samples, where
-    places beyond K count 0. Each rank keeps how often each place up to the largest K occurred: 8 bytes per place, which
+    places beyond K count 0. Each rank counts the samples of each place up to the largest K: 8 bytes per place, which
     `compute` adds up over ranks.
 
     Args:
@@ -114,7 +124,6 @@ class RankingMetrics:
 
     Raises:
         ConfigError: `ks` is empty or has a value below 1, or this process is not a rank of the group.
-
     """
 
     def __init__(
@@ -124,7 +133,8 @@ class RankingMetrics:
             raise ConfigError(f"ks must be numbers of at least 1, got {list(ks)}")
         self._ks = tuple(ks)
         self._device = torch.device(device)
-        self._ranks = _Ranks(group, {"metric": "RankingMetrics", "ks": list(ks), "device": self._device.type})
+        self._group = process_group_of(group)
+        self._settings = {"metric": "RankingMetrics", "ks": list(ks), "device": self._device.type}
         self.reset()
 
     def reset(self) -> None:
@@ -133,15 +143,11 @@ class RankingMetrics:
         self._counts = torch.zeros(max(self._ks) + 1, dtype=torch.int64, device=self._device)
 
     def update(self, places: Tensor) -> None:
-        """Add samples of this rank: any number, on any number of calls.
+        """Add samples of this rank: any number, in any number of calls.
 
         Args:
-            places: int64 [n], of the targets in their rankings: 1 for the best item; 0 or less if the target was not
+            places: integers [n], of the targets in their rankings: 1 for the best item; 0 or less if the target was not
                 found.
-
-        Raises:
-            ConfigError: it is no vector of integers.
-
         """
         if places.dim() != 1 or places.is_floating_point():
             raise ConfigError(f"places must be integers [n], got {places.dtype} {list(places.shape)}")
@@ -158,22 +164,16 @@ class RankingMetrics:
 
         Raises:
             RankError: ranks have different metrics, `ks` or kinds of devices.
-
         """
-        self._ranks.gather(None)
+        gather_checked(self._settings, None, self._group)
         totals = self._counts.clone()
-        self._ranks.add_up(totals)
+        if self._group is not None:
+            dist.all_reduce(totals, group=self._group)
         return _ranking_metrics(totals.tolist(), self._ks)
 
 
 def _count_wins_twice(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Return over all pairs the sum of 2 for a positive above a negative and 1 for a tie: an int64 scalar.
-
-    Args:
-        positives: float32 [n], in any order.
-        negatives: float32 [m], ascending.
-
-    """
+    """Sum up 2 for each positive [n] above a negative [m], ascending, and 1 for each tie: an int64 scalar."""
     below = torch.searchsorted(negatives, positives)
     not_above = torch.searchsorted(negatives, positives, right=True)
     return (below + not_above).sum()
@@ -185,7 +185,7 @@ def _auc(wins_twice: int, num_positive: int, num_negative: int, num_nan: int) ->
 
 
 def _ranking_metrics(counts: Sequence[int], ks: Sequence[int]) -> dict[str, float]:
-    """Return the metrics by name, given how often each place occurred; counts[0] is that of all other places."""
+    """Return the metrics by name from the number of samples at each place; counts[0] has all other places."""
     num_samples = sum(counts)
     metrics: dict[str, float] = {}
     for k in ks:
@@ -197,47 +197,3 @@ def _ranking_metrics(counts: Sequence[int], ks: Sequence[int]) -> dict[str, floa
         }
         metrics |= {f"{name}@{k}": total / num_samples if num_samples else math.nan for name, total in sums.items()}
     return metrics
-
-
-class _Ranks:
-    """Collectives of a metric over a group; without one, of this process alone.
-
-    Args:
-        group: see `BinaryAUC`.
-        settings: of the metric, which must be equal on all ranks.
-
-    """
-
-    def __init__(self, group: Group | None, settings: Mapping[str, Any]) -> None:
-        self._group = process_group_of(group)
-        self._settings = dict(settings)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, which can be pickled. Collective: every rank must call this first.
-
-        Raises:
-            RankError: settings differ.
-
-        """
-        return gather_checked(self._settings, value, self._group)
-
-    def broadcast_each(self, parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the parts of each rank in turn. Collective: every rank must take them all.
-
-        Args:
-            parts: [n] each, equally many on all ranks, of any sizes.
-
-        """
-        for rank, sizes in enumerate(self.gather([len(part) for part in parts])):
-            if self._group is None or rank == self._group.rank():
-                joined = torch.cat(list(parts))
-            else:
-                joined = parts[0].new_empty(sum(sizes))
-            if self._group is not None and len(joined):
-                dist.broadcast(joined, group=self._group, group_src=rank)
-            yield list(joined.split(sizes))
-
-    def add_up(self, totals: Tensor) -> None:
-        """Replace integers by their sums over all ranks. Collective: every rank must call this."""
-        if self._group is not None:
-            dist.all_reduce(totals, group=self._group)

@@ -4,8 +4,7 @@
     sparse-dist   TrainPipelineSparseDist: also sends the ids of sharded tables to the ranks that hold their rows
     prefetch      PrefetchTrainPipelineSparseDist: also fills the device's caches of tables that are in host memory
 
-They are TorchRec's own classes. Here each is given the same forward, with the loss inside the model or outside, and
-`run_pipeline` drives it until the data end.
+All run the same forward, with the loss inside or outside the model, and `run_pipeline` drives them until the data end.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,13 @@ from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.types import ShardedModule
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.registry import Registry
@@ -23,14 +29,14 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStep(Generic[Batch]):
-    """What a pipeline returns for each batch."""
+    """The result of a pipeline for a batch."""
 
     batch: Batch
     """The batch that was trained or evaluated, on the device."""
     loss: Tensor
-    """What the optimizer step minimized: a scalar, detached."""
+    """The scalar that the optimizer step minimized, detached."""
     output: Any
-    """What the model returned: with the loss outside, all of it; with the loss inside, what came with the loss."""
+    """The model's output; without the loss, if the model computes it."""
 
 
 class PipelineForward(Generic[Batch]):
@@ -38,8 +44,7 @@ class PipelineForward(Generic[Batch]):
 
     Args:
         model: called with a batch.
-        loss: from what the model returned, and the batch, to a scalar; None: the model returns (loss, output).
-
+        loss: from the model's output and the batch to a scalar; None: the model returns (loss, output).
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Batch], Tensor] | None) -> None:
@@ -52,7 +57,7 @@ class PipelineForward(Generic[Batch]):
         return self._model.training
 
     def __call__(self, batch: Batch) -> tuple[Tensor, PipelineStep[Batch]]:
-        """Return the loss, and the step that the pipeline is to return."""
+        """Return the loss and the pipeline's result for a batch."""
         output = self._model(batch)
         if self._loss is None:
             if not isinstance(output, tuple | list) or len(output) != 2:
@@ -66,16 +71,12 @@ class PipelineForward(Generic[Batch]):
 
 
 class Pipeline(Protocol[Batch]):
-    """What a pipeline must have; TorchRec's have it."""
+    """The interface of a pipeline; TorchRec's pipelines have it."""
 
     def progress(self, dataloader_iter: Iterator[Batch]) -> PipelineStep[Batch]:
         """Train the next batch, or evaluate it if the model is in evaluation mode.
 
-        Batches may be pulled from the iterator ahead. Once it has ended, those pulled come first.
-
-        Raises:
-            StopIteration: there is none left.
-
+        Batches may be pulled from the iterator ahead. Raises StopIteration once all of them are done.
         """
 
     def reset(self) -> None:
@@ -83,8 +84,8 @@ class Pipeline(Protocol[Batch]):
 
 
 PipelineFactory = Callable[[nn.Module, torch.optim.Optimizer, torch.device, PipelineForward[Any]], Pipeline[Any]]
-"""Makes a pipeline from the model, the optimizer, the device that batches are copied to, and the forward that the
-pipeline calls with each batch. The model is there to be looked at and rewritten, as TorchRec does."""
+"""Makes a pipeline from the model, which it may rewrite, the optimizer, the device that batches are copied to, and the
+forward to call with each batch."""
 
 PIPELINES: Registry[PipelineFactory] = Registry(
     "pipeline", expected="a function of model, optimizer, device and forward", accepts=callable
@@ -92,12 +93,7 @@ PIPELINES: Registry[PipelineFactory] = Registry(
 
 
 def register_pipeline(name: str) -> Callable[[PipelineFactory], PipelineFactory]:
-    """Return a decorator that makes a function available to `make_pipeline` under a name.
-
-    Raises:
-        ConfigError: the name is taken, or what is decorated cannot be called.
-
-    """
+    """Return a decorator that makes a function available to `make_pipeline` under a name, which must not be taken."""
     return PIPELINES.register(name)
 
 
@@ -122,17 +118,16 @@ def make_pipeline(
 
     Raises:
         ConfigError: there is no pipeline of that name, or it cannot work with this device or model.
-
     """
     return PIPELINES[name](model, optimizer, torch.device(device), PipelineForward(model, loss))
 
 
 def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterator[PipelineStep[Batch]]:
-    """Yield the step of each batch, also of those that the pipeline still holds when the data end.
+    """Yield the step of each batch, including those that the pipeline still holds when the data end.
 
     In training mode each step is an optimizer step. To evaluate, call `model.eval()` and iterate under
-    `torch.no_grad()`. Afterwards the pipeline is empty and the model as it was, so the next run may have other batches
-    and another mode, and the model may be called directly. A run that is abandoned drops the batches that were pulled
+    `torch.no_grad()`. Afterwards the pipeline is empty and the model restored, so the next run may have other batches
+    and another mode, and the model may be called directly. Closing the iterator drops the batches that were pulled
     ahead; to pause after n steps, run `islice(iterator, n)`. After an error in a step, create a new model and pipeline.
 
     Collective where the model is: every rank must run equally many batches, as a Balancer yields.
@@ -154,12 +149,10 @@ def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterato
 
 
 def _restore_nested_modules(model: nn.Module, pipeline: object) -> None:
-    """Put back the modules that ran a batch ahead: TorchRec 1.6 puts back only those at the top of the model.
+    """Put back nested modules that ran a batch ahead: TorchRec 1.6 adds them to the top, with a dot in their names.
 
-    It adds the others to the top, with a dot in their names, so that a direct call gets the ids of an earlier batch.
+    A direct call would get the ids of an earlier batch.
     """
-    from torchrec.distributed import DistributedModelParallel
-
     top = model.module if isinstance(model, DistributedModelParallel) else model
     for replaced in getattr(pipeline, "_pipelined_postprocs", ()):
         parent, dot, name = replaced.fqn.rpartition(".")
@@ -170,10 +163,10 @@ def _restore_nested_modules(model: nn.Module, pipeline: object) -> None:
 
 @runtime_checkable
 class _RewritesModel(Protocol):
-    """TorchRec's pipelines that replace the forward of sharded modules, which then cannot be called directly."""
+    """A pipeline of TorchRec that replaces the forward of sharded modules, which then cannot be called directly."""
 
     def detach(self) -> nn.Module:
-        """Give the modules their own forward again."""
+        """Restore the forward of the modules."""
 
     def attach(self) -> None:
         """Let the next `progress` replace it again."""
@@ -183,9 +176,7 @@ class _RewritesModel(Protocol):
 def _base(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
 ) -> Pipeline[Any]:
-    from torchrec.distributed.train_pipeline import TrainPipelineBase
-
-    # Of the model it uses `training` and the call; it takes no function for the latter, as the others do.
+    # It uses only `training` and the call of the model, and takes no `custom_model_fwd`.
     return cast(Pipeline[Any], TrainPipelineBase(cast(nn.Module, forward), optimizer, device))
 
 
@@ -193,8 +184,6 @@ def _base(
 def _sparse_dist(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
 ) -> Pipeline[Any]:
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
     _check_sharded(model, "sparse-dist")
     pipeline = TrainPipelineSparseDist(model, optimizer, device, custom_model_fwd=forward, pipeline_postproc=True)
     return cast(Pipeline[Any], pipeline)
@@ -204,8 +193,6 @@ def _sparse_dist(
 def _prefetch(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
 ) -> Pipeline[Any]:
-    from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
-
     if device.type != "cuda":
         raise ConfigError(f"the pipeline 'prefetch' needs a CUDA device, got {device}; use 'sparse-dist' or 'none'")
     _check_sharded(model, "prefetch")
@@ -216,7 +203,5 @@ def _prefetch(
 
 
 def _check_sharded(model: nn.Module, name: str) -> None:
-    from torchrec.distributed.types import ShardedModule
-
     if not any(isinstance(module, ShardedModule) for module in model.modules()):
         raise ConfigError(f"the model has no sharded modules for the pipeline {name!r} to work ahead on; use 'none'")

@@ -1,4 +1,9 @@
-"""`ThroughputMeter`: step time, tokens and TFLOP/s of training, and the share of the devices' peak that it uses."""
+"""`ThroughputMeter`: step time, tokens, TFLOP/s and MFU of training; the peaks of devices.
+
+Peaks are dense, with fp32 accumulation: datasheets often print twice as much, which needs weights with 2:4 sparsity.
+They hold at the datasheet's boost clock, which a device under load may not reach. Peaks of a device that is not in the
+table, or of part of one (MIG), are computed from its multiprocessors and maximum clock.
+"""
 
 import re
 import time
@@ -19,33 +24,22 @@ class Throughput:
     """An interval of steps, over all ranks of the meter's group."""
 
     step: int
-    """Steps done at its end, since the meter was made."""
-
+    """Steps at its end, since the meter was created."""
     steps: int
     """Steps in it."""
-
     step_ms: float
-    """Milliseconds of a step, on average, from the end of one to the end of the next: loading, exchange and all."""
-
+    """Milliseconds of a step, on average, including loading and exchange."""
     tokens: int
     """Tokens of all steps and ranks."""
-
     tokens_per_second: float
     """Of all ranks together."""
-
     tflops: float
     """TFLOP/s of a GPU, on average over the ranks."""
-
     mfu: float | None
     """Model FLOPs utilization: `tflops` over the device's peak, 0 to 1; None if that is unknown."""
 
     def line(self, *, loss: float) -> str:
-        """Return it as a line of a log.
-
-        Args:
-            loss: average over the interval.
-
-        """
+        """Return it as a line of a log, with the average loss."""
         mfu = "unknown" if self.mfu is None else f"{100 * self.mfu:.1f} %"
         return (
             f"step {self.step} | loss {loss:.4f} | tokens {self.tokens:,} | {self.step_ms:.1f} ms | "
@@ -63,18 +57,15 @@ class ThroughputMeter:
             if throughput is not None:
                 print(throughput.line(loss=average.compute()[0]))
 
-    The counts of a step are summed where they are. Once an interval, their sums over the ranks are read, which waits
-    for the device, so that the interval includes all that its steps have launched.
-
-    FLOPs are the model's: activations that are computed again in the backward pass do not count (Chowdhery et al.,
-    2022, "PaLM", appendix B).
+    The counts of a step are summed on the device. Once per interval, their sums over the ranks are read, which waits
+    for the device, so the interval includes all kernels that its steps have launched.
 
     Collective: every rank of the group must call the constructor.
 
     Args:
         flops: of the model, on one rank.
-        every: steps from the end of an interval to that of the next, at least 1.
-        device: where `step` gets its counts, and the group reduces them.
+        every: steps of an interval, at least 1.
+        device: the device of the counts, on which the group reduces them.
         peak_flops: FLOP/s of one GPU in the model's dtype; see `device_peaks`. None: there is no MFU.
         group: the data-parallel ranks; None: the default process group or, without one, this process alone.
         clock: returns seconds.
@@ -82,7 +73,6 @@ class ThroughputMeter:
     Raises:
         ConfigError: `every` or `peak_flops` is not positive, or this process is not a rank of the group.
         RankError: `every` differs between ranks.
-
     """
 
     def __init__(
@@ -108,24 +98,19 @@ class ThroughputMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the interval now, as after an evaluation or a checkpoint, whose time is not training's.
+        """Begin the interval now, to leave out the time of an evaluation or a checkpoint.
 
-        It ends where it would have ended otherwise, so that ranks which restart at different steps, or not at all,
-        still add up their counts in the same step.
+        Its end stays the same, so ranks that restart at different steps still add up their counts in the same step.
         """
         self._sums.zero_()
         self._in_interval = 0
         self._started = self._clock()
 
     def step(self, work: Work) -> Throughput | None:
-        """Note that a step is done. Collective: every rank must call this after each of its steps.
+        """Record a step, and return the interval if the step is its last. Collective: every rank must call this.
 
         Args:
             work: of this rank's batch; its counts may be scalars on the meter's device.
-
-        Returns:
-            The interval, if this step is its last; else None.
-
         """
         self._num_steps += 1
         self._in_interval += 1
@@ -154,48 +139,31 @@ class ThroughputMeter:
         return throughput
 
 
-# Peak FLOP/s and memory bandwidth of devices, by the name that `torch.cuda.get_device_name` returns.
-#
-# Peaks are dense, with fp32 accumulation: datasheets often print twice as much, which needs weights with 2:4 sparsity.
-# They hold at the datasheet's boost clock, which a device under load need not reach. Of a device that is not in the
-# table, or part of one (MIG), they are computed from its multiprocessors and maximum clock.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePeaks:
-    """What a device can do at most."""
+    """Peak FLOP/s and memory bandwidth of a device."""
 
     fp32: float
     """FLOP/s without tensor cores."""
-
     tf32: float | None = None
-    """FLOP/s of float32 on tensor cores (`torch.set_float32_matmul_precision("high")`); None: it has none for it."""
-
+    """FLOP/s of float32 on tensor cores (`torch.set_float32_matmul_precision("high")`); None: not supported."""
     fp16: float
     """FLOP/s in float16."""
-
     bf16: float | None = None
     """FLOP/s in bfloat16; None: no tensor cores for it."""
-
     fp8: float | None = None
     """FLOP/s in 8-bit floating point; None: no tensor cores for it."""
-
     bandwidth: float | None
     """Bytes per second of the device's memory; None: unknown."""
-
     source: str
-    """Where the figures are from."""
+    """The source of the figures."""
 
     def flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return the FLOP/s in matrix products of a dtype.
+        """Return the FLOP/s of matrix products of a dtype; raises a ConfigError if the device has no peak for it.
 
         Args:
             dtype: of the operands.
             tf32: whether products of float32 use TF32.
-
-        Raises:
-            ConfigError: the device has no peak for the dtype.
-
         """
         peaks = {
             torch.float32: self.tf32 if tf32 else self.fp32,
@@ -299,7 +267,7 @@ _PER_CLOCK = {
 
 
 def peaks_by_name(name: str) -> DevicePeaks | None:
-    """Return the peaks of a device that `torch.cuda.get_device_name` calls so; None if it is not in the table."""
+    """Return the peaks of a device by its name in `torch.cuda.get_device_name`; None if it is not in the table."""
     bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name.strip())
     for pattern, peaks in _TABLE:
         if re.fullmatch(pattern, bare):
@@ -313,14 +281,10 @@ def computed_peaks(
     """Compute the peaks of an NVIDIA device: operations per clock and multiprocessor, times both.
 
     Args:
-        capability: compute capability, such as (9, 0).
-        multiprocessors: how many it has.
+        capability: compute capability, such as (9, 0); a ConfigError if it is unknown.
+        multiprocessors: number of multiprocessors.
         clock: of the multiprocessors, in Hz.
         bandwidth: of its memory, in bytes per second, if it is known.
-
-    Raises:
-        ConfigError: the compute capability is unknown.
-
     """
     if capability not in _PER_CLOCK:
         known = ", ".join(f"{major}.{minor}" for major, minor in _PER_CLOCK)
@@ -341,15 +305,10 @@ def computed_peaks(
 
 
 def device_peaks(device: torch.device | str | int | None = None) -> DevicePeaks:
-    """Return the peaks of a CUDA device: from the table or, if it is not there, computed at its maximum clock.
-
-    Args:
-        device: None: the current one.
+    """Return the peaks of a CUDA device, by default the current one, from the table or computed at its maximum clock.
 
     Raises:
-        ConfigError: it is no CUDA device, or it is not in the table, and this version of PyTorch does not know its
-            clock, or its compute capability is unknown.
-
+        ConfigError: it is no CUDA device, or not in the table, and its clock or compute capability is unknown.
     """
     if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
         raise ConfigError(f"no peaks are known of the device {device}; pass a CUDA device, or its peak in FLOP/s")

@@ -1,4 +1,4 @@
-"""Watchdogs of a training process: `StallWatch` for steps that do not end, `MemoryWatch` for a GPU that runs full."""
+"""Watchdogs of a training process: `StallWatch` for steps that do not end, `MemoryWatch` for a GPU that fills up."""
 
 import atexit
 import contextlib
@@ -20,20 +20,16 @@ from torch.distributed.distributed_c10d import Store
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 
-# Which ranks have arrived at the latest heartbeat, as far as they have published it in the store of their group.
-
-
+GIB = 2**30
 STORE_TIMEOUT = timedelta(seconds=5)
-_NAMED_RANKS = 16  # of those that have not arrived; the others are counted
+_NAMED_RANKS = 16  # in a message; further ranks are counted only
+_PERIOD = 1.0  # seconds from one check of the heartbeats to the next, at most
+
+_log = logging.getLogger("evenrank")
 
 
 class Arrivals:
-    """How many heartbeats each rank has had, as far as the ranks have published it. All methods are for one thread.
-
-    Args:
-        members: the ranks.
-
-    """
+    """The number of heartbeats of each rank, as published in the store of their group; for one thread."""
 
     def __init__(self, members: Members) -> None:
         self.rank = members.rank
@@ -46,7 +42,7 @@ class Arrivals:
         """Publish the heartbeats of this rank, if there are new ones."""
         if (shared := self._shared) is None or count == self._published:
             return
-        # The store is lost if the process that serves it is; then there is nobody to tell.
+        # The store is lost with the process that serves it.
         try:
             if self._store is None:
                 # A connection of its own: training may wait in the other one, which serves one thread at a time.
@@ -58,7 +54,7 @@ class Arrivals:
             self._shared = self._store = None
 
     def line(self, count: int) -> str | None:
-        """Return which ranks are behind, given the heartbeats of this one; None if there is nobody to ask."""
+        """Describe the ranks that are behind, given the heartbeats of this one; None if the store is not available."""
         if (store := self._store) is None:
             return None
         with contextlib.suppress(RuntimeError):
@@ -70,12 +66,7 @@ class Arrivals:
 
 
 def arrivals_line(counts: Sequence[int]) -> str:
-    """Describe which ranks have not arrived at the latest heartbeat.
-
-    Args:
-        counts: heartbeats of each rank.
-
-    """
+    """Describe the ranks that have not arrived at the latest heartbeat, given the heartbeats of each rank."""
     latest = max(counts)
     behind = [f"{rank} (at {count:,})" for rank, count in enumerate(counts) if count < latest]
     if not behind:
@@ -86,15 +77,8 @@ def arrivals_line(counts: Sequence[int]) -> str:
     return f"{len(behind)} of {len(counts)} ranks have not arrived at heartbeat {latest:,}: {named}"
 
 
-GIB = 2**30
-
-_log = logging.getLogger("evenrank")
-
-_PERIOD = 1.0  # seconds at most from one look at the heartbeats to the next
-
-
 class StallWatch:
-    """Shows where a process hangs, and which ranks the others wait for, when heartbeats stop.
+    """Reports the stacks of a process and the ranks that others wait for when heartbeats stop.
 
         with StallWatch(seconds=300) as watch:
             for batch in balancer:
@@ -105,24 +89,22 @@ class StallWatch:
     The first heartbeat arms it. If none follows for `seconds`, a background thread writes the stacks of all Python
     threads to standard error, and the ranks that are behind the furthest one. The next heartbeat arms it again.
 
-    A rank has arrived at a heartbeat if it has had as many as the furthest rank. So call `beat` equally often on all
-    ranks, where each has done its own part of a step and is about to wait: after the step, in which all wait for one
-    another, nobody is behind. The background thread publishes heartbeats in the store of the group, about once a
-    second; a heartbeat itself takes less than a microsecond and waits for nothing.
+    Call `beat` equally often on all ranks, where each has done its own part of a step and is about to wait: after the
+    step, in which all wait for one another, no rank is behind. The background thread publishes heartbeats in the store
+    of the group, about once a second; a heartbeat itself takes less than a microsecond and waits for nothing.
 
     An extension that keeps the GIL stops the background thread too. Then the other ranks name this one.
 
-    Every rank of the group should make one, or it counts as not arrived; creating it waits for no other rank.
+    Every rank of the group should have one, or it counts as behind; creating it waits for no other rank.
 
     Args:
         seconds: longer than any step, evaluation or checkpoint between two heartbeats; see `disarm`.
         group: the ranks that wait for one another; None: the default process group or, without one, this process alone.
-        file: what is written to instead of standard error, as long as it has a file descriptor.
+        file: written to instead of standard error, as long as it has a file descriptor.
 
     Raises:
         ConfigError: `seconds` is not positive, or this process is not a rank of the group.
         RankLostError: the store of the group does not respond.
-
     """
 
     def __init__(self, seconds: float, *, group: Group | None = None, file: TextIO | None = None) -> None:
@@ -136,12 +118,7 @@ class StallWatch:
         self._thread: threading.Thread | None = None
 
     def beat(self) -> None:
-        """Note that this rank makes progress; the first call arms the watch, the first after a stall arms it again.
-
-        Raises:
-            ConfigError: the watch is closed.
-
-        """
+        """Record that this rank makes progress; the first call, and the first after a stall, arm the watch."""
         self._alarm.beat(time.monotonic())
         if self._thread is None:
             self._start()
@@ -178,7 +155,7 @@ class StallWatch:
         while not self._closing.wait(self._period):
             self._arrivals.publish(self._alarm.count)
             if self._alarm.rings(time.monotonic()):
-                # A full disk, or a pipe that nobody reads any more: heartbeats of this rank still count for the others.
+                # On a full disk or a closed pipe, heartbeats of this rank still count for the others.
                 with contextlib.suppress(OSError, ValueError):
                     self._report()
 
@@ -200,12 +177,7 @@ class StallWatch:
 
 
 class Alarm:
-    """Whether heartbeats have stopped: once per stall, and again only after another heartbeat.
-
-    Args:
-        seconds: without a heartbeat, after which it rings.
-
-    """
+    """Rings once if there is no heartbeat for `seconds`, and again only after another heartbeat."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -218,7 +190,7 @@ class Alarm:
         return self._beat[0]
 
     def beat(self, now: float) -> None:
-        """Note a heartbeat at a time in seconds."""
+        """Record a heartbeat at a time in seconds."""
         self._beat = (self._beat[0] + 1, now)
 
     def disarm(self) -> None:
@@ -235,7 +207,7 @@ class Alarm:
 
 
 def _with_descriptor(file: TextIO | None) -> TextIO | None:
-    """Return the file if faulthandler can write to it: it is not closed, nor what notebooks put in place of stderr."""
+    """Return the file if faulthandler can write to it: not if it is closed, or the stderr of a notebook."""
     try:
         return file if file is not None and file.fileno() >= 0 else None
     except (OSError, ValueError, AttributeError):
@@ -244,27 +216,24 @@ def _with_descriptor(file: TextIO | None) -> TextIO | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUsage:
-    """Memory of a GPU, in bytes, as this process sees it."""
+    """Memory of a GPU, in bytes, as seen by this process."""
 
     allocated: int
-    """Of tensors."""
-
+    """Memory of tensors."""
     reserved: int
-    """Of the caching allocator: what is allocated, and what it keeps for later."""
-
+    """Memory of the caching allocator: allocated, or kept for later."""
     free: int
     """Free on the device, for any process."""
-
     total: int
-    """Of the device."""
+    """Memory of the device."""
 
     @property
     def unallocated(self) -> int:
-        """What the caching allocator keeps for later."""
+        """Memory that the caching allocator keeps for later."""
         return self.reserved - self.allocated
 
     def reason_to_release(self) -> str | None:
-        """Return why the cache should be released; None if it should not, or if there is none."""
+        """Return the reason to release the cache; None if there is no reason, or no cache."""
         if self.unallocated > self.total / 2:
             return "more than half of the device is reserved but unallocated"
         if self.free < 2 * GIB and self.unallocated > 0:
@@ -282,15 +251,8 @@ class MemoryUsage:
 class MemoryWatch:
     """Reports the memory of a GPU, and releases the caching allocator's cache before others run out of memory.
 
-    Memory that is reserved but unallocated is lost to everything outside PyTorch's allocator, such as NCCL, and where
+    Memory that is reserved but unallocated is not available outside PyTorch's allocator, such as to NCCL, and where
     lengths vary from step to step it may be in pieces too small for the next step.
-
-    Args:
-        device: a CUDA device.
-
-    Raises:
-        ConfigError: it is not one.
-
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -299,7 +261,7 @@ class MemoryWatch:
             raise ConfigError(f"device is {device}; memory is watched on cuda")
 
     def usage(self) -> MemoryUsage:
-        """Return what is in use now, without waiting for the device."""
+        """Return the current usage, without waiting for the device."""
         free, total = torch.cuda.mem_get_info(self._device)
         return MemoryUsage(
             allocated=torch.cuda.memory_allocated(self._device),
@@ -309,10 +271,7 @@ class MemoryWatch:
         )
 
     def check(self) -> MemoryUsage:
-        """Return what is in use, after releasing the cache if there is a reason to.
-
-        Releasing waits for the device, and a warning in the log says so: call this once in many steps.
-        """
+        """Return the usage, after releasing the cache if necessary, which waits for the device and logs a warning."""
         before = self.usage()
         reason = before.reason_to_release()
         if reason is None:

@@ -26,7 +26,6 @@ def read_json_lines(path: Path) -> BalanceLog:
 
     Raises:
         DataError: there is no such file, or no line of it is a record.
-
     """
     remedy = "give a file that on_step=JsonLines(FILE) wrote"
     if path.exists() and not path.is_file():  # a pipe would never end

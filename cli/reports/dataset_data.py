@@ -106,7 +106,6 @@ def top_share(counts: NDArray[np.int64], share_of_items: float) -> tuple[int, fl
     Args:
         counts: [items], events of each, most frequent first.
         share_of_items: from 0 to 1.
-
     """
     num_items = int(np.ceil(share_of_items * len(counts)))
     num_events = int(counts.sum())

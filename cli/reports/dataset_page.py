@@ -42,7 +42,6 @@ def build_page(folder: Path, manifest: Manifest, *, on_stage: _Stage = lambda st
 
     Raises:
         DataError: a split is not what the manifest describes.
-
     """
     stores = {}
     for split in manifest.splits:
@@ -61,7 +60,6 @@ def render_page(
         stores: every split of the dataset.
         name: of the dataset's folder.
         on_stage: called with the description of each stage as it starts.
-
     """
     audit = manifest.options.get(_AUDIT)
     on_stage("counting items")

@@ -16,7 +16,6 @@ def page_path(subject: Path, chosen: Path | None) -> Path:
 
     Raises:
         ConfigError: `chosen` is a folder, is inside the dataset, which may contain nothing else, or is the log.
-
     """
     is_dataset = subject.is_dir()
     page = chosen
@@ -39,7 +38,6 @@ def write_page(page: Path, html: str) -> None:
 
     Raises:
         DataError: it could not be written.
-
     """
     try:
         page.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,6 @@ def routing_loads(
         num_embeddings: rows of the table. Vocabularies of more than 2^62 rows are hashes, which index no table.
         ranks: numbers of ranks.
         on_ranks: called with each number of ranks before counting.
-
     """
     if not len(ids) or num_embeddings > _MAX_ROWS:
         return None

@@ -34,13 +34,14 @@ from evenrank.dataloader.balance.ranks.connection import Connection
 from evenrank.dataloader.balance.ranks.consistency import HandshakeResult, RankReport, validate_reports
 from evenrank.dataloader.balance.ranks.handshake import handshake
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
-from evenrank.dataloader.balance.source import LoaderAdapter, Position
+from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.balance.writers import StepLogger
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.dataloader.state.node import EpochNode
+from evenrank.dataloader.state.snapshots import Position
 
 # A step on its way through a Balancer's `start`, `launch` and `finish`.
 
@@ -119,7 +120,7 @@ def check_arguments(
     shared: dict[str, Any] = {}
     try:
         config.check(exchanges=True)
-        source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size)
+        source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + 1)
         num_batches = source.length()
         exchange_device = make_device(device)
         shared = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}

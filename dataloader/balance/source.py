@@ -1,19 +1,24 @@
-"""`LoaderAdapter`: anyone's batches as a Balancer pulls them, each checked, with a position, and with a state after it.
+"""`LoaderAdapter`: any loader's batches as a Balancer pulls them: checked, with a position and a state after each.
 
 loader                                          position of a batch         state after it
 state_dict(after=batch), such as our loaders'   the loader's own            the loader's own
 state_dict(), such as StatefulDataLoader's      counted here                a snapshot, taken when it was pulled
 neither, such as DataLoader's                   counted here                an error, once it is asked for
+
+A loader that has moved on cannot tell an earlier state, so each batch is pulled with a snapshot, which is kept while
+the step is in flight and for `_KEPT_STEPS` more. It is pickled at once, because loaders may change what they return,
+and encoded as text only when that state is asked for.
 """
 
 import copy
 import inspect
+import io
 import pickle
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.nodes import BaseNode
@@ -37,86 +42,13 @@ from evenrank.dataloader.state.checks import (
     encode,
     integer,
 )
-from evenrank.dataloader.state.invariants import check_world_size, find_rank_invariants
-from evenrank.dataloader.state.node import EpochNode
+from evenrank.dataloader.state.node import EpochNode, find_rank_invariants
+from evenrank.dataloader.state.snapshots import Position, Snapshots
 
-# Checks of what a Balancer is given as a loader, and of what that yields.
-
-
-# Modules of samplers whose lengths are exact; those of others are often estimates.
+# Modules of samplers whose lengths are exact; the lengths of others are often estimates.
 _EXACT_SAMPLERS = ("torch.utils.data.", "torchdata.stateful_dataloader.")
-
-
-def check_batches(batches: object) -> None:
-    """Check that an object may be an iterable of batches.
-
-    Raises:
-        ConfigError: it is something else; the message says what to pass instead.
-
-    """
-    if isinstance(batches, str | Path):
-        raise ConfigError(
-            f"batches is a path, {str(batches)!r}; pass build_loader(path, config, rank=..., world_size=...)"
-        )
-    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
-        raise ConfigError(
-            f"batches is a {type(batches).__name__}, a Dataset of samples; pass "
-            "DataLoader(dataset, batch_size=..., collate_fn=JaggedCollate({...}))"
-        )
-    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if isinstance(batches, JaggedBatch | Mapping | Tensor) or not is_iterable:
-        raise ConfigError(
-            f"batches must be an iterable of JaggedBatches, such as a loader; got a {type(batches).__name__}"
-        )
-
-
-def check_batch(batch: object) -> None:
-    """Check that a loader yields batches.
-
-    Raises:
-        ConfigError: it yields something else; the message says how to make batches of it.
-
-    """
-    if isinstance(batch, JaggedBatch):
-        return
-    if isinstance(batch, KeyedJaggedTensor):
-        raise ConfigError(
-            "the loader yields KeyedJaggedTensors; derive a dataclass from JaggedBatch with a field for them, and "
-            "yield that"
-        )
-    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-    raise ConfigError(
-        f"the loader yields a {type(batch).__name__}{names} instead of a JaggedBatch; pass its DataLoader "
-        "collate_fn=JaggedCollate({...}), or, if these are samples, pass PaddedBatches(samples, batch_size=..., "
-        "collate=JaggedCollate({...}))"
-    )
-
-
-def exact_length(batches: object) -> int | None:
-    """Return how many batches an epoch of a DataLoader must have; None: that is not certain."""
-    if type(batches) not in (DataLoader, StatefulDataLoader):  # derived ones, such as Accelerate's, may skip batches
-        return None
-    loader: DataLoader[Any] = batches  # type: ignore[assignment]
-    batches_of = getattr(loader.batch_sampler, "sampler", None)  # of a batch sampler that was passed to the loader
-    samplers = [sampler for sampler in (loader.batch_sampler, batches_of, loader.sampler) if sampler is not None]
-    is_exact = all(type(sampler).__module__.startswith(_EXACT_SAMPLERS) for sampler in samplers)
-    return None if isinstance(loader.dataset, IterableDataset) or not is_exact else len(loader)
-
-
-def check_all_came(num_batches: int, expected: int | None) -> None:
-    """Check that a DataLoader has yielded all of its batches: it takes a StopIteration of user code for its own end.
-
-    Raises:
-        DataError: it has yielded fewer.
-
-    """
-    if expected is not None and num_batches < expected:
-        raise DataError(
-            f"the DataLoader ended after {num_batches} of {expected} batches: its dataset or collate_fn raised "
-            "StopIteration, as next() does without a default, or its state is damaged; pass a default, raise another "
-            "error, or load another state"
-        )
-
+# Steps before the one handed out last whose states can be asked for: more than pipelines pull ahead of training.
+_KEPT_STEPS = 16
 
 _FORMAT = StateFormat(
     owner="the Balancer",
@@ -136,41 +68,40 @@ _FORMAT_OF_RANK = StateFormat(
     fields={"rank": COUNT, "has_ended": FLAG, "state": ANYTHING},
     not_covered=frozenset({"state"}),  # the text that all of this becomes has a checksum
 )
-# Snapshots that are kept: more than a Balancer and a pipeline behind it pull ahead of training.
-_KEPT_SNAPSHOTS = 256
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class Position(NamedTuple):
-    """Where a batch is; all that a loader's `state_dict(after=...)` needs of it."""
-
-    epoch: int
-    position: int
-
-
-class _Snapshot(NamedTuple):
+class LoaderState(NamedTuple):
     """The state of this rank's loader after a batch was pulled, or after it had no more."""
 
-    position: Position
-    has_ended: bool  # on this rank; others may have more batches
-    state: bytes | str  # pickled, as loaders may go on changing what they return; or as it was loaded from a checkpoint
+    has_ended: bool
+    """This rank has no more batches; others may have."""
+    state: bytes | str
+    """Pickled, or as it was loaded from a checkpoint."""
+
+
+class _StatePickler(pickle.Pickler):
+    """Pickles byte tensors, the states of generators, as arrays, which takes a fifth of the time."""
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is Tensor and value.dtype == torch.uint8 and value.device.type == "cpu":
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
 
 
 class LoaderAdapter(Generic[Batch]):
-    """The batches of one rank.
+    """The batches of one rank, epoch after epoch.
 
     Args:
-        batches: an iterable of JaggedBatches; iterated over once per epoch. A node of torchdata is reset in between.
-        rank: of this process, under which snapshots are saved.
+        batches: an iterable of JaggedBatches, or a node of torchdata; anything else is a ConfigError.
+        rank: of this process, under which its state is saved.
         world_size: number of ranks.
-
-    Raises:
-        ConfigError: it is not an iterable of batches.
+        ahead: batches that are pulled ahead of the one handed out last.
 
     """
 
-    def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int) -> None:
+    def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:
         check_batches(batches)
         self._batches: Any = batches
         if isinstance(batches, BaseNode) and not isinstance(batches, EpochNode):
@@ -185,7 +116,7 @@ class LoaderAdapter(Generic[Batch]):
         self._has_loaded = False  # a state, since the latest iteration
         self._is_bypassed = False
         self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
-        self._snapshots: deque[_Snapshot] = deque(maxlen=_KEPT_SNAPSHOTS)
+        self._snapshots: Snapshots[LoaderState] = Snapshots(_KEPT_STEPS, ahead)
         self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
 
     def __iter__(self) -> Iterator[Batch]:
@@ -255,19 +186,23 @@ class LoaderAdapter(Generic[Batch]):
         return None if length is None else max(length - self._next.position, 0)
 
     def rank_invariants(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by name; see HasRankInvariants.
-
-        Raises:
-            ConfigError: the loader was created for another number of ranks.
-
-        """
-        identity = dict(find_rank_invariants(self._batches))
-        check_world_size(identity, self._world_size)
-        return identity
+        """Return the settings that must be the same on all ranks; a loader of another world size is a ConfigError."""
+        invariants = dict(find_rank_invariants(self._batches))
+        created_for = invariants.get("world_size", self._world_size)
+        if created_for != self._world_size:
+            raise ConfigError(
+                f"the loader was created for world_size {created_for}, but {self._world_size} ranks balance together; "
+                f"create it with world_size={self._world_size}, the number of ranks of the Balancer's group"
+            )
+        return invariants
 
     def end_epoch(self, position: Position) -> None:
-        """Take note that no rank has a batch after this position."""
+        """Record that no rank has a batch after this position."""
         self._ends = {position.epoch: position.position}
+
+    def bypass(self) -> None:
+        """Record that the caller supplied batches directly."""
+        self._is_bypassed = True
 
     def state_after(self, position: Position | None) -> dict[str, Any]:
         """Return the state after a position that was handed out; None: before anything was.
@@ -282,11 +217,29 @@ class LoaderAdapter(Generic[Batch]):
             if position is not None:
                 return cast(dict[str, Any], self._batches.state_dict(after=position))
             return copy.deepcopy(cast(dict[str, Any], self._state_at_start or self._batches.state_dict()))
-        return self._state_of(self._find_snapshot(position))
-
-    def bypass(self) -> None:
-        """Take note that batches are handed out that were not pulled from here."""
-        self._is_bypassed = True
+        if self._is_bypassed:
+            raise ConfigError(
+                "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
+                "state of the loader; save that yourself, or iterate over the Balancer"
+            )
+        if not self._snapshots:
+            self._take_snapshot(self._next)
+        if position is None:
+            position, snapshot = self._snapshots.first
+        else:
+            snapshot = self._snapshots.at(position)
+        # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
+        text = snapshot.state
+        if isinstance(text, bytes):
+            state = pickle.loads(text)
+            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=snapshot.has_ended, state=state))
+        return _FORMAT.make(
+            epoch=position.epoch,
+            position=position.position,
+            is_end=self._ends.get(position.epoch) == position.position,
+            world_size=self._world_size,
+            ranks={str(self._rank): text},
+        )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue after the position of a state.
@@ -317,7 +270,6 @@ class LoaderAdapter(Generic[Batch]):
                 f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}; load an intact "
                 "one"
             )
-        position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
         if getattr(self._batches, "_iter_for_state_dict", False):
             # torchdata's Loader has made an iterator for `state_dict` alone, and would iterate over that next, whatever
             # state is loaded.
@@ -326,15 +278,16 @@ class LoaderAdapter(Generic[Batch]):
             self._batches.load_state_dict(of_rank["state"])
         except Exception as error:  # the loader's own
             raise self._refused_state(error) from error
+        position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
         self._has_loaded = True
         self._next = Position(position.epoch + 1, 0) if is_end else position
         self._has_ended = has_ended and not is_end
         self._ends = {position.epoch: position.position} if is_end else {}
         self._snapshots.clear()
-        self._snapshots.append(_Snapshot(position, has_ended, saved))
+        self._snapshots.add(position, LoaderState(has_ended, saved))
 
     def is_ended(self, state: Mapping[str, Any]) -> bool:
-        """Return whether nothing is left of the epoch of a state, which was just loaded."""
+        """Return whether nothing is left of the epoch of a state that was just loaded."""
         if self._has_positions:
             return bool(getattr(self._batches, "epoch", state.get("epoch")) != state.get("epoch"))
         return bool(state["is_end"])
@@ -348,41 +301,62 @@ class LoaderAdapter(Generic[Batch]):
 
     def _take_snapshot(self, position: Position, *, has_ended: bool = False) -> None:
         if self._has_state:
-            self._snapshots.append(_Snapshot(position, has_ended, pickle.dumps(self._batches.state_dict())))
+            pickled = io.BytesIO()
+            _StatePickler(pickled, pickle.HIGHEST_PROTOCOL).dump(self._batches.state_dict())
+            self._snapshots.add(position, LoaderState(has_ended, pickled.getvalue()))
 
-    def _find_snapshot(self, position: Position | None) -> _Snapshot:
-        if self._is_bypassed:
-            raise ConfigError(
-                "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
-                "state of the loader; save that yourself, or iterate over the Balancer"
-            )
-        if not self._snapshots:
-            self._take_snapshot(self._next)
-        if position is None:
-            return self._snapshots[0]
-        # A rank that has no more batches stays at its end while others go on.
-        candidates = [
-            snapshot
-            for snapshot in self._snapshots
-            if snapshot.position.epoch == position.epoch and snapshot.position.position <= position.position
-        ]
-        if not candidates:
-            raise StateError(
-                f"the state after position {position.position} of epoch {position.epoch} is no longer known; call "
-                f"state_dict within {_KEPT_SNAPSHOTS} steps of a batch"
-            )
-        return candidates[-1]._replace(position=position)
 
-    def _state_of(self, snapshot: _Snapshot) -> dict[str, Any]:
-        # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
-        position, text = snapshot.position, snapshot.state
-        if isinstance(text, bytes):
-            state = pickle.loads(text)
-            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=snapshot.has_ended, state=state))
-        return _FORMAT.make(
-            epoch=position.epoch,
-            position=position.position,
-            is_end=self._ends.get(position.epoch) == position.position,
-            world_size=self._world_size,
-            ranks={str(self._rank): text},
+def check_batches(batches: object) -> None:
+    """Raise a ConfigError that says what to pass instead if an object cannot be an iterable of batches."""
+    if isinstance(batches, str | Path):
+        raise ConfigError(
+            f"batches is a path, {str(batches)!r}; pass build_loader(path, config, rank=..., world_size=...)"
+        )
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise ConfigError(
+            f"batches is a {type(batches).__name__}, a Dataset of samples; pass "
+            "DataLoader(dataset, batch_size=..., collate_fn=JaggedCollate({...}))"
+        )
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, JaggedBatch | Mapping | Tensor) or not is_iterable:
+        raise ConfigError(
+            f"batches must be an iterable of JaggedBatches, such as a loader; got a {type(batches).__name__}"
+        )
+
+
+def check_batch(batch: object) -> None:
+    """Raise a ConfigError that says how to make batches if a loader yields something else."""
+    if isinstance(batch, JaggedBatch):
+        return
+    if isinstance(batch, KeyedJaggedTensor):
+        raise ConfigError(
+            "the loader yields KeyedJaggedTensors; derive a dataclass from JaggedBatch with a field for them, and "
+            "yield that"
+        )
+    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    raise ConfigError(
+        f"the loader yields a {type(batch).__name__}{names} instead of a JaggedBatch; pass its DataLoader "
+        "collate_fn=JaggedCollate({...}), or, if these are samples, pass PaddedBatches(samples, batch_size=..., "
+        "collate=JaggedCollate({...}))"
+    )
+
+
+def exact_length(batches: object) -> int | None:
+    """Return the number of batches that an epoch of a DataLoader must have; None: it is not certain."""
+    if type(batches) not in (DataLoader, StatefulDataLoader):  # derived ones, such as Accelerate's, may skip batches
+        return None
+    loader: DataLoader[Any] = batches  # type: ignore[assignment]
+    batches_of = getattr(loader.batch_sampler, "sampler", None)  # of a batch sampler that was passed to the loader
+    samplers = [sampler for sampler in (loader.batch_sampler, batches_of, loader.sampler) if sampler is not None]
+    is_exact = all(type(sampler).__module__.startswith(_EXACT_SAMPLERS) for sampler in samplers)
+    return None if isinstance(loader.dataset, IterableDataset) or not is_exact else len(loader)
+
+
+def check_all_came(num_batches: int, expected: int | None) -> None:
+    """Raise a DataError if a DataLoader has yielded too few: it takes a StopIteration of user code for its own end."""
+    if expected is not None and num_batches < expected:
+        raise DataError(
+            f"the DataLoader ended after {num_batches} of {expected} batches: its dataset or collate_fn raised "
+            "StopIteration, as next() does without a default, or its state is damaged; pass a default, raise another "
+            "error, or load another state"
         )

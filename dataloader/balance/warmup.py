@@ -1,7 +1,6 @@
 """Compile what planning and exchanging call, before a step needs it."""
 
 import functools
-import os
 import threading
 
 import numpy as np
@@ -30,12 +29,7 @@ def warm_up() -> None:
     # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
     plans.append(functools.partial(plans[0], max_tokens_per_rank=160))
     with _LOCK:
-        # At the first run after an installation, ranks share the work on the loops: they start with different ones, and
-        # every second one goes backwards, or it would always be waiting for the loop that the rank before it compiles.
-        start, backwards = divmod(os.getpid(), 2)
-        start %= len(plans)
-        plans = plans[start:] + plans[:start]
-        for plan in reversed(plans) if backwards else plans:
+        for plan in plans:
             plan()
         # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With
         # low ones, the arrays of a plan cause page faults in every step: a third of its time for 1,024 ranks.

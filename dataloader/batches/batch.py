@@ -25,54 +25,14 @@ from torchrec.streamable import Pipelineable
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 
-# Selecting rows of a KeyedJaggedTensor, over all of its keys.
-
-
-def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[KeyedJaggedTensor, NDArray[np.int64]]:
-    """Return the rows of all K keys, and their lengths on the host; on a GPU, this synchronizes.
-
-    Args:
-        value: B rows in each key.
-        rows: int64 [n], each in 0..B-1, in any order and number.
-
-    Returns:
-        A KeyedJaggedTensor of n rows on the same device, and int64 [K, n].
-
-    """
-    device = value.values().device
-    lengths = value.lengths()
-    all_lengths = lengths.view(len(value.keys()), -1).cpu().numpy().astype(np.int64)
-    starts = (np.cumsum(all_lengths) - all_lengths.reshape(-1)).reshape(all_lengths.shape)
-    selected = all_lengths[:, rows]
-    flat = selected.reshape(-1)
-    shifts = np.repeat(starts[:, rows].reshape(-1) - (np.cumsum(flat) - flat), flat)
-    indices = torch.from_numpy(shifts + np.arange(len(shifts))).to(device)
-    weights = value.weights_or_none()
-    length_per_key = selected.sum(axis=1).tolist()
-    selected_rows = KeyedJaggedTensor(
-        keys=value.keys(),
-        values=value.values()[indices],
-        weights=None if weights is None else weights[indices],
-        lengths=torch.from_numpy(flat).to(lengths),
-        stride=len(rows),
-        length_per_key=length_per_key,
-        offset_per_key=[0, *accumulate(length_per_key)],
-    )
-    return selected_rows, selected
-
-
-# `LossKey`: which values of a batch are loss tokens, and counting them from lengths.
-
 
 class LossKey(NamedTuple):
     """The jagged key whose lengths count the loss tokens of a batch."""
 
     field: str
     """Name of a KeyedJaggedTensor of the batch."""
-
     key: str
     """One of its keys."""
-
     skip: int = 0
     """Leading tokens of each row that have no loss, 0 or 1. It is 1 where tokens are predicted from their predecessors,
     because the first token of a row has none."""
@@ -84,13 +44,12 @@ def loss_tokens(
     """Return the loss tokens of each row: max(length - skip, 0), or 1 without a key; 0 for padding.
 
     Args:
-        loss_key: what `JaggedBatch.loss_key` returns.
+        loss_key: of the batch.
         lengths: per field and key, int64 of any shape.
-        is_real: which rows are samples, of the same shape.
+        is_real: bool of the same shape, whether a row is a sample.
 
     Returns:
         int64 of the same shape.
-
     """
     if loss_key is None:
         return is_real.astype(np.int64)
@@ -98,12 +57,7 @@ def loss_tokens(
 
 
 def check_loss_key(loss_key: LossKey | None, jagged_keys: Collection[tuple[str, str]]) -> None:
-    """Check a loss key, given the fields and keys of the batch.
-
-    Raises:
-        ConfigError: it is not a LossKey, or none of the batch's.
-
-    """
+    """Raise a ConfigError unless this is a LossKey of these fields and keys, or None."""
     if loss_key is None:
         return
     if not isinstance(loss_key, LossKey) or loss_key.skip not in (0, 1):
@@ -111,9 +65,6 @@ def check_loss_key(loss_key: LossKey | None, jagged_keys: Collection[tuple[str, 
     if (loss_key.field, loss_key.key) not in jagged_keys:
         known = ", ".join(f"{field}.{key}" for field, key in jagged_keys) or "none"
         raise ConfigError(f"the batch has no {loss_key}; its jagged keys are {known}")
-
-
-FIELD_SEPARATOR = "."
 
 
 def host(default: Any = dataclasses.MISSING) -> Any:
@@ -133,10 +84,9 @@ def dense(
     Args:
         fill: value of its padding rows.
         default: of the field.
-        dtype: what a JaggedCollate converts to; None: that of the first sample's array or tensor;
+        dtype: of the tensor that a JaggedCollate makes; None: that of the first sample's array or tensor;
             Python's floats become float32.
         shape: of a row that a JaggedCollate makes; None: that of the first sample's value.
-
     """
     return field(
         default=default, metadata={"fill": fill, "dtype": dtype, "shape": None if shape is None else tuple(shape)}
@@ -179,7 +129,7 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     """63-bit hash of which rank trains which sample in this step, where each rank plans alone; equal on all ranks. None
     where they confirm their plans, or nothing is balanced."""
     max_lengths: Mapping[str, int] | None = host(None)
-    """Longest row of each key; names are those of `BatchSchema.lengths_by_key`."""
+    """Longest row of each key; named as by `BatchSchema.lengths_by_key`."""
     length_limits: Mapping[str, int] | None = host(None)
     """Longest that a row of each key can be in any batch of any rank, for buffers and CUDA graphs of a fixed size;
     names as in `max_lengths`. Keys without a known limit are left out; None: no key has one.
@@ -211,13 +161,13 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         fill_values: Mapping[str, float],
         loss_key: LossKey | None,
     ) -> Self:
-        """Return a batch of padding only, given what `tensors()`, `fill_values()` and `loss_key()` of others return."""
+        """Return a batch of padding only, given the `tensors()`, `fill_values()` and `loss_key()` of its schema."""
         return cls(batch_size=batch_size, num_real=0, **tensors)
 
     def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
         """Return the batch of these rows, in this order, over all fields; on a GPU, this synchronizes.
 
-        `loss_tokens` and `max_lengths` are those of the rows, the other metadata are kept.
+        `loss_tokens` and `max_lengths` are of these rows; the other metadata are kept.
 
         Args:
             rows: [n], each in 0..batch_size-1; a row may occur several times or not at all, but padding only after
@@ -226,7 +176,6 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
         Raises:
             IndexError: a row is out of range.
             ValueError: padding comes before a sample.
-
         """
         chosen = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows, dtype=np.int64).reshape(-1)
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.batch_size:
@@ -243,12 +192,11 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
                 lengths |= {(name, key): counts[index] for index, key in enumerate(value.keys())}
             elif value is not None:
                 tensors[name] = value[torch.from_numpy(chosen).to(value.device)]
-        names = name_keys(tuple(lengths))
         return self.replace(
             batch_size=len(chosen),
             num_real=num_real,
             loss_tokens=int(loss_tokens(self.loss_key(), lengths, is_real).sum()),
-            max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
+            max_lengths=longest_rows(lengths),
             **tensors,
         )
 
@@ -297,15 +245,15 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     moved = value.to(device, non_blocking=non_blocking)
     if isinstance(moved, KeyedJaggedTensor) and moved is not value:
-        moved._jt_dict = None  # what `to_dict` has cached; TorchRec passes it on with tensors of the old device
+        moved._jt_dict = None  # cached by `to_dict`; TorchRec passes it on with tensors of the old device
     return moved
 
 
 def _clone(value: Any) -> Any:
-    if not isinstance(value, KeyedJaggedTensor):
-        return _clone_tensor(value) if isinstance(value, Tensor) else value  # the schema refuses anything else
-    if value.variable_stride_per_key():  # refused too
-        return value
+    if isinstance(value, Tensor):
+        return _clone_tensor(value)
+    if not isinstance(value, KeyedJaggedTensor) or value.variable_stride_per_key():
+        return value  # the schema refuses it
     weights = value.weights_or_none()
     return KeyedJaggedTensor(
         keys=list(value.keys()),
@@ -382,7 +330,6 @@ def keyed_jagged_tensor(
         lengths: int64 or int32 [K, B].
         weights: one per value, or None.
         length_per_key: the sums of `lengths` over rows, if they are known already.
-
     """
     suppress_fx_tracing_warning()
     if length_per_key is None:
@@ -391,16 +338,45 @@ def keyed_jagged_tensor(
         keys=list(keys),
         values=values,
         weights=weights,
-        lengths=torch.from_numpy(np.ascontiguousarray(lengths)).view(-1),
+        lengths=torch.from_numpy(np.ascontiguousarray(lengths)).view(-1).to(values.device),
         stride=lengths.shape[1],
         length_per_key=length_per_key,
         offset_per_key=[0, *accumulate(length_per_key)],
     )
 
 
+def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[KeyedJaggedTensor, NDArray[np.integer]]:
+    """Return the rows of all K keys, and their lengths on the host; on a GPU, this synchronizes.
+
+    Args:
+        value: B rows in each key.
+        rows: int64 [n], each in 0..B-1, in any order and number.
+
+    Returns:
+        A KeyedJaggedTensor of n rows on the same device, and its lengths [K, n].
+    """
+    device, weights = value.values().device, value.weights_or_none()
+    lengths = value.lengths().view(len(value.keys()), -1).cpu().numpy()
+    begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
+    selected = lengths[:, rows]
+    flat = selected.reshape(-1)
+    shifts = np.repeat(begins[:, rows].reshape(-1) - (np.cumsum(flat) - flat), flat)
+    indices = torch.from_numpy(shifts + np.arange(len(shifts))).to(device)
+    selected_weights = None if weights is None else weights[indices]
+    return keyed_jagged_tensor(value.keys(), value.values()[indices], selected, selected_weights), selected
+
+
+def longest_rows(lengths: Mapping[tuple[str, str], NDArray[np.integer]]) -> dict[str, int]:
+    """Return the longest row of each key, named by `name_keys`, given lengths per field and key."""
+    return {
+        name: int(lengths_of_key.max(initial=0))
+        for name, lengths_of_key in zip(name_keys(tuple(lengths)), lengths.values(), strict=True)
+    }
+
+
 def name_keys(jagged_keys: Sequence[tuple[str, str]]) -> list[str]:
     """Return one name per field and key: the key, or `field.key` if an earlier field has the same key."""
     names: list[str] = []
     for field_name, key in jagged_keys:
-        names.append(key if key not in names else f"{field_name}{FIELD_SEPARATOR}{key}")
+        names.append(key if key not in names else f"{field_name}.{key}")
     return names

@@ -25,7 +25,6 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
 
     Raises:
         ConfigError: the batch has more rows than `batch_size`.
-
     """
     num_padding = batch_size - batch.batch_size
     if num_padding < 0:
@@ -68,9 +67,7 @@ def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tenso
 
 
 class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-arg]
-    """Batches of exactly `batch_size` rows over any iterable of samples.
-
-    Groups of `batch_size` samples are collated; the last group may be smaller, and is padded.
+    """Batches of exactly `batch_size` rows over any iterable of samples; the last one is padded.
 
     Iterate over this DataPipe directly, not through a DataLoader: a DataLoader over a DataPipe creates a process group
     of its own, and hangs if one rank does not take part.
@@ -78,8 +75,8 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
     Args:
         samples: of any type that `collate` accepts; iterated over once per iteration over the batches.
         batch_size: rows of every batch.
-        collate: makes a batch of 1..batch_size samples, with one row each. Only if `num_batches` asks for batches where
-            there are no samples at all is it called with none: `JaggedCollate` then needs each dtype and shape.
+        collate: makes a batch of 1..batch_size samples, with one row each; of none, if `num_batches` asks for batches
+            and there are no samples at all: `JaggedCollate` then needs each dtype and shape.
         drop_last: leave out a last group that is smaller than `batch_size`.
         num_batches: yield empty batches after the last sample until there are this many, so that ranks with fewer
             samples take as many steps as the others. A Balancer does so itself.
@@ -87,7 +84,6 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
     Raises:
         ConfigError: `batch_size` is below 1. While iterating: `collate` has made more rows, or cannot make a batch of
             no samples.
-
     """
 
     def __init__(
@@ -112,31 +108,27 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
 
         Raises:
             TypeError: the samples have no length.
-
         """
         num_samples = len(cast(Sized, self._samples))
         num_full, num_left = divmod(num_samples, self._batch_size)
         return max(num_full + (num_left > 0 and not self._drop_last), self._num_batches or 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        schema = None
-        for group in self._groups():
-            if group or schema is None:
-                batch = pad_batch(self._collate(group), self._batch_size)
-                if self._num_batches is not None and schema is None:
-                    schema = schema_of(batch)
-                yield batch
-            else:
-                yield empty_batch(schema)
-
-    def _groups(self) -> Iterator[list[Sample]]:
-        """Yield the samples of each batch."""
         iterator = iter(self._samples)
         num_yielded = 0
+        schema = None
         while group := list(islice(iterator, self._batch_size)):
             if len(group) < self._batch_size and self._drop_last:
                 break
-            yield group
+            batch = pad_batch(self._collate(group), self._batch_size)
+            if self._num_batches is not None and schema is None:
+                schema = schema_of(batch)
+            yield batch
             num_yielded += 1
         for _ in range(num_yielded, self._num_batches or 0):
-            yield []
+            if schema is None:
+                batch = pad_batch(self._collate([]), self._batch_size)
+                schema = schema_of(batch)
+            else:
+                batch = cast(Batch, empty_batch(schema))
+            yield batch

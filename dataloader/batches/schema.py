@@ -1,6 +1,8 @@
 """The schema that the batches of all ranks share, and the checks of a batch before its samples move."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, name_keys
+from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, check_loss_key, longest_rows, name_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ class FieldSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSchema:
-    """What ranks must know about each other's batches to exchange samples; it is compared before the first step."""
+    """The properties of batches that all ranks share; they are compared before the first step."""
 
     batch_type: type[JaggedBatch]
     """Class of the batches."""
@@ -57,26 +59,28 @@ class BatchSchema:
 
     def max_lengths(self, lengths: NDArray[np.int64]) -> dict[str, int]:
         """Return the longest row of each key, given lengths [K, B]."""
-        return {key: int(lengths_of_key.max(initial=0)) for key, lengths_of_key in self.lengths_by_key(lengths).items()}
+        return longest_rows(dict(zip(self.jagged_keys, lengths, strict=True)))
 
     def differences(self, other: "BatchSchema") -> list[str]:
-        """Describe the differences from another schema, each as `field: this schema's value and the other's`."""
-        differences = []
-        for name in ("batch_type", "batch_size", "loss_key"):
-            value, other_value = getattr(self, name), getattr(other, name)
-            if value != other_value:
-                differences.append(f"{name}: {value} and {other_value}")
-        limits, other_limits = dict(self.length_limits), dict(other.length_limits)
-        for key in dict.fromkeys([*limits, *other_limits]):
-            if limits.get(key) != other_limits.get(key):
-                differences.append(f"length limit of {key}: {limits.get(key)} and {other_limits.get(key)}")
+        """Return the differences from another schema, each as `field: this schema's value and the other's`."""
+        differences = [
+            f"{name}: {getattr(self, name)} and {getattr(other, name)}"
+            for name in ("batch_type", "batch_size", "loss_key")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        for key, limit, other_limit in _pair(dict(self.length_limits), dict(other.length_limits)):
+            if limit != other_limit:
+                differences.append(f"length limit of {key}: {limit} and {other_limit}")
         specs, other_specs = ({spec.name: spec for spec in schema.fields} for schema in (self, other))
-        for name in dict.fromkeys([*specs, *other_specs]):
-            spec, other_spec = specs.get(name), other_specs.get(name)
+        for name, spec, other_spec in _pair(specs, other_specs):
             # A NaN fill value from another rank is never equal to this rank's, but their representations are.
             if spec != other_spec and repr(spec) != repr(other_spec):
                 differences.append(f"{name}: {_describe_field(spec)} and {_describe_field(other_spec)}")
         return differences
+
+
+def _pair(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(name, values.get(name), others.get(name)) for name in dict.fromkeys([*values, *others])]
 
 
 def _describe_field(spec: FieldSpec | None) -> str:
@@ -92,51 +96,48 @@ def schema_of(batch: JaggedBatch) -> BatchSchema:
 
     Raises:
         TypeError, ValueError: a field has an unsupported type, or a number of rows other than `batch_size`.
-
     """
-    specs = []
     fills = batch.fill_values()
-    for name, value in batch.tensors():
-        if value is None:
-            specs.append(FieldSpec(name=name, keys=None, dtype=None))
-        elif isinstance(value, KeyedJaggedTensor):
-            if not value.keys():
-                raise ValueError(f"{name} must have at least one key; set the field to None if batches lack it")
-            if value.variable_stride_per_key() or value.stride() != batch.batch_size:
-                raise ValueError(f"{name} must have batch_size = {batch.batch_size} rows in every key")
-            _check_on_cpu(name, value.values())
-            weights = value.weights_or_none()
-            if weights is not None and weights.dim() != 1:
-                raise ValueError(f"{name} must have one weight per value, got weights of shape {tuple(weights.shape)}")
-            specs.append(
-                FieldSpec(
-                    name=name,
-                    keys=tuple(value.keys()),
-                    dtype=value.values().dtype,
-                    shape=tuple(value.values().shape[1:]),
-                    lengths_dtype=value.lengths().dtype,
-                    weights_dtype=None if weights is None else weights.dtype,
-                )
-            )
-        elif isinstance(value, Tensor):
-            _check_on_cpu(name, value)
-            shape = tuple(value.shape)
-            if not shape or shape[0] != batch.batch_size:
-                raise ValueError(f"{name} must have batch_size = {batch.batch_size} rows, its shape is {shape}")
-            specs.append(FieldSpec(name=name, keys=None, dtype=value.dtype, shape=shape[1:], fill=fills[name]))
-        else:
-            raise TypeError(
-                f"{name} must be a KeyedJaggedTensor, a tensor or None, or be declared with host(); got {type(value)}"
-            )
     schema = BatchSchema(
         batch_type=type(batch),
         batch_size=batch.batch_size,
-        fields=tuple(specs),
+        fields=tuple(_spec_of(name, value, batch.batch_size, fills.get(name, 0)) for name, value in batch.tensors()),
         loss_key=batch.loss_key(),
         length_limits=tuple(sorted((batch.length_limits or {}).items())),
     )
     check_loss_key(schema.loss_key, schema.jagged_keys)
     return schema
+
+
+def _spec_of(name: str, value: object, batch_size: int, fill: float) -> FieldSpec:
+    if value is None:
+        return FieldSpec(name=name, keys=None, dtype=None)
+    if isinstance(value, KeyedJaggedTensor):
+        if not value.keys():
+            raise ValueError(f"{name} must have at least one key; set the field to None if batches lack it")
+        if value.variable_stride_per_key() or value.stride() != batch_size:
+            raise ValueError(f"{name} must have batch_size = {batch_size} rows in every key")
+        _check_on_cpu(name, value.values())
+        weights = value.weights_or_none()
+        if weights is not None and weights.dim() != 1:
+            raise ValueError(f"{name} must have one weight per value, got weights of shape {tuple(weights.shape)}")
+        return FieldSpec(
+            name=name,
+            keys=tuple(value.keys()),
+            dtype=value.values().dtype,
+            shape=tuple(value.values().shape[1:]),
+            lengths_dtype=value.lengths().dtype,
+            weights_dtype=None if weights is None else weights.dtype,
+        )
+    if isinstance(value, Tensor):
+        _check_on_cpu(name, value)
+        shape = tuple(value.shape)
+        if not shape or shape[0] != batch_size:
+            raise ValueError(f"{name} must have batch_size = {batch_size} rows, its shape is {shape}")
+        return FieldSpec(name=name, keys=None, dtype=value.dtype, shape=shape[1:], fill=fill)
+    raise TypeError(
+        f"{name} must be a KeyedJaggedTensor, a tensor or None, or be declared with host(); got {type(value)}"
+    )
 
 
 def _check_on_cpu(name: str, tensor: Tensor) -> None:
@@ -151,11 +152,10 @@ def check_contents(batch: JaggedBatch) -> None:
     Raises:
         ValueError: they do not match, a row is longer than its limit, or `num_real` is out of range; the message names
             the field or the key.
-
     """
     if not 0 <= batch.num_real <= batch.batch_size:
         raise ValueError(f"num_real must be between 0 and batch_size = {batch.batch_size}, got {batch.num_real}")
-    longest: dict[tuple[str, str], int] = {}
+    lengths_by_key: dict[tuple[str, str], NDArray[np.integer]] = {}
     for name, value in batch.tensors():
         if not isinstance(value, KeyedJaggedTensor):
             continue
@@ -171,9 +171,9 @@ def check_contents(batch: JaggedBatch) -> None:
             raise ValueError(
                 f"{name} has padding rows that are not empty; put samples in the first num_real = {batch.num_real} rows"
             )
-        longest |= {(name, key): int(lengths[index].max(initial=0)) for index, key in enumerate(value.keys())}
+        lengths_by_key |= {(name, key): lengths[index] for index, key in enumerate(value.keys())}
     limits = batch.length_limits or {}
-    for name, length in zip(name_keys(tuple(longest)), longest.values(), strict=True):
+    for name, length in longest_rows(lengths_by_key).items():
         if length > limits.get(name, length):
             raise ValueError(
                 f"{name} has a row of {length} values, more than its limit, {limits[name]}; a transform that makes "

@@ -1,4 +1,4 @@
-"""Batches do not depend on the modes of torch that a program has set."""
+"""Builds batches outside inference mode, so they stay trainable; silences a harmless warning of PyTorch."""
 
 import contextlib
 import functools
@@ -8,32 +8,27 @@ from collections.abc import Iterator
 
 import torch
 
+_WARNS = "is_fx_tracing_warning"
+
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
     """Make ordinary tensors, as worker threads do, also within `torch.inference_mode()`.
 
-    Inference tensors cannot be saved for a backward pass, such as the ids of an embedding, and loaders read ahead: a
-    batch that is made during an evaluation may be trained after it.
+    Inference tensors cannot be saved for a backward pass, and loaders read ahead: a batch that is made during an
+    evaluation may be trained after it.
     """
     has_grad = torch.is_grad_enabled()  # leaving inference mode would enable it
     with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
         yield
 
 
-# A warning of PyTorch about TorchRec, which no user can do anything about.
-
-
-_WARNS = "is_fx_tracing_warning"
-
-
 @functools.cache
 def suppress_fx_tracing_warning() -> None:
-    """Make `torch.fx` give its warning about `is_fx_tracing` now, and drop it; call this before building a batch.
+    """Silence a harmless `torch.fx` warning triggered by TorchRec; call this before building a batch.
 
-    Since PyTorch 2.13 the first KeyedJaggedTensor of each process causes this warning, because TorchRec's classes call
-    that function. PyTorch gives it once per process, so it is not repeated afterwards. Nothing else is dropped: the
-    filter is there during this call only, and lets through what other functions and threads log.
+    Since PyTorch 2.13 the first KeyedJaggedTensor of each process causes it. PyTorch gives it once per process, so it
+    is given now and dropped. The filter lets through all other records, and is removed after the call.
     """
     from torch.fx import _symbolic_trace
 

@@ -16,12 +16,11 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 
 
 def apply(transform: Transform[Batch], batch: Batch, rng: np.random.Generator) -> Batch:
-    """Return the batch that a transform makes of a batch, at the position of that batch, from which states follow.
+    """Return the batch that a transform makes of a batch, at the same position, from which states follow.
 
     Raises:
         ConfigError: it returned something else than a batch.
         RuntimeError: it raised StopIteration, which would be taken for the end of the epoch.
-
     """
     position = {"epoch": batch.epoch, "step": batch.step, "position": batch.position}
     try:

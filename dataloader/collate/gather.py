@@ -1,4 +1,4 @@
-"""The spans of samples in their stores, and the compiled loops that copy them out without holding the GIL."""
+"""The slices of samples in their stores, and the compiled loops that copy them without holding the GIL."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,6 @@ def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64
 
     Raises:
         IndexError: a row number is out of range.
-
     """
     ends = np.cumsum([len(store) for store in stores])
     if len(sample_ids) and not 0 <= int(sample_ids.min()) <= int(sample_ids.max()) < ends[-1]:
@@ -58,17 +57,18 @@ def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64
     return groups
 
 
-class Spans(NamedTuple):
-    """The events of n samples, as indices into the events of their stores.
+class HistorySpans(NamedTuple):
+    """The history and the candidates of n samples, as indices into the events of their stores.
 
-    events          a b c d e f g       max_history_length = 3, max_num_candidates = 2
+    events          a b c d e f g         max_history_length = 3, max_num_candidates = 2
                         ^     ^   ^
-                        begins splits ends
+                   begins     |   ends
+                       history_ends
     """
 
     begins: NDArray[np.int64]
     """[n]: where the history begins."""
-    splits: NDArray[np.int64]
+    history_ends: NDArray[np.int64]
     """[n]: where the history ends and the candidates begin."""
     ends: NDArray[np.int64]
     """[n]: where the candidates end."""
@@ -76,105 +76,127 @@ class Spans(NamedTuple):
 
 def find_spans(
     groups: Sequence[StoreRows], num_samples: int, *, max_history_length: int, max_num_candidates: int
-) -> Spans:
+) -> HistorySpans:
     """Find each sample's candidates, its last events, and the newest `max_history_length` events before them.
 
     A row with a number of targets has at most that many candidates, because the events before them were trained on.
 
     Raises:
         IndexError: a row has fewer events than candidates.
-
     """
-    begins, splits, ends = np.empty((3, num_samples), dtype=np.int64)
+    spans = HistorySpans(*np.empty((3, num_samples), dtype=np.int64))
     for store, rows, sample_indices in groups:
         targets = _NO_TARGETS if store.num_targets is None else store.num_targets
         if not _find_spans(
-            store.offsets, targets, rows, sample_indices, max_history_length, max_num_candidates, begins, splits, ends
+            store.offsets, targets, rows, sample_indices, max_history_length, max_num_candidates, *spans
         ):
             raise IndexError(f"a row has fewer events than {max_num_candidates} candidates; it is not a sample")
-    return Spans(begins, splits, ends)
+    return spans
 
 
-def copy_events(
-    groups: Sequence[StoreRows],
-    column: str,
-    begins: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    out_begins: NDArray[np.int64],
-    out: NDArray[np.int64],
-) -> None:
-    """Copy events of a column: sample i's from begins[i] on to out[out_begins[i]] on.
+class ItemTokens(NamedTuple):
+    """The tokens of items: the codes of each, one per level, with an offset added to each level."""
 
-    Args:
-        groups: the samples.
-        column: name of the list column.
-        begins: int64 [n], indices into the column of each sample's store.
-        lengths: int64 [n], in events.
-        out_begins: int64 [n], indices into `out`.
-        out: int64.
-
-    """
-    for store, _, sample_indices in groups:
-        _copy_events(store.events[column], sample_indices, begins, lengths, out_begins, out)
+    codes: NDArray[np.int32]
+    """[items, levels]; -1 for items without a code."""
+    level_offsets: NDArray[np.int64]
+    """[levels]."""
 
 
-class ContextSpans(NamedTuple):
-    """The values of a contextual feature of n samples, as indices into the feature's values in their stores."""
+class KeyValues(NamedTuple):
+    """The values of one key of n samples: a slice of a column of each sample's store."""
 
+    column: str
+    """A list column of events, or a column of users."""
     begins: NDArray[np.int64]
-    """[n]: where the values begin."""
-    lengths: NDArray[np.int64]
-    """[n]: how many there are."""
+    """[n]: where the slice begins."""
+    sizes: NDArray[np.int64]
+    """[n]: elements of the slice."""
+    tokens: ItemTokens | None = None
+    """Replaces each element, an item, by its tokens."""
+    is_of_user: bool = False
+    """Whether it is a column of users."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Values of each sample: int64 [n]."""
+        return self.sizes if self.tokens is None else self.sizes * self.tokens.codes.shape[1]
 
 
-def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> ContextSpans:
+def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> KeyValues:
     """Find each sample's values of a contextual feature or `user_id`: one, or any number if it is multi-valued."""
-    begins, lengths = np.empty((2, num_samples), dtype=np.int64)
+    begins, sizes = np.empty((2, num_samples), dtype=np.int64)
     for store, rows, sample_indices in groups:
-        spans = store.multi_valued.get(name)
-        begins[sample_indices] = rows if spans is None else spans.offsets[rows]
-        lengths[sample_indices] = 1 if spans is None else spans.offsets[rows + 1] - spans.offsets[rows]
-    return ContextSpans(begins, lengths)
+        if name in store.multi_valued:
+            offsets = store.multi_valued[name].offsets
+            begins[sample_indices], sizes[sample_indices] = offsets[rows], offsets[rows + 1] - offsets[rows]
+        else:
+            begins[sample_indices], sizes[sample_indices] = rows, 1
+    return KeyValues(name, begins, sizes, is_of_user=True)
 
 
-def copy_context(
-    groups: Sequence[StoreRows], name: str, spans: ContextSpans, out_begins: NDArray[np.int64], out: NDArray[np.int64]
-) -> None:
-    """Copy the values of a contextual feature or `user_id`: sample i's to out[out_begins[i]] on."""
-    for store, _, sample_indices in groups:
-        _copy_events(store.rows[name], sample_indices, spans.begins, spans.lengths, out_begins, out)
+class Gathered(NamedTuple):
+    """The values of some keys in G batches."""
+
+    values: NDArray[np.int64]
+    """Of all batches, one after the other."""
+    tensors: list[KeyedJaggedTensor]
+    """[G]: views of `values`."""
+    max_lengths: list[dict[str, int]]
+    """[G]: the longest row of each key."""
 
 
-def copy_codes(
-    groups: Sequence[StoreRows],
-    column: str,
-    begins: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    out_begins: NDArray[np.int64],
-    codes: NDArray[np.int32],
-    level_offsets: NDArray[np.int64],
-    out: NDArray[np.int64],
-) -> None:
-    """Copy the codes of a column's events, like `copy_events` with `levels` values per event.
+def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_size: int, num_batches: int) -> Gathered:
+    """Copy values into one array, batch after batch and key after key, in one compiled pass per key and store.
+
+    batch_size = 2, lengths {"sex": [1 1 1], "item_id": [2 0 3]}, two batches, the second with one padding row:
+
+        values    s0 s1 | i0 i0 | s2 | i2 i2 i2
+                  batch 0       | batch 1
 
     Args:
-        groups: the samples.
-        column: name of a list column whose values are rows of `codes`.
-        begins: int64 [n], indices into the column of each sample's store.
-        lengths: int64 [n], in events.
-        out_begins: int64 [n], indices into `out` of each sample's first code.
-        codes: int32 [items, levels].
-        level_offsets: int64 [levels], added to the codes.
-        out: int64.
+        groups: the n samples.
+        keys: by name; each batch takes the values of the next `batch_size` samples.
+        batch_size: rows of each batch.
+        num_batches: G; rows after the last sample are padding.
 
     Raises:
-        IndexError: an item has no code.
-
+        IndexError: an item has no tokens.
     """
+    lengths = np.stack([pad_rows(values.lengths, batch_size, num_batches) for values in keys.values()], axis=1)
+    out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
+    out = np.empty(int(lengths.sum()), dtype=np.int64)
+    for index, values in enumerate(keys.values()):
+        _copy_values(groups, values, out_begins[:, index].reshape(-1), out)
+    num_values: list[list[int]] = lengths.sum(axis=2).tolist()
+    parts = torch.from_numpy(out).split([sum(num_values_of_batch) for num_values_of_batch in num_values])
+    return Gathered(
+        values=out,
+        tensors=[
+            keyed_jagged_tensor(list(keys), part, lengths[batch], length_per_key=num_values[batch])
+            for batch, part in enumerate(parts)
+        ],
+        max_lengths=[dict(zip(keys, longest, strict=True)) for longest in lengths.max(axis=2, initial=0).tolist()],
+    )
+
+
+def pad_rows(column: NDArray[np.int64], batch_size: int, num_batches: int, *, fill: int = 0) -> NDArray[np.int64]:
+    """Divide a column [n] into the rows of batches, padded with `fill`: int64 [num_batches, batch_size]."""
+    rows = np.full(num_batches * batch_size, fill, dtype=np.int64)
+    rows[: len(column)] = column
+    return rows.reshape(num_batches, batch_size)
+
+
+def _copy_values(
+    groups: Sequence[StoreRows], values: KeyValues, out_begins: NDArray[np.int64], out: NDArray[np.int64]
+) -> None:
+    """Copy the values of sample i to out[out_begins[i]] and after."""
+    column, begins, sizes, tokens, is_of_user = values
     for store, _, sample_indices in groups:
-        if not _copy_codes(
-            store.events[column], sample_indices, begins, lengths, out_begins, codes, level_offsets, out
-        ):
+        elements = (store.rows if is_of_user else store.events)[column]
+        if tokens is None:
+            _copy_elements(elements, sample_indices, begins, sizes, out_begins, out)
+        elif not _copy_tokens(elements, sample_indices, begins, sizes, out_begins, *tokens, out):
             raise IndexError("a row has an item without a code; it is not a sample")
 
 
@@ -187,7 +209,7 @@ def _find_spans(
     max_history_length: int,
     max_num_candidates: int,
     begins: NDArray[np.int64],
-    splits: NDArray[np.int64],
+    history_ends: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> bool:
     for index in range(len(rows)):
@@ -196,21 +218,21 @@ def _find_spans(
         if len(num_targets):
             num_candidates = min(num_candidates, num_targets[row])
         end = offsets[row + 1]
-        split = end - num_candidates
-        if split < offsets[row]:
+        history_end = end - num_candidates
+        if history_end < offsets[row]:
             return False
-        begins[sample] = max(offsets[row], split - max_history_length)
-        splits[sample] = split
+        begins[sample] = max(offsets[row], history_end - max_history_length)
+        history_ends[sample] = history_end
         ends[sample] = end
     return True
 
 
 @compiled
-def _copy_events(
+def _copy_elements(
     column: NDArray[np.integer],
     sample_indices: NDArray[np.int64],
     begins: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     out_begins: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> int:
@@ -219,32 +241,33 @@ def _copy_events(
     step = _CACHE_LINE // column.itemsize
     touched = 0
     for sample in sample_indices:
-        for event in range(begins[sample], begins[sample] + lengths[sample], step):
-            touched ^= column[event]
+        for index in range(begins[sample], begins[sample] + sizes[sample], step):
+            touched ^= column[index]
     for sample in sample_indices:
-        begin, out_begin, length = begins[sample], out_begins[sample], lengths[sample]
-        events, copied = column[begin : begin + length], out[out_begin : out_begin + length]
-        for event in range(length):  # compiles to a faster loop than a slice assignment
-            copied[event] = events[event]
+        begin, out_begin, size = begins[sample], out_begins[sample], sizes[sample]
+        elements, copied = column[begin : begin + size], out[out_begin : out_begin + size]
+        for index in range(size):  # compiles to a faster loop than a slice assignment
+            copied[index] = elements[index]
     return touched  # so that the compiler does not remove the loads
 
 
 @compiled
-def _copy_codes(
+def _copy_tokens(
     column: NDArray[np.integer],
     sample_indices: NDArray[np.int64],
     begins: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     out_begins: NDArray[np.int64],
     codes: NDArray[np.int32],
     level_offsets: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> bool:
+    """Return whether all items have codes."""
     levels = codes.shape[1]
     for sample in sample_indices:
         out_index = out_begins[sample]
-        for event in range(begins[sample], begins[sample] + lengths[sample]):
-            item = column[event]
+        for index in range(begins[sample], begins[sample] + sizes[sample]):
+            item = column[index]
             if item < 0 or item >= len(codes) or codes[item, 0] < 0:
                 return False
             for level in range(levels):
@@ -253,73 +276,11 @@ def _copy_codes(
     return True
 
 
-# The layout of the values of several batches in one array, so that one compiled pass per column fills all of them.
-
-
-class Layout:
-    """The jagged values of G batches: batch after batch, and key after key within each, as their tensors need them.
-
-    batch_size = 2, lengths {"sex": [1 1 1], "item_id": [2 0 3]}, two batches, the second with one padding row:
-
-        values    s0 s1 | i0 i0 | s2 | i2 i2 i2
-                  batch 0       | batch 1
-
-    Args:
-        lengths: per key, int64 [n], of the samples in order; each batch takes the next `batch_size` of them.
-        batch_size: rows of each batch.
-        num_batches: G; rows after the last sample are padding.
-
-    Attributes:
-        values: int64 [sum of all lengths], uninitialized.
-
-    """
-
-    def __init__(self, lengths: Mapping[str, NDArray[np.int64]], batch_size: int, num_batches: int) -> None:
-        self._keys = list(lengths)
-        rows = np.zeros((len(lengths), num_batches * batch_size), dtype=np.int64)
-        for index, lengths_of_key in enumerate(lengths.values()):
-            rows[index, : len(lengths_of_key)] = lengths_of_key
-            self._num_samples = len(lengths_of_key)
-        self._lengths = rows.reshape(len(lengths), num_batches, batch_size)
-        num_values = self._lengths.sum(axis=2).T  # [G, K]
-        self._begins = (np.cumsum(num_values) - num_values.reshape(-1)).reshape(num_values.shape)
-        self._num_values: list[list[int]] = num_values.tolist()
-        self.values = np.empty(int(num_values.sum()), dtype=np.int64)
-
-    def begins(self, key: str) -> NDArray[np.int64]:
-        """Return the index into `values` at which each sample's values of a key begin: int64 [n]."""
-        index = self._keys.index(key)
-        lengths = self._lengths[index]
-        begins: NDArray[np.int64] = np.cumsum(lengths, axis=1) - lengths + self._begins[:, index, np.newaxis]
-        return begins.reshape(-1)[: self._num_samples]
-
-    def max_lengths(self) -> list[dict[str, int]]:
-        """Return the longest row of each key, per batch."""
-        longest = self._lengths.max(axis=2, initial=0).T.tolist()
-        return [dict(zip(self._keys, longest_of_batch, strict=True)) for longest_of_batch in longest]
-
-    def num_values(self) -> list[list[int]]:
-        """Return the number of values of each key, per batch."""
-        return self._num_values
-
-    def tensors(self) -> list[KeyedJaggedTensor]:
-        """Return each batch's tensor, a view of `values`."""
-        lengths = np.ascontiguousarray(self._lengths.transpose(1, 0, 2))
-        values = torch.from_numpy(self.values).split([sum(num_values) for num_values in self._num_values])
-        return [
-            keyed_jagged_tensor(self._keys, values_of_batch, lengths[batch], length_per_key=self._num_values[batch])
-            for batch, values_of_batch in enumerate(values)
-        ]
-
-
-# `SampleLengths`: how long samples are in a batch, known before it is made.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleLengths:
-    """The lengths of n samples as they are trained: after truncation, in codes of items, with candidates."""
+    """The lengths of n samples as they are trained, known before batches are made."""
 
     of_keys: Mapping[tuple[str, str], NDArray[np.int64]]
-    """Per field and key of the batch, in its order, int64 [n]."""
+    """Per field and key of the batch, in its order, int64 [n]: after truncation, in tokens, with candidates."""
     num_candidates: NDArray[np.int64]
     """[n]; zeros for batches without candidates."""

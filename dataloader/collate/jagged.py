@@ -17,13 +17,13 @@ from evenrank.dataloader.batches.batch import (
     check_loss_key,
     host,
     keyed_jagged_tensor,
+    longest_rows,
     loss_tokens,
-    name_keys,
 )
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 
-# What becomes of Python's numbers, as in torch by default.
+# Dtypes of Python's numbers, as in torch by default.
 _NARROWED: dict[str, Any] = {"d": np.float32, "D": np.complex64}
 
 
@@ -42,7 +42,6 @@ def jagged(dtype: torch.dtype = torch.int64, *, field: str = "features", max_len
         dtype: of the values; the same for all keys of a field.
         field: the KeyedJaggedTensor of the batch that the key belongs to.
         max_length: most values that a sample may have, for `length_limits` of the batches; None: any number.
-
     """
     return Jagged(dtype, field, max_length)
 
@@ -83,7 +82,7 @@ class CollatedBatch(JaggedBatch):
         fill_values: Mapping[str, float],
         loss_key: LossKey | None,
     ) -> Self:
-        """Return a batch of padding only, given what `tensors()`, `fill_values()` and `loss_key()` of others return."""
+        """Return a batch of padding only, as `JaggedBatch.without_samples`."""
         return cls(batch_size=batch_size, num_real=0, values=dict(tensors), fills=dict(fill_values), counted=loss_key)
 
     def __getattr__(self, name: str) -> Any:
@@ -111,13 +110,12 @@ class JaggedCollate:
         declarations: for each name that the batch has, `jagged()`, or `dense()`: one array per sample of the same
             shape, or a number. Samples may have other names too, which are left out. A dense `num_candidates` tells
             costs how many of the last items are candidates.
-        batch_size: pad to this many rows; None: as many rows as samples. A Balancer pads what is shorter itself.
+        batch_size: pad to this many rows; None: as many rows as samples. A Balancer pads shorter batches itself.
         loss_key: the key whose lengths count the loss tokens, such as `LossKey("features", "item_id")`; None: each
             sample is one loss token.
 
     Raises:
         ConfigError: a declaration is invalid, or `loss_key` is not among the jagged keys.
-
     """
 
     def __init__(
@@ -169,7 +167,6 @@ class JaggedCollate:
 
         Raises:
             DataError: a sample lacks a name, or its value does not fit the declaration.
-
         """
         values: dict[str, KeyedJaggedTensor | Tensor | None] = {}
         lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
@@ -183,12 +180,11 @@ class JaggedCollate:
             lengths |= {(field, key): counts for key, (_, counts) in zip(keys, columns, strict=True)}
         for name, declared in self._dense.items():
             values[name] = _stack(_column(samples, name), name, declared["dtype"], declared["shape"])
-        names = name_keys(tuple(lengths))
         batch = CollatedBatch(
             batch_size=len(samples),
             num_real=len(samples),
             loss_tokens=int(loss_tokens(self._loss_key, lengths, np.ones(len(samples), dtype=np.bool_)).sum()),
-            max_lengths={name: int(n.max(initial=0)) for name, n in zip(names, lengths.values(), strict=True)},
+            max_lengths=longest_rows(lengths),
             length_limits=dict(self._limits) or None,
             values=values,
             fills=dict(self._fills),
@@ -203,9 +199,7 @@ def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     except (KeyError, IndexError, TypeError):
         index, sample = next((i, s) for i, s in enumerate(samples) if not isinstance(s, Mapping) or name not in s)
         has = f"it has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"it is a {type(sample)}"
-        raise DataError(
-            f"sample {index} of a batch has no {name!r}: {has}; samples must be dicts with all names"
-        ) from None
+        raise _bad_sample(index, f"no {name!r}: {has}; samples must be dicts with all names") from None
 
 
 def _concatenate(
@@ -215,14 +209,10 @@ def _concatenate(
     arrays = [np.atleast_1d(_as_array(value, name, index, dtype)) for index, value in enumerate(column)]
     for index, array in enumerate(arrays):
         if array.ndim != 1:
-            raise DataError(
-                f"sample {index} of a batch has {name!r} of shape {array.shape}; jagged values must have one dimension"
-            )
+            raise _bad_sample(index, f"{name!r} of shape {array.shape}; jagged values must have one dimension")
         if max_length is not None and len(array) > max_length:
-            raise DataError(
-                f"sample {index} of a batch has {len(array)} values of {name!r}, more than its max_length, "
-                f"{max_length}; cut them, or raise it"
-            )
+            values = f"{len(array)} values of {name!r}, more than its max_length, {max_length}"
+            raise _bad_sample(index, f"{values}; cut them, or raise it")
     flat = np.concatenate([np.empty(0, dtype=_numpy_dtype(dtype)), *arrays])
     return torch.from_numpy(flat), np.array([len(array) for array in arrays], dtype=np.int64)
 
@@ -237,10 +227,8 @@ def _stack(column: Sequence[Any], name: str, dtype: torch.dtype | None, shape: t
     expected = (tuple(tensors[0].shape) if shape is None else shape, tensors[0].dtype)
     for index, tensor in enumerate(tensors):
         if (actual := (tuple(tensor.shape), tensor.dtype)) != expected:
-            raise DataError(
-                f"sample {index} of a batch has {name!r} of shape {actual[0]} and {actual[1]}, expected {expected[0]} "
-                f"and {expected[1]}; declare it as jagged(), or with dense(dtype=..., shape=...)"
-            )
+            differs = f"{name!r} of shape {actual[0]} and {actual[1]}, expected {expected[0]} and {expected[1]}"
+            raise _bad_sample(index, f"{differs}; declare it as jagged(), or with dense(dtype=..., shape=...)")
     return torch.stack(tensors)
 
 
@@ -257,7 +245,7 @@ def _as_tensor(value: Any, name: str, index: int, dtype: torch.dtype | None) -> 
 
 
 def _is_of_python(value: Any) -> bool:
-    """Return whether a value has no dtype of its own, nor has any part of it."""
+    """Return whether neither a value nor any part of it has a dtype of its own."""
     if isinstance(value, list | tuple):
         return all(map(_is_of_python, value))
     return not isinstance(value, Tensor | np.ndarray | np.generic)
@@ -275,10 +263,8 @@ def _as_array(value: Any, name: str, index: int, dtype: torch.dtype) -> NDArray[
         limits = np.iinfo(target)
         fits = limits.min <= int(array.min()) and int(array.max()) <= limits.max
     if array.size and not fits:
-        raise DataError(
-            f"sample {index} of a batch has {name!r} of dtype {array.dtype} with values that do not fit {dtype}; "
-            "declare another dtype"
-        )
+        values = f"{name!r} of dtype {array.dtype} with values that do not fit {dtype}"
+        raise _bad_sample(index, f"{values}; declare another dtype")
     return array.astype(target)
 
 
@@ -287,7 +273,9 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def _not_numbers(value: Any, name: str, index: int, error: Exception) -> DataError:
-    return DataError(
-        f"sample {index} of a batch has {name!r} of type {type(value).__name__} that is no array of numbers "
-        f"({one_line(error)}); convert it in the dataset"
-    )
+    values = f"{name!r} of type {type(value).__name__} that is no array of numbers ({one_line(error)})"
+    return _bad_sample(index, f"{values}; convert it in the dataset")
+
+
+def _bad_sample(index: int, problem: str) -> DataError:
+    return DataError(f"sample {index} of a batch has {problem}")

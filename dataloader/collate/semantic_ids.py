@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +13,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batches.batch import SemanticIdBatch
-from evenrank.dataloader.collate.gather import Layout, SampleLengths, Spans, StoreRows, copy_codes, find_spans
-from evenrank.dataloader.collate.sequences import (
-    LABEL,
-    check_user_ids,
-    context_lengths,
-    context_limits,
-    layout_with_context,
-    pad_rows,
-)
+from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues, StoreRows, find_spans
+from evenrank.dataloader.collate.sequences import LABEL, Collate, check_user_ids
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 
@@ -49,8 +43,8 @@ class CodeTable:
         codes, sizes = self.codes, self.codebook_sizes
         if codes.ndim != 2 or codes.dtype.kind not in "iu" or codes.shape[1] != len(sizes):
             raise ConfigError(
-                f"codes must be integers [items, {len(sizes)}], as there are {len(sizes)} codebook_sizes, got "
-                f"{codes.dtype} {list(codes.shape)}; transpose a table [levels, items]"
+                f"codes must be integers [items, levels] with one of codebook_sizes, {list(sizes)}, per level, got "
+                f"{codes.dtype} {list(codes.shape)}; transpose a table [levels, items], or pass other sizes"
             )
         if ((codes < _NO_CODE) | (codes >= np.array(sizes))).any():
             raise ConfigError(
@@ -93,7 +87,6 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
 
     Raises:
         DataError: the file cannot be read, or is not such a table.
-
     """
     path = Path(path)
     table = _read_tensor(path)
@@ -107,20 +100,11 @@ def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) ->
     low, high = int(table.min()), int(table.max())
     if low < _NO_CODE or high > np.iinfo(np.int32).max:
         raise DataError(f"{path} has codes from {low} to {high}; they must be -1 (no code) or 0 to 2^31-1")
-    is_missing = table == _NO_CODE
-    partly_missing = np.flatnonzero(is_missing.any(axis=0) & ~is_missing.all(axis=0))
-    if len(partly_missing):
-        raise DataError(
-            f"{path} has codes for item {partly_missing[0]} in some levels only; set all of its levels to -1, or none"
-        )
-    max_codes = table.max(axis=1).astype(np.int64).tolist()
-    sizes = tuple([code + 1 for code in max_codes] if codebook_sizes is None else codebook_sizes)
-    if len(sizes) != len(max_codes) or any(size <= code for size, code in zip(sizes, max_codes, strict=True)):
-        raise DataError(
-            f"{path} has codes up to {max_codes} in its levels, got codebook_sizes {list(sizes)}; give each level a "
-            "size above its largest code"
-        )
-    return CodeTable(codes=np.ascontiguousarray(table.T, dtype=np.int32), codebook_sizes=sizes)
+    sizes = table.max(axis=1).astype(np.int64) + 1 if codebook_sizes is None else codebook_sizes
+    try:
+        return CodeTable(codes=np.ascontiguousarray(table.T, dtype=np.int32), codebook_sizes=tuple(map(int, sizes)))
+    except ConfigError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def _read_tensor(path: Path) -> NDArray[np.integer]:
@@ -147,7 +131,7 @@ def _read_tensor(path: Path) -> NDArray[np.integer]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SemanticIdCollate:
+class SemanticIdCollate(Collate[SemanticIdBatch]):
     """Collates samples into a SemanticIdBatch.
 
     events        a b c d       max_history_length = 2, levels = 2
@@ -159,19 +143,12 @@ class SemanticIdCollate:
 
     table: CodeTable
     """The codes of the items."""
-    max_history_length: int
-    """Events of a history, each of `levels` tokens; longer histories keep their newest events."""
-    user_id: bool
-    """Whether `user_id` is a feature."""
     label_offsets: bool
     """Whether labels are tokens, with the offsets of their levels, rather than codes."""
     history_labels: bool
     """Whether the events of a history have labels too, except for its first."""
     candidate_feature: bool
     """Whether the tokens of the target are a feature."""
-
-    def check(self, store: SequenceStore) -> None:
-        """Accept every store: batches need no columns besides those of every dataset."""
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows without a target, and those whose history or target contains an item without a code."""
@@ -190,79 +167,37 @@ class SemanticIdCollate:
     def _rows_without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
         first_shown = np.maximum(store.offsets[:-1], store.offsets[1:] - 1 - self.max_history_length)
         items = store.events[ITEM_ID]
-        rows_of_chunks = []
+        rows_of_chunks = [np.empty(0, dtype=np.int64)]
         for first in range(0, len(items), _EVENTS_PER_CHUNK):
             events = first + np.flatnonzero(~self.table.has_code(items[first : first + _EVENTS_PER_CHUNK]))
             rows = np.searchsorted(store.offsets, events, side="right") - 1
             rows_of_chunks.append(np.unique(rows[events >= first_shown[rows]]))
-        return np.unique(np.concatenate(rows_of_chunks)) if rows_of_chunks else np.empty(0, dtype=np.int64)
+        return np.unique(np.concatenate(rows_of_chunks))
 
-    def __call__(
-        self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
-    ) -> list[SemanticIdBatch]:
-        """Make batches of samples."""
-        codes, levels = self.table.codes, self.table.codes.shape[1]
-        level_offsets = self.table.level_offsets
-        label_level_offsets = level_offsets if self.label_offsets else np.zeros_like(level_offsets)
-        spans = self._find_spans(groups, len(sample_ids))
-        events = self._events(spans)
-        lengths = {key: num_events * levels for key, (_, num_events) in events.items()}
-        features = layout_with_context(groups, lengths, batch_size, num_batches, user_id=self.user_id)
-        for key, (firsts, num_events) in events.items():
-            out_begins = features.begins(key)
-            copy_codes(groups, ITEM_ID, firsts, num_events, out_begins, codes, level_offsets, features.values)
-        label_firsts, num_labeled = self._labeled(spans)
-        labels = Layout({LABEL: num_labeled * levels}, batch_size, num_batches)
-        out_begins = labels.begins(LABEL)
-        copy_codes(groups, ITEM_ID, label_firsts, num_labeled, out_begins, codes, label_level_offsets, labels.values)
-        ids = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
-        max_lengths = zip(features.max_lengths(), labels.max_lengths(), strict=True)
-        limits = self._length_limits(groups[0].store)
-        return [
-            SemanticIdBatch(
-                batch_size=batch_size,
-                num_real=min(max(len(sample_ids) - batch * batch_size, 0), batch_size),
-                loss_tokens=loss_tokens,
-                max_lengths=feature_max | label_max,
-                length_limits=dict(limits),
-                features=features_of_batch,
-                labels=labels_of_batch,
-                sample_ids=ids[batch],
-            )
-            for batch, (features_of_batch, labels_of_batch, (feature_max, label_max), (loss_tokens,)) in enumerate(
-                zip(features.tensors(), labels.tensors(), max_lengths, labels.num_values(), strict=True)
-            )
-        ]
-
-    def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
-        """Return how long the rows of these samples are in a batch."""
-        spans, levels = self._find_spans(groups, num_samples), self.table.codes.shape[1]
-        features = context_lengths(groups, num_samples, user_id=self.user_id)
-        features |= {key: num_events * levels for key, (_, num_events) in self._events(spans).items()}
-        of_keys = {("features", name): lengths for name, lengths in features.items()}
-        of_keys["labels", LABEL] = self._labeled(spans)[1] * levels
-        return SampleLengths(of_keys=of_keys, num_candidates=np.zeros(num_samples, dtype=np.int64))
-
-    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> Spans:
+    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> HistorySpans:
         return find_spans(groups, num_samples, max_history_length=self.max_history_length, max_num_candidates=1)
 
-    def _events(self, spans: Spans) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return the events of each key: where each sample's begin, and how many there are, int64 [n] both."""
-        events = {SEMANTIC_ID: (spans.begins, spans.splits - spans.begins)}
+    def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
+        begins, history_ends, ends = spans
+        tokens = ItemTokens(self.table.codes, self.table.level_offsets)
+        values = {SEMANTIC_ID: KeyValues(ITEM_ID, begins, history_ends - begins, tokens)}
         if self.candidate_feature:
-            events[CANDIDATE_ID] = (spans.splits, spans.ends - spans.splits)
-        return events
+            values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, tokens)
+        return values
 
-    def _labeled(self, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where each sample's events with labels begin, and how many there are: int64 [n] both."""
-        firsts = np.minimum(spans.begins + 1, spans.splits) if self.history_labels else spans.splits
-        return firsts, spans.ends - firsts
+    def _label_values(self, spans: HistorySpans) -> KeyValues:
+        begins, history_ends, ends = spans
+        firsts = np.minimum(begins + 1, history_ends) if self.history_labels else history_ends
+        offsets = self.table.level_offsets
+        tokens = ItemTokens(self.table.codes, offsets if self.label_offsets else np.zeros_like(offsets))
+        return KeyValues(ITEM_ID, firsts, ends - firsts, tokens)
 
-    def _length_limits(self, store: SequenceStore) -> dict[str, int]:
-        """Return the longest that a row of each key can be."""
+    def _length_limits(self) -> dict[str, int]:
         levels = self.table.codes.shape[1]
-        limits = context_limits(store, user_id=self.user_id) | {SEMANTIC_ID: self.max_history_length * levels}
+        limits = {SEMANTIC_ID: self.max_history_length * levels}
         if self.candidate_feature:
             limits[CANDIDATE_ID] = levels
-        num_labeled = max(self.max_history_length, 1) if self.history_labels else 1
-        return limits | {LABEL: num_labeled * levels}
+        return limits | {LABEL: (max(self.max_history_length, 1) if self.history_labels else 1) * levels}
+
+    def _make_batch(self, **fields: Any) -> SemanticIdBatch:
+        return SemanticIdBatch(**fields)

@@ -1,9 +1,9 @@
-"""Samples of stores -> batches, in a few compiled passes over the samples of several batches."""
+"""Samples of stores -> batches: the base `Collate`, and `SequenceCollate` for histories and candidates."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.batches.batch import JaggedBatch, SequenceBatch
 from evenrank.dataloader.collate.gather import (
-    Layout,
+    HistorySpans,
+    KeyValues,
     SampleLengths,
-    Spans,
     StoreRows,
-    copy_context,
-    copy_events,
     find_context,
     find_spans,
+    gather,
+    pad_rows,
 )
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.datasets.store import SequenceStore
@@ -29,32 +29,44 @@ LABEL = "label"
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class Collate(Protocol[Batch]):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collate(ABC, Generic[Batch]):
     """Makes batches of samples, and decides which rows are samples."""
+
+    max_history_length: int
+    """Events of a history; longer histories keep their newest ones."""
+    user_id: bool
+    """Whether `user_id` is a feature."""
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
-        ...
 
+    @abstractmethod
     def unusable(self, store: SequenceStore) -> Mapping[str, NDArray[np.int64]]:
         """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons.
 
         Raises:
             DataError: a row has a user id that cannot be a feature.
-
         """
-        ...
 
+    @abstractmethod
     def filters(self) -> tuple[object, ...]:
-        """Return what decides which rows are samples, and what their values mean; part of the loader's fingerprint.
+        """Return the settings that decide which rows are samples, and the codes; part of the loader's fingerprint.
 
         Cut-offs and labels are left out: a job may go on with others.
         """
-        ...
 
     def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
         """Return how long the rows of these samples are in a batch, without making it."""
-        ...
+        spans = self._find_spans(groups, num_samples)
+        features, labels = self._find_features(groups, spans), self._label_values(spans)
+        of_keys = {("features", name): values.lengths for name, values in features.items()}
+        if labels is not None:
+            of_keys["labels", LABEL] = labels.lengths
+        no_candidates = np.zeros(num_samples, dtype=np.int64)
+        return SampleLengths(
+            of_keys=of_keys, num_candidates=self._dense_columns(spans).get("num_candidates", no_candidates)
+        )
 
     def __call__(
         self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
@@ -66,13 +78,70 @@ class Collate(Protocol[Batch]):
             sample_ids: int64 [n], n <= num_batches * batch_size: the ids that batches give the samples.
             batch_size: rows of each batch.
             num_batches: how many to make.
-
         """
-        ...
+        num_samples = len(sample_ids)
+        spans = self._find_spans(groups, num_samples)
+        features, labels = self._find_features(groups, spans), self._label_values(spans)
+        gathered = {"features": gather(groups, features, batch_size, num_batches)}
+        if labels is None:
+            # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
+            loss_lengths = np.maximum(features[ITEM_ID].lengths - 1, 0)
+        else:
+            loss_lengths = labels.lengths
+            gathered["labels"] = gather(groups, {LABEL: labels}, batch_size, num_batches)
+            self._finish_labels(gathered["labels"].values)
+        loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
+        dense = {"sample_ids": pad_rows(sample_ids, batch_size, num_batches, fill=-1)}
+        for name, column in self._dense_columns(spans).items():
+            dense[name] = pad_rows(column, batch_size, num_batches)
+        tensors = {name: torch.from_numpy(rows) for name, rows in dense.items()}
+        limits = context_limits(groups[0].store, user_id=self.user_id) | self._length_limits()
+        return [
+            self._make_batch(
+                batch_size=batch_size,
+                num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
+                loss_tokens=loss_tokens[batch],
+                max_lengths={
+                    key: longest for field in gathered.values() for key, longest in field.max_lengths[batch].items()
+                },
+                length_limits=dict(limits),
+                **{name: field.tensors[batch] for name, field in gathered.items()},
+                **{name: rows[batch] for name, rows in tensors.items()},
+            )
+            for batch in range(num_batches)
+        ]
+
+    @abstractmethod
+    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> HistorySpans: ...
+
+    @abstractmethod
+    def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
+        """Return the values of the features that are made from events, by key."""
+
+    @abstractmethod
+    def _label_values(self, spans: HistorySpans) -> KeyValues | None: ...
+
+    @abstractmethod
+    def _length_limits(self) -> dict[str, int]:
+        """Return the longest that a row of each key made from events, or of the labels, can be."""
+
+    @abstractmethod
+    def _make_batch(self, **fields: Any) -> Batch: ...
+
+    def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
+        """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
+        return {}
+
+    def _finish_labels(self, values: NDArray[np.int64]) -> None:
+        """Change the gathered labels in place."""
+
+    def _find_features(self, groups: Sequence[StoreRows], spans: HistorySpans) -> dict[str, KeyValues]:
+        names = context_limits(groups[0].store, user_id=self.user_id)
+        return {name: find_context(groups, name, len(spans.ends)) for name in names} | self._event_values(spans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceCollate:
+class SequenceCollate(Collate[SequenceBatch]):
     """Collates samples into a SequenceBatch.
 
     The last `max_num_candidates` events of a user are the candidates, and the newest `max_history_length` events before
@@ -84,12 +153,8 @@ class SequenceCollate:
         item_id               c d e f g     action  c d e     label  f g
     """
 
-    max_history_length: int
-    """Events of a history; longer histories keep their newest ones."""
     max_num_candidates: int
     """Candidates of a sample."""
-    user_id: bool
-    """Whether `user_id` is a feature."""
     num_tasks: int
     """Above 1: labels keep this many low bits. Above 0 without candidates: the history has labels."""
     candidate_actions: bool
@@ -117,62 +182,7 @@ class SequenceCollate:
         """Return the settings that decide which rows are samples."""
         return ("candidates", self.max_num_candidates)
 
-    def __call__(
-        self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
-    ) -> list[SequenceBatch]:
-        """Make batches of samples."""
-        num_samples = len(sample_ids)
-        spans = self._find_spans(groups, num_samples)
-        begins, splits, ends = spans
-        lengths = self._event_lengths(spans)
-        features = layout_with_context(groups, lengths, batch_size, num_batches, user_id=self.user_id)
-        for name, lengths_of_key in lengths.items():
-            copy_events(groups, name, begins, lengths_of_key, features.begins(name), features.values)
-
-        has_labels = self._has_labels
-        label_begins = self._label_begins(spans)
-        label_lengths = ends - label_begins
-        labels = Layout({LABEL: label_lengths}, batch_size, num_batches)
-        if has_labels:
-            copy_events(groups, ACTION, label_begins, label_lengths, labels.begins(LABEL), labels.values)
-            if self.num_tasks > 1:
-                labels.values &= (1 << self.num_tasks) - 1
-
-        ids = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
-        num_candidates = torch.from_numpy(pad_rows(ends - splits, batch_size, num_batches, fill=0))
-        limits = self._length_limits(groups[0].store)
-        tensors = zip(features.tensors(), labels.tensors() if has_labels else repeat(None), strict=False)
-        return [
-            SequenceBatch(
-                batch_size=batch_size,
-                num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
-                loss_tokens=loss_tokens,
-                max_lengths=feature_max | label_max if has_labels else feature_max,
-                length_limits=dict(limits),
-                features=features_of_batch,
-                labels=labels_of_batch,
-                num_candidates=num_candidates[batch],
-                sample_ids=ids[batch],
-            )
-            for batch, ((features_of_batch, labels_of_batch), feature_max, label_max, (loss_tokens,)) in enumerate(
-                zip(tensors, features.max_lengths(), labels.max_lengths(), labels.num_values(), strict=True)
-            )
-        ]
-
-    def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
-        """Return how long the rows of these samples are in a batch."""
-        spans = self._find_spans(groups, num_samples)
-        features = context_lengths(groups, num_samples, user_id=self.user_id) | self._event_lengths(spans)
-        of_keys = {("features", name): lengths for name, lengths in features.items()}
-        if self._has_labels:
-            of_keys["labels", LABEL] = spans.ends - self._label_begins(spans)
-        return SampleLengths(of_keys=of_keys, num_candidates=spans.ends - spans.splits)
-
-    @property
-    def _has_labels(self) -> bool:
-        return self.max_num_candidates > 0 or self.num_tasks > 0
-
-    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> Spans:
+    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> HistorySpans:
         return find_spans(
             groups,
             num_samples,
@@ -180,56 +190,43 @@ class SequenceCollate:
             max_num_candidates=self.max_num_candidates,
         )
 
-    def _event_lengths(self, spans: Spans) -> dict[str, NDArray[np.int64]]:
-        """Return the lengths of the features that are columns of events: int64 [n] each."""
-        item_lengths = spans.ends - spans.begins
-        action_lengths = (spans.ends if self.candidate_actions else spans.splits) - spans.begins
-        lengths = {ITEM_ID: item_lengths, ACTION: action_lengths}
+    def _has_candidates(self) -> dict[str, bool]:
+        """Return whether each key that is made from events includes the candidates."""
         # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
-        return lengths | {name: item_lengths if name == TIMESTAMP_MS else action_lengths for name in self.extra_events}
+        names = (ITEM_ID, ACTION, *self.extra_events)
+        return {name: name in (ITEM_ID, TIMESTAMP_MS) or self.candidate_actions for name in names}
 
-    def _label_begins(self, spans: Spans) -> NDArray[np.int64]:
-        """Return the first event of each sample that has a loss: int64 [n]; all up to its last one have."""
-        if self.max_num_candidates:
-            return spans.splits
-        if self._has_labels:
-            return spans.begins
-        # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
-        return np.minimum(spans.begins + 1, spans.ends)
+    def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
+        begins, history_ends, ends = spans
+        return {
+            name: KeyValues(name, begins, (ends if has_candidates else history_ends) - begins)
+            for name, has_candidates in self._has_candidates().items()
+        }
 
-    def _length_limits(self, store: SequenceStore) -> dict[str, int]:
-        """Return the longest that a row of each key can be."""
-        item_limit = self.max_history_length + self.max_num_candidates
-        action_limit = item_limit if self.candidate_actions else self.max_history_length
-        limits = context_limits(store, user_id=self.user_id) | {ITEM_ID: item_limit, ACTION: action_limit}
-        limits |= {name: item_limit if name == TIMESTAMP_MS else action_limit for name in self.extra_events}
+    def _label_values(self, spans: HistorySpans) -> KeyValues | None:
+        if not self.max_num_candidates and not self.num_tasks:
+            return None
+        begins = spans.history_ends if self.max_num_candidates else spans.begins
+        return KeyValues(ACTION, begins, spans.ends - begins)
+
+    def _finish_labels(self, values: NDArray[np.int64]) -> None:
+        if self.num_tasks > 1:
+            values &= (1 << self.num_tasks) - 1
+
+    def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
+        return {"num_candidates": spans.ends - spans.history_ends}
+
+    def _length_limits(self) -> dict[str, int]:
+        limits = {
+            name: self.max_history_length + self.max_num_candidates * has_candidates
+            for name, has_candidates in self._has_candidates().items()
+        }
         if self.max_num_candidates or self.num_tasks:
             limits[LABEL] = self.max_num_candidates or self.max_history_length
         return limits
 
-
-def layout_with_context(
-    groups: Sequence[StoreRows],
-    lengths: Mapping[str, NDArray[np.int64]],
-    batch_size: int,
-    num_batches: int,
-    *,
-    user_id: bool,
-) -> Layout:
-    """Lay out user ids on request, contextual features, and keys with these lengths [n]; fill in all but these keys."""
-    num_samples = len(next(iter(lengths.values())))
-    names = context_limits(groups[0].store, user_id=user_id)
-    context = {name: find_context(groups, name, num_samples) for name in names}
-    layout = Layout({**{name: spans.lengths for name, spans in context.items()}, **lengths}, batch_size, num_batches)
-    for name, spans in context.items():
-        copy_context(groups, name, spans, layout.begins(name), layout.values)
-    return layout
-
-
-def context_lengths(groups: Sequence[StoreRows], num_samples: int, *, user_id: bool) -> dict[str, NDArray[np.int64]]:
-    """Return how many values samples have of `user_id`, on request, and of each contextual feature: int64 [n] each."""
-    names = context_limits(groups[0].store, user_id=user_id)
-    return {name: find_context(groups, name, num_samples).lengths for name in names}
+    def _make_batch(self, **fields: Any) -> SequenceBatch:
+        return SequenceBatch(**fields)
 
 
 def context_limits(store: SequenceStore, *, user_id: bool) -> dict[str, int]:
@@ -246,10 +243,3 @@ def check_user_ids(store: SequenceStore) -> None:
             f"user_id=True makes user ids a feature, but {store.folder or 'the dataset'} has user {least}; number its "
             "users from 0, or leave user_id=True out"
         )
-
-
-def pad_rows(values: NDArray[np.int64], batch_size: int, num_batches: int, *, fill: int) -> NDArray[np.int64]:
-    """Return values [n] as the rows of batches, padded with `fill`: int64 [num_batches, batch_size]."""
-    rows = np.full(num_batches * batch_size, fill, dtype=np.int64)
-    rows[: len(values)] = values
-    return rows.reshape(num_batches, batch_size)

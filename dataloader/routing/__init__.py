@@ -1,10 +1,10 @@
-"""Routing: which rank owns the row of a key, where an embedding table is sharded by rows.
+"""Routing: which rank has the row of a key, where an embedding table is sharded by rows.
 
-`owner.py` decides on the rank, for tables that are looked up by key. Stock TorchRec shards tables by ranges of rows, so
+`owners.py` finds the rank, for tables that are looked up by key. Stock TorchRec shards tables by ranges of rows, so
 `key_map.py` instead decides which row has which key: a loader, or `map_features`, replaces keys by rows.
 """
 
 from evenrank.core import optional_imports
 
-# Imported at their first use: some names need torch, and what computes loads of ranks runs without it.
+# Imported at their first use: some names need torch, and reports compute the loads of ranks without it.
 __getattr__, __dir__, __all__ = optional_imports.attach_stub(__name__, __file__)

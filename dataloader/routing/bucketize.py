@@ -1,6 +1,7 @@
-"""Group the keys of a batch by the rank that owns them, as row-wise sharded tables need them before an all-to-all."""
+"""The keys of a KeyedJaggedTensor: replaced by rows of tables, or grouped by the rank that owns them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +12,45 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.routing import gpu_bucketize
+from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.routing.modes import Routing, check_routing
-from evenrank.dataloader.routing.tensor_owners import check_keys, owners_and_rows_on_cpu, owners_and_rows_with_operators
+from evenrank.dataloader.routing.owners import owners_and_rows
+
+
+def map_features(features: KeyedJaggedTensor, key_maps: Mapping[str, KeyMap]) -> KeyedJaggedTensor:
+    """Return the same features with the rows of tables instead of keys, for batches of other loaders.
+
+    On a GPU this waits for the device, because it checks the keys; map on the CPU, where batches are made.
+
+    Args:
+        features: with integer values, on any device.
+        key_maps: of some of its features, by name.
+
+    Raises:
+        ConfigError: there is no such feature, or its dtype cannot hold all rows.
+        DataError: a key is not in the table.
+    """
+    names = features.keys()
+    if unknown := [name for name in key_maps if name not in names]:
+        raise ConfigError(f"key_maps has {unknown[0]!r}, which is no feature; there are {', '.join(names)}")
+    ends = features.offset_per_key()
+    values = features.values().clone()
+    for name, begin, end in zip(names, ends, ends[1:], strict=False):
+        if name in key_maps:
+            values[begin:end] = key_maps[name](values[begin:end])
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=names,
+        values=values,
+        weights=features.weights_or_none(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        stride=None if varies else features.stride(),
+        length_per_key=features.length_per_key(),
+        offset_per_key=ends,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
 
 
 def bucketize(
@@ -20,7 +58,7 @@ def bucketize(
 ) -> tuple[KeyedJaggedTensor, Tensor]:
     """Group values by the rank that owns them: by (rank, key, row), and in their order within these.
 
-    Returns what TorchRec's `bucketize_kjt_before_all2all` returns with `output_permute=True`, which knows the mode
+    Equals TorchRec's `bucketize_kjt_before_all2all` with `output_permute=True`, which knows the mode
     `continuous` only. For two ranks, one key and two rows in mode `roundrobin`:
 
         values          [5 2 7 | 9 4]
@@ -29,7 +67,8 @@ def bucketize(
         bucketized      [1 | 2 | 2 3 | 4]
         permutation     [2 0 3 4 1]
 
-    On a GPU with Triton it does not wait for the device, except the first time with these routings.
+    On a GPU with Triton it does not wait for the device, except the first time with these routings; without Triton, the
+    CPU groups the keys.
 
     Args:
         kjt: int32 or int64 values, [n]; the same stride for all K keys, B.
@@ -45,19 +84,21 @@ def bucketize(
     Raises:
         ConfigError: a key has no routing, strides vary, values are no integers, `world_size` is out of range, or
             positions would replace weights.
-
     """
-    features, weights = _check(kjt, world_size, routings, bucketize_pos)
+    features = _check(kjt, world_size, routings, bucketize_pos)
+    weights = kjt.weights_or_none()
+    weights = None if weights is None else weights.detach().contiguous()
     keys, lengths, offsets = kjt.values().contiguous(), kjt.lengths().view(-1), kjt.offsets()
     if keys.is_cuda and gpu_bucketize.HAS_TRITON:
         new_lengths, rows, extra, permutation = gpu_bucketize.bucketize_with_kernels(
             keys, lengths, offsets, features, world_size, weights=weights, positions=bucketize_pos
         )
     else:
-        owners, rows = _find_owners(keys, kjt.length_per_key(), features, world_size)
-        group = group_with_operators if keys.is_cuda else group_on_cpu
-        new_lengths, permutation = group(owners, lengths, world_size)
-        rows = torch.empty_like(rows).index_copy_(0, permutation, rows)
+        owners, owned_rows = _find_owners(keys.cpu().numpy(), kjt.length_per_key(), features, world_size)
+        grouped_lengths, places = _group(owners, lengths.long().cpu().numpy(), world_size)
+        new_lengths = torch.from_numpy(grouped_lengths).to(lengths)
+        permutation = torch.from_numpy(places).to(keys.device)
+        rows = torch.empty_like(keys).index_copy_(0, permutation, torch.from_numpy(owned_rows).to(keys.device))
         extra = _positions(lengths, offsets, keys) if bucketize_pos else weights
         if extra is not None:
             extra = torch.empty_like(extra).index_copy_(0, permutation, extra)
@@ -69,34 +110,31 @@ def bucketize(
 
 def _check(
     kjt: KeyedJaggedTensor, world_size: int, routings: Mapping[str, Routing], bucketize_pos: bool
-) -> tuple[tuple[Routing, ...], Tensor | None]:
-    """Return the routings in the order of the keys, and the weights, after checking all arguments."""
+) -> tuple[Routing, ...]:
+    """Return the routings in the order of the keys, after checking all arguments."""
     check_routing(world_size, "roundrobin", None)
-    check_keys(kjt.values())
+    gpu_bucketize.check_keys(kjt.values())
     if missing := sorted(set(kjt.keys()) - set(routings)):
         raise ConfigError(f"key {missing[0]!r} has no routing; give one for every key, there are {sorted(routings)}")
     if kjt.variable_stride_per_key():
         raise ConfigError(
             f"bucketize needs the same stride for all keys, got {kjt.stride_per_key()}; bucketize such keys one by one"
         )
-    weights = kjt.weights_or_none()
-    if bucketize_pos and weights is not None:
+    if bucketize_pos and kjt.weights_or_none() is not None:
         raise ConfigError("bucketize_pos=True would replace the weights of the batch; drop either of them")
-    features = tuple(map(routings.__getitem__, kjt.keys()))
-    return features, None if weights is None else weights.detach().contiguous()
+    return tuple(routings[name] for name in kjt.keys())  # noqa: SIM118
 
 
 def _find_owners(
-    keys: Tensor, sizes: list[int], features: tuple[Routing, ...], world_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return the owner of each key, int64 [n], and its row there, of the keys' dtype [n]; `sizes` are of features."""
-    owners, rows = torch.empty_like(keys, dtype=torch.int64), torch.empty_like(keys)
-    find = owners_and_rows_with_operators if keys.is_cuda else owners_and_rows_on_cpu
+    keys: NDArray[Any], lengths: list[int], features: tuple[Routing, ...], world_size: int
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return the owner of each key, int64 [n], and its row there, of the keys' dtype [n], given lengths of features."""
+    owners, rows = np.empty(len(keys), dtype=np.int64), np.empty_like(keys)
     start = 0
-    for size, routing in zip(sizes, features, strict=True):
-        part = slice(start, start + size)
-        owners[part], rows[part] = find(keys[part], world_size, routing)
-        start += size
+    for length, routing in zip(lengths, features, strict=True):
+        part = slice(start, start + length)
+        owners[part], rows[part] = owners_and_rows(keys[part], world_size, routing)
+        start += length
     return owners, rows
 
 
@@ -106,48 +144,18 @@ def _positions(lengths: Tensor, offsets: Tensor, keys: Tensor) -> Tensor:
     return (torch.arange(len(keys), device=keys.device) - starts).to(keys.dtype)
 
 
-def group_with_operators(owners: Tensor, lengths: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
-    """Group keys by (rank, row) with PyTorch operators, on any device.
-
-    Args:
-        owners: int64 [n], of each key.
-        lengths: integers [R], keys of each row.
-        world_size: number of ranks, W.
-
-    Returns:
-        Lengths [W * R] of the same dtype, and where each key goes: int64 [n].
-
-    """
-    num_rows, num_keys = len(lengths), len(owners)
-    row = torch.repeat_interleave(torch.arange(num_rows, device=owners.device), lengths, output_size=num_keys)
-    groups = owners * num_rows + row
-    order = torch.argsort(groups, stable=True)
-    permutation = torch.empty_like(order).index_copy_(0, order, torch.arange(num_keys, device=owners.device))
-    new_lengths = torch.zeros(world_size * num_rows, dtype=lengths.dtype, device=owners.device)
-    return new_lengths.index_add_(0, groups, torch.ones_like(groups, dtype=lengths.dtype)), permutation
-
-
-def group_on_cpu(owners: Tensor, lengths: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
-    """Group keys by (rank, row) with a compiled loop; the same as `group_with_operators`."""
-    new_lengths, permutation = _group(owners.numpy(), lengths.to(torch.int64).numpy(), world_size)
-    return torch.from_numpy(new_lengths).to(lengths.dtype), torch.from_numpy(permutation)
-
-
 @compiled
 def _group(
     owners: NDArray[np.int64], lengths: NDArray[np.int64], world_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Group keys by (rank, row): return the lengths [W * R] of groups, and the place of each key [n]."""
     new_lengths = np.zeros(world_size * len(lengths), np.int64)
     key = 0
     for row in range(len(lengths)):
         for _ in range(lengths[row]):
             new_lengths[owners[key] * len(lengths) + row] += 1
             key += 1
-    places = np.empty(len(new_lengths), np.int64)  # of the next key of each group
-    end = 0
-    for group in range(len(new_lengths)):
-        places[group] = end
-        end += new_lengths[group]
+    places = np.cumsum(new_lengths) - new_lengths  # of the next key of each group
     permutation = np.empty(len(owners), np.int64)
     key = 0
     for row in range(len(lengths)):

@@ -1,4 +1,4 @@
-"""`dist_type`: what a checkpoint says about the rows of its tables, so that they are not read under other keys.
+"""`dist_type`: the key maps that a checkpoint's tables were trained with, so that no row is read under another key.
 
 {"item_id": {"mode": "hash_roundrobin", "num_embeddings": 131263, "constants": [...]}}
 """
@@ -24,7 +24,7 @@ def dist_type(key_maps: Mapping[str, KeyMap]) -> str:
 
 
 def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source: str, notify: bool = True) -> None:
-    """Check that the key maps of a checkpoint are those of this job. Features without a map are `continuous`.
+    """Check that a checkpoint has the key maps of this job. Features without a map are `continuous`.
 
     Args:
         saved: the entry; None if the checkpoint has none: then all features count as `continuous`.
@@ -34,7 +34,6 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
 
     Raises:
         StateError: a feature has another map, or the entry is damaged.
-
     """
     if saved is None and notify:
         _log.warning(
@@ -42,10 +41,10 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
             escape_controls(source),
             DIST_TYPE,
         )
-    of_saved = {} if saved is None else _parse(saved, source)
-    of_job = json.loads(dist_type(key_maps))
-    for name in sorted({*of_saved, *of_job}):
-        before, now = of_saved.get(name, _CONTINUOUS), of_job.get(name, _CONTINUOUS)
+    saved_entries = {} if saved is None else _parse(saved, source)
+    entries = json.loads(dist_type(key_maps))
+    for name in sorted({*saved_entries, *entries}):
+        before, now = saved_entries.get(name, _CONTINUOUS), entries.get(name, _CONTINUOUS)
         different = {entry for entry in _decisive(before, now) if before.get(entry) != now.get(entry)}
         if different:
             constants = " with other constants" if different == {"constants"} else ""
@@ -56,20 +55,15 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
 
 
 def read_dist_type(saved: str | None, *, source: str) -> dict[str, KeyMap]:
-    """Return the key maps that `dist_type` made the entry of a checkpoint from, to remap its tables.
-
-    Args:
-        saved: the entry; None if the checkpoint has none: then no feature has a map.
-        source: of the entry, for messages, such as "the checkpoint".
+    """Return the key maps of a checkpoint, to remap its tables; the arguments are those of `check_dist_type`.
 
     Raises:
         StateError: the entry is damaged, or a map has constants that this release does not have.
-
     """
     key_maps = {}
     for name, entry in ({} if saved is None else _parse(saved, source)).items():
         try:
-            # Only where the world size matters does the entry have it.
+            # Only entries that depend on the world size have it.
             key_map = KeyMap(
                 num_embeddings=entry["num_embeddings"], world_size=entry.get("world_size", 1), mode=entry["mode"]
             )
@@ -85,7 +79,7 @@ def read_dist_type(saved: str | None, *, source: str) -> dict[str, KeyMap]:
 
 
 def _decisive(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return what has to be equal: everything, or between continuous maps what both of them say."""
+    """Return the names of entries that must be equal: all, or between continuous maps those that both have."""
     if before["mode"] == now["mode"] == "continuous":
         return {*before} & {*now}
     return {*before, *now}

@@ -14,6 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
+from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing.modes import HASH_MULTIPLIERS, HASH_SHIFT, MODES, Routing, rows_per_rank
 
 try:
@@ -29,6 +30,14 @@ _COUNT_WARPS = 1
 _BLOCK = 512  # keys of a program of the other kernels
 
 
+def check_keys(keys: Tensor) -> None:
+    """Raise a ConfigError unless keys are a tensor of int32 or int64."""
+    if not isinstance(keys, Tensor):
+        raise ConfigError(f"keys must be a NumPy array or a tensor, got {type(keys).__name__}")
+    if keys.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(f"keys must be int32 or int64, got {keys.dtype}")
+
+
 @functools.lru_cache(maxsize=64)
 def _upload_routings(routings: tuple[Routing, ...], world_size: int, device: torch.device) -> Tensor:
     """Return the number of the mode and the rows of a range, for each routing: int64 [n, 2]."""
@@ -39,17 +48,7 @@ def _upload_routings(routings: tuple[Routing, ...], world_size: int, device: tor
 
 
 def owners_with_kernel(keys: Tensor, world_size: int, routing: Routing) -> Tensor:
-    """Return the rank that owns each key.
-
-    Args:
-        keys: int32 or int64, of any shape, on a GPU.
-        world_size: number of ranks.
-        routing: of their table.
-
-    Returns:
-        int64 of the same shape, on the same GPU.
-
-    """
+    """Return the rank that owns each key, int64 of the same shape, of keys on a GPU."""
     owners = torch.empty_like(keys, dtype=torch.int64, memory_format=torch.contiguous_format)
     if count := keys.numel():
         table = _upload_routings((routing,), world_size, keys.device)
@@ -69,21 +68,20 @@ def bucketize_with_kernels(
     weights: Tensor | None,
     positions: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Group the keys of a batch by (rank, feature, row), in their order.
+    """Group the keys of a batch on a GPU by (rank, feature, row), in their order.
 
     Args:
-        keys: int32 or int64 [n], on a GPU, as all tensors.
+        keys: int32 or int64 [n].
         lengths: integers [K * B], keys of each row.
         offsets: integers [K * B + 1], where rows start, and n.
         routings: of each feature: K.
         world_size: number of ranks, W.
         weights: of each key: [n], or None.
-        positions: whether to return positions in place of weights.
+        positions: whether to return each key's index in its original row in place of weights.
 
     Returns:
-        Lengths [W * K * B]; rows in the owner's shard [n], of the keys' dtype; weights [n], or each key's index in its
-        original row, of the keys' dtype, or None; and where each key went: int64 [n].
-
+        Lengths [W * K * B]; rows in the owner's shard [n], of the keys' dtype; weights [n] or positions [n], of the
+        keys' dtype, or None; and where each key went: int64 [n].
     """
     num_rows, num_keys = lengths.numel(), keys.numel()
     new_lengths = torch.zeros(world_size * num_rows, dtype=lengths.dtype, device=keys.device)
@@ -99,16 +97,7 @@ def bucketize_with_kernels(
     grid = (triton.cdiv(batch_size, _TILE_KEYS // chunk), len(routings))
     with torch.cuda.device_of(keys):
         _count[grid](
-            keys,
-            offsets,
-            table,
-            new_lengths,
-            groups,
-            rows,
-            permutation,
-            num_rows,
-            batch_size,
-            world_size,
+            *(keys, offsets, table, new_lengths, groups, rows, permutation, num_rows, batch_size, world_size),
             tile_keys=_TILE_KEYS,
             chunk=chunk,
             num_warps=_COUNT_WARPS,
@@ -142,7 +131,7 @@ if triton is not None:
 
     @triton.jit
     def _owners_and_rows(keys, routing, world_size):
-        """The same as `numpy_owner.owners_and_rows`; `routing` points to the numbers of one."""
+        """Do the same as `owners.owners_and_rows`; `routing` points to the numbers of one."""
         mode = tl.load(routing)
         words = keys.to(tl.int64).to(tl.uint64)
         size = world_size.to(tl.uint64)
@@ -276,7 +265,7 @@ if triton is not None:
         has_positions: tl.constexpr,
         block: tl.constexpr,
     ):
-        """Add the start of each key's group to its place, and write there what belongs there."""
+        """Add the start of each key's group to its place, and move its row and weight or position there."""
         index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         is_key = index < num_keys
         group = tl.load(groups + index, mask=is_key, other=0)

@@ -7,18 +7,31 @@ rows and 4 ranks, b = 3:
     row               0  1  2    3  4  5    6  7  8   9
     key, continuous   0  1  2    3  4  5    6  7  8   9
     key, roundrobin   0  4  7    1  5  8    2  6  9   3
+
+Mode `hash_roundrobin` is a keyed Feistel network on pairs (Black and Rogaway, "Ciphers with arbitrary finite domains",
+2002), which makes every pattern of keys look random. For N rows it takes A = 2^a, about the square root of N, and
+B = ceil(N / A). Keys and rows are pairs j < B, r < A:
+
+    key = j A + r
+    r += hash(j) mod A, j += hash(r) mod B, r += hash(j) mod A, j += hash(r) mod B
+    row = r B + j
+
+The rank that has a row depends on r, which is random after three rounds: with two, keys that collide in j would keep
+the distance of their r. Rows past the table's end, fewer than A of A B, are permuted again until they are within it
+(cycle walking). It depends on N alone, so a table can be sharded over another number of ranks without moving rows.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.routing.modes import Mode, check_routing
-from evenrank.dataloader.routing.table_permutation import CONSTANTS, Permutation, RoundRobin
+from evenrank.core.hashing import MIX_MULTIPLIERS, MIX_SHIFTS, mix_word
+from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.routing.modes import Mode, check_routing, rows_per_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +40,11 @@ Integers = TypeVar("Integers", "NDArray[Any]", "Tensor")
 
 _MAX_ROWS = 1 << 62
 
+# Round keys, different for each round: the first hexadecimal digits of pi.
+ROUND_KEYS = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89
+CONSTANTS = *ROUND_KEYS, *MIX_MULTIPLIERS, *MIX_SHIFTS
+"""Everything that `hash_roundrobin` depends on besides the number of rows."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyMap:
@@ -34,7 +52,6 @@ class KeyMap:
 
     Raises:
         ConfigError: a field is out of range.
-
     """
 
     num_embeddings: int
@@ -66,28 +83,15 @@ class KeyMap:
         Raises:
             ConfigError: the dtype cannot hold all rows.
             DataError: a key is not in 0..num_embeddings-1.
-
         """
         self._check(keys, "key")
-        rows: Integers = self._on_words(self._bijection().rows, keys)
+        rows: Integers = self._apply(self._bijection().rows, keys)
         return rows
 
     def inverse(self, rows: Integers) -> Integers:
-        """Return the keys of these rows: those of all rows name the rows of a table that is exported.
-
-        Args:
-            rows: as the keys above.
-
-        Returns:
-            As above.
-
-        Raises:
-            ConfigError: the dtype cannot hold all keys.
-            DataError: a row is not in 0..num_embeddings-1.
-
-        """
+        """Return the key of each row, of the same shape, dtype, kind and device; raises the same errors as a call."""
         self._check(rows, "row")
-        keys: Integers = self._on_words(self._bijection().keys, rows)
+        keys: Integers = self._apply(self._bijection().keys, rows)
         return keys
 
     @property
@@ -96,7 +100,7 @@ class KeyMap:
         return self.mode == "continuous"
 
     def describe(self) -> dict[str, Any]:
-        """Return what checkpoints of the table say about it: plain values that JSON can hold."""
+        """Return the description that checkpoints have of it: plain values that JSON can hold."""
         known: dict[str, Any] = {"mode": self.mode, "num_embeddings": self.num_embeddings}
         if self.mode == "roundrobin":
             known["world_size"] = self.world_size
@@ -104,21 +108,19 @@ class KeyMap:
             known["constants"] = list(CONSTANTS)
         return known
 
-    def _bijection(self) -> RoundRobin | Permutation:
+    def _bijection(self) -> "RoundRobin | Permutation":
         if self.mode == "roundrobin":
             return RoundRobin.of(self.num_embeddings, self.world_size)
         return Permutation.of(self.num_embeddings)
 
-    def _on_words(self, function: Callable[[Any], Any], values: Any) -> Any:
-        """Apply a function of int64 arrays or tensors; it is compiled for arrays, so tensors on the CPU become ones."""
+    def _apply(self, function: Callable[[NDArray[np.int64]], NDArray[np.int64]], values: Any) -> Any:
+        """Apply a function of int64 arrays [n] to an array, or on the CPU to a tensor."""
         if self.is_identity:
             return values
         if isinstance(values, np.ndarray):
-            words = function(values.reshape(-1).astype(np.int64, copy=False))
-            return words.astype(values.dtype, copy=False).reshape(values.shape)
-        if values.device.type == "cpu":
-            return values.new_tensor(function(values.long().numpy().reshape(-1))).reshape(values.shape)
-        return function(values.long()).to(values.dtype)
+            results = function(values.reshape(-1).astype(np.int64, copy=False))
+            return results.astype(values.dtype, copy=False).reshape(values.shape)
+        return values.new_tensor(function(values.long().cpu().numpy().reshape(-1))).reshape(values.shape)
 
     def _check(self, values: Any, kind: str) -> None:
         is_array = isinstance(values, np.ndarray)
@@ -153,3 +155,128 @@ def _largest_value(values: Any) -> int | None:
         return None
     is_signed_integer = values.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
     return torch.iinfo(values.dtype).max if is_signed_integer else None
+
+
+class RoundRobin(NamedTuple):
+    """Assigns the keys of a table to ranks in turn, as long as each has rows left.
+
+    With b rows per range, N = f b + l: f ranks have b rows, the next one l < b, and others none. In the first l rounds
+    f + 1 ranks take a key each, in the others f.
+    """
+
+    range_rows: int
+    """b."""
+    full_ranks: int
+    """f."""
+    last_rows: int
+    """l."""
+
+    @classmethod
+    def of(cls, num_embeddings: int, world_size: int) -> "RoundRobin":
+        """Return the bijection of a table that is sharded over `world_size` ranks."""
+        range_rows = rows_per_rank(num_embeddings, world_size)
+        return cls(range_rows, *divmod(num_embeddings, range_rows))
+
+    def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each key: int64 [n]."""
+        late = keys - self._num_early
+        early_rows = keys % (self.full_ranks + 1) * self.range_rows + keys // (self.full_ranks + 1)
+        late_rows = late % self.full_ranks * self.range_rows + late // self.full_ranks + self.last_rows
+        return np.where(late < 0, early_rows, late_rows)
+
+    def keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the key of each row: int64 [n]."""
+        rank, turn = rows // self.range_rows, rows % self.range_rows
+        late_keys = self._num_early + (turn - self.last_rows) * self.full_ranks + rank
+        return np.where(turn < self.last_rows, turn * (self.full_ranks + 1) + rank, late_keys)
+
+    @property
+    def _num_early(self) -> int:
+        """Keys of the rounds in which f + 1 ranks take part."""
+        return self.last_rows * (self.full_ranks + 1)
+
+
+class Permutation(NamedTuple):
+    """The permutation of mode `hash_roundrobin`; see the top of this file."""
+
+    num_rows: int
+    """N, from 1 to 2^62."""
+    bits: int
+    """a: A is 2^a."""
+    size: int
+    """B."""
+
+    @classmethod
+    def of(cls, num_rows: int) -> "Permutation":
+        """Return the permutation of a table with `num_rows` rows."""
+        bits = max(2, (num_rows - 1).bit_length()) // 2
+        return cls(num_rows, bits, -(-num_rows >> bits))
+
+    def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each key: int64 [n]."""
+        rows = np.array(keys, order="C")
+        _permute(rows, *self)
+        return rows
+
+    def keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the key of each row: int64 [n]."""
+        keys = np.array(rows, order="C")
+        _restore(keys, *self)
+        return keys
+
+
+@compiled
+def _permute(rows: NDArray[np.int64], num_rows: int, bits: int, size: int) -> None:
+    """Replace keys, each in 0..num_rows-1, by their rows, in place."""
+    num_bits, num_first = np.uint64(bits), np.uint64(size)
+    mask = (np.uint64(1) << num_bits) - np.uint64(1)
+    for index in range(len(rows)):
+        row = np.uint64(rows[index])
+        while True:
+            first, second = row >> num_bits, row & mask
+            second = (second + _top_bits(first, 0, num_bits)) & mask
+            first = _add(first, _scaled(second, 1, num_first), num_first)
+            second = (second + _top_bits(first, 2, num_bits)) & mask
+            first = _add(first, _scaled(second, 3, num_first), num_first)
+            row = second * num_first + first
+            if row < np.uint64(num_rows):
+                break
+        rows[index] = np.int64(row)
+
+
+@compiled
+def _restore(rows: NDArray[np.int64], num_rows: int, bits: int, size: int) -> None:
+    """Replace rows by their keys, in place."""
+    num_bits, num_first = np.uint64(bits), np.uint64(size)
+    mask = (np.uint64(1) << num_bits) - np.uint64(1)
+    for index in range(len(rows)):
+        row = np.uint64(rows[index])
+        while True:
+            second, first = row // num_first, row % num_first
+            first = _add(first, num_first - _scaled(second, 3, num_first), num_first)
+            second = (second - _top_bits(first, 2, num_bits)) & mask
+            first = _add(first, num_first - _scaled(second, 1, num_first), num_first)
+            second = (second - _top_bits(first, 0, num_bits)) & mask
+            row = (first << num_bits) | second
+            if row < np.uint64(num_rows):
+                break
+        rows[index] = np.int64(row)
+
+
+@compiled
+def _top_bits(word: np.uint64, number: int, count: np.uint64) -> np.uint64:
+    """Return the most significant bits of a word's hash in a round."""
+    return mix_word(word ^ np.uint64(ROUND_KEYS[number])) >> (np.uint64(64) - count)
+
+
+@compiled
+def _scaled(word: np.uint64, number: int, size: np.uint64) -> np.uint64:
+    """Return a word's hash in a round, scaled to 0..size-1; size is at most 2^31."""
+    return (_top_bits(word, number, np.uint64(32)) * size) >> np.uint64(32)
+
+
+@compiled
+def _add(first: np.uint64, shift: np.uint64, size: np.uint64) -> np.uint64:
+    """Return a sum modulo `size`, of which no summand is larger."""
+    total = first + shift
+    return total - size if total >= size else total

@@ -1,6 +1,7 @@
-"""`remap_checkpoint`: the same for tables in a checkpoint of torch.distributed.checkpoint, in a single process.
+"""`remap`: moves the rows of a table from one KeyMap to another; `remap_checkpoint`: in a whole checkpoint.
 
-Such a checkpoint has whole tensors in any number of parts, so the new one loads on any number of ranks.
+A checkpoint of torch.distributed.checkpoint has whole tensors in any number of parts, so a single process remaps it,
+and the new one loads on any number of ranks.
 """
 
 import dataclasses
@@ -25,13 +26,13 @@ from evenrank.core.errors import ConfigError, DataError, one_line
 from evenrank.dataloader.routing.dist_type import DIST_TYPE, dist_type, read_dist_type
 from evenrank.dataloader.routing.key_map import KeyMap
 
-# `remap`: moves the rows of a table from where one KeyMap has put them to where another one looks for them.
+_PART_BYTES = 256 << 20
 
 
 def remap(table: Tensor, before: KeyMap | None, after: KeyMap | None) -> Tensor:
     """Return a table in which `after` finds the rows that `before` finds in this one: new[after(k)] = old[before(k)].
 
-    Weights and what an optimizer keeps for each row have to be moved alike.
+    Apply it to the weights and to the optimizer state by row alike.
 
     Args:
         table: [num_embeddings, ...], in one piece, on any device.
@@ -43,7 +44,6 @@ def remap(table: Tensor, before: KeyMap | None, after: KeyMap | None) -> Tensor:
 
     Raises:
         ConfigError: a KeyMap is for a table of another size.
-
     """
     num_rows = len(table) if table.dim() else 0
     for name, key_map in (("before", before), ("after", after)):
@@ -55,9 +55,6 @@ def remap(table: Tensor, before: KeyMap | None, after: KeyMap | None) -> Tensor:
     rows = torch.arange(num_rows, device=table.device)
     keys = rows if after is None else after.inverse(rows)
     return table.detach().index_select(0, keys if before is None else before(keys))
-
-
-_PART_BYTES = 256 << 20
 
 
 def remap_checkpoint(
@@ -73,16 +70,16 @@ def remap_checkpoint(
 
     Entries `dist_type`, such as that of the loader's state, are replaced by `dist_type(after)`; the loader keeps its
     position. The new checkpoint appears with all of its contents, or not at all. Everything is in host memory at once.
-    Of the folder, only what torch.distributed.checkpoint has written is read.
+    Only files of torch.distributed.checkpoint are read.
 
     Args:
         source: folder of the checkpoint, saved by any number of ranks; it stays as it is.
         target: folder to write, which must not exist yet.
         tables: by feature, the names in the checkpoint of the tensors [num_embeddings, ...] of its table, none if it
-            has no table. Optimizers have tensors by row too, such as `...item_id.momentum1` of row-wise Adagrad. Of a
-            table that several features share, each of them names the tensors.
-        before: by feature, where rows are now, as for `remap`; a feature that is not named is `continuous`.
-        after: by feature, where they are to be.
+            has no table, including those of the optimizer, such as `...item_id.momentum1` of row-wise Adagrad. Features
+            that share a table name the same tensors.
+        before: by feature, as for `remap`; a feature that is not named is `continuous`.
+        after: by feature.
         values: replaces or adds entries by name, such as `{"dist_type": dist_type(after)}` where there was none.
 
     Raises:
@@ -91,7 +88,6 @@ def remap_checkpoint(
             entry `dist_type` differs from `before`, or a new value of one from `after`.
         StateError: an entry `dist_type` is damaged.
         DataError: the checkpoint is damaged or missing, or the new one cannot be written.
-
     """
     source, target, values = Path(source), Path(target), values or {}
     if target.exists():
@@ -122,7 +118,7 @@ def remap_checkpoint(
 def _moves(
     tables: Mapping[str, Iterable[str]], before: Mapping[str, KeyMap], after: Mapping[str, KeyMap]
 ) -> dict[str, str]:
-    """Return, for each tensor, a feature whose maps say where its rows move."""
+    """Return, for each tensor, a feature whose maps its rows follow."""
     described = {name: (_describe(before.get(name)), _describe(after.get(name))) for name in {*before, *after, *tables}}
     for feature, (old, new) in sorted(described.items()):
         if old != new and feature not in tables:
@@ -148,10 +144,10 @@ def _dist_types(entries: Mapping[str, Any]) -> list[str]:
 
 
 def _check_entry(entry: str, key_maps: Mapping[str, KeyMap], argument: str, *, source: str) -> None:
-    """Check that an entry `dist_type` says of each feature what an argument says of it."""
-    said = read_dist_type(entry, source=source)
-    for feature in sorted({*said, *key_maps}):
-        in_entry, passed = _describe(said.get(feature)), _describe(key_maps.get(feature))
+    """Raise a ConfigError unless an entry `dist_type` has the key maps of an argument."""
+    saved = read_dist_type(entry, source=source)
+    for feature in sorted({*saved, *key_maps}):
+        in_entry, passed = _describe(saved.get(feature)), _describe(key_maps.get(feature))
         if in_entry != passed:
             raise ConfigError(
                 f"{source} has {feature} as {in_entry}, but `{argument}` has it as {passed}; pass the key maps that "
@@ -167,12 +163,7 @@ def _describe(key_map: KeyMap | None) -> str:
 
 
 def read_metadata(source: Path) -> Metadata:
-    """Return what a checkpoint says about its entries: `state_dict_metadata` has them by name.
-
-    Raises:
-        DataError: the folder is no checkpoint.
-
-    """
+    """Return the metadata of a checkpoint, whose `state_dict_metadata` has the entries by name; else a DataError."""
     try:
         return FileSystemReader(source).read_metadata()
     except Exception as error:  # it is a pickle, so anything
@@ -184,12 +175,10 @@ def read_metadata(source: Path) -> Metadata:
 
 def _read(source: Path, metadata: Metadata) -> dict[str, Any]:
     """Return all entries of a checkpoint by name, tensors in one piece."""
-    entries: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for name, entry in metadata.state_dict_metadata.items()
-    }
+    entries: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
@@ -215,11 +204,10 @@ def _write(target: Path, entries: dict[str, Any], paths: Mapping[str, Any]) -> N
 
 
 class _InParts(DefaultSavePlanner):
-    """Writes large tensors in parts: a rank that loads a few rows reads each part that has some of them as a whole.
+    """Writes large tensors in parts, because a rank that loads a few rows reads whole parts.
 
     Args:
-        paths: where each entry is in the nested state dict that was saved, as the checkpoint says.
-
+        paths: place of each entry in the nested state dict that was saved.
     """
 
     def __init__(self, paths: Mapping[str, Any]) -> None:
@@ -235,7 +223,7 @@ class _InParts(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return what to write for an item."""
+        """Return the tensor or bytes of an item."""
         if write_item.type != WriteItemType.SHARD:
             return super().resolve_data(write_item)
         assert write_item.tensor_data is not None

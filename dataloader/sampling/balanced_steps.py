@@ -1,4 +1,4 @@
-"""Picks of balanced steps: planned alone by each rank, packed to a number of tokens, or assigned in windows."""
+"""Step samplers that balance: planned alone by each rank, packed to a number of tokens, or assigned in windows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,12 +16,12 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import schema_of
 from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
 from evenrank.dataloader.collate.sequences import Collate
-from evenrank.dataloader.sampling.steps import Iteration, OwnPicker, StepSampler, StepSamples, StepShape
-from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SavedPosition, Unfinished
+from evenrank.dataloader.sampling.steps import Iteration, StepSampler, StepSamples, StepShape
+from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, SavedPosition, SkippedSamples
 from evenrank.datasets.order import SampleOrder, derive_seed
 from evenrank.datasets.store import SequenceStore
 
-_PLANS_KEPT = 4  # the rest of an epoch and all of it, for the epoch that is iterated over and the next one
+_SCHEDULES_KEPT = 4  # the rest of an epoch and all of it, for the epoch that is iterated over and the next one
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -30,61 +30,59 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 _SAMPLES_AT_ONCE = 1 << 17
 
 
-class BalancedPicker(StepSampler[Batch]):
+class BalancedStepSampler(StepSampler[Batch]):
     """Each rank plans the step of all ranks, from lengths, and trains its part.
 
     Args:
         stores: see `StepSampler`.
         collate: see `StepSampler`.
         shape: see `StepSampler`.
-        balance: how.
+        balance: options of balancing.
 
     Raises:
         ConfigError: an option of `balance` is out of range.
-
     """
 
     def __init__(
         self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
     ) -> None:
         super().__init__(stores, collate, shape)
-        (empty,) = self.collate([StepSamples(np.empty(0, dtype=np.int64), shape.batch_size, {}, None)])
+        (empty,) = self.collate([StepSamples(np.empty(0, dtype=np.int64), {})])
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
-        self._sampler = Sampler(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
+        self._planner = Sampler(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
 
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
-        """Return a hash of how a first step is planned."""
+        """Return a hash of the costs and the plan of a first step."""
         iteration = StepSampler.begin(self, order, ResumePoint(), seed=seed)
         first = iteration.schedule
         if first.num_steps == 0:
             return {}
         sample_ids = iteration.rows(first.positions_of_all(range(1)))
         lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
-        return {"costs and plan of the first step": self._sampler.fingerprint(lengths, first.num_loaded(0))}
+        return {"costs and plan of the first step": self._planner.fingerprint(lengths, first.num_loaded(0))}
 
-    def pick(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
-        """Return the picks of these steps."""
-        picks = []
+    def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
+        """Return the samples of these steps."""
+        sampled = []
         at_once = max(1, _SAMPLES_AT_ONCE // (self._shape.world_size * self._shape.batch_size))
         for run in (steps[first : first + at_once] for first in range(0, len(steps), at_once)):
             sample_ids = iteration.rows(iteration.schedule.positions_of_all(run))
-            num_loaded = np.stack([iteration.schedule.num_loaded(step) for step in run])
-            planned = self._sampler.plan(
+            plans = self._planner.plan(
                 self._lengths(sample_ids),
                 run,
-                num_loaded,
+                np.stack([iteration.schedule.num_loaded(step) for step in run]),
                 sample_ids=sample_ids,
-                epoch=iteration.rest.epoch,
+                epoch=iteration.point.epoch,
                 is_measured=is_measured,
             )
-            for sampled in planned:
+            for plan in plans:
                 fields = {
-                    "world_loss_tokens": sampled.world_loss_tokens,
+                    "world_loss_tokens": plan.world_loss_tokens,
                     "dp_size": self._shape.world_size,
-                    "plan_hash": sampled.plan_hash,
+                    "plan_hash": plan.plan_hash,
                 }
-                picks.append(StepSamples(sample_ids[sampled.indices], sampled.num_rows, fields, sampled))
-        return picks
+                sampled.append(StepSamples(sample_ids[plan.indices], fields, plan.metrics))
+        return sampled
 
     def _lengths(self, sample_ids: NDArray[np.int64]) -> Iterator[SampleLengths]:
         """Yield the lengths of these samples, in blocks."""
@@ -93,50 +91,38 @@ class BalancedPicker(StepSampler[Batch]):
             yield self._collate.lengths(group_by_store(self._stores, block), len(block))
 
 
-class PackedPicker(BalancedPicker[Batch]):
-    """A BalancedPicker whose steps have as many samples as fit `max_tokens_per_rank`.
-
-    Args:
-        stores: see `StepSampler`.
-        collate: see `StepSampler`.
-        shape: see `StepSampler`.
-        balance: how.
-
-    Raises:
-        ConfigError: an option of `balance` is out of range.
-
-    """
+class PackedStepSampler(BalancedStepSampler[Batch]):
+    """Steps have as many samples as fit `max_tokens_per_rank`; for the arguments see `BalancedStepSampler`."""
 
     def __init__(
         self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
     ) -> None:
         super().__init__(stores, collate, shape, balance)
-        self._plans: Memo[PackedSchedule] = Memo(_PLANS_KEPT)
+        self._schedules: Memo[PackedSchedule] = Memo(_SCHEDULES_KEPT)
 
-    def begin(self, order: SampleOrder, rest: ResumePoint, *, seed: int) -> Iteration:
-        """Return the iteration over what is left of an epoch. Each such rest is planned once.
+    def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
+        """Return the iteration that begins at a point of an epoch. Each point is packed once.
 
         Raises:
             ConfigError: a sample has more tokens than a rank may have, or there is no such position.
-
         """
-        iteration = super().begin(order, rest, seed=seed)
-        key = (iteration.order.fingerprint(), rest.epoch, rest.position, seed)
-        return replace(iteration, schedule=self._plans.get(key, lambda: self._plan(iteration)))
+        iteration = super().begin(order, point, seed=seed)
+        key = (iteration.order.fingerprint(), point.epoch, point.position, seed)
+        return replace(iteration, schedule=self._schedules.get(key, lambda: self._pack(iteration)))
 
-    def _plan(self, iteration: Iteration) -> PackedSchedule:
+    def _pack(self, iteration: Iteration) -> PackedSchedule:
         max_tokens = self._balance.max_tokens_per_rank
         assert max_tokens is not None  # BalanceConfig has checked it
 
         def tokens_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
             sample_ids = iteration.rows(positions)
-            tokens = np.concatenate([self._sampler.count_tokens(block) for block in self._lengths(sample_ids)])
+            tokens = np.concatenate([self._planner.count_tokens(block) for block in self._lengths(sample_ids)])
             return clip_tokens(tokens, max_tokens, self._balance.on_overflow, lambda i: self._name(sample_ids[i]))
 
         return pack(
             tokens_at,
             num_samples=iteration.order.num_samples,
-            start=iteration.rest.position,
+            start=iteration.point.position,
             world_size=self._shape.world_size,
             batch_size=self._shape.batch_size,
             max_tokens=max_tokens,
@@ -149,19 +135,8 @@ class PackedPicker(BalancedPicker[Batch]):
         return f"row {int(rows[0])} of {store.folder or 'the dataset'}"
 
 
-class WindowedPicker(BalancedPicker[Batch]):
-    """A BalancedPicker whose samples are assigned to steps in windows of several steps.
-
-    Args:
-        stores: see `StepSampler`.
-        collate: see `StepSampler`.
-        shape: see `StepSampler`.
-        balance: how.
-
-    Raises:
-        ConfigError: an option of `balance` is out of range.
-
-    """
+class WindowedStepSampler(BalancedStepSampler[Batch]):
+    """Samples are assigned to steps in windows of several steps; for the arguments see `BalancedStepSampler`."""
 
     def __init__(
         self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
@@ -170,56 +145,56 @@ class WindowedPicker(BalancedPicker[Batch]):
         # The windows of all steps in flight, of which the first and the last may be within theirs, and one for states.
         self._assigned: Memo[NDArray[np.integer[Any]]] = Memo(-(-shape.in_flight // balance.window) + 2)
 
-    def begin(self, order: SampleOrder, rest: ResumePoint, *, seed: int) -> Iteration:
-        """Return the iteration over what is left of an epoch, whose windows are planned when they are picked from."""
-        iteration = super().begin(order, rest, seed=seed)
+    def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
+        """Return the iteration that begins at a point of an epoch; its windows are assigned when they are needed."""
+        iteration = super().begin(order, point, seed=seed)
         samples_per_step = self._shape.world_size * self._shape.batch_size
-        end = order.num_samples - (order.num_samples - rest.position) % samples_per_step
-        steps_to_drain = -(-(rest.end_of_left - rest.start) // samples_per_step)
+        end = order.num_samples - (order.num_samples - point.position) % samples_per_step
+        steps_to_drain = -(-(point.frontier - point.start) // samples_per_step)
         windows = Windows(
-            start=rest.start,
-            first_end=min(rest.start + steps_to_drain * samples_per_step, end),
+            start=point.start,
+            first_end=min(point.start + steps_to_drain * samples_per_step, end),
             end=end,
             samples_per_step=samples_per_step,
             steps=self._balance.window,
         )
         return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign))
 
-    def unfinished(self, order: SampleOrder, rest: ResumePoint, position: int, *, seed: int) -> Unfinished:
-        """Return what is left besides all positions from `position` on, if an iteration over `rest` stops there."""
-        windowed = self.begin(order, rest, seed=seed).order
+    def skipped(self, order: SampleOrder, point: ResumePoint, position: int, *, seed: int) -> SkippedSamples:
+        """Return the samples skipped before a position, also in its window, if an iteration stops there."""
+        windowed = self.begin(order, point, seed=seed).order
         assert isinstance(windowed, WindowedOrder)
         first, end = windowed.windows.bounds(position)
         if position == first:
-            return super().unfinished(order, rest, position, seed=seed)
+            return super().skipped(order, point, position, seed=seed)
         window = OpenWindow(
             start=first,
             world_size=self._shape.world_size,
             batch_size=self._shape.batch_size,
             steps=self._balance.window,
-            left=super().unfinished(order, rest, first, seed=seed).left,
+            pending=super().skipped(order, point, first, seed=seed).pending,
         )
-        in_window = windowed.positions(np.arange(position, end), seed=seed, epoch=rest.epoch)
-        after_it = np.arange(end, max(end, rest.end_of_left))
-        return Unfinished(left=np.sort(rest.positions(np.concatenate([in_window, after_it]))), window=window)
+        in_window = windowed.positions(np.arange(position, end), seed=seed, epoch=point.epoch)
+        after_window = np.arange(end, max(end, point.frontier))
+        return SkippedSamples(np.sort(point.positions(np.concatenate([in_window, after_window]))), window)
 
     def resume(self, order: SampleOrder, saved: SavedPosition) -> ResumePoint:
-        """Return what is left after a saved position: of its window, if this picker would assign it as before."""
-        otherwise, (left, window) = super().resume(order, saved), saved.unfinished
+        """Return the point after a saved position: within its window, if this sampler assigns it in the same way."""
+        after, (pending, window) = super().resume(order, saved), saved.skipped
         shape = self._shape.world_size, self._shape.batch_size, self._balance.window
         if window is None or shape != (window.world_size, window.batch_size, window.steps):
-            return otherwise
+            return after
         if (saved.position - window.start) % (window.world_size * window.batch_size):
-            return otherwise
-        rest = replace(otherwise, start=window.start, left=window.left)
-        again = self.unfinished(order, rest, saved.position, seed=saved.seed).left
-        return rest if left is not None and again is not None and np.array_equal(again, left) else otherwise
+            return after
+        within = replace(after, start=window.start, pending=window.pending)
+        again = self.skipped(order, within, saved.position, seed=saved.seed).pending
+        return within if pending is not None and again is not None and np.array_equal(again, pending) else after
 
     def _assign(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
         def assign() -> NDArray[np.integer[Any]]:
             sample_ids = order.rows(np.arange(first, end), seed=seed, epoch=epoch)
             count = len(sample_ids)
-            indices = self._sampler.assign_to_steps(
+            indices = self._planner.assign_to_steps(
                 self._lengths(sample_ids), count, seed=derive_seed(seed, first), epoch=epoch
             )
             return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
@@ -227,16 +202,15 @@ class WindowedPicker(BalancedPicker[Batch]):
         return self._assigned.get((order.fingerprint(), first, end, seed, epoch), assign)
 
 
-def make_picker(
+def make_step_sampler(
     stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig | None
 ) -> StepSampler[Batch]:
-    """Return what picks the samples of a loader; see `StepSampler` for the arguments.
+    """Return the step sampler of a loader; see `StepSampler` for the arguments.
 
     Raises:
         ConfigError: an option of `balance` is out of range.
-
     """
     if balance is None:
-        return OwnPicker(stores, collate, shape)
-    kind = PackedPicker if balance.pack else WindowedPicker if balance.window > 1 else BalancedPicker
+        return StepSampler(stores, collate, shape)
+    kind = PackedStepSampler if balance.pack else WindowedStepSampler if balance.window > 1 else BalancedStepSampler
     return kind(stores, collate, shape, balance)

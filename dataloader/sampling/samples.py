@@ -42,16 +42,13 @@ class Mixture:
 def find_samples(
     stores: Sequence[SequenceStore], collate: Collate[Any]
 ) -> tuple[list[Samples], dict[str, NDArray[np.int64]]]:
-    """Find the rows that are samples.
+    """Return the samples of each store and, per reason, the rows that are not samples.
 
-    Returns:
-        The samples of each store, and, per reason, the rows that are not samples, numbered over all stores: int64,
-        ascending.
+    These rows are numbered over all stores: int64, ascending.
 
     Raises:
         ConfigError, DataError: a store lacks a column that batches need, or has other contextual features than the
             first one.
-
     """
     samples: list[Samples] = []
     left_out: dict[str, NDArray[np.int64]] = {}
@@ -74,11 +71,10 @@ def find_samples(
 def make_order(
     order: Order, stores: Sequence[SequenceStore], samples: Sequence[Samples], mixture: Mixture | None
 ) -> SampleOrder:
-    """Return the order of a mixture's samples or, without a mixture, of those of the only store.
+    """Return the order of a mixture's samples or, without a mixture, of the samples of the only store.
 
     Raises:
         ConfigError: the order of a mixture is not `shuffle`, or a dataset of it would get no samples.
-
     """
     if mixture is not None:
         if order != "shuffle":
@@ -91,9 +87,6 @@ def make_order(
     return ShuffledOrder(samples=samples[0]) if order == "shuffle" else RowOrder(samples=samples[0])
 
 
-# Stores whose columns have the rows of tables instead of keys, where a loader's settings have a KeyMap.
-
-
 def remapped_stores(
     stores: Sequence[SequenceStore], collate: Collate[Any], key_maps: Mapping[str, KeyMap]
 ) -> tuple[SequenceStore, ...]:
@@ -102,14 +95,12 @@ def remapped_stores(
     Raises:
         ConfigError: a KeyMap is for no feature, or for a table that is too small.
         DataError: the mapped column cannot be written.
-
     """
     if key_maps:
-        none = np.empty(0, dtype=np.int64)
-        (empty,) = collate(group_by_store(stores, none), none, batch_size=1)
+        (empty,) = collate(group_by_store(stores, _NO_ROWS), _NO_ROWS, batch_size=1)
         features = empty.features.keys()
         if unknown := [name for name in key_maps if name not in features]:
             raise ConfigError(
                 f"key_maps has {unknown[0]!r}, which is no feature of the batches; they have {', '.join(features)}"
             )
-    return tuple(store.mapped(key_maps) for store in stores)
+    return tuple(store.remapped(key_maps) for store in stores)

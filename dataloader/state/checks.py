@@ -1,7 +1,7 @@
-"""States of loaders as untrusted input: they come from files, of other programs and versions, perhaps damaged.
+"""Checks of states as untrusted input: they come from files, of other programs and versions, perhaps damaged.
 
-A loader declares what each entry of its state must be, and loads nothing before all entries have been checked. A state
-also has a checksum: a position that has changed in a file may be as plausible as the one before.
+A loader declares the fields of its state as a `StateFormat`, and loads nothing before all of them have been checked. A
+state also has a checksum, because a position that has changed in a file may be as plausible as the one before.
 """
 
 import base64
@@ -18,14 +18,14 @@ import torch
 from evenrank.core.errors import StateError
 
 Check = Callable[[object], str | None]
-"""Returns what a value must be instead, as text; None if the value is valid."""
+"""Returns a description of valid values if a value is invalid, else None."""
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 MAX_EPOCH = (1 << 31) - 1  # so that the samples that a mixture has drawn since the first epoch can be counted in int64
 _CHECKSUM = "checksum"
 _MAX_SHOWN = 60  # characters of a value in a message
 _RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]
-# What states may contain besides plain containers, numbers, text, bytes and tensors: NumPy's arrays and numbers.
+# NumPy's arrays and numbers, which states may contain besides plain containers, numbers, text, bytes and tensors.
 _NUMPY_GLOBALS: list[Any] = [
     np.ndarray,
     np.dtype,
@@ -38,57 +38,47 @@ _NUMPY_GLOBALS: list[Any] = [
 ]
 
 
+def check_of(is_valid: Callable[[Any], bool], expected: str) -> Check:
+    """Return a check; `expected` describes valid values in messages."""
+    return lambda value: None if is_valid(value) else expected
+
+
 def integer(low: int, high: int) -> Check:
     """Return the check of an integer in low..high; a bool is none."""
-
-    def check(value: object) -> str | None:
-        is_valid = type(value) is int and low <= value <= high
-        return None if is_valid else f"an integer from {low} to {high}"
-
-    return check
-
-
-def instance(kind: type, text: str) -> Check:
-    """Return the check of an instance of a class, which is called `text` in messages."""
-    return lambda value: None if isinstance(value, kind) else text
-
-
-def _printable(value: object) -> str | None:
-    return None if isinstance(value, str) and value.isprintable() else "text of one line"
+    return check_of(lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}")
 
 
 EPOCH = integer(0, MAX_EPOCH)
 COUNT = integer(0, INT64_MAX)
 SEED = integer(INT64_MIN, INT64_MAX)
-TEXT: Check = _printable
-FLAG = instance(bool, "True or False")
-MAPPING = instance(Mapping, "a mapping")
-ANYTHING = instance(object, "anything")
+TEXT = check_of(lambda value: isinstance(value, str) and value.isprintable(), "text of one line")
+FLAG = check_of(lambda value: isinstance(value, bool), "True or False")
+MAPPING = check_of(lambda value: isinstance(value, Mapping), "a mapping")
+ANYTHING = check_of(lambda value: True, "anything")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """The entries of a state, besides its version and its checksum."""
+    """The fields of a state, besides its version and its checksum."""
 
     owner: str
-    """Whose state it is, for messages, such as "the loader"."""
+    """Owner of the state, for messages, such as "the loader"."""
     version: int
-    """That a state must have."""
+    """Version of the format; others are refused."""
     fields: Mapping[str, Check]
-    """What each entry must be, by name."""
+    """The check of each field, by name."""
     not_covered: frozenset[str] = frozenset()
-    """Entries that the checksum leaves out, because they are checked on their own."""
+    """Fields that the checksum leaves out, because they are checked on their own."""
 
     def make(self, **entries: Any) -> dict[str, Any]:
-        """Return the state that has these entries."""
+        """Return the state with these fields."""
         return {"version": self.version, **entries, _CHECKSUM: self._checksum(entries)}
 
     def check(self, state: object) -> dict[str, Any]:
-        """Return a state after checking that it has exactly these entries, with valid values and their checksum.
+        """Return a state after checking its version, that it has exactly these fields, their values and the checksum.
 
         Raises:
-            StateError: it is invalid; the message names the entry, its value and what it must be.
-
+            StateError: the state is invalid; the message names the field, its value and the expected one.
         """
         of_owner = f"the state of {self.owner}"
         if not isinstance(state, Mapping):
@@ -120,18 +110,13 @@ def checksum(*values: object) -> str:
 
 
 def check_intact(is_intact: bool, has: str) -> None:
-    """Raise a StateError if a checksum does not fit; `has` names what has it, such as "the state of the loader"."""
+    """Raise a StateError unless `is_intact`; `has` names the owner of a checksum, such as "the state of the loader"."""
     if not is_intact:
         raise StateError(f"{has} is damaged: its checksum is not that of its contents; load an intact one")
 
 
 def check_value(value: object, has: str, check: Check) -> None:
-    """Check a value; `has` names whose it is, such as "the state of the loader has epoch".
-
-    Raises:
-        StateError: it is invalid.
-
-    """
+    """Raise a StateError if a value is invalid; `has` names its place, such as "the state of the loader has epoch"."""
     if (expected := check(value)) is not None:
         raise StateError(f"{has} {show(value)}, expected {expected}; load a state that state_dict returned")
 
@@ -147,7 +132,7 @@ def show(value: object) -> str:
 
 
 def encode(state: object) -> str:
-    """Return the state of anyone's loader as text with a checksum, which every format of checkpoints can hold."""
+    """Return the state of any loader as text with a checksum, which every format of checkpoints can hold."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = base64.b64encode(buffer.getvalue()).decode("ascii")
@@ -155,14 +140,13 @@ def encode(state: object) -> str:
 
 
 def decode(text: str) -> Any:
-    """Return the state that `encode` has made text of, without running code from it.
+    """Return the state of a text that `encode` made, without running code from it.
 
-    It may contain plain containers, numbers, text, bytes, tensors, NumPy's arrays, and instances of the classes that
-    `torch.serialization.add_safe_globals` was called with.
+    The state may contain plain containers, numbers, text, bytes, tensors, NumPy's arrays, and instances of the classes
+    that `torch.serialization.add_safe_globals` was called with.
 
     Raises:
-        StateError: it contains something else, or is damaged.
-
+        StateError: the text contains something else, or is damaged.
     """
     saved_checksum, _, encoded = text.partition(":")
     check_intact(saved_checksum == checksum(encoded), "the loader's part of the state")
@@ -184,5 +168,5 @@ def decode(text: str) -> Any:
 def _unsafe_globals(content: bytes) -> list[str]:
     try:
         return torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    except Exception:  # damaged, and not to be understood
+    except Exception:  # damaged beyond recognition
         return []

@@ -29,7 +29,12 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
 
     @abstractmethod
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after a batch; None: the one handed out last."""
+        """Return the position after a batch, as values that any checkpoint format can hold.
+
+        Args:
+            after: a batch that was handed out, of which only `epoch` and `position` are used; None: the last one.
+                Consumers that pull batches ahead of training pass the batch that was trained last.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -37,7 +42,7 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
 
     @abstractmethod
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        """Return whether nothing is left of the epoch of a state, which was just loaded."""
+        """Return whether nothing is left of the epoch of a state that was just loaded."""
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or continue at a state. Called by torchdata."""
@@ -49,12 +54,7 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
                 self._epoch_iterator = iter(())
 
     def next(self) -> Batch:
-        """Return the next batch of the epoch. Called by torchdata.
-
-        Raises:
-            StopIteration: nothing is left of the epoch.
-
-        """
+        """Return the next batch of the epoch, or raise StopIteration. Called by torchdata."""
         if self._epoch_iterator is None:
             self._epoch_iterator = iter(self)
         return next(self._epoch_iterator)
@@ -67,43 +67,9 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
         return self.__dict__ | {"_epoch_iterator": None}  # iterators cannot be pickled
 
 
-# The optional methods of iterables of batches: resuming, and checking that all ranks read the same data.
-#
-# A Balancer accepts any iterable of batches (see adapt.py). It passes `state_dict` and `load_state_dict` on to a
-# `Stateful` one, and compares the identities of `HasRankInvariants` ones between ranks.
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Batches whose position can be saved and loaded.
-
-    Loading the state after a batch makes the next iteration yield exactly the samples of the epoch that come after it,
-    or the next epoch if none are left.
-    """
-
-    def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position as values that can be pickled and saved with a checkpoint.
-
-        Args:
-            after: a batch that was yielded, of which only `epoch` and `position` are used; None: the one yielded last.
-                Consumers that pull batches ahead of training pass the batch that was trained last.
-
-        """
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, from the next iteration on, at the position that `state_dict` returned.
-
-        Raises:
-            StateError: the state is of another version, or of other data or settings.
-
-        """
-        ...
-
-
 @runtime_checkable
 class HasRankInvariants(Protocol):
-    """Batches that describe the settings they depend on."""
+    """Batches that describe the settings they depend on; a Balancer compares them between ranks."""
 
     def rank_invariants(self) -> Mapping[str, Any]:
         """Return the settings that must be the same on all ranks, by name, as values that can be pickled and compared.
@@ -111,3 +77,13 @@ class HasRankInvariants(Protocol):
         `rank`, if it is among them, is the exception: it must be the number of the rank itself.
         """
         ...
+
+
+def find_rank_invariants(batches: object) -> Mapping[str, Any]:
+    """Return the invariants of a loader, or of the loader at the source of torchdata nodes; empty without one."""
+    if isinstance(batches, HasRankInvariants):
+        return batches.rank_invariants()
+    for name in ("root", "source"):  # of torchdata's Loader, and of its nodes
+        if isinstance(inner := getattr(batches, name, None), BaseNode):
+            return find_rank_invariants(inner)
+    return {}

@@ -1,29 +1,27 @@
 """`build_stream_loader`: a dataset read sequentially -> this rank's batches, resumable on any number of ranks.
 
 Shards are distributed over ranks. A rank reads `open_shards` of its shards at a time, and takes the samples of a batch
-from all open ones. What comes next depends only on the position in each shard.
+from all open ones. The next batches depend only on the position in each shard.
 """
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
-from evenrank.dataloader.batches.transform import Transform, apply, make_rng
-from evenrank.dataloader.collate.gather import StoreRows
-from evenrank.dataloader.config import ReadConfig, check_rank
+from evenrank.dataloader.batches.transform import Transform
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.rank_loader import RankLoader, shared_settings
 from evenrank.dataloader.routing.dist_type import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.samples import remapped_stores
-from evenrank.dataloader.state.invariants import name_of, shared_settings
-from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+from evenrank.dataloader.state.snapshots import Position, Snapshots
 from evenrank.dataloader.stream.shuffle import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.dataloader.stream.state import FORMAT, check_complete, check_position, decode_positions, encode_positions
 from evenrank.datasets.order import permute
@@ -35,14 +33,7 @@ __all__ = ["StreamConfig", "StreamLoader", "build_stream_loader"]
 _KEPT_STEPS = 256
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
-
-
-class _Snapshot(NamedTuple):
-    """Where a rank was after a step."""
-
-    epoch: int
-    position: int  # steps of the epoch
-    shard_positions: dict[int, ShardPosition]  # of this rank's shards, by index
+ShardPositions = dict[int, ShardPosition]  # by index of the shard
 
 
 def build_stream_loader(
@@ -69,9 +60,7 @@ def build_stream_loader(
     Raises:
         ConfigError: the rank or the order is not supported, or the settings do not fit the dataset.
         DataError: the dataset, or the file of codes, is missing or malformed.
-
     """
-    check_rank(rank, world_size)
     if config.order != "shuffle":
         raise ConfigError(f"streams are always shuffled; order must be 'shuffle', got {config.order!r}")
     source = open_stream(url, config.split)
@@ -79,14 +68,13 @@ def build_stream_loader(
     return StreamLoader(source, config, stream, rank=rank, world_size=world_size, transform=transform)
 
 
-class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
+class StreamLoader(RankLoader[Batch]):
     """The batches of one rank; each iteration is one epoch. It is a torchdata node too.
 
     Ranks may yield different numbers of batches; a Balancer handles that.
 
     Attributes:
         left_out: per reason, how many of the rows that this rank has read are not samples.
-
     """
 
     def __init__(
@@ -99,24 +87,18 @@ class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         world_size: int,
         transform: Transform[Batch] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config, rank=rank, world_size=world_size, transform=transform)
         self._source = source
-        self._config = config
         self._stream = stream
-        self._rank = rank
-        self._world_size = world_size
-        self._transform = transform
-        self._collate = config.make_collate()
         without_rows = source.read(0, 0)
         self._collate.check(without_rows)
         remapped_stores([without_rows], self._collate, config.key_maps)
         self._shards = cut_shards(source.num_rows, stream)
         self.left_out: Counter[str] = Counter()
-        self._seed = config.seed
         self._epoch = 0  # of the next iteration
         self._position = 0  # steps of that epoch before the next iteration
-        self._shard_positions: dict[int, ShardPosition] = {}  # at which the next iteration begins; absent: at (0, 0)
-        self._snapshots: deque[_Snapshot] = deque(maxlen=_KEPT_STEPS)
+        self._shard_positions: ShardPositions = {}  # at which the next iteration begins; absent: at (0, 0)
+        self._snapshots: Snapshots[ShardPositions] = Snapshots(_KEPT_STEPS)  # of this rank's shards
 
     @property
     def epoch(self) -> int:
@@ -125,9 +107,10 @@ class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, position, seed = self._epoch, self._position, self._seed
-        shards, shard_positions = self._shards_of(self._rank, epoch, seed), self._own_shard_positions()
+        shards = self._shards_of(self._rank, epoch, seed)
+        shard_positions = self._positions_in(shards)
         self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
-        self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
+        self._snapshots.add(Position(epoch, position), dict(shard_positions))
         batch_size = self._config.batch_size
         with read_ahead(self._config.num_workers) as submit:
             load = partial(self._load, seed=seed, epoch=epoch)
@@ -141,41 +124,26 @@ class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
                 if self._config.drop_last and len(sample_ids) < batch_size:
                     return
                 position += 1
-                batch = self._make_batch(groups, sample_ids, epoch=epoch, step=step, position=position, seed=seed)
-                self._snapshots.append(_Snapshot(epoch, position, dict(shard_positions)))
+                with outside_inference_mode():
+                    (batch,) = self._collate(groups, sample_ids, batch_size=batch_size)
+                    counters = (position, self._rank)
+                    batch = self._finish(batch, epoch=epoch, step=step, position=position, seed=seed, counters=counters)
+                self._snapshots.add(Position(epoch, position), dict(shard_positions))
                 yield batch
-
-    @outside_inference_mode()
-    def _make_batch(
-        self,
-        groups: Sequence[StoreRows],
-        sample_ids: NDArray[np.int64],
-        *,
-        epoch: int,
-        step: int,
-        position: int,
-        seed: int,
-    ) -> Batch:
-        (batch,) = self._collate(groups, sample_ids, batch_size=self._config.batch_size)
-        batch.epoch, batch.step, batch.position = epoch, step, position
-        if self._transform is not None:
-            batch = apply(self._transform, batch, make_rng(seed, epoch, position, self._rank))
-        return batch.pin_memory() if self._config.pin_memory else batch
 
     def _shards_of(self, rank: int, epoch: int, seed: int) -> list[Shard]:
         """Return a rank's shards of an epoch, in the order in which it opens them."""
         order = permute(np.arange(len(self._shards)), len(self._shards), seed=seed, epoch=epoch)
         return [self._shards[index] for index in order[rank :: self._world_size].tolist()]
 
-    def _own_shard_positions(self) -> dict[int, ShardPosition]:
-        """Return where the next iteration begins in each of this rank's shards."""
-        own = self._shards_of(self._rank, self._epoch, self._seed)
-        return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in own}
+    def _positions_in(self, shards: Sequence[Shard]) -> ShardPositions:
+        """Return the position in each shard at which the next iteration begins."""
+        return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in shards}
 
     def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
         """Read a window and leave out the rows that are not samples."""
         first, order = shard.window(window_position, seed=seed, epoch=epoch)
-        store = self._source.read(first, first + len(order)).mapped(self._config.key_maps)
+        store = self._source.read(first, first + len(order)).remapped(self._config.key_maps)
         is_sample = np.ones(len(store), dtype=bool)
         for reason, rows in self._collate.unusable(store).items():
             self.left_out[reason] += len(rows)
@@ -183,37 +151,28 @@ class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         return Window(store, first, order[is_sample[order]])
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the positions in this rank's shards after a batch, or after the one yielded last.
+        """Return the positions in this rank's shards after the batch yielded last, or after another one.
 
         Merged with the states of all other ranks (see `merge_stream_states`), it can be loaded with any world size,
         batch size and number of workers. Before the first batch it has the positions in all shards.
 
         Raises:
             StateError: the batch was yielded too long ago.
-
         """
         if not self._snapshots:
-            of_all = {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in self._shards}
-            return self._state(_Snapshot(self._epoch, self._position, of_all))
-        last = self._snapshots[-1]
-        epoch, position = (last.epoch, last.position) if after is None else (after.epoch, after.position)
-        # A rank that ran out of data before the others has stayed at its last snapshot.
-        known = [snapshot for snapshot in self._snapshots if snapshot.epoch == epoch and snapshot.position <= position]
-        if not known:
-            raise StateError(
-                f"the positions at step {position} of epoch {epoch} are no longer known; call state_dict within "
-                f"{_KEPT_STEPS} steps of a batch"
-            )
-        return self._state(known[-1]._replace(position=position))
-
-    def _state(self, snapshot: _Snapshot) -> dict[str, Any]:
+            position, shard_positions = Position(self._epoch, self._position), self._positions_in(self._shards)
+        elif after is None:
+            position, shard_positions = self._snapshots.last
+        else:
+            position = Position(after.epoch, after.position)
+            shard_positions = self._snapshots.at(position)
         return FORMAT.make(
-            epoch=snapshot.epoch,
-            position=snapshot.position,
+            epoch=position.epoch,
+            position=position.position,
             seed=self._seed,
             num_shards=len(self._shards),
             fingerprint=self._fingerprint,
-            places=encode_positions(snapshot.shard_positions, fingerprint=self._fingerprint, epoch=snapshot.epoch),
+            places=encode_positions(shard_positions, fingerprint=self._fingerprint, epoch=position.epoch),
             dist_type=dist_type(self._config.key_maps),
         )
 
@@ -224,7 +183,6 @@ class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
 
         Raises:
             StateError: the state lacks shards, is of another version, or of other data, filters, shards or `key_maps`.
-
         """
         state = FORMAT.check(state)
         if state["fingerprint"] != self._fingerprint:
@@ -265,23 +223,8 @@ class StreamLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             for rank in range(self._world_size)
         )
 
-    def _is_ended(self, state: Mapping[str, Any]) -> bool:
-        return self.epoch > int(state["epoch"])
-
-    def rank_invariants(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks, and this process's `rank`."""
-        return {**self._shared, "seed": self._seed}
-
-    @cached_property
-    def _shared(self) -> dict[str, Any]:
-        # Once, because a Balancer compares identities in every step.
-        return {
-            "rank": self._rank,
-            "world_size": self._world_size,
-            **shared_settings(self._config, self._collate, self._stream),
-            "transform": name_of(self._transform),
-            "fingerprint": self._fingerprint,
-        }
+    def _own_invariants(self) -> dict[str, Any]:
+        return {**shared_settings(self._stream), "fingerprint": self._fingerprint}
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Windows of shards -> the samples of batches, read ahead by threads."""
+"""`take_batches`: windows of shards, which are shuffle buffers -> the samples of batches, read ahead by threads."""
 
 import contextlib
 import itertools
@@ -16,12 +16,12 @@ from evenrank.datasets.stream import Shard
 
 
 class ShardPosition(NamedTuple):
-    """How far an epoch has consumed a shard."""
+    """Position of an epoch in a shard."""
 
     windows_done: int = 0
-    """Windows that are consumed completely."""
+    """Windows that are consumed."""
     samples_taken: int = 0
-    """Samples that are consumed of the next window."""
+    """Samples of the next window that are consumed."""
 
 
 class Window(NamedTuple):
@@ -57,15 +57,7 @@ def read_ahead(num_workers: int) -> Iterator[Submit]:
 
 
 class ShardReader:
-    """Reads a shard from a position on; keeps one window in memory, and with workers also the next one.
-
-    Args:
-        shard: the shard to read.
-        position: where to start.
-        load: reads the window at a position of the epoch's order of windows.
-        submit: of `read_ahead`.
-
-    """
+    """Reads a shard from a position on; keeps one window in memory, and with workers also the next one."""
 
     def __init__(
         self, shard: Shard, position: ShardPosition, load: Callable[[Shard, int], Window], submit: Submit
@@ -103,20 +95,14 @@ class ShardReader:
 def take_batches(
     readers: Iterator[ShardReader], open_shards: int, batch_size: int, positions: dict[int, ShardPosition]
 ) -> Iterator[tuple[list[StoreRows], NDArray[np.int64]]]:
-    """Take the samples of batches from all open shards in equal shares.
+    """Take the samples of batches from all open shards in equal shares; the last batch may have fewer.
 
-    The open shards are the first ones that are not done, so they follow from the positions alone, and a stream that is
-    resumed from saved positions yields the same batches.
-
-    Args:
-        readers: of this rank's shards, in the order in which they are opened.
-        open_shards: how many are read at the same time.
-        batch_size: samples of a batch; the last batch may have fewer.
-        positions: per shard index; updated in place before a batch is yielded.
+    The open shards are the first `open_shards` that are not done, so they follow from the positions alone, and a stream
+    that is resumed from saved positions yields the same batches. `positions`, by index of the shard, are updated before
+    a batch is yielded.
 
     Yields:
         The samples of a batch by window, and their rows in the split: int64 [samples].
-
     """
     opened: list[ShardReader] = []
     while True:

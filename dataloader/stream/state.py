@@ -1,4 +1,4 @@
-"""States of streams: the positions in all shards, of which each rank saves those in its own."""
+"""`merge_stream_states`, and the format of the states of streams: the position in each shard of a rank."""
 
 import itertools
 import re
@@ -36,8 +36,7 @@ FORMAT = StateFormat(
         POSITIONS_KEY: MAPPING,
         DIST_TYPE: TEXT,
     },
-    # The positions of all ranks are merged, so each of them has a checksum of its own. A remapped checkpoint has
-    # another dist_type, which is compared with the job's.
+    # Positions of all ranks are merged, so each has a checksum of its own; dist_type is compared with the job's.
     not_covered=frozenset({POSITIONS_KEY, DIST_TYPE}),
 )
 
@@ -47,7 +46,6 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises:
         StateError: the states are of different steps or streams, or the state of a rank is missing.
-
     """
     if not states:
         raise StateError("there are no states to merge; pass those of all ranks")
@@ -82,12 +80,7 @@ def encode_positions(
 
 
 def decode_positions(state: Mapping[str, Any], num_shards: int) -> dict[int, ShardPosition]:
-    """Return the position in each shard that a state names, by index in 0..num_shards-1.
-
-    Raises:
-        StateError: it names something else.
-
-    """
+    """Return the positions of a state by index of the shard, 0..num_shards-1; a damaged one raises StateError."""
     shard_positions: dict[int, ShardPosition] = {}
     for name, entry in state[POSITIONS_KEY].items():
         is_index = isinstance(name, str) and re.fullmatch("0|[1-9][0-9]{0,17}", name) and int(name) < num_shards
@@ -107,12 +100,7 @@ def decode_positions(state: Mapping[str, Any], num_shards: int) -> dict[int, Sha
 
 
 def check_position(position: ShardPosition, shard: Shard, *, seed: int, epoch: int) -> None:
-    """Check that a position is in a shard.
-
-    Raises:
-        StateError: it is beyond its end, or that of a window.
-
-    """
+    """Raise a StateError if a position is beyond the end of its shard or window."""
     has = f"the state of the stream has, in shard {shard.index},"
     check_value(position.windows_done, f"{has} windows_done", integer(0, shard.num_windows))
     is_end = position.windows_done == shard.num_windows
@@ -121,12 +109,7 @@ def check_position(position: ShardPosition, shard: Shard, *, seed: int, epoch: i
 
 
 def check_complete(shard_positions: Mapping[int, ShardPosition], num_shards: int) -> None:
-    """Check that positions are those of all shards.
-
-    Raises:
-        StateError: some are missing.
-
-    """
+    """Raise a StateError if the position in a shard is missing."""
     if len(shard_positions) < num_shards:
         first = next(index for index in itertools.count() if index not in shard_positions)
         raise StateError(

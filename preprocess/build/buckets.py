@@ -1,12 +1,12 @@
-"""Any number of events in bounded memory: split by user into buckets that each fit into memory.
+"""Events -> buckets: any number of events in bounded memory, split by user such that each bucket fits into memory.
 
 The leading bits of a user's hash are the index of its bucket, so that consecutive buckets are in the row order of the
 dataset, whatever their number. Events are kept in memory up to a limit; above it, all of them are appended to one file
-per bucket.
+per bucket. Rows that cannot be read raise an error or are counted.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import USER_ID, user_hash
-from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, reading
+from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
 
 Columns = dict[str, NDArray[Any]]  # by name, the values of a column of events: int64 or int32 [events]
+
+OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 
 # Target size of a bucket; building the sequences of one takes about 0.3 GB.
 EVENTS_PER_BUCKET = 4_000_000
 # Limit of the events kept in memory, over all buckets.
 BYTES_IN_MEMORY = 400 << 20
 
+_BATCH_EVENTS = 1_000_000
+_MAX_SHOWN = 3  # bad rows in an error message
 _MAX_BITS = 16  # an index is a uint16
 _INT32 = np.iinfo(np.int32)
 
@@ -36,7 +40,6 @@ class Buckets:
         folder: folder of the bucket files; created when it is needed, and removed by `close`.
         num_events: expected number of events; only the number of buckets depends on it.
         dtypes: data type of each column; `user_id` is one of them.
-
     """
 
     def __init__(self, folder: Path, num_events: int, dtypes: Mapping[str, str]) -> None:
@@ -50,11 +53,6 @@ class Buckets:
 
     def __len__(self) -> int:
         return 1 << self._num_bits
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the columns."""
-        return tuple(self._dtypes)
 
     def append(self, batch: Columns) -> None:
         """Distribute a batch of events over the buckets."""
@@ -73,17 +71,13 @@ class Buckets:
         if self._num_bytes > BYTES_IN_MEMORY:
             self._spill()
 
-    def __iter__(self) -> Iterator[Columns]:
-        for index in range(len(self)):
-            yield self.read(index, self.names)
-
-    def read(self, index: int, names: tuple[str, ...]) -> Columns:
-        """Return the named columns of a bucket."""
+    def read(self, index: int, names: Collection[str] = ()) -> Columns:
+        """Return the named columns of a bucket, or all."""
         parts = [*self._read_spilled(index), *self._parts[index]]
         return {
             name: np.concatenate([np.empty(0, dtype=dtype), *(part[name] for part in parts)], dtype=dtype)
             for name, dtype in self._dtypes.items()
-            if name in names
+            if not names or name in names
         }
 
     def close(self) -> None:
@@ -119,43 +113,22 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
     return values
 
 
-# The events of a dataset -> buckets, batch by batch; rows that cannot be read raise an error, or are counted.
-
-
-# What to do about rows that cannot be read.
-OnError = Literal["fail", "skip"]
-
-_BATCH_EVENTS = 1_000_000
-_MAX_SHOWN = 3  # bad rows in an error message
-
-
 def fill_buckets(
     buckets: Buckets, interactions: Interactions, *, on_error: OnError, on_stage: Callable[[str], None]
 ) -> dict[str, int]:
-    """Read all events into buckets.
-
-    Args:
-        buckets: receive the events.
-        interactions: the source of the events.
-        on_error: what to do about rows that cannot be read: raise an error at the end of their file, or skip them.
-        on_stage: called with a short description of the progress.
-
-    Returns:
-        The number of skipped rows of each part that has any; the keys describe the first of these rows.
+    """Read all events into buckets; return the number of skipped rows by a description of the part and its first ones.
 
     Raises:
-        DataError: rows cannot be read and `on_error` is `fail`; or there are no events.
-
+        DataError: rows cannot be read and `on_error` is `fail`, at the end of their file; or there are no events.
     """
     num_skipped: dict[str, int] = {}
     num_events = 0
     for part in interactions.parts:
         num_bad = 0
         for batch in _batches(part):
-            is_good = batch.get_column(IS_GOOD)
-            good = batch if is_good.all() else batch.filter(is_good)
+            good = batch if batch.get_column(IS_GOOD).all() else batch.filter(IS_GOOD)
             num_bad += len(batch) - len(good)
-            buckets.append({name: good.get_column(name).to_numpy() for name in batch.columns if name != IS_GOOD})
+            buckets.append({column.name: column.to_numpy() for column in good.drop(IS_GOOD).iter_columns()})
             num_events += len(good)
             on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad and on_error == "fail":
@@ -170,7 +143,7 @@ def fill_buckets(
 
 
 def _batches(part: EventPart) -> Iterator[pl.DataFrame]:
-    with reading(part.name):
+    with wrap_read_errors(part.name):
         yield from part.events.collect_batches(chunk_size=_BATCH_EVENTS, maintain_order=True)
 
 

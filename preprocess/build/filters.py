@@ -1,6 +1,6 @@
 """Filters of events and users (k-core, shortest and longest history), and windows of long histories."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,7 @@ class Filters:
     """Distance between the starts of consecutive windows; None: `window`."""
 
     def __post_init__(self) -> None:
-        for name in ("min_user_events", "min_item_events", "min_length", "max_length", "window", "stride"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if value is not None and not 1 <= value <= _MAX_EVENTS:
                 raise ConfigError(f"{name} must be between 1 and {_MAX_EVENTS}, got {value}")
         if self.max_length is not None and self.max_length < self.min_length:
@@ -54,7 +53,6 @@ def k_core(buckets: Buckets, filters: Filters) -> list[NDArray[np.bool_]] | None
 
     Returns:
         Per bucket, the mask of the remaining events, bool [events]; None if the filters have no k-core.
-
     """
     if filters.min_user_events == 1 and filters.min_item_events == 1:
         return None

@@ -34,7 +34,7 @@ class RequestRule:
 
 
 class RequestWriter:
-    """Write `requests.parquet`: int64 columns user_id, request_ts_ms and history_end.
+    """Writes `requests.parquet`: int64 columns user_id, request_ts_ms and history_end.
 
     Rows are in the order of the appended users, then of time. `history_end` is the number of the user's events before
     the event of the request; with `by_date`, the number of those on the same day.
@@ -75,7 +75,6 @@ def find_requests(
 
     Returns:
         For each request its row, its time, and the number of events before it: int64 [requests] each.
-
     """
     rows = np.empty(len(times), dtype=np.int64)
     request_times = np.empty(len(times), dtype=np.int64)

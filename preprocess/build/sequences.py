@@ -1,4 +1,7 @@
-"""The events of a bucket -> sequences: one row per user, events in time order, rows in the order of the dataset."""
+"""The events of a bucket -> sequences: one row per user, events in time order, rows in the order of the dataset.
+
+The compiled loops run without the GIL.
+"""
 
 import secrets
 from collections.abc import Mapping
@@ -13,7 +16,7 @@ from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.buckets import Columns
 
-# The compiled loops that turn events into sequences; they run without the GIL.
+_MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
 
 
 @compiled
@@ -33,7 +36,6 @@ def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[
 
     Returns:
         The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
-
     """
     capacity = 1 << 12
     table = np.full(capacity, -1, dtype=np.int32)
@@ -83,7 +85,6 @@ def order_events(
     Returns:
         offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of the
         events of user u, oldest first.
-
     """
     offsets = np.zeros(num_users + 1, dtype=np.int64)
     for code in codes:
@@ -187,9 +188,6 @@ def gather(
     return values
 
 
-_MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
     """Rows as ranges of events: filters, splits and windows only change the ranges and copy no events.
@@ -254,7 +252,6 @@ def build_sequences(columns: Columns) -> tuple[Sequences, int]:
 
     Raises:
         DataError: there are more events than an int32 can number.
-
     """
     if len(columns[USER_ID]) > _MAX_EVENTS:
         raise DataError(

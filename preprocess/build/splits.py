@@ -1,4 +1,4 @@
-"""Rules that divide rows and their events between `train` and `eval`.
+"""Rules that divide rows and their events between `train` and `eval`, and counts that describe their effect.
 
 user:0.3         30 % of the users are in `eval`; which ones depends on their ids and the seed alone
 leave-last:2     the last 2 events of each user are predicted from the earlier ones
@@ -6,28 +6,31 @@ time:2015-01-01  events from this time on are predicted from the earlier ones
 none             everything is in `train`
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets.schema import user_hash
-from evenrank.preprocess.build.sequences import Sequences
+from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, user_hash
+from evenrank.preprocess.build.sequences import Sequences, mark_items
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 
 TRAIN = "train"
 EVAL = "eval"
 _MAX_TARGETS = int(np.iinfo(np.int32).max)
+# Smaller item ids are kept as a mask with one byte per id, larger ones as a sorted array.
+_DENSE_IDS = 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRule:
     """A rule that divides sequences into splits."""
 
-    text: str
-    """The rule as it is written on the command line."""
     divide: Callable[[Sequences, int], dict[str, Sequences]]
     """Returns the rows of each split, given sequences and a seed."""
     has_targets: bool = False
@@ -39,20 +42,17 @@ def parse_split(text: str) -> SplitRule:
 
     Raises:
         ConfigError: the text is none of these, or its value is out of range.
-
     """
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
-            return SplitRule(text=text, divide=lambda sequences, seed: _by_user(sequences, fraction, seed))
+            return SplitRule(divide=lambda sequences, seed: _by_user(sequences, fraction, seed))
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_TARGETS:
-            return SplitRule(text=text, divide=lambda sequences, seed: _leave_last(sequences, count), has_targets=True)
+            return SplitRule(divide=lambda sequences, seed: _leave_last(sequences, count), has_targets=True)
         if kind == "time" and 0 <= (boundary_ms := _milliseconds(value)) <= MAX_TIMESTAMP_MS:
-            return SplitRule(
-                text=text, divide=lambda sequences, seed: _by_time(sequences, boundary_ms), has_targets=True
-            )
+            return SplitRule(divide=lambda sequences, seed: _by_time(sequences, boundary_ms), has_targets=True)
         if text == "none":
-            return SplitRule(text=text, divide=lambda sequences, seed: {TRAIN: sequences})
+            return SplitRule(divide=lambda sequences, seed: {TRAIN: sequences})
     except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
@@ -92,3 +92,85 @@ def _by_time(sequences: Sequences, boundary_ms: int) -> dict[str, Sequences]:
     train = replace(sequences, ends=boundaries).take(boundaries > sequences.begins)
     evaluated = replace(sequences, num_targets=(sequences.ends - boundaries).astype(np.int32))
     return {TRAIN: train, EVAL: evaluated.take(boundaries < sequences.ends)}
+
+
+class SeenItems:
+    """A set of item ids."""
+
+    def __init__(self) -> None:
+        self._dense = np.zeros(1 << 16, dtype=bool)
+        self._sparse = np.empty(0, dtype=np.int64)
+
+    def add(self, sequences: Sequences) -> None:
+        """Add the items of the events of all rows."""
+        items = sequences.events[ITEM_ID]
+        largest = int(items.max(initial=-1))
+        if largest >= _DENSE_IDS:
+            self._sparse = np.union1d(self._sparse, sequences.values(ITEM_ID))
+            return
+        if largest >= len(self._dense):
+            grown = np.zeros(max(largest + 1, 2 * len(self._dense)), dtype=bool)
+            grown[: len(self._dense)] = self._dense
+            self._dense = grown
+        mark_items(self._dense, items, sequences.order, sequences.begins, sequences.ends)
+
+    def count_missing_from(self, other: "SeenItems") -> int:
+        """Return the number of ids in this set that are not in the other."""
+        if len(self._sparse) or len(other._sparse):
+            return len(np.setdiff1d(self._ids(), other._ids(), assume_unique=True))
+        length = min(len(self._dense), len(other._dense))
+        num_common = np.count_nonzero(self._dense[:length] & other._dense[:length])
+        return int(np.count_nonzero(self._dense) - num_common)
+
+    def _ids(self) -> NDArray[np.int64]:
+        return np.union1d(np.flatnonzero(self._dense), self._sparse)
+
+
+class Audit:
+    """Counts events and items of `eval` with respect to those of `train`."""
+
+    def __init__(self) -> None:
+        self._seen = {TRAIN: SeenItems(), EVAL: SeenItems()}
+        self._newest_train = -1
+
+    def follow(self, split: str, sequences: Sequences) -> None:
+        """Register rows that are about to be written to a split."""
+        if sequences.num_targets.any():  # only the events to predict count
+            sequences = replace(sequences, begins=sequences.ends - sequences.num_targets)
+        self._seen[split].add(sequences)
+        if split == TRAIN:
+            rows = sequences.ends[sequences.lengths > 0]
+            newest = sequences.events[TIMESTAMP_MS][sequences.order[rows - 1]]  # of the last event of each row
+            self._newest_train = max(self._newest_train, int(newest.max(initial=-1)))
+
+    def report(self, folder: Path, splits: Mapping[str, object]) -> dict[str, int]:
+        """Return the counts by description, once the splits are written. Of `eval`, only targets are counted."""
+        if EVAL not in splits:
+            return {}
+        num_events = num_early = 0
+        for times in _target_times(folder / EVAL):
+            num_events += len(times)
+            num_early += int(np.count_nonzero(times < self._newest_train))
+        return {
+            "eval events": num_events,
+            "eval events before the newest train event": num_early,
+            "eval items that train never saw": self._seen[EVAL].count_missing_from(self._seen[TRAIN]),
+        }
+
+
+def _target_times(folder: Path) -> Iterator[NDArray[np.int64]]:
+    """Yield the times of the events that are to be predicted, one row group of a split at a time."""
+    for path in sorted(folder.glob("*.parquet")):
+        with pq.ParquetFile(path) as file:
+            names = [name for name in (TIMESTAMP_MS, NUM_TARGETS) if name in file.schema_arrow.names]
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=names).combine_chunks()
+                if not table.num_rows:
+                    continue
+                lists = table.column(TIMESTAMP_MS).chunk(0)
+                offsets = lists.offsets.to_numpy().astype(np.int64)
+                times = lists.flatten().to_numpy()
+                if NUM_TARGETS in names:
+                    first_targets = offsets[1:] - table.column(NUM_TARGETS).to_numpy()
+                    times = times[np.arange(len(times)) >= np.repeat(first_targets, np.diff(offsets))]
+                yield times

@@ -1,4 +1,4 @@
-"""Sequences -> the Parquet files of a split, one row group at a time."""
+"""Sequences -> the Parquet files of a split, one row group at a time, and the manifest of a dataset."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ _Columns = dict[str, NDArray[np.integer]]  # values by column: [rows], or [event
 
 
 class SplitWriter:
-    """Write one split; the files depend only on the rows, not on how many are appended at a time.
+    """Writes one split; the files depend only on the rows, not on how many are appended at a time.
 
     Args:
         folder: folder of the dataset.
@@ -50,6 +50,8 @@ class SplitWriter:
         extra_events: further list columns and their element types.
         row_columns: optional int32 columns to write: `window`, `num_targets`.
 
+    Attributes:
+        largest: the largest user_id, item_id and action that were written; -1 if there is none.
     """
 
     def __init__(
@@ -67,7 +69,10 @@ class SplitWriter:
         self._row_columns = (USER_ID, *row_columns, *contextual)
         self._schema = pa.schema(
             [
-                *(pa.field(column, _row_type(column), nullable=False) for column in self._row_columns),
+                *(
+                    pa.field(column, pa.int32() if column in (WINDOW, NUM_TARGETS) else pa.int64(), nullable=False)
+                    for column in self._row_columns
+                ),
                 *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()),
                 pa.field(LENGTH, pa.int32(), nullable=False),
             ]
@@ -80,19 +85,13 @@ class SplitWriter:
         self._file: pq.ParquetWriter | None = None
         self._encoded_rows = 0  # of the current file
         self._lengths: list[NDArray[np.int64]] = []
-        self._largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)
+        self.largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)
         # One thread encodes row groups while the next ones are built.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="evenrank-writer")
         self._queue: deque[Future[None]] = deque()
 
     def append(self, sequences: Sequences, context: Mapping[str, NDArray[np.int64]]) -> None:
-        """Append rows.
-
-        Args:
-            sequences: the rows.
-            context: the values of each contextual feature, int64 [rows].
-
-        """
+        """Append rows, with their contextual features: int64 [rows] each."""
         lengths = sequences.lengths
         self._lengths.append(lengths)
         cumulative_events = np.cumsum(lengths)
@@ -117,8 +116,8 @@ class SplitWriter:
         columns: _Columns = {name: available[name] for name in self._row_columns}
         columns.update({name: rows.values(name) for name in self._event_columns})
         columns[LENGTH] = rows.lengths.astype(np.int32)
-        for name in self._largest:
-            self._largest[name] = max(self._largest[name], int(columns[name].max(initial=-1)))
+        for name, largest in self.largest.items():
+            self.largest[name] = max(largest, int(columns[name].max(initial=-1)))
         self._pending.append(columns)
         self._pending_rows += len(rows)
         self._pending_events += len(columns[ITEM_ID])
@@ -146,10 +145,6 @@ class SplitWriter:
         self._encoder.shutdown(cancel_futures=True)
         if self._file is not None:
             self._file.close()
-
-    def largest(self, name: str) -> int:
-        """Return the largest user_id, item_id or action that was written; -1 if there is none."""
-        return self._largest[name]
 
     def _write_group(self) -> None:
         pending, self._pending = self._pending, []
@@ -203,10 +198,6 @@ class SplitWriter:
         return f"{self._name}/part-{len(self._files):05d}.parquet"
 
 
-def _row_type(column: str) -> pa.DataType:
-    return pa.int32() if column in (WINDOW, NUM_TARGETS) else pa.int64()
-
-
 def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
     """Return minimum, percentiles (nearest rank), maximum and mean of history lengths; empty if there are none."""
     if len(lengths) == 0:
@@ -219,9 +210,6 @@ def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
         "max": int(ordered[-1]),
         "mean": round(float(ordered.mean()), 3),
     }
-
-
-# The manifest of a dataset from the description of its parts.
 
 
 def make_manifest(
@@ -237,16 +225,8 @@ def make_manifest(
 ) -> Manifest:
     """Return the manifest, with vocabulary sizes and the content hash.
 
-    Args:
-        dataset: name of the dataset.
-        sources: the raw files.
-        options: the options of preprocessing and the audit, as JSON values.
-        splits: the splits that were written.
-        largest: the largest user_id, item_id and action over all splits, -1 if there is none.
-        num_actions: number of actions; None if it follows from `largest`.
-        context_labels: per contextual feature in column order, the labels of ids 0, 1, ...
-        extra_events: further list columns and their element types.
-
+    Args as in `Manifest`, and `largest`: the largest user_id, item_id and action over all splits, -1 if there is none.
+    `num_actions` is None if it follows from `largest`.
     """
     contextual = tuple(context_labels)
     vocabulary_sizes = {

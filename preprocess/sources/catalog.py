@@ -77,6 +77,21 @@ class KuaiRandDataset(PublicArchive):
         return (*self.logs, self.users)
 
 
+def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> KuaiRandDataset:
+    suffix = size.lower()
+    return KuaiRandDataset(
+        name=f"kuairand-{suffix}",
+        url=f"https://zenodo.org/records/10439422/files/KuaiRand-{size}.tar.gz",
+        md5=md5,
+        logs=tuple(
+            f"data/log_standard_{dates}_{suffix}{part}.csv"
+            for dates in ("4_08_to_4_21", "4_22_to_5_08")
+            for part in parts
+        ),
+        users=f"data/user_features_{suffix}.csv",
+    )
+
+
 CATALOG: dict[str, MovieLensDataset | KuaiRandDataset] = {
     dataset.name: dataset
     for dataset in (
@@ -98,32 +113,9 @@ CATALOG: dict[str, MovieLensDataset | KuaiRandDataset] = {
             has_header=True,
             ratings_per_star=2,
         ),
-        KuaiRandDataset(
-            name="kuairand-pure",
-            url="https://zenodo.org/records/10439422/files/KuaiRand-Pure.tar.gz",
-            md5="0820331067a3784d9691136f772b35a7",
-            logs=("data/log_standard_4_08_to_4_21_pure.csv", "data/log_standard_4_22_to_5_08_pure.csv"),
-            users="data/user_features_pure.csv",
-        ),
-        KuaiRandDataset(
-            name="kuairand-1k",
-            url="https://zenodo.org/records/10439422/files/KuaiRand-1K.tar.gz",
-            md5="6b0b9c8222d67fcd4c676218edca3f1f",
-            logs=("data/log_standard_4_08_to_4_21_1k.csv", "data/log_standard_4_22_to_5_08_1k.csv"),
-            users="data/user_features_1k.csv",
-        ),
-        KuaiRandDataset(
-            name="kuairand-27k",
-            url="https://zenodo.org/records/10439422/files/KuaiRand-27K.tar.gz",
-            md5="3e3c799a24e2d23a4d2c757fbf9adf59",
-            logs=(
-                "data/log_standard_4_08_to_4_21_27k_part1.csv",
-                "data/log_standard_4_08_to_4_21_27k_part2.csv",
-                "data/log_standard_4_22_to_5_08_27k_part1.csv",
-                "data/log_standard_4_22_to_5_08_27k_part2.csv",
-            ),
-            users="data/user_features_27k.csv",
-        ),
+        _kuairand("Pure", md5="0820331067a3784d9691136f772b35a7"),
+        _kuairand("1K", md5="6b0b9c8222d67fcd4c676218edca3f1f"),
+        _kuairand("27K", md5="3e3c799a24e2d23a4d2c757fbf9adf59", parts=("_part1", "_part2")),
     )
 }
 

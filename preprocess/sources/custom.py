@@ -1,8 +1,8 @@
 """Custom logs in CSV or Parquet files -> interactions. Columns are found by name; all others are ignored."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,20 +10,19 @@ import polars as pl
 
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
-from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, SourceFile, check_new_names
+from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, check_new_names
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.interactions import (
-    IS_GOOD,
+    IS_WELL_FORMED,
     MAX_TIMESTAMP_MS,
-    BadRow,
     Context,
     EventPart,
     Interactions,
+    Table,
     encode_context,
-    naming,
-    reading,
+    wrap_read_errors,
 )
-from evenrank.preprocess.sources.tabular import IS_WELL_FORMED, Table, open_table
+from evenrank.preprocess.sources.tabular import open_table
 from evenrank.preprocess.sources.vocabulary import (
     TEXT_TYPES,
     IdEncoder,
@@ -34,9 +33,6 @@ from evenrank.preprocess.sources.vocabulary import (
     is_plain_integer,
     raw_id,
 )
-
-# The description of a custom log (its files, its columns and their meaning), as a record or as a TOML file.
-
 
 TimestampUnit = Literal["s", "ms", "us", "iso"]
 _MAX_FLAGS = 31  # the bits of a non-negative int32
@@ -95,7 +91,6 @@ def read_toml(path: Path, **options: Any) -> TabularConfig:
     Raises:
         DataError: the file cannot be read, or is not TOML.
         ConfigError: a key is missing, unknown or also among the options, or a value has the wrong type or is invalid.
-
     """
     with open_regular(path) as file:
         try:
@@ -122,7 +117,6 @@ def read_toml(path: Path, **options: Any) -> TabularConfig:
 
 
 _MAX_ACTION = 2**31 - 1
-_EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
 _TIME_FORMATS: Mapping[TimestampUnit, str] = {
     "s": "in seconds since 1970",
     "ms": "in whole ms since 1970",
@@ -146,86 +140,67 @@ def read_tabular(config: TabularConfig) -> Interactions:
     Raises:
         DataError: a file is missing, empty, damaged or of an unknown format; a column is missing, appears twice or has
             an unsuitable type; a line of the users' features cannot be read, or a user appears twice in them.
-
     """
     tables = [open_table(path, config.event_columns) for path in config.events]
     raw_ids = [_otherwise_good_ids(config, table) for table in tables]
-    with reading(*config.events):
+    with wrap_read_errors(*config.events):
         encoders = choose_encoders(raw_ids)
     context = None
     if config.context is not None:
         users = [encoders[USER_ID].encode(ids.select(USER_ID), USER_ID).unique() for ids in raw_ids]
-        with reading(*config.events):
+        with wrap_read_errors(*config.events):
             users_with_events = pl.concat(users).collect(engine="streaming")
         context = _read_context(config, config.context, encoders[USER_ID], users_with_events)
-    vocabularies = {name: encoder.vocabulary for name, encoder in encoders.items() if encoder.vocabulary is not None}
+    paths = config.events if config.context is None else (*config.events, config.context)
     return Interactions(
         parts=tuple(_part(config, table, encoders) for table in tables),
-        sources=lambda: _sources(config),
+        sources=lambda: tuple(source for path in paths for source in source_files(path.parent, [path])),
         context=context,
         num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
         options={
+            **asdict(config),
             "events": [path.name for path in config.events],
-            "user_column": config.user_column,
-            "item_column": config.item_column,
-            "timestamp_column": config.timestamp_column,
-            "timestamp_unit": config.timestamp_unit,
             "action_columns": list(config.action_columns),
             "context": None if config.context is None else config.context.name,
             "context_columns": list(config.context_columns),
         },
-        vocabularies=vocabularies,
+        vocabularies={name: encoder.vocabulary for name, encoder in encoders.items() if encoder.vocabulary is not None},
     )
-
-
-def _sources(config: TabularConfig) -> tuple[SourceFile, ...]:
-    paths = config.events if config.context is None else (*config.events, config.context)
-    return tuple(source for path in paths for source in source_files(path.parent, [path]))
 
 
 def _otherwise_good_ids(config: TabularConfig, table: Table) -> pl.LazyFrame:
     """Return the raw user_id and item_id of the rows that pass all checks other than those of ids."""
-    with naming(table.path):
-        return table.rows.filter(_all_true(_value_checks(config, table))).select(_raw_ids(config, table))
+    is_good = pl.all_horizontal(*_value_checks(config, table).values(), pl.col(IS_WELL_FORMED)).fill_null(False)
+    return table.rows.filter(is_good).select(_raw_ids(config, table))
 
 
 def _raw_ids(config: TabularConfig, table: Table) -> list[pl.Expr]:
     ids = {USER_ID: config.user_column, ITEM_ID: config.item_column}
-    return [raw_id(column, table.dtypes[column]).alias(name) for name, column in ids.items()]
+    return [raw_id(table, column).alias(name) for name, column in ids.items()]
 
 
 def _part(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> EventPart:
-    checks = {**_value_checks(config, table), **_id_checks(config, table, encoders)}
-    events = table.rows.select(
+    events = (
         *_raw_ids(config, table),
-        _action(config, table.dtypes).alias(ACTION),
-        _timestamp_ms(config, table.dtypes).alias(TIMESTAMP_MS),
-        _all_true(checks).alias(IS_GOOD),
+        _action(config, table).alias(ACTION),
+        _timestamp_ms(config, table).alias(TIMESTAMP_MS),
     )
+    part = table.part(events, {**_value_checks(config, table), **_id_checks(config, table, encoders)})
+    encoded = part.events
     for name, encoder in encoders.items():
-        events = encoder.encode(events, name)
-
-    def find_bad(limit: int) -> Sequence[BadRow]:
-        return table.find_bad(checks, limit)
-
-    # Compressed files are smaller than their events in memory.
-    size = max(table.path.stat().st_size, table.num_rows * _EVENT_BYTES)
-    return EventPart(name=str(table.path), size=size, events=events, find_bad=find_bad)
-
-
-def _all_true(checks: Mapping[str, pl.Expr]) -> pl.Expr:
-    return pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False)
+        encoded = encoder.encode(encoded, name)
+    return replace(part, events=encoded)
 
 
 def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
     """Return the conditions on everything but the ids, by the reason to report where they do not hold."""
     time_reason = f"{config.timestamp_column} is not a time {_TIME_FORMATS[config.timestamp_unit]} up to the year 9999"
-    checks = {time_reason: _timestamp_ms(config, table.dtypes).is_between(0, MAX_TIMESTAMP_MS)}
+    checks = {time_reason: _timestamp_ms(config, table).is_between(0, MAX_TIMESTAMP_MS)}
     for name in config.action_columns:
         if len(config.action_columns) > 1:
-            checks[f"{name} is not 0 or 1"] = _flag(name, table.dtypes[name]).is_between(0, 1)
+            checks[f"{name} is not 0 or 1"] = _flag(table, name).is_between(0, 1)
         else:
-            action = as_integer(name, table.dtypes[name])
+            action = as_integer(table, name)
             largest = min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
             checks[f"{name} is not an integer in 0..{largest}"] = action.is_between(0, largest)
     return checks
@@ -235,7 +210,7 @@ def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEnc
     checks = {}
     for name, column in ((USER_ID, config.user_column), (ITEM_ID, config.item_column)):
         dtype = table.dtypes[column]
-        raw = raw_id(column, dtype)
+        raw = raw_id(table, column)
         if dtype.base_type() in TEXT_TYPES:
             text = pl.col(column).cast(pl.String)
             checks[f"{column} is empty"] = text != ""
@@ -255,27 +230,26 @@ def _integer_range(dtype: pl.DataType) -> str:
     return f"-2^{bits}+1..2^{bits}-1, where {dtype} is exact" if dtype.is_float() else f"-2^{bits}..2^{bits}-1"
 
 
-def _timestamp_ms(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
+def _timestamp_ms(config: TabularConfig, table: Table) -> pl.Expr:
     """Return event times as int64, rounded down; null where they cannot be read."""
-    name = config.timestamp_column
-    time, dtype, unit = pl.col(name), dtypes[name], config.timestamp_unit
+    name, unit = config.timestamp_column, config.timestamp_unit
+    time, dtype = pl.col(name), table.dtypes[name]
+    described = f"{table.path}: column {name!r} of type {dtype}"
     if dtype.base_type() in (pl.Datetime, pl.Date):
         return (time.cast(pl.Datetime("ms")) if dtype == pl.Date else time).dt.epoch("ms")
     if unit == "iso":
         if dtype != pl.String:
-            raise DataError(f"column {name!r} has type {dtype}, not text; set timestamp_unit to s, ms or us")
+            raise DataError(f"{described} is not text; set timestamp_unit to s, ms or us")
         return _iso_ms(time)
     if dtype != pl.String and not dtype.is_numeric():
-        raise DataError(f"column {name!r} of type {dtype} cannot hold times; convert it to numbers or text")
+        raise DataError(f"{described} cannot hold times; convert it to numbers or text")
     if integer_bits(dtype) < integer_bits(pl.Float64()):
-        raise DataError(
-            f"column {name!r} of type {dtype} is too coarse for times; store the times as Float64 or integers"
-        )
+        raise DataError(f"{described} is too coarse for times; store the times as Float64 or integers")
     if unit == "s":
         # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
         seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
         return (seconds * 1000).floor().cast(pl.Int64, strict=False)
-    count = as_integer(name, dtype)
+    count = as_integer(table, name)
     return count if unit == "ms" else count // 1000
 
 
@@ -292,20 +266,20 @@ def _iso_ms(text: pl.Expr) -> pl.Expr:
     return local + millis - offset * 60_000
 
 
-def _action(config: TabularConfig, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
+def _action(config: TabularConfig, table: Table) -> pl.Expr:
     match config.action_columns:
         case ():
             action = pl.lit(0)
         case (name,):
-            action = as_integer(name, dtypes[name])
+            action = as_integer(table, name)
         case names:
-            action = pl.sum_horizontal(_flag(name, dtypes[name]) * (1 << bit) for bit, name in enumerate(names))
+            action = pl.sum_horizontal(_flag(table, name) * (1 << bit) for bit, name in enumerate(names))
     return action.cast(pl.Int32, strict=False)
 
 
-def _flag(name: str, dtype: pl.DataType) -> pl.Expr:
-    if dtype != pl.String:
-        return as_integer(name, dtype)
+def _flag(table: Table, name: str) -> pl.Expr:
+    if table.dtypes[name] != pl.String:
+        return as_integer(table, name)
     values = {"0": 0, "1": 1, "false": 0, "true": 1}
     return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
 
@@ -313,32 +287,23 @@ def _flag(name: str, dtype: pl.DataType) -> pl.Expr:
 def _read_context(config: TabularConfig, path: Path, encoder: IdEncoder, users_with_events: pl.DataFrame) -> Context:
     """Encode the features of the users that have events; leave out the others."""
     table = open_table(path, (config.user_column, *config.context_columns))
-    dtype = table.dtypes[config.user_column]
-    with naming(path):
-        raw = raw_id(config.user_column, dtype)
-    if bad := table.find_bad({f"{config.user_column} is empty or not an id": raw.is_not_null()}, 1):
-        row = bad[0]
-        raise DataError(f"{path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
-    with reading(path):
-        users = table.rows.select(raw.alias(USER_ID), *map(pl.col, config.context_columns)).collect()
-    ids = users.get_column(USER_ID)
-    if ids.is_duplicated().any():
-        repeated = ids.filter(ids.is_duplicated()).item(0)
-        raise DataError(f"{path}: user {repeated} appears twice; keep one row per user")
-    if encoder.vocabulary is None and ids.dtype == pl.String:
+    raw = raw_id(table, config.user_column).alias(USER_ID)
+    users = table.read_users(
+        [raw, *map(pl.col, config.context_columns)],
+        {f"{config.user_column} is empty or not an id": raw.is_not_null()},
+    )
+    if encoder.vocabulary is None and users.schema[USER_ID] == pl.String:
         users = users.filter(is_plain_integer(pl.col(USER_ID)))
     encoded = encoder.encode(users.lazy(), USER_ID).collect()
     known = encoded.join(users_with_events, on=USER_ID, how="semi", maintain_order="left")
-    with naming(path):
-        features = [_feature(known.get_column(name)) for name in config.context_columns]
-    return encode_context(known.with_columns(features))
+    return encode_context(known.with_columns(_feature(path, known.get_column(name)) for name in config.context_columns))
 
 
-def _feature(values: pl.Series) -> pl.Series:
+def _feature(path: Path, values: pl.Series) -> pl.Series:
     """Return a feature ready for sorting: text as integers if all of it is, empty text and NaN as null."""
     if values.dtype.is_nested() or values.dtype == pl.Binary:
         raise DataError(
-            f"column {values.name!r} of type {values.dtype} cannot be a feature; convert it to text or numbers"
+            f"{path}: column {values.name!r} of type {values.dtype} cannot be a feature; convert it to text or numbers"
         )
     if values.dtype.base_type() not in TEXT_TYPES:
         return values.fill_nan(None) if values.dtype.is_float() else values

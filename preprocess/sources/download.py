@@ -10,7 +10,6 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO
@@ -37,7 +36,6 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
     Raises:
         DataError: the download fails; or the archive has another MD5, lacks a file, or has members that do not belong
             in an archive of data (links, paths outside its folder). No partially unpacked file is left behind.
-
     """
     folder = raw_dir / dataset.folder
     if _is_complete(dataset, folder):
@@ -94,67 +92,46 @@ def _locked_folder(raw_dir: Path) -> Iterator[None]:
 
 
 def _download(dataset: PublicArchive, archive: Path, *, show_progress: bool) -> None:
-    import pooch  # in a notebook without widgets this shows a warning about progress bars, of use to downloads at most
-
-    pooch.get_logger().setLevel("ERROR")  # the command line reports progress itself
     partial_archive = archive.with_name(f"{archive.name}.partial")
     try:
-        pooch.retrieve(
-            dataset.url,
-            known_hash=f"md5:{dataset.md5}",
-            fname=archive.name,
-            path=archive.parent,
-            downloader=_ResumingDownloader(partial=partial_archive, show_progress=show_progress),
-        )
-        partial_archive.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
-        if not isinstance(error, OSError):  # wrong MD5: resuming would never succeed
-            partial_archive.unlink(missing_ok=True)
-        raise DataError(
-            f"{dataset.url} could not be downloaded: {_reason(error)}; check the network, or put {dataset.archive}, or "
-            f"a folder {dataset.folder} with {' and '.join(dataset.files)}, into {archive.parent}"
-        ) from error
+        _receive(dataset.url, partial_archive, show_progress=show_progress)
+        if md5_of(partial_archive) == dataset.md5:
+            partial_archive.replace(archive)
+            return
+        partial_archive.unlink()  # resuming would never succeed
+        reason = "the MD5 of the received file differs from the catalog's"
+    except OSError as error:
+        reason = _reason(error)
+    raise DataError(
+        f"{dataset.url} could not be downloaded: {reason}; check the network, or put {dataset.archive}, or a folder "
+        f"{dataset.folder} with {' and '.join(dataset.files)}, into {archive.parent}"
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ResumingDownloader:
-    """A downloader for pooch that resumes an interrupted download."""
-
-    partial: Path  # the bytes received so far; a file of its own, because pooch deletes its file on any failure
-    show_progress: bool
-
-    def __call__(self, url: str, output_file: str, _: object) -> None:
-        num_received = self.partial.stat().st_size if self.partial.exists() else 0
-        # Ranges count the bytes of the encoded body, so the server must send the file unencoded.
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={num_received}-"} if num_received else {})
-        with requests.get(url, headers=headers, stream=True, timeout=60) as response:
-            # "Range not satisfiable" means that no bytes are left to send. Whether those received are the right file
-            # is decided by the MD5.
-            if not (num_received and response.status_code == requests.codes.requested_range_not_satisfiable):
-                self._write(response, num_received)
-        # A hard link rather than a rename: the partial file survives an interrupt while pooch computes the MD5.
-        Path(output_file).unlink()
-        try:
-            os.link(self.partial, output_file)
-        except OSError:  # the file system has no hard links
-            self.partial.replace(output_file)
-
-    def _write(self, response: requests.Response, num_received: int) -> None:
+def _receive(url: str, path: Path, *, show_progress: bool) -> None:
+    """Append the bytes that a file lacks, or write all of them if the server does not support ranges."""
+    num_received = path.stat().st_size if path.exists() else 0
+    # Ranges count the bytes of the encoded body, so the server must send the file unencoded.
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={num_received}-"} if num_received else {})
+    with requests.get(url, headers=headers, stream=True, timeout=60) as response:
+        # "Range not satisfiable" means that no bytes are left to send. The MD5 decides whether they are the right ones.
+        if num_received and response.status_code == requests.codes.requested_range_not_satisfiable:
+            return
         response.raise_for_status()
         if response.status_code != requests.codes.partial_content:
-            num_received = 0  # the server does not support ranges and sends the whole file
+            num_received = 0
         content_length = response.headers.get("Content-Length")
         total = None if content_length is None else num_received + int(content_length)
         with (
-            open(self.partial, "ab" if num_received else "wb", opener=opener_of_own_files) as file,
-            tqdm(total=total, initial=num_received, unit="B", unit_scale=True, disable=not self.show_progress) as bar,
+            open(path, "ab" if num_received else "wb", opener=opener_of_own_files) as file,
+            tqdm(total=total, initial=num_received, unit="B", unit_scale=True, disable=not show_progress) as bar,
         ):
             for chunk in response.iter_content(_CHUNK_BYTES):
                 file.write(chunk)
                 bar.update(len(chunk))
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, requests.HTTPError):
         return f"the server returned status {error.response.status_code}"
     if isinstance(error, requests.exceptions.ChunkedEncodingError):
@@ -163,8 +140,6 @@ def _reason(error: OSError | ValueError) -> str:
         return "the server cannot be reached"
     if isinstance(error, requests.Timeout):
         return "the server timed out"
-    if not isinstance(error, OSError):  # pooch reports a wrong MD5 as a plain ValueError
-        return "the MD5 of the received file differs from the catalog's"
     return error.strerror or str(error)
 
 
@@ -206,7 +181,6 @@ def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]
 
     Raises:
         DataError: a member is a link or a device, or its path leads outside the archive's folder.
-
     """
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as opened:

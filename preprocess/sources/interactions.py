@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
 from evenrank.datasets.schema import USER_ID, SourceFile
@@ -14,6 +16,10 @@ from evenrank.datasets.schema import USER_ID, SourceFile
 # Boolean column, true for rows that were parsed and whose values are in range. In other rows, the values of all other
 # columns are undefined.
 IS_GOOD = "is_good"
+
+# Columns that are added to those of a file; the prefix keeps them apart from the file's own names.
+LINE, TEXT, FAULT = "evenrank line", "evenrank text", "evenrank fault"
+IS_WELL_FORMED = "evenrank is_well_formed"
 
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999
@@ -43,6 +49,67 @@ class EventPart:
     """Columns user_id, item_id, timestamp_ms (int64), action (int32), extra columns and IS_GOOD; in file order."""
     find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()
     """Returns the first `limit` bad rows. May be slow: it is only called if there are any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """The needed columns of a file, read lazily and in file order."""
+
+    path: Path
+    """The file."""
+    size: int
+    """Approximate number of bytes of its events in memory."""
+    dtypes: Mapping[str, pl.DataType]
+    """Types of the needed columns."""
+    rows: pl.LazyFrame
+    """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields."""
+    described_rows: pl.LazyFrame
+    """LINE, TEXT, FAULT (null if the line is well formed) and the needed columns; may be slower to read."""
+
+    def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
+        """Return the events of the file.
+
+        Args:
+            events: expressions over the needed columns: user_id, item_id, action, timestamp_ms and extra columns.
+            checks: conditions that hold for good rows, by the reason to report where they do not.
+        """
+        is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False).alias(IS_GOOD)
+        return EventPart(
+            name=str(self.path),
+            size=self.size,
+            events=self.rows.select(*events, is_good),
+            find_bad=lambda limit: self.find_bad(checks, limit),
+        )
+
+    def find_bad(self, checks: Mapping[str, pl.Expr], limit: int) -> list[BadRow]:
+        """Return the first `limit` rows that are malformed or fail a check."""
+        reasons = (pl.when(~check.fill_null(False)).then(pl.lit(reason)) for reason, check in checks.items())
+        first_reason = pl.coalesce(FAULT, *reasons).alias("reason")
+        bad = self.described_rows.select(LINE, TEXT, first_reason).drop_nulls("reason").head(limit)
+        with wrap_read_errors(self.path):
+            rows = bad.collect(engine="streaming")  # which stops at the limit
+        return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
+
+    def read_users(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
+        """Return user_id and features of all rows.
+
+        Raises:
+            DataError: a row is malformed or fails a check, or a user appears twice.
+        """
+        for row in self.find_bad(checks, 1):
+            raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
+        with wrap_read_errors(self.path):
+            users = self.rows.select(*columns).collect()
+        ids = users.get_column(USER_ID)
+        if ids.is_duplicated().any():
+            repeated = ids.filter(ids.is_duplicated()).item(0)
+            raise DataError(f"{self.path}: user {repeated} appears twice; keep one row per user")
+        return users
+
+
+def integer_check(name: str) -> dict[str, pl.Expr]:
+    """Return the check that a column contains 64-bit integers, keyed by the reason to report."""
+    return {f"{name} is not an integer in -2^63..2^63-1": pl.col(name).cast(pl.Int64, strict=False).is_not_null()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,14 +147,7 @@ def encode_context(raw: pl.DataFrame) -> Context:
 
     Args:
         raw: user_id (int64, unique), and the features as they were read, of any sortable type.
-
-    Raises:
-        DataError: a user appears twice.
-
     """
-    if raw.get_column(USER_ID).is_duplicated().any():
-        repeated = raw.filter(pl.col(USER_ID).is_duplicated()).get_column(USER_ID).item(0)
-        raise DataError(f"user {repeated} appears twice among the users' features; keep one row per user")
     columns, labels = [raw.get_column(USER_ID)], {}
     for feature in raw.drop(USER_ID).iter_columns():
         values = feature.drop_nulls().unique().sort()
@@ -96,30 +156,37 @@ def encode_context(raw: pl.DataFrame) -> Context:
     return Context(features=pl.DataFrame(columns), labels=labels)
 
 
-def encode_text_context(
-    rows: Sequence[Sequence[str]], columns: Sequence[str], *, integer_columns: Sequence[str]
-) -> Context:
-    """Encode features that were read as text; an empty field is a missing value.
+class ContextLookup:
+    """Look up features by user id; a user without features gets 0, the id of a missing value.
 
-    Args:
-        rows: the fields of each user.
-        columns: the names of the fields, `user_id` among them.
-        integer_columns: the columns to sort as integers rather than as text; their fields are digits, or empty.
-
-    Raises:
-        DataError: a user appears twice.
-
+    Attributes:
+        names: names of the features, in column order.
     """
-    text = pl.DataFrame(rows, schema=dict.fromkeys(columns, pl.String), orient="row")
-    features = text.with_columns(pl.when(pl.all() != "").then(pl.all()))
-    return encode_context(features.with_columns(pl.col(integer_columns).cast(pl.Int64)))
 
+    def __init__(self, context: Context | None) -> None:
+        features = pl.DataFrame(schema={USER_ID: pl.Int64}) if context is None else context.features.sort(USER_ID)
+        columns = {column.name: column.to_numpy() for column in features.iter_columns()}
+        self._users: NDArray[np.int64] = columns.pop(USER_ID)
+        self._features = columns
+        self._requested = np.zeros(len(self._users), dtype=bool)
+        self.names = tuple(columns)
 
-# Errors of reading raw files as one-line `DataError`s that name the file.
+    def lookup(self, user_ids: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Return each feature of the given users: int64 [users]."""
+        if not len(self._users):
+            return {name: np.zeros(len(user_ids), dtype=np.int64) for name in self.names}
+        positions = np.minimum(np.searchsorted(self._users, user_ids), len(self._users) - 1)
+        is_known = self._users[positions] == user_ids
+        self._requested[positions[is_known]] = True
+        return {name: np.where(is_known, values[positions], 0) for name, values in self._features.items()}
+
+    def count_unrequested(self) -> int:
+        """Return the number of users that have features and were never looked up."""
+        return int(np.count_nonzero(~self._requested))
 
 
 @contextlib.contextmanager
-def reading(*paths: Path | str) -> Iterator[None]:
+def wrap_read_errors(*paths: Path | str) -> Iterator[None]:
     """Replace an error of the operating system, a decompressor or Polars by a `DataError` that names `paths`."""
     try:
         yield
@@ -129,12 +196,3 @@ def reading(*paths: Path | str) -> Iterator[None]:
         if reason := getattr(error, "strerror", None):
             raise DataError(f"{names} cannot be read: {reason}; check the path and its permissions") from error
         raise DataError(f"{names} cannot be read: {first_line(error)}; check that the file is complete") from error
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Prepend the path of a file to the message of a `DataError`, for checks that only know its columns."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error

@@ -1,12 +1,12 @@
 """Ids of users and items: integers are kept, strings are encoded as 1..n by sorted value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
 
 from evenrank.core.errors import DataError
+from evenrank.preprocess.sources.interactions import Table
 
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
 
@@ -40,20 +40,21 @@ class IdEncoder:
         return encoded.with_columns(pl.col(f"id of {column}").alias(column)).drop(f"id of {column}")
 
 
-def raw_id(column: str, dtype: pl.DataType) -> pl.Expr:
+def raw_id(table: Table, column: str) -> pl.Expr:
     """Return an expression for an id as string or int64, null where it is missing, a fraction, or not UTF-8.
 
     Raises:
         DataError: ids cannot have the column's type.
-
     """
-    value = pl.col(column)
+    dtype = table.dtypes[column]
     if dtype.base_type() in TEXT_TYPES:
-        text = value.cast(pl.String)
+        text = pl.col(column).cast(pl.String)
         return pl.when((text != "") & ~has_bad_bytes(text)).then(text).alias(column)
     if dtype.is_numeric():
-        return as_integer(column, dtype)
-    raise DataError(f"column {column!r} of type {dtype} cannot hold ids; convert it to integers or strings")
+        return as_integer(table, column)
+    raise DataError(
+        f"{table.path}: column {column!r} of type {dtype} cannot hold ids; convert it to integers or strings"
+    )
 
 
 def has_bad_bytes(text: pl.Expr) -> pl.Expr:
@@ -61,16 +62,15 @@ def has_bad_bytes(text: pl.Expr) -> pl.Expr:
     return text.str.contains("\ufffd", literal=True)
 
 
-def as_integer(column: str, dtype: pl.DataType) -> pl.Expr:
+def as_integer(table: Table, column: str) -> pl.Expr:
     """Return an expression for text, numbers or booleans as int64; null where that would not be the exact value.
 
     Raises:
         DataError: the column has another type.
-
     """
+    dtype, value = table.dtypes[column], pl.col(column)
     if not (dtype.is_numeric() or dtype in (pl.String, pl.Boolean)):
-        raise DataError(f"column {column!r} of type {dtype} cannot hold integers; convert it to integers")
-    value = pl.col(column)
+        raise DataError(f"{table.path}: column {column!r} of type {dtype} cannot hold integers; convert it to integers")
     if dtype.is_float() or dtype.is_decimal():  # pandas and data warehouses store integers with missing values so
         value = pl.when(value == value.floor()).then(value)
     if dtype.is_float():
@@ -97,7 +97,6 @@ def choose_encoders(files: Sequence[pl.LazyFrame]) -> dict[str, IdEncoder]:
 
     Returns:
         Per column, its encoder.
-
     """
     string_columns: set[str] = set()
     for rows in files:
@@ -117,9 +116,3 @@ def _vocabulary(files: Sequence[pl.LazyFrame], name: str) -> pl.DataFrame:
     unique = [rows.select(pl.col(name).cast(pl.String).alias("value")).unique() for rows in files]
     values = pl.concat(unique).unique().drop_nulls().collect(engine="streaming").get_column("value").sort()
     return pl.DataFrame([pl.int_range(1, len(values) + 1, eager=True).alias("id"), values])
-
-
-def write_vocabularies(vocabularies: Mapping[str, pl.DataFrame], folder: Path) -> None:
-    """Write `folder/vocabulary_NAME.parquet` for each vocabulary: columns id (int64) and value (string), by id."""
-    for name, vocabulary in vocabularies.items():
-        vocabulary.write_parquet(folder / f"vocabulary_{name}.parquet")

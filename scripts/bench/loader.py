@@ -8,6 +8,15 @@ at most 512 events and 10 candidates. Rates are medians over runs; each run time
 
     samples_per_second, lowest         median and minimum over runs
     x_pandas, x_numpy, x_one_worker    rate relative to "pandas rows", "numpy gather" and "ours, 1 worker"
+
+The last row is about states: the CPU time of the training thread to take a batch from a StatefulDataLoader with 2
+workers, between steps of 20 ms, with a shuffled sampler and, in each worker, a state of 64 KiB. Medians over steps and
+runs.
+
+    bare_us                            the loader alone
+    pulled_us                          as a Balancer pulls it, from an object that hides the states
+    with_states_us                     as a Balancer pulls it
+    states_percent                     (with_states_us - pulled_us) / 20 ms
 """
 
 import argparse
@@ -20,17 +29,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets import SequenceStore, open_store
@@ -41,6 +53,8 @@ from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 BATCH_SIZE, MAX_HISTORY_LENGTH, NUM_CANDIDATES = 128, 512, 10
 _PANDAS_SAMPLES = 12_800  # a tenth of the epoch, because this baseline is slow
 _NUM_PROCESSES = 8
+_STEP_SECONDS, _NUM_STEPS = 0.02, 200  # of training, in which workers collate
+_AHEAD = 3  # batches that a Balancer pulls ahead by default
 _OPEN = """
 import sys, time
 from evenrank.datasets import open_store
@@ -264,6 +278,64 @@ def _mapped_kib(process_id: int) -> tuple[int, int]:
     return rss, pss
 
 
+class StatefulUsers(MappedUsers):
+    """A dataset whose workers have a state of 64 KiB, such as the contents of a shuffle buffer."""
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state of a worker."""
+        return {"buffer": bytes(1 << 16)}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Continue at a state."""
+
+
+class WithoutState:
+    """The batches of a loader, whose states nobody can ask for."""
+
+    def __init__(self, loader: Iterable[SequenceBatch]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        return iter(self._loader)
+
+
+def measure_states(path: Path, runs: int) -> None:
+    """Print the training thread's CPU time for a batch of a StatefulDataLoader, with and without the state after it."""
+
+    def loader() -> Any:
+        users = StatefulUsers(path)
+        return StatefulDataLoader(users, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate, num_workers=2)
+
+    loaders: dict[str, Iterable[SequenceBatch]] = {
+        "bare": loader(),
+        "pulled": LoaderAdapter(WithoutState(loader()), rank=0, world_size=1, ahead=_AHEAD),
+        "with_states": LoaderAdapter(loader(), rank=0, world_size=1, ahead=_AHEAD),
+    }
+    medians: dict[str, list[float]] = {name: [] for name in loaders}
+    for _ in range(runs):
+        for name, batches in loaders.items():
+            medians[name].append(statistics.median(_seconds_of_batches(iter(batches))))
+    us = {name: 1e6 * statistics.median(of_runs) for name, of_runs in medians.items()}
+    row: dict[str, str | float] = {"measurement": "states of a StatefulDataLoader, 2 workers"}
+    row |= {f"{name}_us": round(value, 1) for name, value in us.items()}
+    row["states_percent"] = round((us["with_states"] - us["pulled"]) / (1e4 * _STEP_SECONDS), 2)
+    print(json.dumps(row), flush=True)
+
+
+def _seconds_of_batches(batches: Iterator[SequenceBatch]) -> list[float]:
+    """Return this thread's CPU time for each batch, between steps of training that keep a core busy."""
+    next(batches)  # starts the workers
+    seconds = []
+    for _ in range(_NUM_STEPS):
+        trained = time.perf_counter() + _STEP_SECONDS
+        while time.perf_counter() < trained:
+            pass
+        start = time.thread_time()  # not the time that it waits, which depends on the workers
+        next(batches)
+        seconds.append(time.thread_time() - start)
+    return seconds
+
+
 def main() -> None:
     """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -275,6 +347,7 @@ def main() -> None:
     measure_opening(path)
     measure_memory(path)
     measure_rates(path, arguments.users, arguments.runs)
+    measure_states(path, arguments.runs)
 
 
 if __name__ == "__main__":

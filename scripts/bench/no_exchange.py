@@ -5,7 +5,7 @@
 Prints one JSON line per row, first about planning, for each number of ranks:
 
     before, after, worst    heaviest load over the lower bound: medians over steps, and the maximum after balancing
-    ms                      one thread's time per step to pick this rank's samples: order, lengths, costs, partition
+    ms                      one thread's time per step to find this rank's samples: order, lengths, costs, partition
     partition_ms            the partition's own part of it, on the same costs
     x_partition             ms / partition_ms, median over rounds
     steps_per_second        of a whole loader with 4 workers; unbalanced_steps_per_second of one without balance
@@ -16,7 +16,7 @@ then about reading, with no workers:
 
     us, unbalanced_us       time per sample of a whole loader, planning included, and of one without balance
     x_unbalanced            us / unbalanced_us, median over rounds
-    x_reading               the same of reading alone: making the batches of samples that are picked already
+    x_reading               the same of reading alone: making the batches of samples that are known already
 
 Values are medians over rounds; each round times everything in a row in turn. Only one rank's loader exists at a time,
 without a process group. 32 samples per rank, lognormal lengths (mean 512, std 512, 1..4096), an HSTU model of 8 layers,
@@ -42,7 +42,7 @@ from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.batches.batch import name_keys
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.random_batches import RandomData, draw_samples
-from evenrank.dataloader.sampling.balanced_steps import make_picker
+from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.steps import StepSampler, StepShape
 from evenrank.dataloader.state.resume_point import ResumePoint
 from evenrank.datasets import SequenceStore
@@ -97,19 +97,18 @@ class OneRank:
         """The order of its loader."""
         return ShuffledOrder(samples=Samples(num_rows=len(self.store), left_out=np.empty(0, dtype=np.int64)))
 
-    def picker(self, balance: BalanceConfig | None) -> StepSampler[SequenceBatch]:
-        """Return what picks its samples."""
+    def step_sampler(self, balance: BalanceConfig | None) -> StepSampler[SequenceBatch]:
+        """Return its step sampler."""
         shape = StepShape(
             rank=self.rank, world_size=self.world_size, batch_size=self.config.batch_size, drop_last=False
         )
-        return make_picker([self.store], self.config.make_collate(), shape, balance)
+        return make_step_sampler([self.store], self.config.make_collate(), shape, balance)
 
     def loader(self, balance: BalanceConfig | None, *, num_workers: int, prefetch: int) -> Loader[SequenceBatch]:
         """Return its loader."""
         config = replace(self.config, num_workers=num_workers, prefetch=prefetch, persistent_workers=True)
         return Loader(
             [self.store],
-            config.make_collate(),
             config,
             rank=self.rank,
             world_size=self.world_size,
@@ -117,7 +116,7 @@ class OneRank:
         )
 
     def groups(self, num_steps: int) -> list[range]:
-        """Return the steps that its loader picks together."""
+        """Return the steps that its loader samples together."""
         prefetch = self.config.prefetch
         return [range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch)]
 
@@ -173,24 +172,24 @@ def measure_planning(world_size: int, rounds: int) -> Row:
     steps = range(prefetch)
     balance = BalanceConfig(cost=COST)
 
-    picker = rank.picker(balance)
-    iteration = picker.begin(rank.order, ResumePoint(), seed=0)
+    sampler = rank.step_sampler(balance)
+    iteration = sampler.begin(rank.order, ResumePoint(), seed=0)
     positions_of = iteration.schedule.positions_of_all
     costs = [rank.costs_and_tokens(iteration.rows(positions_of(range(step, step + 1)))) for step in steps]
     loaders = [rank.loader(way, num_workers=_NUM_WORKERS, prefetch=prefetch) for way in (balance, None)]
     planning, partitioning, measuring, *loading = in_turns(
         [
-            lambda: picker.pick(iteration, steps, is_measured=False),
+            lambda: sampler.sample(iteration, steps, is_measured=False),
             lambda: [partition(of_step, world_size, tokens=tokens) for of_step, tokens in costs],
-            lambda: picker.pick(iteration, steps, is_measured=True),
+            lambda: sampler.sample(iteration, steps, is_measured=True),
             *(lambda loader=loader: list(loader) for loader in loaders),
         ],
         rounds,
     )
     for loader in loaders:
         loader.close()
-    plans = [pick.plan for pick in picker.pick(iteration, range(num_steps), is_measured=True)]
-    metrics = [plan.metrics for plan in plans if plan is not None and plan.metrics is not None]
+    steps_of_epoch = sampler.sample(iteration, range(num_steps), is_measured=True)
+    metrics = [step.metrics for step in steps_of_epoch if step.metrics is not None]
     ms, partition_ms, measured_ms = (1e3 * median(times) / len(steps) for times in (planning, partitioning, measuring))
     rates = [num_steps / median(times) for times in loading]
     return {
@@ -217,10 +216,10 @@ def measure_reading(store: SequenceStore, world_size: int, rounds: int) -> Row:
     num_steps = len(loaders[0])
 
     def read(way: BalanceConfig | None) -> Callable[[], object]:
-        picker = rank.picker(way)
-        iteration = picker.begin(rank.order, ResumePoint(), seed=0)
-        picks = [picker.pick(iteration, steps, is_measured=False) for steps in rank.groups(num_steps)]
-        return lambda: [len(picker.collate(of_group)) for of_group in picks]
+        sampler = rank.step_sampler(way)
+        iteration = sampler.begin(rank.order, ResumePoint(), seed=0)
+        sampled = [sampler.sample(iteration, steps, is_measured=False) for steps in rank.groups(num_steps)]
+        return lambda: [len(sampler.collate(of_group)) for of_group in sampled]
 
     functions = [*(lambda loader=loader: sum(1 for _ in loader) for loader in loaders), *map(read, ways)]
     balanced, unbalanced, reading, reading_unbalanced = in_turns(functions, rounds)

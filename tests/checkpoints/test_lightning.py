@@ -100,7 +100,7 @@ def test_trainer_resumes_with_each_sample_once(ranks: RankPool, small_dataset: P
     everything = _samples(before, 0, slice(None))
     assert len(everything) == len(set(everything)) > 150
     assert [len(before[0][epoch]) for epoch in range(2)] == [num_steps, num_steps]
-    for world_size, step in ((2, 4), (3, 1), (3, num_steps - 1), (3, num_steps + 2)):
+    for step, world_size in ((1, 3), (4, 2), (num_steps - 1, 3), (num_steps + 2, 2)):
         epoch, trained = divmod(step, num_steps)
         after = ranks.run(world_size, _fit, small_dataset, tmp_path, 12, str(tmp_path / f"{step}.ckpt"))
         assert _samples(after, epoch, slice(None)) == _samples(before, epoch, slice(trained, None)), step

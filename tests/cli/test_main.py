@@ -192,11 +192,11 @@ def test_the_installed_program_prints_errors_without_a_traceback(tmp_path: Path)
 # Runs the command until the new folder is about to be put in place, prints a line, and waits there.
 STOPPED_COMMAND = """
 import signal
-from evenrank.preprocess.output import atomic_folder
-def stop_here(partial, out):
+from evenrank.preprocess.output import replace
+def stop_here(partial, out, old):
     print("written", flush=True)
     signal.pause()
-atomic_folder._put_in_place = stop_here
+replace._put_in_place = stop_here
 from evenrank.cli.main import main
 main()
 """
@@ -220,13 +220,13 @@ def test_a_signal_leaves_no_partial_output(tmp_path: Path, number: signal.Signal
 # Runs the command with a further signal to stop wherever its new or old folder is about to be removed.
 STOPPED_TWICE = """
 import os, signal
-from evenrank.preprocess.output import atomic_folder
-remove = atomic_folder._remove
+from evenrank.preprocess.output import replace
+remove = replace._remove
 def stop_again(partial):
     if partial.exists():
         os.kill(os.getpid(), signal.SIGTERM)
     remove(partial)
-atomic_folder._remove = stop_again
+replace._remove = stop_again
 """ + STOPPED_COMMAND.replace("signal.pause()", "os.kill(os.getpid(), signal.SIGTERM)")
 
 

@@ -1,16 +1,108 @@
-"""Compiled functions, and the cache of their machine code; with copies of the package in processes of their own."""
+"""Compiled functions and the cache of their machine code, with copies of the package in processes of their own."""
 
+import ast
+import logging
 import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 import threading
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenrank.core import numba_cache as compiled_module
+from evenrank.core import numba_cache
+from evenrank.core.numba_cache import PACKAGE_FOLDER, compiled
+
+NOTICE = "compiling loops for this machine (once)"
+
+NESTED = """
 from evenrank.core.numba_cache import compiled
-from tests.core.package_copies import copy_package, finish, start
+from evenrank.core.hashing import mix_word
+
+@compiled
+def inner(values):
+    return values[0] + values[-1]
+
+@compiled
+def outer(values):
+    return inner(values) + inner(values * 2)
+
+@compiled
+def twice(word):
+    return mix_word(mix_word(word))
+"""
+MIX = """
+import numpy as np
+from evenrank.core.nested import twice
+from evenrank.core.numba_cache import cache_folder
+print(twice(np.uint64(7)), cache_folder())
+"""
+# Waits for a line, so that all processes begin at the same time; prints how often it compiled and loaded each function.
+COUNT = """
+import numpy as np
+from evenrank.core.nested import inner, outer
+print("ready", flush=True)
+input()
+outer(np.arange(3))
+print(*(sum(counts.values()) for f in (inner, outer) for counts in (f.stats.cache_misses, f.stats.cache_hits)))
+"""
+# Stops while it compiles, with a child process that has inherited its open files.
+HOLD = """
+import os, signal
+import numpy as np
+from evenrank.core.nested import inner
+def stop(*arguments):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    signal.pause()
+inner._compiler.compile = stop
+inner(np.arange(3))
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Return a copy of the package's sources with nested compiled functions, without machine code."""
+    package = tmp_path / "evenrank"
+    for name in ("core", "datasets"):
+        shutil.copytree(PACKAGE_FOLDER / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE_FOLDER / "__init__.py", package)
+    (package / "core" / "nested.py").write_text(NESTED)
+    return package
+
+
+def _start(package: Path, program: str) -> "subprocess.Popen[str]":
+    """Start a program that imports a copy of the package."""
+    folder = package.parent
+    for name in ("home", "temporary"):
+        (folder / name).mkdir(exist_ok=True)
+    environment = {"PYTHONPATH": str(folder), "HOME": str(folder / "home"), "TMPDIR": str(folder / "temporary")}
+    # Without the `site` module, so that the copy is imported rather than the installed package.
+    site = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
+    return subprocess.Popen(
+        # Without .pyc files, which Python takes for current if a source was changed twice within a second.
+        [sys.executable, "-B", "-S", "-c", site + program],
+        env=environment | {"PATH": os.defpath},
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: "subprocess.Popen[str]", line: str = "") -> list[str]:
+    """Send a line to a program that has to succeed, and return the words that it prints."""
+    output, errors = process.communicate(line, timeout=250)
+    assert process.returncode == 0, errors
+    return output.split()
 
 
 @compiled
@@ -35,10 +127,12 @@ def test_a_compiled_function_releases_the_gil() -> None:
     flag[0] = 1
     spinning.join()
     assert was_set == [True]
+    assert _spin.__name__ == "_spin"
+    assert (_spin.__doc__ or "").startswith("Count turns")
 
 
 def test_numba_can_be_told_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_module._CONFIG, "DISABLE_JIT", 1)
+    monkeypatch.setattr(numba_cache._CONFIG, "DISABLE_JIT", 1)
 
     def double(value: int) -> int:
         return 2 * value
@@ -46,75 +140,110 @@ def test_numba_can_be_told_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> No
     assert compiled(double) is double
 
 
-def test_a_compiled_function_keeps_its_name_and_documentation() -> None:
-    assert _spin.__name__ == "_spin"
-    assert (_spin.__doc__ or "").startswith("Count turns")
-
-
-_MIX = """
-import numpy as np
-from evenrank.core.compiled import cache_folder
-from evenrank.core.hashing import mix_word
-print(mix_word(np.uint64(12345)), cache_folder())
-"""
-_NESTED = """
-import numpy as np
-from evenrank.core.compiled import compiled
-from evenrank.core.hashing import mix_word
-
-@compiled
-def twice(word: np.uint64) -> np.uint64:
-    return mix_word(mix_word(word))
-"""
-
-
-def _run(package: Path, home: Path, program: str = _MIX) -> list[str]:
-    return finish(start(package, home, program))
-
-
-def test_machine_code_is_compiled_again_after_a_change_in_another_file(tmp_path: Path) -> None:
-    package = copy_package(tmp_path)
-    (package / "core" / "nested.py").write_text(_NESTED)
-    program = "import numpy as np\nfrom evenrank.core.nested import twice\nprint(twice(np.uint64(7)))"
-    before = _run(package, tmp_path, program)
-    assert _run(package, tmp_path, program) == before
+def test_machine_code_is_compiled_again_after_a_change_in_another_file(package: Path) -> None:
+    before = _finish(_start(package, MIX))
+    assert _finish(_start(package, MIX)) == before
     hashing = package / "core" / "hashing.py"
     source = hashing.read_text()
     hashing.write_text(source.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
-    assert _run(package, tmp_path, program) != before
+    assert _finish(_start(package, MIX))[0] != before[0]
     assert len(list((package / "__pycache__").glob("compiled-*"))) == 1  # that of the earlier code is removed
     hashing.write_text(source)
-    assert _run(package, tmp_path, program) == before
+    assert _finish(_start(package, MIX)) == before
 
 
-def test_without_a_writable_package_machine_code_is_cached_in_a_private_folder_of_the_user(tmp_path: Path) -> None:
-    package = copy_package(tmp_path)
+def test_compiled_functions_use_only_names_of_files_with_compiled_functions() -> None:
+    """Numba compiles the values of globals in, so a changed constant in any other file would be missed."""
+    compiled_files = set(numba_cache._compiled_sources())
+    assert len(compiled_files) > 10
+    for path in compiled_files:
+        name = ".".join(path.relative_to(PACKAGE_FOLDER).with_suffix("").parts)
+        functions = [value for value in vars(import_module(f"evenrank.{name}")).values() if hasattr(value, "py_func")]
+        used = {used for function in functions for used in function.py_func.__code__.co_names}
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("evenrank."):
+                imported = PACKAGE_FOLDER.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
+                from_elsewhere = {alias.asname or alias.name for alias in node.names} & used
+                assert not from_elsewhere or imported in compiled_files, f"{path}: {from_elsewhere}"
+
+
+def test_machine_code_is_cached_only_in_folders_that_nobody_else_can_write(package: Path, tmp_path: Path) -> None:
     (package / "__pycache__").write_text("no folder can be created here, even by root")
-    home = tmp_path / "home"
-    _, folder = _run(package, home)
-    assert Path(folder).parent == home / ".cache" / "evenrank"
-    assert (home / ".cache" / "evenrank").stat().st_mode & 0o077 == 0
-    assert list(Path(folder).rglob("*.nbc"))
+    private = tmp_path / "home" / ".cache" / "evenrank"
+    folder = Path(_finish(_start(package, MIX))[1])
+    assert folder.parent == private
+    assert private.stat().st_mode & 0o077 == 0
+    assert list(folder.rglob("*.nbc"))
+    private.chmod(0o777)
+    folder = Path(_finish(_start(package, MIX))[1])
+    assert folder.parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
 
 
-def test_machine_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
-    package = copy_package(tmp_path)
-    (package / "__pycache__").write_text("no folder can be created here, even by root")
-    folder = tmp_path / "home" / ".cache" / "evenrank"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    _, used = _run(package, tmp_path / "home")
-    assert Path(used).parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
+def test_processes_with_an_empty_cache_compile_each_function_once(package: Path) -> None:
+    processes = [_start(package, COUNT) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert process.stdin is not None
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    counts = [tuple(map(int, _finish(process))) for process in processes]
+    # A process that loads `outer` has no use for `inner`, which is part of it.
+    assert sorted(counts) == [(0, 0, 0, 1), (0, 0, 0, 1), (1, 0, 1, 0)]
 
 
-def test_without_any_place_for_a_cache_functions_are_compiled_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled_module, "PACKAGE_FOLDER", Path("/proc/evenrank"))
-    monkeypatch.setattr(compiled_module, "user_folders", lambda: iter([Path("/proc/evenrank")]))
-    compiled_module.cache_folder.cache_clear()
+def test_nobody_waits_for_a_process_that_was_killed_while_it_compiled(package: Path) -> None:
+    holder = _start(package, HOLD)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
     try:
-        assert compiled_module.cache_folder() is None
-        assert compiled(lambda number: number + 1)(4) == 5
+        waiting = _start(package, COUNT)
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "ready\n"
+        holder.kill()
+        assert _finish(waiting, "\n") == ["1", "0", "1", "0"]
     finally:
-        compiled_module.cache_folder.cache_clear()
+        os.kill(child, 9)  # first, as it has the pipes of the holder open
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty cache folder, which `compiled` uses."""
+    monkeypatch.setattr(numba_cache, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_without_a_cache_a_process_compiles_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached: Any = compiled(lambda number: number + 1)
+    lost: Any = compiled(lambda number: number + 2)
+    assert cached(4) == 5
+    assert len(list(folder.glob("*/*.nbc"))) == 1
+    shutil.rmtree(folder)
+    folder.write_text("no folder can be created here, even by root")
+    assert lost(4) == 6
+    monkeypatch.undo()
+    monkeypatch.setattr(numba_cache, "PACKAGE_FOLDER", Path("/proc/evenrank"))
+    monkeypatch.setattr(numba_cache, "user_folders", lambda: iter([Path("/proc/evenrank")]))
+    assert numba_cache.cache_folder.__wrapped__() is None
+    monkeypatch.setattr(numba_cache, "cache_folder", lambda: None)
+    assert compiled(lambda number: number + 3)(4) == 7
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_compilation_is_announced_once(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+) -> None:
+    caplog.set_level(logging.INFO, "evenrank")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    for _ in range(2):
+        assert compiled(lambda number: number + 1)(4) == 5
+    assert capsys.readouterr().err == (f"\revenrank: {NOTICE}\n" if is_terminal else "")
+    assert caplog.messages == ([] if is_terminal else [NOTICE])

@@ -1,4 +1,3 @@
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.batches.schema import check_contents
 from evenrank.dataloader.random_batches import _FORMAT
+from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
@@ -178,54 +178,21 @@ def test_after_a_stop_at_any_step_the_same_batches_follow(num_distinct: int | No
 
 
 def test_a_state_of_other_batches_is_refused() -> None:
-    def make(batch_size: int = 4, seed: int = 0, **options: Any) -> RandomBatches[SequenceBatch]:
-        config = LoaderConfig(batch_size=batch_size, seed=seed)
+    def make(batch_size: int = 4, seed: int = 0, key_maps: Any = None, **options: Any) -> RandomBatches[SequenceBatch]:
+        config = LoaderConfig(batch_size=batch_size, seed=seed, key_maps=key_maps or {})
         return RandomBatches(config, **{"num_batches": 5, "world_size": 2, **options})
 
     state = make().state_dict()
+    key_maps = {"item_id": KeyMap(num_embeddings=1 << 16, world_size=1, mode="hash_roundrobin")}
     others = [make(batch_size=5), make(seed=1), make(num_batches=6), make(num_distinct=2), make(8, world_size=1)]
-    for other in others:
-        with pytest.raises(
-            StateError, match=r"the state of random batches has (seed|num_samples|fingerprint) .*; load"
-        ):
+    for other in [*others, make(key_maps=key_maps)]:
+        with pytest.raises(StateError, match=r"the state of random batches has fingerprint .* key_maps"):
             other.load_state_dict(state)
-    with pytest.raises(StateError, match="version 1, expected 2"):
-        make().load_state_dict({**state, "version": 1})
+    with pytest.raises(StateError, match="version 2, expected 3"):
+        make().load_state_dict({**state, "version": 2})
     for position in (3, 48):
         with pytest.raises(StateError, match=f"has position {position}, which is not after a step of 8 samples"):
             make().load_state_dict(with_changes(_FORMAT, state, position=position))
-
-
-def _both_as_rank_0(rank: int, world_size: int) -> None:
-    with Balancer(
-        RandomBatches(LoaderConfig(batch_size=4), num_batches=2, rank=0, world_size=world_size),
-        BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)),
-    ) as balancer:
-        list(balancer)
-
-
-def test_a_balancer_refuses_two_loaders_of_the_same_rank(ranks: RankPool) -> None:
-    failures = ranks.try_run(2, _both_as_rank_0)
-    assert all("the loader of rank 1 was created for rank 0" in failure.message for failure in failures)
-
-
-def _balanced_ids(rank: int, world_size: int) -> list[int]:
-    batches = RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=world_size)
-    with Balancer(
-        batches, BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False))
-    ) as balancer:
-        return [sample for batch in balancer for sample in ids_of(batch)]
-
-
-def test_a_balancer_keeps_all_samples_of_ranks_with_few_or_none(ranks: RankPool) -> None:
-    drawn = [
-        sample
-        for rank in range(3)
-        for batch in RandomBatches(LoaderConfig(batch_size=4), FEW, num_batches=12, rank=rank, world_size=3)
-        for sample in ids_of(batch)
-    ]
-    balanced = itertools.chain.from_iterable(ranks.run(3, _balanced_ids))
-    assert sorted(balanced) == sorted(drawn)
 
 
 CODES = random_codes(200, levels=3, codebook_size=8)
@@ -277,8 +244,6 @@ def test_invalid_settings_are_refused_with_the_value() -> None:
         RandomBatches(LoaderConfig(batch_size=4), num_batches=0)
     with pytest.raises(ConfigError, match="num_distinct must be at least 1, got 0"):
         RandomBatches(LoaderConfig(batch_size=4), num_batches=1, num_distinct=0)
-    with pytest.raises(ConfigError, match="got rank 3 of 3"):
-        RandomBatches(LoaderConfig(batch_size=4), num_batches=1, rank=3, world_size=3)
     with pytest.raises(ConfigError, match="no feature can be called 'item_id'"):
         RandomData(contextual={"item_id": Uniform(low=1, high=2)})
     with pytest.raises(ConfigError, match="max_length must be at least 0, got -1"):

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from evenrank.datasets.schema import Manifest, content_hash, read_manifest, sha256_of
 
@@ -57,3 +59,8 @@ def set_columns(columns: Mapping[str, pa.Array]) -> Callable[[pa.Table], pa.Tabl
         return table
 
     return change
+
+
+def add_targets(table: pa.Table, num_targets: NDArray[np.int32]) -> pa.Table:
+    """Return a table with a column of numbers of targets."""
+    return table.append_column("num_targets", pa.array(num_targets, pa.int32()))

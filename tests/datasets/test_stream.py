@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +12,7 @@ from pyarrow import fs
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream, versions_of
+from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream, version_of, versions_of
 from tests.datasets.in_parts import write_in_parts
 
 
@@ -28,13 +27,13 @@ def test_any_range_of_rows_equals_that_of_the_store(parts: Path, first: int, end
     rows = range(first, min(end, len(store)))
     read = open_stream(parts, "train").read(rows.start, rows.stop)
     assert len(read) == len(rows)
+    assert read.offsets.tolist() == (store.offsets[rows.start : rows.stop + 1] - store.offsets[rows.start]).tolist()
     assert read.rows["user_id"].tolist() == store.rows["user_id"][rows.start : rows.stop].tolist()
     assert read.rows["segment"].tolist() == store.rows["segment"][rows.start : rows.stop].tolist()
     for name in ("item_id", "action", "timestamp_ms"):
         span = slice(store.offsets[rows.start], store.offsets[rows.stop])
         assert read.events[name].tolist() == store.events[name][span].tolist()
         assert read.events[name].dtype == store.events[name].dtype
-    assert read.lengths.tolist() == store.lengths[rows.start : rows.stop].tolist()
 
 
 def test_shards_cover_all_rows_for_any_number_of_shards() -> None:
@@ -68,17 +67,14 @@ def test_rows_left_are_those_of_the_windows_that_follow() -> None:
             assert shard.rows_left(1, 1, seed=3, epoch=epoch) == sum(sizes[1:]) - 1
 
 
-def test_a_missing_dataset_is_reported_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_dataset_or_split_is_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere is not a readable dataset: .*No such file") as raised:
         open_stream(tmp_path / "nowhere", "train")
     assert "\n" not in str(raised.value)
     with pytest.raises(DataError, match="is not a readable dataset"):
         open_stream("nothing://bucket/data", "train")
-
-
-def test_an_unknown_split_is_named(parts: Path) -> None:
     with pytest.raises(DataError, match="has no split 'test'; known: eval, train"):
-        open_stream(parts, "test")
+        open_stream(small_dataset, "test")
 
 
 def _damage(path: Path, damage: str) -> None:
@@ -101,37 +97,32 @@ def _damage(path: Path, damage: str) -> None:
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+_REPLACED = "was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one"
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "opened_after", "opened_before"),
     [
-        ("truncated", "cannot be read as Parquet"),
-        ("missing", "cannot be read as Parquet"),
-        ("fewer rows", "has 5 rows, its manifest says 64; preprocess the dataset again"),
+        ("truncated", "cannot be read as Parquet", _REPLACED),
+        ("missing", "cannot be read as Parquet", _REPLACED),
+        ("fewer rows", "has 5 rows, its manifest says 64; preprocess the dataset again", _REPLACED),
+        ("other values", "", _REPLACED),
+        ("another file of equal size and time", "cannot be read as Parquet", _REPLACED),
     ],
 )
-def test_damaged_files_are_named(small_dataset: Path, tmp_path: Path, damage: str, message: str) -> None:
+def test_damaged_and_replaced_files_are_named(
+    small_dataset: Path, tmp_path: Path, damage: str, opened_after: str, opened_before: str
+) -> None:
     data = write_in_parts(small_dataset, tmp_path / "data")
+    before = open_stream(data, "train")
+    before.read(0, before.num_rows)
     path = sorted((data / "train").glob("*.parquet"))[1]
     _damage(path, damage)
-    source = open_stream(data, "train")
-    with pytest.raises(DataError, match=f"{path.name} {message}") as raised:
-        source.read(0, source.num_rows)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "damage", ["truncated", "missing", "fewer rows", "other values", "another file of equal size and time"]
-)
-def test_files_that_change_after_they_were_opened_are_named(small_dataset: Path, tmp_path: Path, damage: str) -> None:
-    data = write_in_parts(small_dataset, tmp_path / "data")
-    source = open_stream(data, "train")
-    source.read(0, source.num_rows)
-    path = sorted((data / "train").glob("*.parquet"))[1]
-    _damage(path, damage)
-    message = f"{path.name} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one"
-    with pytest.raises(DataError, match=message) as raised:
-        source.read(0, source.num_rows)
-    assert "\n" not in str(raised.value)
+    for source, message in ((before, opened_before), (open_stream(data, "train"), opened_after)):
+        if message:
+            with pytest.raises(DataError, match=f"{path.name} {message}") as raised:
+                source.read(0, source.num_rows)
+            assert "\n" not in str(raised.value)
 
 
 def test_files_that_are_written_again_with_the_same_contents_are_read_on(
@@ -146,20 +137,6 @@ def test_files_that_are_written_again_with_the_same_contents_are_read_on(
     assert source.read(0, source.num_rows).rows["user_id"].tolist() == expected.rows["user_id"].tolist()
     monkeypatch.setattr("evenrank.datasets.stream.has_sha256", None)  # each new file is verified once
     source.read(0, source.num_rows)
-
-
-def test_stream_never_reads_on_in_another_dataset(small_dataset: Path, tmp_path: Path) -> None:
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    out = tmp_path / "data"
-    shutil.copytree(small_dataset, out)
-    source = open_stream(out, "train")
-    synthetic = SyntheticConfig(num_users=400, lengths=Uniform(low=1, high=6))
-    preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=synthetic))
-    with pytest.raises(DataError, match=r"part-00000\.parquet was changed, replaced or deleted after"):
-        source.read(0, 8)
-    assert len(open_stream(out, "train").read(0, 8)) == 8
 
 
 def test_dataset_that_is_replaced_while_it_is_opened_is_the_new_one(
@@ -186,10 +163,6 @@ def test_invalid_settings_are_refused_with_the_value(name: str) -> None:
         StreamConfig(**{name: 0})
 
 
-def test_no_rows_are_an_empty_store(parts: Path) -> None:
-    assert np.array_equal(open_stream(parts, "train").read(0, 0).offsets, [0])
-
-
 def test_rows_have_numbers_of_targets_if_the_split_has_them(parts: Path, tmp_path: Path) -> None:
     assert open_stream(parts, "train").read(0, 5).num_targets is None
     pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
@@ -202,3 +175,28 @@ def test_rows_have_numbers_of_targets_if_the_split_has_them(parts: Path, tmp_pat
     assert expected is not None
     assert read is not None
     assert (read.tolist(), read.dtype) == (expected[3:9].tolist(), expected.dtype)
+
+
+class _Bucket:
+    """The part of an object store that `versions_of` uses: requests for files, and listings."""
+
+    def __init__(self, *, may_list: bool) -> None:
+        self._files = fs.LocalFileSystem()
+        self._may_list = may_list
+
+    def get_file_info(self, wanted: Any) -> Any:
+        if isinstance(wanted, fs.FileSelector) and not self._may_list:
+            raise PermissionError("ACCESS_DENIED during ListObjectsV2 operation")
+        return self._files.get_file_info(wanted)
+
+
+def test_versions_are_the_same_listed_and_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("22")
+    paths = [str(tmp_path / name) for name in ("a", "b", "missing")]
+    bucket: Any = _Bucket(may_list=True)
+    versions = versions_of(bucket, paths)
+    assert [version and version[0] for version in versions.values()] == [1, 2, None]
+    assert versions == {path: version_of(bucket, path) for path in paths}
+    forbidden: Any = _Bucket(may_list=False)
+    assert versions_of(forbidden, paths) == versions

@@ -13,7 +13,6 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest, user_hash
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
-from evenrank.preprocess.build import buckets as reading_module
 from evenrank.preprocess.output import writer as writer_module
 
 ML_20M = """userId,movieId,rating,timestamp
@@ -80,31 +79,12 @@ def _hash(user_id: int) -> int:
 def test_ml_1m_has_contextual_features(tmp_path: Path) -> None:
     files = {"ml-1m/ratings.dat": ML_1M_RATINGS, USERS: ML_1M_USERS}
     manifest = _run(tmp_path, "ml-1m", files, split="none")
-    rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
-    assert rows == {
-        1: {
-            "user_id": 1,
-            "sex": 1,
-            "age_group": 1,
-            "occupation": 1,
-            "zip_code": 1,
-            "item_id": [914, 1193],
-            "action": [0, 4],
-            "timestamp_ms": [978300000_000, 978300760_000],
-            "length": 2,
-        },
-        2: {
-            "user_id": 2,
-            "sex": 2,
-            "age_group": 3,
-            "occupation": 3,
-            "zip_code": 3,
-            "item_id": [661],
-            "action": [2],
-            "timestamp_ms": [978302109_000],
-            "length": 1,
-        },
-    }
+    names = ("user_id", "sex", "age_group", "occupation", "zip_code", "item_id", "action", "timestamp_ms", "length")
+    rows = sorted(_rows(tmp_path / "out" / "train"), key=lambda row: row["user_id"])
+    assert rows == [
+        dict(zip(names, (1, 1, 1, 1, 1, [914, 1193], [0, 4], [978300000_000, 978300760_000], 2), strict=True)),
+        dict(zip(names, (2, 2, 3, 3, 3, [661], [2], [978302109_000], 1), strict=True)),
+    ]
     assert manifest.contextual == ("sex", "age_group", "occupation", "zip_code")
     assert manifest.context_labels["age_group"] == (None, "1", "25", "56")
     assert manifest.context_labels["zip_code"] == (None, "48067", "55117-12", "70072")
@@ -119,20 +99,12 @@ def test_ml_1m_has_contextual_features(tmp_path: Path) -> None:
     }
 
 
-def test_a_user_without_features_gets_zeros(tmp_path: Path) -> None:
-    files = {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS.splitlines()[0] + "\n"}
-    _run(tmp_path, "ml-1m", files, split="none")
-    rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
-    assert [rows[2][name] for name in ("sex", "age_group", "occupation", "zip_code")] == [0, 0, 0, 0]
-
-
-def test_an_empty_feature_is_missing(tmp_path: Path) -> None:
-    users = "1::::1::::48067\n2::M::56::16::\n"
-    manifest = _run(tmp_path, "ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": users}, split="none")
-    rows = {row["user_id"]: row for row in _rows(tmp_path / "out" / "train")}
+def test_empty_features_and_users_without_features_get_zeros(tmp_path: Path) -> None:
+    files = {"ml-1m/ratings.dat": ML_1M_RATINGS + "4::1::1::1\n", USERS: "1::::1::::48067\n2::M::56::16::\n"}
+    manifest = _run(tmp_path, "ml-1m", files, split="none")
     names = ("sex", "age_group", "occupation", "zip_code")
-    assert [rows[1][name] for name in names] == [0, 1, 0, 1]
-    assert [rows[2][name] for name in names] == [1, 2, 1, 0]
+    rows = {row["user_id"]: [row[name] for name in names] for row in _rows(tmp_path / "out" / "train")}
+    assert rows == {1: [0, 1, 0, 1], 2: [1, 2, 1, 0], 4: [0, 0, 0, 0]}
     assert manifest.context_labels["sex"] == (None, "M")
 
 
@@ -161,77 +133,53 @@ def test_column_types_match_the_schema(small_dataset: Path) -> None:
     }
 
 
+RATING_FAULTS = {
+    "1,2,5.5,3": r"1 bad row, first line 7 .*: rating is not on the scale of ml-20m",
+    "1,2,3.2,3": r"1,2,3.2,3'\): rating is not on .* in steps of 0.5",
+    "1,2,0,3": r"1,2,0,3'\): rating is not on the scale of ml-20m, 0.5 to 5",
+    "1,x,3,3": r"line 7 \('1,x,3,3'\): movieId is not an integer in",
+    "1,2,,3": r"line 7 \('1,2,,3'\): rating is not a number",
+    "9223372036854775808,2,3,4": "line 7 .*is not an integer in",
+    "2_0,2,3,4": "line 7 .*userId is not an integer in",
+    "1,-2,3,4": "line 7 .*movieId must not be negative",
+    "1,2,3,9300000000000000": "line 7 .*timestamp is not in the years 1970 to 9999",
+    "\n1,2,3,4": r"1 bad row, first line 7 \(''\)",
+    "1,2,3": r"line 7 \('1,2,3'\): expected 4 fields, got 3",
+    "1,2,3,4,5": r"line 7 .*: expected 4 fields, got 5",
+}
+INVALID_ML_1M = [
+    ("1:9:2::4::3\n", ML_1M_USERS, "line 1 .*: expected 4 fields, got 3"),
+    ("1::2::4:1:3\n", ML_1M_USERS, "line 1 .*: expected 4 fields, got 3"),
+    ("", ML_1M_USERS, "ratings.dat contains no rows"),
+    (
+        "1::2::6::3\n",
+        ML_1M_USERS,
+        r"line 1 \('1::2::6::3'\): rating is not on the scale of ml-1m, 1 to 5 in steps of 1",
+    ),
+    ("1::2::4.5::3\n", ML_1M_USERS, r"1::2::4.5::3'\): rating is not on"),
+    (ML_1M_RATINGS, "1\u00b2::F::1::1::1\n", "users.dat, line 1 .*: user is not an integer"),
+    (ML_1M_RATINGS, "1::F::x::1::1\n", "users.dat, line 1 .*: age_group is not a number"),
+    (ML_1M_RATINGS, "", "users.dat contains no rows"),
+    (ML_1M_RATINGS, "1::F\n", r"users.dat, line 1 \('1::F'\): expected 5 fields, got 2"),
+    (ML_1M_RATINGS, ML_1M_USERS * 2, "user 1 appears twice"),
+]
+
+
 @pytest.mark.parametrize(
     ("dataset", "files", "message"),
     [
         (
             "ml-20m",
             {"ml-20m/ratings.csv": ""},
-            r"ratings.csv starts with '', expected 'userId,movieId,rating,timestamp'; check",
+            r"ratings.csv starts with '', expected 'userId,movieId,rating,timestamp'",
         ),
         ("ml-20m", {"ml-20m/ratings.csv": "a,b\n1,2\n"}, r"ratings.csv starts with 'a,b', expected"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n"}, "ratings.csv contains no events"),
-        (
-            "ml-20m",
-            {"ml-20m/ratings.csv": ML_20M + "1,2,5.5,3\n"},
-            r"1 bad row, first line 7 .*: rating is not on the scale of ml-20m",
+        ("ml-20m", {"ml-20m/ratings.csv": ML_20M.splitlines()[0] + "\n"}, "ratings.csv contains no rows"),
+        *(("ml-20m", {"ml-20m/ratings.csv": f"{ML_20M}{line}\n"}, message) for line, message in RATING_FAULTS.items()),
+        *(
+            ("ml-1m", {"ml-1m/ratings.dat": ratings, USERS: users}, message)
+            for ratings, users, message in INVALID_ML_1M
         ),
-        (
-            "ml-20m",
-            {"ml-20m/ratings.csv": ML_20M + "1,2,3.2,3\n"},
-            r"1,2,3.2,3'\): rating is not on .* in steps of 0.5",
-        ),
-        (
-            "ml-20m",
-            {"ml-20m/ratings.csv": ML_20M + "1,2,0,3\n"},
-            r"1,2,0,3'\): rating is not on the scale of ml-20m, 0.5 to 5",
-        ),
-        (
-            "ml-20m",
-            {"ml-20m/ratings.csv": ML_20M + "1,x,3,3\n"},
-            r"line 7 \('1,x,3,3'\): movieId is not an integer in",
-        ),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,,3\n"}, r"line 7 \('1,2,,3'\): rating is not a number"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "9223372036854775808,2,3,4\n"}, "line 7 .*is not an integer in"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "2_0,2,3,4\n"}, "line 7 .*userId is not an integer in"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,-2,3,4\n"}, "line 7 .*movieId must not be negative"),
-        (
-            "ml-20m",
-            {"ml-20m/ratings.csv": ML_20M + "1,2,3,9300000000000000\n"},
-            "line 7 .*timestamp is not in the years 1970 to 9999",
-        ),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "\n1,2,3,4\n"}, r"1 bad row, first line 7 \(''\)"),
-        (
-            "ml-1m",
-            {"ml-1m/ratings.dat": "1:9:2::4::3\n", USERS: ML_1M_USERS},
-            "line 1 .*: expected 4 fields, got 3",
-        ),
-        (
-            "ml-1m",
-            {"ml-1m/ratings.dat": "1::2::4:1:3\n", USERS: ML_1M_USERS},
-            "line 1 .*: expected 4 fields, got 3",
-        ),
-        (
-            "ml-1m",
-            {"ml-1m/ratings.dat": ML_1M_RATINGS, USERS: "1\u00b2::F::1::1::1\n"},
-            "users.dat, line 1",
-        ),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3\n"}, r"line 7 \('1,2,3'\): expected 4 fields, got 3"),
-        ("ml-20m", {"ml-20m/ratings.csv": ML_20M + "1,2,3,4,5\n"}, r"line 7 .*: expected 4 fields, got 5"),
-        ("ml-1m", {"ml-1m/ratings.dat": "", USERS: ML_1M_USERS}, "ratings.dat contains no events"),
-        (
-            "ml-1m",
-            {"ml-1m/ratings.dat": "1::2::6::3\n", USERS: ML_1M_USERS},
-            r"line 1 \('1::2::6::3'\): rating is not on the scale of ml-1m, 1 to 5 in steps of 1",
-        ),
-        (
-            "ml-1m",
-            {"ml-1m/ratings.dat": "1::2::4.5::3\n", USERS: ML_1M_USERS},
-            r"1::2::4.5::3'\): rating is not on",
-        ),
-        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ""}, "users.dat contains no users"),
-        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": "1::F\n"}, r"users.dat, line 1 \('1::F'\)"),
-        ("ml-1m", {"ml-1m/ratings.dat": ML_1M_RATINGS, "ml-1m/users.dat": ML_1M_USERS * 2}, "user 1 appears twice"),
     ],
 )
 def test_malformed_input_raises_one_line_and_writes_nothing(
@@ -310,7 +258,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_buckets_or_batches(
     for events_per_bucket, batch_events, in_memory in ((10**9, 10**6, 10**9), (500, 10**6, 0), (160, 700, 9000)):
         monkeypatch.setattr(buckets_module, "BYTES_IN_MEMORY", in_memory)
         monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
-        monkeypatch.setattr(reading_module, "_BATCH_EVENTS", batch_events)
+        monkeypatch.setattr(buckets_module, "_BATCH_EVENTS", batch_events)
         requests = RequestRule(seconds=10)
         manifest = _run(tmp_path, "ml-20m", {"ml-20m/ratings.csv": text}, filters=filters, requests=requests)
         assert sum(split.interactions for split in manifest.splits.values()) > 2000

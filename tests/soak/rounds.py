@@ -2,8 +2,11 @@
 
 import enum
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
+
+from evenrank.dataloader.balance.config import ExchangeName
 
 
 class Fault(enum.StrEnum):
@@ -48,7 +51,7 @@ class Round:
     first: Shape
     resumed: Shape
     strategy: str
-    exchange: str
+    exchange: ExchangeName
     lookahead: int
     gradients: bool
     """All-reduce over the default group in each step, as of gradients."""
@@ -88,7 +91,7 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
         first=first,
         resumed=resumed if loader in ELASTIC else first,
         strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"])),
-        exchange=str(rng.choice(["all-to-all", "all-gather"])),
+        exchange=get_args(ExchangeName)[int(rng.integers(2))],
         lookahead=int(rng.integers(1, 5)),
         gradients=bool(rng.random() < 0.5),
         fault=fault,

@@ -1,4 +1,4 @@
-"""Layers are timed from first input to last gradient, within the window alone, and compute what they did before."""
+"""Layers are timed from first input to last gradient, within the interval alone, and compute the same bits."""
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ FORWARD, BACKWARD = 2.0, 3.0  # milliseconds of the layers below
 
 
 class _Time:
-    """Goes on only as layers say."""
+    """A clock that only layers advance."""
 
     now = 0.0  # seconds
 
@@ -106,7 +106,7 @@ def test_times_are_those_of_each_layer_alone() -> None:
         assert (timing.forward_tflops, timing.backward_tflops, timing.mfu) == (None, None, None)
 
 
-def test_there_are_hooks_within_the_window_alone() -> None:
+def test_there_are_hooks_within_the_interval_alone_and_none_after_detaching() -> None:
     model = _Model()
     tracker = AttentionTracker(model, _Attention, device="cpu", start=1, stop=3)
     hooks = [_hooks(model)]
@@ -114,23 +114,13 @@ def test_there_are_hooks_within_the_window_alone() -> None:
         tracker.step()
         hooks.append(_hooks(model))
     assert hooks == [0, 4, 4, 0, 0]
-
-
-def test_detaching_ends_the_window_early() -> None:
-    model = _Model()
-    tracker = AttentionTracker(model, _Attention, device="cpu", start=0, stop=2)
+    within = AttentionTracker(model, _Attention, device="cpu", start=0, stop=2)
     assert _hooks(model) == 4
-    tracker.detach()
-    assert _hooks(model) == 0
-    assert tracker.step() == tracker.step() == []
-
-
-def test_a_window_does_not_begin_after_detaching() -> None:
-    model = _Model()
-    tracker = AttentionTracker(model, _Attention, device="cpu", start=1, stop=2)
-    tracker.detach()
-    assert tracker.step() == []
-    assert _hooks(model) == 0
+    before = AttentionTracker(model, _Attention, device="cpu", start=1, stop=2)
+    for detached in (within, before):
+        detached.detach()
+        assert detached.step() == detached.step() == []
+        assert _hooks(model) == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -197,39 +187,25 @@ def test_speeds_are_total_flops_over_total_time() -> None:
         return Flops(linear_forward=rows, linear_backward=3 * rows, attention_forward=0, attention_backward=0)
 
     tracker = AttentionTracker(layer, _Attention, device="cpu", start=0, stop=1, flops=flops, peak_flops=1e6)
-    for rows in (10.0, 50.0):
-        layer(torch.tensor(rows, requires_grad=True)).backward()
+    first, second = (layer(torch.tensor(rows, requires_grad=True)) for rows in (10.0, 50.0))
+    (first + second).backward()
     (timing,) = tracker.step()
+    assert timing.calls == 2
+    assert timing.forward_ms == pytest.approx(FORWARD)
+    assert timing.backward_ms == pytest.approx(BACKWARD)
     assert timing.forward_tflops == pytest.approx(60 / (2 * FORWARD * 1e-3) / 1e12)
     assert timing.backward_tflops == pytest.approx(180 / (2 * BACKWARD * 1e-3) / 1e12)
     assert timing.mfu == pytest.approx(240 / (2 * (FORWARD + BACKWARD) * 1e-3) / 1e6)
 
 
-def test_a_layer_may_be_called_several_times_before_the_backward_pass() -> None:
-    layer = _Attention()
-    tracker = AttentionTracker(layer, _Attention, device="cpu", start=0, stop=1)
-    layer(layer(_inputs())).sum().backward()
-    (timing,) = tracker.step()
-    assert timing.calls == 2
-    assert timing.forward_ms == pytest.approx(FORWARD)
-    assert timing.backward_ms == pytest.approx(BACKWARD)
-
-
-def test_evaluation_does_not_count() -> None:
-    model = _Model()
-    tracker = AttentionTracker(model, _Attention, device="cpu", start=0, stop=1)
-    _train(model, _inputs())
-    model.eval()
-    with torch.no_grad():
-        model(_inputs())
-    assert [timing.calls for timing in tracker.step()] == [1, 1]
-
-
-def test_layers_that_were_not_called_have_no_row() -> None:
+def test_evaluation_and_layers_that_were_not_called_do_not_count() -> None:
     model = _Model()
     tracker = AttentionTracker(model, _Attention, device="cpu", start=0, stop=1)
     model.first(_inputs()).sum().backward()
-    assert [timing.layer for timing in tracker.step()] == ["first"]
+    model.eval()
+    with torch.no_grad():
+        model(_inputs())
+    assert [(timing.layer, timing.calls) for timing in tracker.step()] == [("first", 1)]
 
 
 def test_a_layer_whose_inputs_need_no_gradient_has_forward_times_alone() -> None:
@@ -289,15 +265,12 @@ def test_layers_are_found_by_type_or_by_name() -> None:
     assert found((_Attention, nn.Linear)) == ["a.first", "a.second", "a.between", "b.first", "b.second", "b.between"]
 
 
-def test_no_match_is_an_error_that_names_the_types_of_the_model() -> None:
+def test_a_tracker_without_layers_or_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no module .* 'x\.\*'; .* types Linear, _Attention, _Model"):
         AttentionTracker(_Model(), "x.*", device="cpu", start=0, stop=1)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(3, 3), (-1, 2), (4, 2)])
-def test_an_empty_window_is_an_error(start: int, stop: int) -> None:
-    with pytest.raises(ConfigError, match=rf"the window is \[{start}, {stop}\)"):
-        AttentionTracker(_Model(), _Attention, device="cpu", start=start, stop=stop)
+    for start, stop in ((3, 3), (-1, 2), (4, 2)):
+        with pytest.raises(ConfigError, match=rf"the interval of steps is \[{start}, {stop}\)"):
+            AttentionTracker(_Model(), _Attention, device="cpu", start=start, stop=stop)
 
 
 def test_a_row_says_what_is_known() -> None:
@@ -353,7 +326,7 @@ def test_rows_of_all_ranks_are_gathered(ranks: RankPool) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nothing_within_the_window_waits_and_times_are_those_of_the_device() -> None:
+def test_on_a_gpu_nothing_within_the_interval_waits_and_times_are_those_of_the_device() -> None:
     class Products(nn.Module):
         def forward(self, x: Tensor, *, times: int) -> Tensor:
             for _ in range(times):

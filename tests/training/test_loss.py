@@ -1,6 +1,7 @@
-"""Balanced training has the gradients of unbalanced training, with DistributedDataParallel on several processes."""
+"""Balanced training has the gradients of unbalanced training, with DistributedDataParallel and traced by torch.fx."""
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.train_pipeline import Tracer
 
+import evenrank.training
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
-from evenrank.training import accumulate, scale_loss
+from evenrank.training import accumulate, label_bits, scale_loss
 from tests.ranks import RankPool
 
 WORLD_SIZE = 4
@@ -72,7 +75,7 @@ def _gradients(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def _train(rank: int, world_size: int, path: Path, strategy: str, equal_counts: bool) -> dict[str, Any]:
+def _train(rank: int, world_size: int, path: Path, strategy: str) -> dict[str, Any]:
     gradients, num_real = [], []
     cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
     for mode in MODES:
@@ -116,8 +119,8 @@ def test_balanced_gradients_equal_those_of_one_rank_that_trains_all_samples(
     ranks: RankPool, small_dataset: Path
 ) -> None:
     expected = _train_on_one_rank(small_dataset)
-    for strategy, equal_counts in [*((name, True) for name in STRATEGIES), ("karmarkar-karp", False)]:
-        results = ranks.run(WORLD_SIZE, _train, small_dataset, strategy, equal_counts)
+    for strategy in STRATEGIES:
+        results = ranks.run(WORLD_SIZE, _train, small_dataset, strategy)
         if strategy == "none":
             assert any(0 in result["num_real"] for result in results)
         for result in results:
@@ -194,13 +197,6 @@ def test_the_loss_of_each_task_is_divided_by_its_own_loss_tokens_if_they_are_cou
     assert scale_loss(sums.double(), counted).dtype == torch.float64
 
 
-def test_loss_sums_of_other_tasks_than_those_counted_are_refused() -> None:
-    batch = _batch(world_loss_tokens=8, dp_size=4, world_task_tokens=torch.tensor([8, 3]))
-    for sums, shape in ((torch.ones(()), r"\[\]"), (torch.ones(1), r"\[1\]"), (torch.ones(3), r"\[3\]")):
-        with pytest.raises(ConfigError, match=f"loss_sums has the shape {shape}, but the loss tokens of 2 tasks"):
-            scale_loss(sums, batch)
-
-
 @pytest.mark.parametrize("counts", [None, [0, 0]])
 def test_zero_loss_tokens_give_a_zero_loss_with_zero_gradients(counts: list[int] | None) -> None:
     weight = torch.ones(2, requires_grad=True)
@@ -212,17 +208,81 @@ def test_zero_loss_tokens_give_a_zero_loss_with_zero_gradients(counts: list[int]
     assert weight.grad.tolist() == [0, 0]
 
 
-def test_a_batch_without_world_loss_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no world_loss_tokens; iterate over a Balancer instead of the loader"):
-        scale_loss(torch.ones(()), _batch(), dp_size=2)
+_TASKS = {"world_loss_tokens": 8, "dp_size": 4, "world_task_tokens": torch.tensor([8, 3])}
 
 
-def test_a_batch_without_dp_size_is_refused_unless_it_is_given() -> None:
-    with pytest.raises(ConfigError, match="has no dp_size; iterate over a Balancer, or pass dp_size to scale_loss"):
-        scale_loss(torch.ones(()), _batch(world_loss_tokens=1))
+@pytest.mark.parametrize(
+    ("sums", "batch", "dp_size", "message"),
+    [
+        (torch.ones(()), _TASKS, None, r"loss_sums has the shape \[\], but the loss tokens of 2 tasks"),
+        (torch.ones(3), _TASKS, None, r"loss_sums has the shape \[3\], but the loss tokens of 2 tasks"),
+        (torch.ones(()), {}, 2, "has no world_loss_tokens; iterate over a Balancer instead of the loader"),
+        (torch.ones(()), {"world_loss_tokens": 1}, None, "has no dp_size; iterate over a Balancer, or pass dp_size to"),
+        ((torch.ones(1), torch.ones(3)), _TASKS, None, "loss_sums must be a tensor, got tuple; pass the sums alone"),
+    ],
+)
+def test_a_loss_that_cannot_be_scaled_is_refused(
+    sums: Any, batch: dict[str, Any], dp_size: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scale_loss(sums, _batch(**batch), dp_size=dp_size)
 
 
-def test_what_a_model_returns_beside_the_sums_is_refused() -> None:
-    returned: Any = (torch.ones(1), torch.ones(3))
-    with pytest.raises(ConfigError, match="loss_sums must be a tensor, got tuple; pass the sums alone"):
-        scale_loss(returned, _batch(world_loss_tokens=8, dp_size=4))
+def test_each_task_is_a_bit_of_the_label() -> None:
+    bits = label_bits(torch.tensor([0, 1, 6, 255]), 3)
+    assert bits.tolist() == [[0, 0, 0], [1, 0, 0], [0, 1, 1], [1, 1, 1]]
+    assert bits.dtype == torch.float32
+    assert label_bits(torch.zeros(0, dtype=torch.int64), 8).shape == (0, 8)
+
+
+class _Summing(torch.nn.Module):
+    def __init__(self, dp_size: int | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self._dp_size = dp_size
+
+    def forward(self, batch: JaggedBatch) -> Tensor:
+        return scale_loss(self.weight.sum(), batch, dp_size=self._dp_size)
+
+
+class _OfTasks(_Summing):
+    def forward(self, batch: JaggedBatch) -> Tensor:
+        return scale_loss(self.weight, batch)
+
+
+class _UsingThePackage(_Summing):
+    def forward(self, batch: JaggedBatch) -> Tensor:
+        return evenrank.training.scale_loss(self.weight.sum(), batch)
+
+
+@pytest.fixture(params=[torch.fx.Tracer, Tracer])
+def tracer(request: pytest.FixtureRequest) -> torch.fx.Tracer:
+    made: torch.fx.Tracer = request.param()
+    return made
+
+
+def _traced(model: torch.nn.Module, tracer: torch.fx.Tracer) -> torch.fx.GraphModule:
+    return torch.fx.GraphModule(model, tracer.trace(model))
+
+
+def test_a_traced_model_scales_by_the_batch_that_it_runs_on(tracer: torch.fx.Tracer) -> None:
+    traced = _traced(_Summing(), tracer)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [scale_loss]
+    assert traced(_batch(world_loss_tokens=8, dp_size=4)).item() == 2 * 4 / 8
+    assert traced(_batch(world_loss_tokens=5, dp_size=1)).item() == pytest.approx(2 / 5)
+    with pytest.raises(ConfigError, match="the batch has no world_loss_tokens"):
+        traced(_batch())
+
+
+def test_a_traced_model_passes_all_arguments_on(tracer: torch.fx.Tracer) -> None:
+    batch = _batch(world_loss_tokens=8, dp_size=4, world_task_tokens=torch.tensor([8, 2]))
+    assert _traced(_OfTasks(), tracer)(batch).tolist() == [4 / 8, 4 / 2]
+    assert _traced(_Summing(dp_size=3), tracer)(_batch(world_loss_tokens=8, dp_size=4)).item() == 2 * 3 / 8
+
+
+def test_the_first_use_may_be_while_tracing(tracer: torch.fx.Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "evenrank.training.loss")
+    monkeypatch.delitem(vars(evenrank.training), "scale_loss", raising=False)  # as if no one had used it before
+    traced = _traced(_UsingThePackage(), tracer)
+    assert "evenrank.training.loss" in sys.modules
+    assert traced(_batch(world_loss_tokens=8, dp_size=4)).item() == 2 * 4 / 8

@@ -64,17 +64,14 @@ def test_averages_are_those_of_all_data_parallel_ranks(
 
 def test_each_loss_token_of_a_batch_counts_for_all_tasks_unless_others_are_given() -> None:
     average = LossAverage(2)
+    assert all(math.isnan(mean) for mean in average.compute())
     average.update(torch.tensor([6.0, 2.0]), _batch(4))
     assert average.compute() == [1.5, 0.5]
     average.update(torch.tensor([4.0, 2.0]), _batch(4), task_tokens=torch.tensor([1, 0]))
     assert average.compute() == [10 / 5, 4 / 4]
-
-
-def test_the_loss_of_one_task_may_be_a_scalar() -> None:
-    average = LossAverage()
-    weight = torch.tensor(6.0, requires_grad=True)
-    average.update(weight * 2, _batch(4))
-    assert average.compute() == [3.0]
+    scalar = LossAverage()
+    scalar.update(torch.tensor(6.0, requires_grad=True) * 2, _batch(4))
+    assert scalar.compute() == [3.0]
 
 
 def test_many_small_losses_are_added_up_without_loss_of_precision() -> None:
@@ -83,11 +80,6 @@ def test_many_small_losses_are_added_up_without_loss_of_precision() -> None:
     for _ in range(64):
         average.update(torch.tensor(1.0), _batch(1))
     assert average.compute() == [(2**25 + 64) / 64]
-
-
-def test_nothing_has_no_average() -> None:
-    average = LossAverage(2)
-    assert all(math.isnan(mean) for mean in average.compute())
 
 
 @pytest.mark.parametrize("num_tasks", [1, 3])
@@ -99,6 +91,8 @@ def test_other_numbers_of_tasks_are_refused(num_tasks: int) -> None:
         average.update(torch.ones(2), _batch(1), task_tokens=torch.ones(num_tasks))
     with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
         LossAverage(0)
+    with pytest.raises(ConfigError, match="loss_sums are on meta, but added up on cpu; pass its device="):
+        LossAverage().update(torch.ones(1, device="meta"), _batch(1))
 
 
 def _disagree(rank: int, world_size: int) -> None:
@@ -109,8 +103,3 @@ def test_ranks_with_different_numbers_of_tasks_learn_of_it_at_once(ranks: RankPo
     for failure in ranks.try_run(2, _disagree):
         assert failure.type_name == "RankError"
         assert failure.message == "num_tasks differs between ranks: 1 on rank 0, 2 on rank 1"
-
-
-def test_losses_on_another_kind_of_device_are_refused() -> None:
-    with pytest.raises(ConfigError, match="loss_sums are on meta, but added up on cpu; pass its device="):
-        LossAverage().update(torch.ones(1, device="meta"), _batch(1))

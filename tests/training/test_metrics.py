@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from evenrank.core.errors import ConfigError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.training import BinaryAUC, RankingMetrics
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import RankPool
 
 SCORES = st.one_of(
     st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 1.0, 30.0, 31.0, math.inf]),  # ties, and logits of sigmoid 1
@@ -60,18 +60,12 @@ def test_tasks_have_an_auc_each() -> None:
     assert _same(metric.compute(), [math.nan] * 3)
 
 
-def test_auc_of_a_task_with_a_nan_score_is_nan() -> None:
+def test_auc_of_a_task_with_a_nan_score_is_nan_and_scores_may_be_overwritten_after_an_update() -> None:
     metric = BinaryAUC(2)
-    metric.update(torch.tensor([[math.nan, 0], [1, 1.0], [2, 2]]), torch.tensor([[0, 0], [0, 0], [1, 1]]))
-    assert _same(metric.compute(), [math.nan, 1.0])
-
-
-def test_scores_may_be_overwritten_after_an_update() -> None:
-    metric = BinaryAUC()
-    scores = torch.tensor([[1.0], [2.0]])
-    metric.update(scores, torch.tensor([[0], [1]]))
+    scores = torch.tensor([[math.nan, 0], [1, 1.0], [2, 2]])
+    metric.update(scores, torch.tensor([[0, 0], [0, 0], [1, 1]]))
     scores.zero_()
-    assert metric.compute() == [1.0]
+    assert _same(metric.compute(), [math.nan, 1.0])
 
 
 def _metrics_of_places(places: Sequence[int], k: int) -> dict[str, float]:
@@ -126,7 +120,7 @@ def _compute_parts(rank: int, world_size: int, parts: list[Samples]) -> tuple[li
     return _compute(parts[rank])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_any_distribution_over_ranks_gives_equal_bits(ranks: RankPool, world_size: int) -> None:
     samples = _random_samples()
     expected = _compute(samples)
@@ -148,31 +142,22 @@ def test_metrics_cover_one_dimension_of_a_device_mesh(ranks: RankPool) -> None:
     assert ranks.run(4, _compute_on_mesh, parts) == [_compute(samples)] * 4
 
 
-def _compute_other_tasks(rank: int, world_size: int) -> None:
-    BinaryAUC(rank + 1).compute()
+def _compute_differently(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for metric in (BinaryAUC(rank + 1), RankingMetrics((10, 20 + rank)), BinaryAUC() if rank else RankingMetrics()):
+        with pytest.raises(RankError) as raised:
+            metric.compute()
+        messages.append(str(raised.value))
+    return messages
 
 
-def _compute_other_ks(rank: int, world_size: int) -> None:
-    RankingMetrics((10, 20 + rank)).compute()
-
-
-def _compute_other_metrics(rank: int, world_size: int) -> None:
-    (BinaryAUC() if rank else RankingMetrics()).compute()
-
-
-@pytest.mark.parametrize(
-    ("compute", "message"),
-    [
-        (_compute_other_tasks, "num_tasks differs between ranks: 1 on rank 0, 2 on rank 1"),
-        (_compute_other_ks, "ks differs between ranks: [10, 20] on rank 0, [10, 21] on rank 1"),
-        (_compute_other_metrics, "metric differs between ranks: RankingMetrics on rank 0, BinaryAUC on rank 1"),
-    ],
-)
-def test_differences_between_ranks_are_errors_on_all_ranks(ranks: RankPool, compute: Any, message: str) -> None:
-    for failure in ranks.try_run(2, compute):
-        assert isinstance(failure, RankFailure)
-        assert failure.type_name == "RankError"
-        assert failure.message == message
+def test_differences_between_ranks_are_errors_on_all_ranks(ranks: RankPool) -> None:
+    for messages in ranks.run(2, _compute_differently):
+        assert messages == [
+            "num_tasks differs between ranks: 1 on rank 0, 2 on rank 1",
+            "ks differs between ranks: [10, 20] on rank 0, [10, 21] on rank 1",
+            "metric differs between ranks: RankingMetrics on rank 0, BinaryAUC on rank 1",
+        ]
 
 
 @pytest.mark.gpu

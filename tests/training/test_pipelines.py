@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader import SequenceBatch
 from evenrank.training import (
     PIPELINES,
     Pipeline,
     PipelineForward,
     PipelineStep,
+    accumulate,
     make_pipeline,
     register_pipeline,
     run_pipeline,
@@ -58,6 +60,10 @@ def _loop(
         yield batch, loss.detach(), output[1]
 
 
+def _task_tokens(batch: SequenceBatch) -> Tensor:
+    return batch.num_candidates.sum().view(1)
+
+
 def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str, loss_inside: bool) -> Log:
     """Train for some epochs; evaluate after three steps and at the end of each, and without the pipeline too."""
     device, group = join(rank, device_type)
@@ -83,8 +89,10 @@ def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str,
     train = balanced(batches_of(rank, world_size, num_batches=NUM_TRAIN), device)
     evaluation = balanced(batches_of(rank, world_size, num_batches=NUM_EVAL), device)
     with train, evaluation:
-        for _ in range(NUM_EPOCHS):
-            epoch = iter(train)
+        for number in range(NUM_EPOCHS):
+            epoch: Iterator[Any] = iter(train)
+            if number:  # with loss tokens per task
+                epoch = chain.from_iterable(accumulate(train, 1, task_tokens=_task_tokens))
             for part in (islice(epoch, 3), epoch):
                 model.train()
                 note("train", run(part))
@@ -272,22 +280,18 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
-    model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"no pipeline is called 'sparse'; known are none, sparse-dist, prefetch"):
-        make_pipeline("sparse", model, _optimizer(model), "cpu")
-
-
-def test_prefetching_on_the_cpu_is_refused() -> None:
-    model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match="'prefetch' needs a CUDA device, got cpu; use 'sparse-dist' or 'none'"):
-        make_pipeline("prefetch", model, _optimizer(model), "cpu")
-
-
-def test_a_model_without_sharded_tables_is_refused_where_they_are_needed() -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sparse", r"no pipeline is called 'sparse'; known are none, sparse-dist, prefetch"),
+        ("prefetch", "'prefetch' needs a CUDA device, got cpu; use 'sparse-dist' or 'none'"),
+        ("sparse-dist", r"has no sharded modules for the pipeline 'sparse-dist' .*; use 'none'"),
+    ],
+)
+def test_a_pipeline_that_cannot_work_is_refused(name: str, message: str) -> None:
     model = Model()
-    with pytest.raises(ConfigError, match=r"has no sharded modules for the pipeline 'sparse-dist' .*; use 'none'"):
-        make_pipeline("sparse-dist", model, _optimizer(model), "cpu", loss=scaled)
+    with pytest.raises(ConfigError, match=message):
+        make_pipeline(name, model, _optimizer(model), "cpu", loss=scaled)
 
 
 def test_a_model_without_torchrec_trains_in_the_pipeline_none() -> None:

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.ranks.process_group import members_of
+from evenrank.dataloader.balance.ranks.process_group import Members, members_of
 from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
-from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm
+from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm, Arrivals, arrivals_line
 from tests.ranks import RankPool
 from tests.stopped_store import StoreServer, store_server
 
@@ -97,18 +97,18 @@ def _stall_twice(rank: int, world_size: int) -> list[str]:
                 reports.append(pipe.report(f"not arrived at heartbeat {heartbeat}: 1 "))
                 dist.barrier()
             else:
-                _wait_for_rank_0()
+                if heartbeat == 2:
+                    reports.append(_hang_here(pipe, "ranks have"))
+                dist.barrier()
                 watch.beat()
             dist.barrier()
     return reports
 
 
-def _wait_for_rank_0() -> None:
-    dist.barrier()
-
-
 def test_the_ranks_that_have_not_arrived_are_named_in_each_stall(ranks: RankPool) -> None:
-    reports, _ = ranks.run(2, _stall_twice)
+    reports, (of_rank_1,) = ranks.run(2, _stall_twice)
+    assert "rank 1 has had no heartbeat" in of_rank_1
+    assert "in _hang_here" in of_rank_1
     assert len(reports) == 2
     for number, report in enumerate(reports):
         last = report.splitlines()[-1]
@@ -116,21 +116,6 @@ def test_the_ranks_that_have_not_arrived_are_named_in_each_stall(ranks: RankPool
             rf"evenrank: rank 0: 1 of 2 ranks have not arrived at heartbeat {number + 2}: 1 \(at \d\)", last
         )
         assert "in _stall_twice" in report
-
-
-def _stall_alone(rank: int, world_size: int) -> str:
-    pipe = _Pipe()
-    with StallWatch(SECONDS, file=pipe.writer) as watch:
-        watch.beat()
-        report = _hang_here(pipe, "ranks have") if rank == 1 else ""
-        dist.barrier()
-    return report
-
-
-def test_the_rank_that_stalls_shows_where(ranks: RankPool) -> None:
-    _, report = ranks.run(2, _stall_alone)
-    assert "rank 1 has had no heartbeat" in report
-    assert "in _hang_here" in report
 
 
 def _stall_without_a_store(rank: int, world_size: int, server: StoreServer) -> str:
@@ -180,20 +165,6 @@ def test_a_rank_whose_reports_cannot_be_written_is_still_watched(ranks: RankPool
     assert reports == [f"evenrank: rank 0: all 2 ranks have arrived at heartbeat {number}" for number in (1, 2)]
 
 
-def test_a_file_that_is_closed_is_replaced_by_standard_error() -> None:
-    code = (
-        "import sys; from evenrank.training import StallWatch; file = open('/dev/null')\n"
-        "StallWatch(0.05, file=file).beat(); file.close(); sys.stdin.read()"
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], text=True, stdin=pipe, stderr=pipe) as process:
-        assert process.stdin is not None
-        assert process.stderr is not None
-        assert "rank 0 has had no heartbeat for 0.05 s" in process.stderr.readline()
-        process.stdin.close()
-        assert "Error" not in process.stderr.read()
-
-
 def _share_a_store(rank: int, world_size: int) -> list[bool]:
     if rank == 0:
         StallWatch(SECONDS)
@@ -221,8 +192,17 @@ def test_the_thread_ends_with_the_watch() -> None:
         watch.beat()
 
 
-def test_standard_error_gets_the_report_and_a_watched_process_ends() -> None:
-    code = "import sys; from evenrank.training import StallWatch; StallWatch(0.05).beat(); sys.stdin.read()"
+@pytest.mark.parametrize("file", ["None", "open('/dev/null')"])
+def test_standard_error_gets_the_report_and_a_watched_process_ends(file: str) -> None:
+    code = f"""
+import sys
+from evenrank.training import StallWatch
+file = {file}
+StallWatch(0.05, file=file).beat()
+if file is not None:
+    file.close()  # while it is in use
+sys.stdin.read()
+"""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], text=True, stdin=pipe, stderr=pipe) as process:
         assert process.stdin is not None
@@ -230,7 +210,9 @@ def test_standard_error_gets_the_report_and_a_watched_process_ends() -> None:
         first = next(line for line in process.stderr if line.startswith("evenrank"))
         assert "rank 0 has had no heartbeat for 0.05 s, since heartbeat 1" in first
         process.stdin.close()  # ends the stall, and the process
-        assert "File" in process.stderr.read()
+        rest = process.stderr.read()
+        assert "File" in rest
+        assert "Error" not in rest
     assert process.returncode == 0
 
 
@@ -238,19 +220,6 @@ def test_standard_error_gets_the_report_and_a_watched_process_ends() -> None:
 def test_a_time_that_never_passes_is_an_error(seconds: float) -> None:
     with pytest.raises(ConfigError, match="seconds must be positive and finite"):
         StallWatch(seconds)
-
-
-SIZES = st.integers(0, 200 * GIB)
-
-
-@given(allocated=SIZES, unallocated=SIZES, free=SIZES, total=SIZES)
-def test_a_cache_is_released_exactly_if_it_is_large_or_little_is_free(
-    allocated: int, unallocated: int, free: int, total: int
-) -> None:
-    usage = MemoryUsage(allocated=allocated, reserved=allocated + unallocated, free=free, total=total)
-    is_large = 2 * unallocated > total
-    is_scarce = free < 2 * GIB and unallocated > 0
-    assert (usage.reason_to_release() is not None) == (is_large or is_scarce)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +237,9 @@ def test_the_limits_are_half_of_the_device_and_two_gibibytes(unallocated: int, f
     assert usage.reason_to_release() == reason
 
 
-def test_a_line_has_all_sizes() -> None:
+def test_memory_is_reported_in_a_line_and_watched_on_cuda_alone() -> None:
     usage = MemoryUsage(allocated=3 * GIB // 2, reserved=2 * GIB, free=77 * GIB, total=80 * GIB)
     assert usage.line() == "memory: 1.5 GiB allocated, 2.0 reserved, 77.0 free of 80.0"
-
-
-def test_memory_of_the_cpu_is_not_watched() -> None:
     with pytest.raises(ConfigError, match="device is cpu; memory is watched on cuda"):
         MemoryWatch("cpu")
 
@@ -320,3 +286,47 @@ def test_on_a_gpu_a_large_cache_is_released(caplog: pytest.LogCaptureFixture) ->
     assert after.free > start.free - 2 * GIB
     assert "more than half of the device is reserved but unallocated" in caplog.text
     assert kept.sum() == GIB // 4
+
+
+def test_ranks_that_have_published_nothing_are_behind() -> None:
+    store = HashStore()
+    ranks = [Arrivals(Members(rank=rank, world_size=3, store=store)) for rank in range(3)]
+    ranks[0].publish(5)
+    ranks[1].publish(4)
+    assert ranks[0].line(5) == "2 of 3 ranks have not arrived at heartbeat 5: 1 (at 4), 2 (at 0)"
+    assert ranks[1].line(5) == "1 of 3 ranks have not arrived at heartbeat 5: 2 (at 0)"  # its latest is not published
+
+
+def test_one_process_has_nobody_to_ask() -> None:
+    alone = Arrivals(Members(rank=0, world_size=1, store=None))
+    alone.publish(1)
+    assert alone.line(1) is None
+
+
+def test_publishing_does_not_wait_for_training_that_waits_in_the_store() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30), wait_for_workers=False)
+    shared = [PrefixStore("group", store) for store in (server, client)]
+    ranks = [Arrivals(Members(rank=rank, world_size=2, store=store)) for rank, store in enumerate(shared)]
+    training = threading.Thread(target=client.get, args=("comes late",))
+    training.start()
+    ranks[1].publish(3)
+    assert training.is_alive()
+    ranks[0].publish(2)
+    assert ranks[0].line(2) == "1 of 2 ranks have not arrived at heartbeat 3: 0 (at 2)"
+    server.set("comes late", "now")
+    training.join()
+
+
+@given(counts=st.lists(st.integers(0, 3), min_size=1, max_size=40))
+def test_exactly_the_ranks_behind_the_furthest_have_not_arrived(counts: list[int]) -> None:
+    line = arrivals_line(counts)
+    behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    if not behind:
+        assert line == f"all {len(counts)} ranks have arrived at heartbeat {max(counts)}"
+        return
+    start, names = line.split(": ")
+    assert start == f"{len(behind)} of {len(counts)} ranks have not arrived at heartbeat {max(counts)}"
+    named = [int(rank) for rank in re.findall(r"(\d+) \(at", names)]
+    assert named == behind[:16]
+    assert ("more" in names) == (len(behind) > 16)

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError, EvenrankError, RankError, one_line
-from evenrank.core.numba_cache import code_hash
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics, balancer
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.batches.batch import JaggedBatch, keyed_jagged_tensor
@@ -238,16 +237,6 @@ def test_a_difference_between_ranks_is_named_on_every_rank(ranks: RankPool, what
     assert [failure.type_name for failure in failures] == ["RankError"] * 3
     assert all(failure.message.startswith(message) for failure in failures), failures[0].message
     assert len({failure.message for failure in failures}) == 1
-
-
-def _run_other_code(rank: int, world_size: int) -> None:
-    with patch.object(balancer, "code_hash", lambda: "0123456789abcdef" if rank == 1 else code_hash()):
-        Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=_tokens))
-
-
-def test_ranks_with_other_source_files_are_refused(ranks: RankPool) -> None:
-    message = f"the code of evenrank differs between ranks: {code_hash()} on rank 0, 0123456789abcdef on rank 1"
-    assert [failure.message for failure in ranks.try_run(2, _run_other_code)] == [message] * 2
 
 
 def test_an_argument_that_is_invalid_on_one_rank_is_an_error_on_all(ranks: RankPool) -> None:

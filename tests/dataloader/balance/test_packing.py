@@ -17,7 +17,6 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, TokenLimitWarning, packing, partition
 from evenrank.dataloader.balance.packing import PackedSchedule, pack
-from evenrank.dataloader.config import Order
 from tests.dataloader.batch_helpers import ids_of
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -340,13 +339,3 @@ def test_options_that_do_not_go_with_packing_are_refused(options: dict[str, Any]
 def test_ranks_compare_whether_they_pack() -> None:
     packed, fixed = (BalanceConfig(cost=COST, max_tokens_per_rank=10, pack=pack) for pack in (True, False))
     assert packed.rank_invariants() == fixed.rank_invariants() | {"pack": True}
-
-
-@pytest.mark.parametrize("order", ["shuffle", "rows", "time"])
-@pytest.mark.parametrize("start", [-3, 10_000])
-def test_a_position_outside_the_epoch_is_an_error(small_dataset: Path, order: Order, start: int) -> None:
-    config = LoaderConfig(batch_size=4, order=order)
-    balance = BalanceConfig(cost=COST, max_tokens_per_rank=1000, pack=True)
-    loader = build_loader(small_dataset, config, rank=0, world_size=2, balance=balance)
-    with pytest.raises(ConfigError, match=f"start must be between 0 and num_samples = .*, got {start}"):
-        loader.pick(0, start=start)

@@ -14,16 +14,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from evenrank.core.errors import ConfigError, RankError, StateError
 from evenrank.dataloader import (
     JaggedCollate,
-    LoaderConfig,
     PaddedBatches,
-    StreamConfig,
-    build_stream_loader,
     dense,
     jagged,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.balance.source import _FORMAT_OF_RANK, Position
+from evenrank.dataloader.balance.source import _FORMAT_OF_RANK
 from evenrank.dataloader.state.checks import encode
+from evenrank.dataloader.state.snapshots import Position
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.ranks import RankFailure, RankPool
 
@@ -88,9 +86,7 @@ LOADERS: dict[str, Callable[[int, int], Any]] = {
     "map-style, persistent workers": lambda rank, n: _data_loader(
         MapStyle(rank, n), num_workers=1, persistent_workers=True
     ),
-    "iterable": lambda rank, n: _data_loader(IterableStyle(rank, n)),
     "iterable, worker": lambda rank, n: _data_loader(IterableStyle(rank, n), num_workers=1),
-    "stateful": lambda rank, n: _stateful(MapStyle(rank, n)),
     "stateful, worker": lambda rank, n: _stateful(MapStyle(rank, n), num_workers=1),
     "padded batches": lambda rank, n: PaddedBatches(MapStyle(rank, n).indices, batch_size=5, collate=_collate_indices),
     "list": lambda rank, n: list(_data_loader(MapStyle(rank, n))),
@@ -150,7 +146,9 @@ STATEFUL: dict[str, Callable[[MapStyle], Any]] = {
 }
 
 
-def _stop_and_resume(rank: int, world_size: int, step: int, kind: str) -> tuple[list[int], list[int], list[int]]:
+def _stop_and_resume(rank: int, world_size: int, kind: str) -> list[tuple[list[int], list[int], list[int]]]:
+    """Return, for a stop after each number of steps, the samples before and after it, and of the next epoch."""
+
     def make() -> Balancer[Any]:
         # Uneven: 3 batches on rank 0, 5 on the others.
         samples = MapStyle(rank, world_size)
@@ -158,79 +156,58 @@ def _stop_and_resume(rank: int, world_size: int, step: int, kind: str) -> tuple[
         return Balancer(STATEFUL[kind](samples), BalanceConfig(cost=_tokens))
 
     with make() as balancer:
-        steps = iter(balancer)
-        batches = [next(steps) for _ in range(step)]
-        trained = [i for batch in batches for i in _ids(batch)]
-        state = balancer.state_dict()
-    with make() as resumed:
-        resumed.load_state_dict(state)
-        assert resumed.state_dict() == state
-        if batches:
-            assert resumed.state_dict(after=batches[-1]) == state
-        rest = [i for batch in resumed for i in _ids(batch)]
-        following = [i for batch in resumed for i in _ids(batch)]
-    return trained, rest, following
-
-
-@pytest.mark.parametrize("kind", STATEFUL)
-@pytest.mark.parametrize("step", range(6))
-def test_loader_of_uneven_ranks_resumes_after_the_batch_handed_out_last(ranks: RankPool, step: int, kind: str) -> None:
-    samples = sorted([*range(0, 26, 2), *range(1, NUM_SAMPLES, 2)])
-    trained, rest, following = (
-        sorted(i for part in parts for i in part)
-        for parts in zip(*ranks.run(2, _stop_and_resume, step, kind), strict=True)
-    )
-    if step < 5:
-        assert sorted(trained + rest) == samples
-    else:  # nothing was left: what follows is the next epoch
-        assert [trained, rest] == [samples, samples]
-    assert following == samples
-
-
-def _resume_a_mapped_stream(rank: int, world_size: int, path: Path, step: int) -> tuple[list[int], list[int]]:
-    def make() -> Balancer[Any]:
-        stream = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
-        loader = build_stream_loader(path, LoaderConfig(batch_size=12), stream, rank=rank, world_size=world_size)
-        return Balancer(Mapper(loader, _same), BalanceConfig(cost=_tokens))
-
-    with make() as balancer:
-        steps = iter(balancer)
-        trained = [i for _ in range(step) for i in _rows(next(steps))]
-        state = balancer.state_dict()
-        undisturbed = trained + [i for batch in steps for i in _rows(batch)]
-    with make() as resumed:
-        resumed.load_state_dict(state)
-        return trained + [i for batch in resumed for i in _rows(batch)], undisturbed
-
-
-def _same(batch: Any) -> Any:
-    return batch
-
-
-def _rows(batch: Any) -> list[int]:
-    rows: list[int] = batch.sample_ids[: batch.num_real].tolist()
-    return rows
-
-
-@pytest.mark.parametrize("step", [0, 2, 5])
-def test_stream_inside_a_node_resumes_on_as_many_ranks(ranks: RankPool, small_dataset: Path, step: int) -> None:
-    resumed, undisturbed = zip(*ranks.run(2, _resume_a_mapped_stream, small_dataset, step), strict=True)
-    assert sorted(i for part in resumed for i in part) == sorted(i for part in undisturbed for i in part)
-
-
-def _state_after_every_batch(rank: int, world_size: int) -> None:
-    with Balancer(_stateful(MapStyle(rank, world_size)), BalanceConfig(cost=_tokens)) as balancer:
-        batches, states = [], []
+        batches, states = [], [balancer.state_dict()]
         for batch in balancer:
             batches.append(batch)
             states.append(balancer.state_dict())
-        for batch, state in zip(batches, states, strict=True):
-            assert balancer.state_dict(after=batch) == state
-            assert (state["epoch"], state["position"]) == (batch.epoch, batch.position)
+            assert (states[-1]["epoch"], states[-1]["position"]) == (batch.epoch, batch.position)
+        assert [balancer.state_dict(after=batch) for batch in batches] == states[1:]
+    of_stops = []
+    for step, state in enumerate(states):
+        with make() as resumed:
+            resumed.load_state_dict(state)
+            assert resumed.state_dict() == state
+            if step:
+                assert resumed.state_dict(after=batches[step - 1]) == state
+            rest, following = ([i for batch in resumed for i in _ids(batch)] for _ in range(2))
+            of_stops.append(([i for batch in batches[:step] for i in _ids(batch)], rest, following))
+    return of_stops
 
 
-def test_state_after_a_batch_is_the_one_that_it_was_handed_out_with(ranks: RankPool) -> None:
-    ranks.run(2, _state_after_every_batch)
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_loader_of_uneven_ranks_resumes_after_the_batch_handed_out_last(ranks: RankPool, kind: str) -> None:
+    samples = sorted([*range(0, 26, 2), *range(1, NUM_SAMPLES, 2)])
+    of_stops = list(zip(*ranks.run(2, _stop_and_resume, kind), strict=True))
+    assert len(of_stops) == 6
+    for step, of_ranks in enumerate(of_stops):
+        trained, rest, following = (sorted(i for part in parts for i in part) for parts in zip(*of_ranks, strict=True))
+        if step < 5:
+            assert sorted(trained + rest) == samples
+        else:  # nothing was left: the next epoch follows
+            assert [trained, rest] == [samples, samples]
+        assert following == samples
+
+
+LONG = 100  # steps, more than a Balancer keeps snapshots of
+
+
+@pytest.mark.parametrize("lookahead", [1, 5])
+def test_states_of_recent_batches_are_kept_whatever_was_pulled_ahead(lookahead: int) -> None:
+    samples = [_sample(i) for i in range(LONG)]
+
+    def make() -> Balancer[Any]:
+        loader: Any = StatefulDataLoader(samples, batch_size=1, collate_fn=COLLATE)
+        return Balancer(loader, BalanceConfig(cost=_tokens, lookahead=lookahead))
+
+    with make() as balancer:
+        batches = [batch for batch, _ in zip(balancer, range(LONG // 2), strict=False)]
+        for ago in (1, 2, 17):
+            with make() as resumed:
+                resumed.load_state_dict(balancer.state_dict(after=batches[-ago]))
+                assert _ids(next(iter(resumed))) == [len(batches) - ago + 1]
+        message = r"state after position 1 of epoch 0 is no longer known; .* within 16 steps"
+        with pytest.raises(StateError, match=message):
+            balancer.state_dict(after=batches[0])
 
 
 def _load_of_other_ranks(rank: int, world_size: int) -> None:
@@ -261,8 +238,16 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
         (lambda s: s.update(ranks={"0": "abcd"}), "the loader's part of the state is damaged"),
         (lambda s: s.update(ranks={"0": encode({})}), "the state of a rank has version None, expected 3"),
         (
+            lambda s: s.update(ranks={"0": encode(_FORMAT_OF_RANK.make(rank=1, has_ended=False, state={}))}),
+            "the state of the Balancer has that of rank 1 under rank 0; load an intact",
+        ),
+        (
+            lambda s: s.update(version=2),
+            "the state of the Balancer has version 2, expected 3; load it with the version",
+        ),
+        (
             lambda s: s.update(ranks={"0": encode(Position(1, 2))}),
-            r"contains evenrank\.dataloader\.balance\.source\.Position, which is not loaded from files by default; ",
+            r"contains evenrank\.dataloader\.state\.snapshots\.Position, which is not loaded from files by default; ",
         ),
     ],
 )
@@ -341,43 +326,27 @@ def test_what_is_no_loader_is_refused(batches: Any, message: str) -> None:
         Balancer(batches, BalanceConfig(cost=_tokens))
 
 
-def _yield_wrong_objects(rank: int, world_size: int, kind: str) -> None:
-    batch = COLLATE([_sample(3)])
-    wrong = {
-        "dict": {"item_id": torch.ones(3), "label": torch.ones(1)},
-        "tuple": (torch.ones(3), torch.ones(1)),
-        "Tensor": torch.ones(3),
-        "KeyedJaggedTensor": batch.features,
-    }[kind]
-    with Balancer([batch, wrong if rank == 1 else batch], BalanceConfig(cost=_tokens)) as balancer:
-        list(balancer)
-
-
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("wrong", "message"),
     [
         (
-            "dict",
+            {"item_id": torch.ones(3), "label": torch.ones(1)},
             "the loader yields a dict of item_id, label instead of a JaggedBatch; pass its DataLoader collate",
         ),
+        ((torch.ones(3),), "the loader yields a tuple instead of a JaggedBatch; pass its DataLoader collate"),
+        (torch.ones(3), "the loader yields a Tensor instead of a JaggedBatch; pass its DataLoader collate"),
         (
-            "tuple",
-            "the loader yields a tuple instead of a JaggedBatch; pass its DataLoader collate",
-        ),
-        (
-            "Tensor",
-            "the loader yields a Tensor instead of a JaggedBatch; pass its DataLoader collate",
-        ),
-        (
-            "KeyedJaggedTensor",
+            COLLATE([_sample(3)]).features,
             "the loader yields KeyedJaggedTensors; derive a dataclass from JaggedBatch with a field for ",
         ),
     ],
+    ids=["dict", "tuple", "Tensor", "KeyedJaggedTensor"],
 )
-def test_wrong_batch_is_named_on_all_ranks(ranks: RankPool, kind: str, message: str) -> None:
-    for failure in ranks.try_run(2, _yield_wrong_objects, kind):
-        assert isinstance(failure, RankFailure)
-        assert failure.message.startswith(f"rank 1 failed: {message}")
+def test_wrong_batch_is_named(wrong: Any, message: str) -> None:
+    batches: Any = [COLLATE([_sample(3)]), wrong]
+    with Balancer(batches, BalanceConfig(cost=_tokens)) as balancer, pytest.raises(RankError) as raised:
+        list(balancer)
+    assert str(raised.value).startswith(f"rank 0 failed: {message}")
 
 
 def _fail(rank: int, world_size: int, method: str) -> None:

@@ -1,4 +1,5 @@
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, keyed_jagged_tensor, loss_tokens
@@ -184,3 +186,35 @@ def test_the_loss_tokens_of_tasks_move_with_the_batch() -> None:
     moved = batch.to("meta").world_task_tokens
     assert moved is not None
     assert moved.device.type == "meta"
+
+
+def test_clone_is_equal_and_shares_no_memory() -> None:
+    for (name, value), (_, original) in zip(BATCH.clone().tensors(), BATCH.tensors(), strict=True):
+        if original is None:
+            assert value is None
+            continue
+        parts: list[tuple[Any, Any]] = [(value, original)]
+        if isinstance(original, KeyedJaggedTensor):
+            assert isinstance(value, KeyedJaggedTensor)
+            assert value.keys() == original.keys()
+            assert value.length_per_key() == original.length_per_key()
+            parts = [(value.values(), original.values()), (value.lengths(), original.lengths())]
+            if original.weights_or_none() is not None:
+                parts.append((value.weights(), original.weights()))
+        for tensor, other in parts:
+            assert torch.equal(tensor, other), name
+            assert tensor.dtype == other.dtype
+            assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()
+
+
+def test_clone_copies_tensors_of_any_layout() -> None:
+    wide = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    for tensor in (
+        wide,
+        wide[:, 1:3],
+        wide.t(),
+        wide[0].expand(3, 4),
+        torch.zeros(3, 0),
+        torch.ones(3, dtype=torch.bool),
+    ):
+        assert torch.equal(replace(BATCH, ids=tensor).clone().ids, tensor)

@@ -1,6 +1,8 @@
-"""Batches are the same whatever modes of torch a program has set."""
+"""Batches are the same whatever modes of torch a program has set, and building them gives no warning of torch.fx."""
 
 import contextlib
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import _symbolic_trace
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import (
@@ -25,47 +28,30 @@ from evenrank.dataloader import (
     random_codes,
 )
 from evenrank.dataloader.balance.source import LoaderAdapter
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import schema_of
+from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.training import label_bits
 from tests.dataloader.rich_batch import rich_batch
 
 
 @contextlib.contextmanager
-def _default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
+def _set(setter: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
     try:
         yield
     finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        setter(before)
 
 
 MODES: dict[str, Callable[[], Any]] = {
-    "meta device": lambda: _default_device("meta"),
-    "float64": lambda: _default_dtype(torch.float64),
-    "bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "meta device": lambda: _set(torch.set_default_device, "meta", None),
+    "float64": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16": lambda: _set(torch.set_default_dtype, torch.bfloat16, torch.float32),
     "inference": torch.inference_mode,
     "no grad": torch.no_grad,
-    "deterministic": _deterministic,
+    "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
 }
 COLLATE = JaggedCollate(
     {
@@ -170,3 +156,58 @@ def test_limits_of_a_batch_are_its_own(small_dataset: Path) -> None:
             limits = [dict(batch.length_limits) for batch in others]
             first.length_limits["item_id"] = 1
             assert [batch.length_limits for batch in others] == limits
+
+
+LOG = logging.getLogger("torch.fx._symbolic_trace")
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """Yield the messages of the logger, in a process that has not given the warning yet."""
+    _symbolic_trace.is_fx_tracing_warning.cache_clear()
+    suppress_fx_tracing_warning.cache_clear()
+    kept: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
+    LOG.addHandler(handler)
+    yield kept
+    LOG.removeHandler(handler)
+
+
+def test_building_a_batch_warns_of_nothing(messages: list[str]) -> None:
+    keyed_jagged_tensor(["item_id"], torch.arange(3), np.array([[1, 2]]))["item_id"]
+    assert messages == []
+
+
+def test_other_warnings_of_the_same_logger_are_shown(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_fx_tracing_warning() -> None:
+        LOG.warning("of this thread")
+        # The same warning in another thread, of a user who calls the function.
+        thread = threading.Thread(target=give_warning)
+        thread.start()
+        thread.join()
+        other_function()
+
+    give_warning = _symbolic_trace.is_fx_tracing_warning
+
+    def other_function() -> None:
+        LOG.warning("of another function")
+
+    monkeypatch.setattr(_symbolic_trace, "is_fx_tracing_warning", is_fx_tracing_warning)
+    suppress_fx_tracing_warning()
+    LOG.warning("afterwards")
+    first_words = [message.split(" will ")[0] for message in messages]
+    assert first_words == [
+        "is_fx_tracing",
+        "of another function",
+        "afterwards",
+    ]
+    assert LOG.filters == []
+
+
+def test_versions_of_pytorch_without_the_warning_are_left_alone(
+    messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(_symbolic_trace, "is_fx_tracing_warning")
+    suppress_fx_tracing_warning()
+    assert messages == []

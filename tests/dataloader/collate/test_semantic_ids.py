@@ -48,38 +48,12 @@ def test_each_event_is_one_token_per_level_and_the_last_event_is_the_target() ->
     assert batch.max_lengths == {"sex": 1, "age": 1, "semantic_id": 6, "label": 2}
 
 
-def test_user_ids_can_be_a_feature() -> None:
-    batch = _collate([2], user_id=True, max_history_length=1)
-    assert batch.features.keys() == ["user_id", "sex", "age", "semantic_id"]
-    assert rows_of(batch.features, "user_id") == [[3], [], []]
-    assert rows_of(batch.features, "semantic_id") == [[3, 4 + 4], [], []]
-
-
-def test_labels_can_have_the_offsets_of_their_levels() -> None:
-    assert rows_of(_collate([2], label_offsets=True).labels, "label") == [[3, 4 + 5], [], []]
-
-
-def test_the_target_can_be_a_feature() -> None:
-    batch = _collate([2], max_history_length=1, candidate_feature=True)
-    assert batch.features.keys() == ["sex", "age", "semantic_id", "candidate_id"]
-    assert rows_of(batch.features, "semantic_id") == [[3, 4 + 4], [], []]
-    assert rows_of(batch.features, "candidate_id") == [[3, 4 + 5], [], []]  # tokens, although labels are codes
-    assert rows_of(batch.labels, "label") == [[3, 5], [], []]
-
-
 def test_each_event_of_the_history_can_have_the_next_one_as_its_label() -> None:
     batch = _collate([2], max_history_length=3, history_labels=True)
     assert rows_of(batch.features, "semantic_id") == [[3, 4 + 2, 3, 4 + 3, 3, 4 + 4], [], []]
     assert rows_of(batch.labels, "label") == [[3, 3, 3, 4, 3, 5], [], []]
     assert (batch.num_real, batch.loss_tokens) == (1, 6)
     assert rows_of(_collate([2], max_history_length=1, history_labels=True).labels, "label") == [[3, 5], [], []]
-
-
-def test_a_sample_without_a_history_has_the_labels_of_its_target() -> None:
-    batch = _collate([2, 2], max_history_length=0, history_labels=True, label_offsets=True)
-    assert rows_of(batch.features, "semantic_id") == [[], [], []]
-    assert rows_of(batch.labels, "label") == [[3, 4 + 5], [3, 4 + 5], []]
-    assert (batch.num_real, batch.loss_tokens) == (2, 4)
 
 
 @given(
@@ -113,6 +87,8 @@ def test_loss_tokens_are_the_labels_and_every_labeled_event_follows_from_the_sam
             assert rows_of(batch.labels, "label")[row] == expected.reshape(-1).tolist()
             tokens = shown + token_offsets
             assert rows_of(batch.features, "semantic_id")[row] == tokens[:-1].reshape(-1).tolist()
+            if options["user_id"]:
+                assert rows_of(batch.features, "user_id")[row] == [offsets[seen]]
             if options["candidate_feature"]:
                 assert rows_of(batch.features, "candidate_id")[row] == tokens[-1].tolist()
             seen += 1
@@ -187,25 +163,23 @@ def test_code_in_a_file_is_never_run(tmp_path: Path, suffix: str, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    ("table", "sizes", "message"),
     [
-        (np.zeros(5, dtype=np.int64), r"must contain an integer tensor \[levels, items\], got int64 \(5,\)"),
-        (np.zeros((2, 5)), "must contain an integer tensor"),
-        (np.zeros((500, 3), dtype=np.int64), "has 500 levels of 3 items, more than 64 levels; transpose the table"),
-        (np.full((2, 5), -2), "has codes from -2 to -2"),
-        (np.array([[1, -1], [1, 1]]), "has codes for item 1 in some levels only"),
+        (np.zeros(5, dtype=int), None, r"must contain an integer tensor \[levels, items\], got int64 \(5,\)"),
+        (np.zeros((2, 5)), None, "must contain an integer tensor"),
+        (np.zeros((500, 3), dtype=int), None, "has 500 levels of 3 items, more than 64 levels; transpose the table"),
+        (np.full((2, 5), -2), None, "has codes from -2 to -2"),
+        (np.array([[1, -1], [1, 1]]), None, "codes.npy: item 1 has codes in some levels only"),
+        (CODES, (4, 9), r"below codebook_sizes, \[4, 9\], got -1 to \[3, 9\] in the levels"),
+        (CODES, (4,), r"with one of codebook_sizes, \[4\], per level, got int32 \[40, 2\]"),
     ],
 )
-def test_malformed_tables_are_refused(tmp_path: Path, table: NDArray[Any], message: str) -> None:
+def test_malformed_tables_are_refused(
+    tmp_path: Path, table: NDArray[Any], sizes: tuple[int, ...] | None, message: str
+) -> None:
     np.save(tmp_path / "codes.npy", table)
     with pytest.raises(DataError, match=message):
-        read_codes(tmp_path / "codes.npy")
-
-
-def test_codes_beyond_their_codebooks_are_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "codes.npy", CODES)
-    with pytest.raises(DataError, match=r"has codes up to \[3, 9\] in its levels, got codebook_sizes \[4, 9\]"):
-        read_codes(tmp_path / "codes.npy", (4, 9))
+        read_codes(tmp_path / "codes.npy", sizes)
 
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
@@ -258,7 +232,10 @@ def test_files_without_a_table_of_codes_are_refused_with_one_line(tmp_path: Path
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
-        (np.zeros((2, 5), dtype=np.int32), r"codes must be integers \[items, 3\].*got int32 \[2, 5\]; transpose"),
+        (
+            np.zeros((2, 5), dtype=np.int32),
+            r"integers \[items, levels\] .*, got int32 \[2, 5\]; transpose",
+        ),
         (np.zeros((5, 3)), "codes must be integers"),
         (np.array([[0, 1, 4]]), r"below codebook_sizes, \[2, 3, 4\], got 0 to \[0, 1, 4\]"),
         (np.array([[0, -2, 0]]), "codes must be -1"),

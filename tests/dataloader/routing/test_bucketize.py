@@ -10,9 +10,8 @@ from torch import Tensor
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing import MODES, Mode, Routing, bucketize, owner_rank
-from evenrank.dataloader.routing.bucketize import group_on_cpu, group_with_operators
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.routing import KeyMap, Routing, bucketize, map_features
 from tests.dataloader.routing.reference import Batch, batches, bucketized
 
 ROUNDROBIN = Routing(mode="roundrobin")
@@ -93,14 +92,9 @@ def test_values_are_grouped_by_rank_and_row_in_their_order(batch: Batch, lengths
     assert permutation.dtype == torch.int64
     assert permutation.tolist() == expected.permutation
     assert torch.equal(result.weights()[permutation], kjt.weights())
-
-
-@given(batches())
-def test_positions_are_indices_in_original_rows(batch: Batch) -> None:
-    kjt, routings = make_kjt(batch)
-    result, _ = bucketize(kjt, batch.world_size, routings, bucketize_pos=True)
-    assert result.weights().dtype == kjt.values().dtype
-    assert result.weights().tolist() == bucketized(batch).positions
+    positions, _ = bucketize(make_kjt(batch, lengths_dtype)[0], batch.world_size, routings, bucketize_pos=True)
+    assert positions.weights().dtype == kjt.values().dtype
+    assert positions.weights().tolist() == expected.positions
 
 
 @settings(max_examples=150)
@@ -117,40 +111,6 @@ def test_ranges_are_bucketized_as_by_torchrec(batch: Batch, lengths_dtype: torch
 def _small(routing: Routing) -> int:
     assert routing.num_embeddings
     return min(routing.num_embeddings, 2**30)
-
-
-@given(st.lists(st.integers(0, 6), max_size=8), st.integers(1, 9), int_dtypes, st.randoms())
-def test_operators_group_as_the_compiled_loop(
-    lengths: list[int], world_size: int, dtype: torch.dtype, random: Any
-) -> None:
-    owners = torch.tensor([random.randrange(world_size) for _ in range(sum(lengths))], dtype=torch.int64)
-    by_loop, by_operators = (
-        group(owners, torch.tensor(lengths, dtype=dtype), world_size) for group in (group_on_cpu, group_with_operators)
-    )
-    for looped, operated in zip(by_loop, by_operators, strict=True):
-        assert looped.dtype == operated.dtype
-        assert torch.equal(looped, operated)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_batch_on_one_rank_keeps_its_order(mode: Mode) -> None:
-    rows = [[[5, -1, 2**63 - 1], []], [[-(2**63)], [3, 3]]]
-    routing = Routing(mode=mode, num_embeddings=10)
-    kjt, routings = make_kjt(Batch(rows=rows, routings=(routing, routing), world_size=1))
-    result, permutation = bucketize(kjt, 1, routings)
-    assert permutation.tolist() == list(range(6))
-    assert torch.equal(result.lengths(), kjt.lengths())
-    assert torch.equal(result.values(), kjt.values())
-
-
-def test_a_rank_is_sent_what_it_owns() -> None:
-    keys = list(range(-50, 200, 3))
-    routings: dict[str, Routing] = {mode: Routing(mode=mode, num_embeddings=100) for mode in MODES}
-    kjt = KeyedJaggedTensor(keys=list(MODES), values=torch.tensor(keys * 3), lengths=torch.tensor([len(keys)] * 3))
-    result, permutation = bucketize(kjt, 8, routings)
-    sent_to = torch.repeat_interleave(torch.arange(8), result.lengths().view(8, 3).sum(dim=1))[permutation]
-    expected = [owner_rank(torch.tensor(keys), 8, mode, 100) for mode in MODES]
-    assert torch.equal(sent_to, torch.cat(expected))
 
 
 @pytest.mark.parametrize("stride", [0, 3])
@@ -241,3 +201,56 @@ def test_on_a_gpu_ranges_are_bucketized_as_by_fbgemm(batch: Batch, lengths_dtype
     if kjt.values().numel():  # some releases of fbgemm refuse empty batches
         expected = by_torchrec(kjt, batch.world_size, routings, bucketize_pos=extra == "positions")
         assert_same(bucketize(kjt, batch.world_size, routings, bucketize_pos=extra == "positions"), expected)
+
+
+ITEMS = KeyMap(num_embeddings=100, world_size=4, mode="hash_roundrobin")
+
+
+def _features(values: torch.Tensor, *, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
+    lengths = torch.tensor([2, 0, 1, 1, 3, 0])
+    return KeyedJaggedTensor(keys=["user_id", "item_id", "action"], values=values, lengths=lengths, weights=weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_only_the_keys_of_the_mapped_feature_change(dtype: torch.dtype) -> None:
+    values, weights = torch.tensor([1, 2, 90, 7, 5, 6, 7], dtype=dtype), torch.rand(7)
+    mapped = map_features(_features(values, weights=weights), {"item_id": ITEMS})
+    assert mapped.keys() == ["user_id", "item_id", "action"]
+    assert mapped.values().dtype == dtype
+    assert mapped["item_id"].values().tolist() == ITEMS(values[2:4]).tolist() != [90, 7]
+    assert mapped["user_id"].values().tolist() == [1, 2]
+    assert mapped["action"].values().tolist() == [5, 6, 7]
+    assert mapped.lengths().tolist() == [2, 0, 1, 1, 3, 0]
+    assert mapped.weights().tolist() == weights.tolist()
+    assert mapped.stride() == 2
+    assert values.tolist() == [1, 2, 90, 7, 5, 6, 7]
+
+
+def test_features_whose_rows_differ_in_number_keep_them() -> None:
+    features = KeyedJaggedTensor(
+        keys=["item_id", "user_id"],
+        values=torch.tensor([3, 4, 5, 6]),
+        lengths=torch.tensor([1, 2, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=(["item_id", "user_id"], torch.tensor([[0, 1], [0, 0]])),
+    )
+    mapped = map_features(features, {"item_id": ITEMS})
+    assert mapped.values().tolist() == [*ITEMS(torch.tensor([3, 4, 5])).tolist(), 6]
+    assert mapped.stride_per_key() == [2, 1]
+    assert mapped.inverse_indices()[1].tolist() == [[0, 1], [0, 0]]
+
+
+def test_features_without_values_stay_empty() -> None:
+    empty = KeyedJaggedTensor(
+        keys=["item_id"], values=torch.empty(0, dtype=torch.int64), lengths=torch.zeros(3, dtype=torch.int64)
+    )
+    assert map_features(empty, {"item_id": ITEMS}).lengths().tolist() == [0, 0, 0]
+
+
+def test_unknown_features_and_keys_are_refused() -> None:
+    features = _features(torch.tensor([1, 2, 100, 7, 5, 6, 7]))
+    with pytest.raises(ConfigError) as raised:
+        map_features(features, {"video_id": ITEMS})
+    assert str(raised.value) == "key_maps has 'video_id', which is no feature; there are user_id, item_id, action"
+    with pytest.raises(DataError, match="are 0 to 99, got 100; "):
+        map_features(features, {"item_id": ITEMS})

@@ -3,13 +3,14 @@
 import itertools
 import json
 import logging
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenrank.core.errors import StateError
-from evenrank.dataloader.routing import MODES, KeyMap, check_dist_type, dist_type
+from evenrank.dataloader.routing import MODES, KeyMap, check_dist_type, dist_type, read_dist_type
 
 
 def _map(mode: str, size: int = 100, ranks: int = 4) -> KeyMap:
@@ -93,3 +94,32 @@ def test_damaged_entries_are_refused(text: str) -> None:
     if not is_entry:
         with pytest.raises(StateError, match=r"^the checkpoint has a damaged dist_type; load an intact one$"):
             check_dist_type(text, {}, source="the checkpoint")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_read_maps_place_keys_like_those_that_were_saved(mode: str) -> None:
+    key_maps = {"item_id": _map(mode, 101, 3)}
+    (found,) = read_dist_type(dist_type(key_maps), source="the checkpoint").values()
+    assert found.describe() == key_maps["item_id"].describe()
+
+
+def test_a_missing_entry_has_no_maps() -> None:
+    assert read_dist_type(None, source="the checkpoint") == {}
+
+
+def test_other_constants_are_refused() -> None:
+    entry = _map("hash_roundrobin").describe() | {"constants": [1, 2]}
+    with pytest.raises(
+        StateError, match=r"^the checkpoint stores item_id with routing hash_roundrobin \(.*use the rel"
+    ):
+        read_dist_type(json.dumps({"item_id": entry}), source="the checkpoint")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"mode": "best", "num_embeddings": 3}, {"mode": "continuous"}, {"mode": "continuous", "num_embeddings": 0}],
+)
+def test_a_damaged_entry_is_one_line(entry: dict[str, object]) -> None:
+    with pytest.raises(StateError, match=re.escape("the checkpoint has a damaged dist_type (")) as caught:
+        read_dist_type(json.dumps({"item_id": entry}), source="the checkpoint")
+    assert "\n" not in str(caught.value)

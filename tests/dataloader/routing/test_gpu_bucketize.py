@@ -13,8 +13,6 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.routing import MODES, Mode, Routing, bucketize, gpu_bucketize, owner_rank
-from evenrank.dataloader.routing.bucketize import group_on_cpu, group_with_operators
-from evenrank.dataloader.routing.tensor_owners import owners_and_rows_with_operators
 from tests.dataloader.routing.reference import EDGES
 
 FOLDER = Path(__file__).parent
@@ -42,22 +40,8 @@ def test_owners_on_a_gpu_are_those_of_arrays(mode: Mode, dtype: torch.dtype) -> 
     for world_size in (*range(1, 65), 1000, 2**31, 2**62 + 1):
         expected = torch.from_numpy(owner_rank(keys.numpy(), world_size, mode, 700))
         assert torch.equal(owner_rank(keys.cuda(), world_size, mode, 700).cpu(), expected)
-        by_operators, _ = owners_and_rows_with_operators(
-            keys.cuda(), world_size, Routing(mode=mode, num_embeddings=700)
-        )
-        assert torch.equal(by_operators.cpu(), expected)
     strided = keys[:4000].view(40, 100).cuda().T
     assert torch.equal(owner_rank(strided, 7, mode, 700), owner_rank(strided.contiguous(), 7, mode, 700))
-
-
-@pytest.mark.gpu
-def test_operators_on_a_gpu_group_as_the_compiled_loop() -> None:
-    rng = np.random.default_rng(0)
-    lengths = torch.from_numpy(rng.integers(0, 300, 64))
-    owners = torch.from_numpy(rng.integers(0, 12, int(lengths.sum())))
-    on_gpu = group_with_operators(owners.cuda(), lengths.cuda(), 12)
-    for found, expected in zip(on_gpu, group_on_cpu(owners, lengths, 12), strict=True):
-        assert torch.equal(found.cpu(), expected)
 
 
 def _large(rng: np.random.Generator, lengths: np.ndarray) -> KeyedJaggedTensor:
@@ -97,3 +81,18 @@ def test_nothing_waits_for_the_gpu_with_routings_that_were_used_before() -> None
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.values().is_cuda
+
+
+@pytest.mark.gpu
+def test_without_triton_the_cpu_finds_owners_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    kjt = _large(np.random.default_rng(0), np.full(3 * 50, 20))
+    expected, permutation = bucketize(kjt, 8, ROUTINGS)
+    monkeypatch.setattr(gpu_bucketize, "HAS_TRITON", False)
+    on_gpu = kjt.to(torch.device("cuda"))
+    found, found_permutation = bucketize(on_gpu, 8, ROUTINGS)
+    assert found.values().is_cuda
+    assert torch.equal(found.values().cpu(), expected.values())
+    assert torch.equal(found.lengths().cpu(), expected.lengths())
+    assert torch.equal(found_permutation.cpu(), permutation)
+    owners = owner_rank(on_gpu.values(), 8, "hash_roundrobin")
+    assert torch.equal(owners.cpu(), owner_rank(kjt.values(), 8, "hash_roundrobin"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing import MODES, KeyMap, Mode, owner_rank
-from evenrank.dataloader.routing.table_permutation import Permutation, RoundRobin
+from evenrank.dataloader.routing.key_map import Permutation
 
 SIZES = st.integers(1, 3000)
 WORLDS = st.integers(1, 70)
@@ -93,23 +93,12 @@ def _reference(key: int, num_rows: int) -> int:
 
 
 @given(size=LARGE, data=st.data())
-def test_arrays_and_tensors_are_permuted_as_in_exact_arithmetic(size: int, data: Any) -> None:
+def test_keys_are_permuted_as_in_exact_arithmetic(size: int, data: Any) -> None:
     keys = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
     expected = [_reference(key, size) for key in keys.tolist()]
     permutation = Permutation.of(size)
     assert permutation.rows(keys).tolist() == expected
-    # What runs on a GPU.
-    on_device = permutation.rows(torch.from_numpy(keys))
-    assert on_device.tolist() == expected
-    assert permutation.keys(on_device).tolist() == keys.tolist()
-
-
-@given(size=SIZES, world_size=WORLDS)
-def test_tensors_go_round_the_ranks_as_arrays_do(size: int, world_size: int) -> None:
-    round_robin, keys = RoundRobin.of(size, world_size), np.arange(size)
-    rows = round_robin.rows(torch.from_numpy(keys))
-    assert rows.tolist() == round_robin.rows(keys).tolist()
-    assert round_robin.keys(rows).tolist() == keys.tolist()
+    assert permutation.keys(permutation.rows(keys)).tolist() == keys.tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -125,6 +114,7 @@ def test_results_have_the_shape_and_the_dtype_of_the_keys(mode: Mode) -> None:
         tensor = key_map(torch.arange(12, dtype=kind).reshape(3, 4).T)
         assert tensor.dtype == kind
         assert tensor.tolist() == rows.reshape(3, 4).T.tolist()
+    assert keys.tolist() == np.arange(12).reshape(3, 4)[:, ::2].tolist()  # not changed
     assert key_map(np.empty((0, 3), dtype=np.int64)).shape == (0, 3)
     assert key_map(torch.empty(0, dtype=torch.int64)).tolist() == []
     assert key_map(np.array(3)).shape == ()
@@ -142,14 +132,6 @@ def test_tensors_on_a_gpu_are_mapped_as_on_the_cpu(mode: Mode, size: int) -> Non
     assert rows.device.type == "cuda"
     assert rows.tolist() == key_map(keys).tolist()
     assert key_map.inverse(rows).tolist() == keys.tolist()
-
-
-def test_keys_are_left_as_they_are() -> None:
-    keys = np.arange(50)
-    tensor = torch.arange(50)
-    key_map = KeyMap(num_embeddings=50, world_size=4, mode="hash_roundrobin")
-    key_map(keys), key_map(tensor), key_map.inverse(keys)
-    assert keys.tolist() == tensor.tolist() == list(range(50))
 
 
 def test_only_round_robin_depends_on_the_number_of_ranks() -> None:
@@ -216,10 +198,11 @@ def test_impossible_maps_are_refused(change: dict[str, Any], message: str) -> No
     assert str(raised.value) == message
 
 
-def test_maps_of_arrays_need_no_torch() -> None:
+def test_arrays_are_mapped_and_routed_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; import numpy as np\n"
         "from evenrank.dataloader.routing import KeyMap, owner_rank\n"
+        "assert owner_rank(np.array([5, -1]), 4, 'roundrobin').tolist() == [1, 3]\n"
         "print(KeyMap(num_embeddings=9, world_size=3, mode='hash_roundrobin')(np.arange(9)).sum())"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd="/")

@@ -1,7 +1,5 @@
 """Owners of keys in arrays and tensors, against Python's integers, published hashes, and fbgemm."""
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,7 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import MODES, Mode, Routing, hash_keys, owner_rank
-from evenrank.dataloader.routing.modes import owners_and_rows
-from evenrank.dataloader.routing.tensor_owners import owners_and_rows_with_operators
+from evenrank.dataloader.routing.owners import owners_and_rows
 from tests.dataloader.routing.reference import hash_word, keys_of, owner_and_row, signed
 
 # Of `fmix64`, from the tests of other implementations.
@@ -45,15 +42,6 @@ def test_hashes_are_the_published_ones() -> None:
     assert [hash_word(word) for word in PUBLISHED] == list(PUBLISHED.values())
 
 
-def test_owners_by_hash_are_remainders_of_the_published_hashes() -> None:
-    keys = np.array(list(PUBLISHED), dtype=np.uint64)
-    for world_size in (1, 2, 3, 8, 63, 64):
-        expected = [word % world_size for word in PUBLISHED.values()]
-        assert owner_rank(keys, world_size, "hash_roundrobin").tolist() == expected
-        tensor = torch.from_numpy(keys.view(np.int64))
-        assert owner_rank(tensor, world_size, "hash_roundrobin").tolist() == expected
-
-
 def test_ranges_are_torchrecs_and_keys_past_them_go_round_robin() -> None:
     # 10 rows on 4 ranks: ranges of 3.
     keys = np.array([0, 2, 3, 8, 9, 10, 11, 12, 13, -1])
@@ -78,12 +66,9 @@ def test_arrays_and_tensors_have_the_owners_of_pythons_integers(
     ):
         assert found.dtype in (np.int64, torch.int64)
         assert found.tolist() == [owner for owner, _ in expected]
-    by_numpy = owners_and_rows(array, world_size, routing)
-    by_operators = owners_and_rows_with_operators(tensor, world_size, routing)
-    for owners, rows in (by_numpy, by_operators):
-        assert owners.tolist() == [owner for owner, _ in expected]
-        assert rows.dtype in (array.dtype, tensor.dtype)
-        assert rows.tolist() == [signed(row, bits) for _, row in expected]
+    _, rows = owners_and_rows(array, world_size, routing)
+    assert rows.dtype == array.dtype
+    assert rows.tolist() == [signed(row, bits) for _, row in expected]
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)), st.integers(1, 64), modes, tables)
@@ -146,25 +131,3 @@ def test_ranges_are_those_of_fbgemm(keys_and_bits: tuple[list[int], int], world_
 def test_keys_that_are_no_integers_are_refused(keys: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         owner_rank(keys, 2, "roundrobin")
-
-
-@pytest.mark.parametrize("keys", [np.array([1]), torch.tensor([1])])
-def test_arguments_are_checked(keys: Any) -> None:
-    with pytest.raises(ConfigError, match="needs num_embeddings"):
-        owner_rank(keys, 2, "continuous")
-    with pytest.raises(ConfigError, match=r"world_size must be .*, got 0"):
-        owner_rank(keys, 0, "roundrobin")
-
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-import numpy as np
-import evenrank.dataloader.routing as routing
-assert routing.owner_rank(np.array([5, -1]), 4, "roundrobin").tolist() == [1, 3]
-assert routing.Routing(mode="hash_roundrobin").mode == "hash_roundrobin"
-"""
-
-
-def test_owners_of_arrays_need_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, cwd="/")

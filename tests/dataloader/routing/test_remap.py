@@ -1,14 +1,25 @@
-"""Remapped tables have the rows of each key where the new KeyMap looks for it."""
+"""Remapped tables and checkpoints have the row of each key where the new KeyMap looks for it; all else stays."""
 
 import re
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing import MODES, KeyMap, remap
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.dataloader.routing import MODES, KeyMap, dist_type, remap, remap_checkpoint
+from evenrank.dataloader.routing import remap_checkpoint as function
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def _map_of(num_rows: int, world_size: int, mode: str | None) -> KeyMap | None:
@@ -52,3 +63,209 @@ def test_a_key_map_of_another_table_is_refused(shape: tuple[int, ...], side: str
     message = f"{side} is for num_embeddings=4, the table has the shape {list(shape)}; pass the KeyMap of this table"
     with pytest.raises(ConfigError, match=re.escape(message)):
         remap(torch.zeros(shape), **maps)
+
+
+ROWS, DIM = 23, 3
+HASHED = KeyMap(num_embeddings=ROWS, world_size=2, mode="hash_roundrobin")
+ON_4 = KeyMap(num_embeddings=ROWS, world_size=4, mode="roundrobin")
+WEIGHT, MOMENTUM = "model.item_id.weight", "optimizer.state.item_id.weight.item_id.momentum1"
+TABLES = {"item_id": [WEIGHT, MOMENTUM]}
+BEFORE, AFTER = {"item_id": HASHED}, {"item_id": ON_4}
+
+
+def _state(value: float = 1.0) -> dict[str, Any]:
+    """Return a state of a model, an optimizer and a loader; like it, but without its values, for 0."""
+    weights = torch.arange(ROWS * DIM, dtype=torch.float32).reshape(ROWS, DIM)
+    return {
+        "model": {"item_id.weight": value * weights, "dense.weight": torch.full((4, 2), value, dtype=torch.float64)},
+        "optimizer": {"state": {"item_id.weight": {"item_id.momentum1": value * weights[:, 0] + value}}},
+        "loader": {"position": int(value) * 48, "dist_type": dist_type({"item_id": HASHED})},
+        "step": int(value) * 7,
+    }
+
+
+def _load(path: Path, **changed: Any) -> dict[str, Any]:
+    state = {**_state(0), **changed}
+    load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    return state
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save(_state(), checkpoint_id=tmp_path / "source", no_dist=True)
+    return tmp_path / "source"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 28, 20], ids=["in one part", "in many parts"])
+def test_rows_move_and_everything_else_stays(source: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+    monkeypatch.setitem(function.__globals__, "_PART_BYTES", part_bytes)
+    target = source.with_name("target")
+    remap_checkpoint(source, target, TABLES, before=BEFORE, after=AFTER)
+    expected = _state()
+    expected["loader"]["dist_type"] = dist_type(AFTER)
+    expected["model"]["item_id.weight"] = remap(expected["model"]["item_id.weight"], HASHED, ON_4)
+    momentum = expected["optimizer"]["state"]["item_id.weight"]
+    momentum["item_id.momentum1"] = remap(momentum["item_id.momentum1"], HASHED, ON_4)
+    assert not torch.equal(
+        momentum["item_id.momentum1"], _state()["optimizer"]["state"]["item_id.weight"]["item_id.momentum1"]
+    )
+    assert _equal(_load(target), expected)
+    assert _equal(_load(source), _state())
+    before, after = (FileSystemReader(path).read_metadata() for path in (source, target))
+    assert after.planner_data == before.planner_data
+    weight = after.state_dict_metadata["model.item_id.weight"]
+    assert isinstance(weight, TensorStorageMetadata)
+    assert [chunk.sizes[0] for chunk in weight.chunks] == ([ROWS] if part_bytes > 20 else [1] * ROWS)
+    assert sorted(path.name for path in source.parent.iterdir()) == ["source", "target"]
+
+
+OTHER = KeyMap(num_embeddings=ROWS, world_size=1, mode="hash_roundrobin")
+IS_HASHED = "hash_roundrobin of 23 rows"
+IS_ON_4 = "roundrobin of 23 rows on 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("tables", "before", "after", "values", "message"),
+    [
+        (TABLES, {}, AFTER, {}, f"loader.dist_type of SOURCE has item_id as {IS_HASHED}, but `before` has it as conti"),
+        (TABLES, {**BEFORE, "user_id": OTHER}, AFTER, {}, f"user_id changes from {IS_HASHED} to continuous, but `tabl"),
+        ({}, BEFORE, AFTER, {}, f"item_id changes from {IS_HASHED} to {IS_ON_4}, but `tables` does not name it; add "),
+        ({}, BEFORE, {}, {}, f"item_id changes from {IS_HASHED} to continuous, but `tables` does not name it; add the"),
+        (
+            TABLES,
+            BEFORE,
+            AFTER,
+            {"new.dist_type": dist_type({"item_id": ON_4, "user_id": ON_4})},
+            f"the new new.dist_type has user_id as {IS_ON_4}, but `after` has it as continuous; pass the key maps that",
+        ),
+        # Of two tables of one size, each has its own maps.
+        (TABLES, BEFORE, {"item_id": ON_4, "user_id": ON_4}, {}, f"user_id changes from continuous to {IS_ON_4}, but "),
+        (
+            {**TABLES, "user_id": ["model.item_id.weight"]},
+            BEFORE,
+            AFTER,
+            {},
+            f"model.item_id.weight is the table of item_id, which changes from {IS_HASHED} to {IS_ON_4}, and of "
+            "user_id, which stays; give all features of a table the same key maps",
+        ),
+        (
+            {**TABLES, "user_id": ["model.item_id.weight"]},
+            BEFORE,
+            {"item_id": ON_4, "user_id": ON_4},
+            {},
+            f"and of user_id, which changes from continuous to {IS_ON_4}; give all features of a table the same",
+        ),
+    ],
+)
+def test_maps_that_do_not_fit_the_tables_and_entries_are_refused(
+    source: Path,
+    tables: dict[str, list[str]],
+    before: dict[str, KeyMap],
+    after: dict[str, KeyMap],
+    values: dict[str, Any],
+    message: str,
+) -> None:
+    target = source.with_name("target")
+    with pytest.raises(ConfigError, match=re.escape(message.replace("SOURCE", str(source)))):
+        remap_checkpoint(source, target, tables, before=before, after=after, values=values)
+    assert not target.exists()
+
+
+def test_a_feature_without_a_table_may_change(source: Path) -> None:
+    target = source.with_name("target")
+    remap_checkpoint(source, target, {**TABLES, "user_id": []}, before=BEFORE, after={**AFTER, "user_id": ON_4})
+    expected = remap(_state()["model"]["item_id.weight"], HASHED, ON_4)
+    assert torch.equal(_load(target)["model"]["item_id.weight"], expected)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_every_key_keeps_its_values_in_every_table_whatever_changes(data: st.DataObject) -> None:
+    """Tables of equal and other sizes, of one feature or several; maps are added, removed and changed, repeatedly."""
+    num_tables = data.draw(st.integers(1, 4))
+    rows = [data.draw(st.sampled_from([7, 23])) for _ in range(num_tables)]
+    table_of = {f"f{f}": data.draw(st.integers(0, num_tables - 1)) for f in range(data.draw(st.integers(1, 6)))}
+    values = [torch.arange(rows[table], dtype=torch.float64) + 100 * table for table in range(num_tables)]
+
+    def draw_maps() -> dict[str, KeyMap]:
+        modes = st.sampled_from([None, *MODES])
+        drawn = [_map_of(count, data.draw(st.integers(1, 5)), data.draw(modes)) for count in rows]
+        return {name: key_map for name, table in table_of.items() if (key_map := drawn[table])}
+
+    def rows_of(table: int, key_maps: dict[str, KeyMap]) -> Tensor:
+        key_map = next((key_maps[name] for name in table_of if table_of[name] == table and name in key_maps), None)
+        keys = torch.arange(rows[table])
+        return keys if key_map is None else key_map(keys)
+
+    before = draw_maps()
+    state: dict[str, Any] = {"loader": {"dist_type": dist_type(before)}}
+    for table in range(num_tables):
+        in_rows = torch.empty_like(values[table])
+        in_rows[rows_of(table, before)] = values[table]  # by key, in the row of the key
+        state[f"t{table}"] = {"weight": in_rows[:, None].repeat(1, 3), "momentum": in_rows + 0.5}
+    names = {name: [f"t{table}.weight", f"t{table}.momentum"] for name, table in table_of.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "0")
+        save(state, checkpoint_id=path, no_dist=True)
+        for turn in range(1, data.draw(st.integers(1, 3)) + 1):
+            after = draw_maps()
+            remap_checkpoint(path, path.with_name(str(turn)), names, before=before, after=after)
+            path, before = path.with_name(str(turn)), after
+            load(state, checkpoint_id=path, no_dist=True)
+            assert state["loader"]["dist_type"] == dist_type(after)
+            for table in range(num_tables):
+                at = rows_of(table, after)
+                assert torch.equal(state[f"t{table}"]["weight"][at], values[table][:, None].repeat(1, 3))
+                assert torch.equal(state[f"t{table}"]["momentum"][at], values[table] + 0.5)
+
+
+def test_an_entry_that_the_checkpoint_lacks_can_be_added(source: Path) -> None:
+    target = source.with_name("target")
+    remap_checkpoint(source, target, {}, before=BEFORE, after=BEFORE, values={"loader.new": [1, 2]})
+    loaded = _load(target, loader={"position": 0, "new": []})
+    assert loaded["loader"] == {"position": 48, "new": [1, 2]}
+
+
+def test_a_name_that_is_no_tensor_is_refused_with_those_that_are(source: Path) -> None:
+    target = source.with_name("target")
+    for name in ("model.user_id.weight", "step"):
+        message = f"{source} has no tensor {name!r}; it has model.dense.weight, model.item_id.weight, optimizer.state"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            remap_checkpoint(source, target, {**TABLES, "user_id": [name]}, before=BEFORE, after=AFTER)
+    assert not target.exists()
+
+
+def test_an_existing_target_is_refused_and_stays(source: Path) -> None:
+    target = source.with_name("target")
+    target.mkdir()
+    with pytest.raises(ConfigError, match="target exists already; choose another target, or delete it"):
+        remap_checkpoint(source, target, TABLES, before=BEFORE, after=AFTER)
+    assert list(target.iterdir()) == []
+
+
+def test_what_is_no_checkpoint_or_a_damaged_one_is_one_line(source: Path) -> None:
+    with pytest.raises(DataError, match=r"missing is no checkpoint of torch\.distributed\.checkpoint \(FileNotFound"):
+        remap_checkpoint(source.with_name("missing"), source.with_name("target"), TABLES, before=BEFORE, after=AFTER)
+    (part,) = source.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(DataError, match="source cannot be read") as caught:
+        remap_checkpoint(source, source.with_name("target"), TABLES, before=BEFORE, after=AFTER)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in source.parent.iterdir()] == ["source"]
+
+
+def test_nothing_half_written_stays(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(DataError, match=r"could not be written \(OSError: .*No space left") as caught:
+        remap_checkpoint(source, source.with_name("target"), TABLES, before=BEFORE, after=AFTER)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in source.parent.iterdir()] == ["source"]

@@ -16,7 +16,6 @@ from torchdata.nodes import (
     MultiNodeWeightedSampler,
     ParallelMapper,
     Prefetcher,
-    SamplerWrapper,
 )
 from torchdata.nodes import Loader as NodeLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -88,26 +87,22 @@ def _mixed(path: Path, wrap: Callable[[Any], Node] = _identity) -> Node:
 NODES: dict[str, Callable[[Path], Node]] = {
     # torchdata's own, which set what is expected of ours
     "torchdata: iterable": lambda path: IterableWrapper(range(7)),
-    "torchdata: sampler": lambda path: SamplerWrapper(SequentialSampler(_SAMPLES)),
     "torchdata: prefetcher": lambda path: Prefetcher(IterableWrapper(range(7)), 2),
     "loader": _loader,
     "stream": _stream,
     "random batches": lambda path: _random(),
     "balancer over random batches": lambda path: _balance(_random()),
-    "balancer over a loader": lambda path: _balance(_loader(path)),
     "balancer over a stream": lambda path: _balance(_stream(path)),
     "balancer over a StatefulDataLoader": lambda path: _balance(_own_samples()),
     "balancer over nodes": lambda path: _balance(_own_nodes()),
     "balancer over a prefetcher over a loader": lambda path: _balance(Prefetcher(_loader(path), 3)),
     "balancer over a mapper over a stream": lambda path: _balance(Mapper(_stream(path), _identity)),
     "balancer over a mixture": lambda path: _balance(_mixed(path)),
-    "mapper over a loader": lambda path: Mapper(_loader(path), _identity),
     "prefetcher over a balancer": lambda path: Prefetcher(_balance(_loader(path)), 2),
     "mapper over a balancer over nodes": lambda path: Mapper(_balance(_own_nodes()), _identity),
     "parallel mapper over a balancer": lambda path: ParallelMapper(
         _balance(_loader(path)), _identity, 2, method="thread"
     ),
-    "mixture of loaders": _mixed,
     "mixture of balancers": lambda path: _mixed(path, _balance),
 }
 

@@ -50,7 +50,7 @@ def _epoch(loader: StreamLoader[SequenceBatch]) -> list[list[int]]:
     return [ids_of(batch) for batch in loader]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5, 9])
+@pytest.mark.parametrize("world_size", [1, 3, 9])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_sample_comes_once_per_epoch(parts: Path, world_size: int, num_workers: int) -> None:
     loaders = _loaders(parts, world_size, num_workers=num_workers)
@@ -171,17 +171,13 @@ def test_states_that_cannot_be_loaded_are_refused_with_the_reason(parts: Path) -
             _loaders(parts, 1, **changed)[0].load_state_dict(merged)
     batch = next(iter(loaders[0]))
     batch.epoch = 7
-    with pytest.raises(
-        StateError, match="positions at step 1 of epoch 7 are no longer known; call state_dict within 256 steps"
-    ):
+    with pytest.raises(StateError, match="position 1 of epoch 7 is no longer known; call state_dict within 256 steps"):
         loaders[0].state_dict(after=batch)
 
 
-def test_unsupported_orders_and_ranks_are_refused(parts: Path) -> None:
+def test_unsupported_orders_are_refused(parts: Path) -> None:
     with pytest.raises(ConfigError, match="streams are always shuffled; order must be 'shuffle', got 'time'"):
         _loaders(parts, 1, order="time")
-    with pytest.raises(ConfigError, match="rank must be between 0 and world_size - 1, got rank 1 of 1"):
-        build_stream_loader(parts, LoaderConfig(batch_size=2), rank=1, world_size=1)
 
 
 def test_an_error_while_reading_ahead_reaches_the_consumer(small_dataset: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_k_core_matches_its_definition(
     assert masks is not None
     kept = [
         event
-        for bucket, mask in zip(buckets, masks, strict=True)
+        for bucket, mask in zip(map(buckets.read, range(len(buckets))), masks, strict=True)
         for event in zip(bucket["user_id"][mask].tolist(), bucket["item_id"][mask].tolist(), strict=True)
     ]
     assert sorted(kept) == sorted(_k_core_by_definition(events, users, items))

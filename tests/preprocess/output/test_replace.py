@@ -1,5 +1,6 @@
 """Replacing the folder of a dataset, in particular by runs that are killed or must not replace it."""
 
+import dataclasses
 import errno
 import multiprocessing
 import os
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from evenrank.core.errors import DataError
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets import open_store
+from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import read_manifest, sha256_of
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 from evenrank.preprocess.output import replace
@@ -22,41 +25,55 @@ def _config(out: Path, num_users: int = 10) -> PreprocessConfig:
 
 
 def _preprocess_and_wait_before_replacing(out: Path, written: Connection) -> None:
-    def wait(partial: Path, out: Path) -> None:
+    def wait(partial: Path, out: Path, old: Path) -> None:
         written.send("written")
         signal.pause()
 
     replace._put_in_place = wait
-    preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=20)))
+    preprocess(_config(out, num_users=20))
 
 
 def test_a_killed_run_keeps_the_old_dataset_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    old = preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=10)))
+    old = preprocess(_config(out))
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_preprocess_and_wait_before_replacing, args=(out, sender))
     process.start()
     sender.close()
     assert receiver.recv() == "written"  # raises EOFError if the process fails
-    (out / "new.parquet").touch()  # of a run that replaces the folder while another one looks at it
     with pytest.raises(DataError, match=r"out is being written by another process; wait for it"):
-        preprocess(PreprocessConfig(dataset="synthetic", out=out))
-    (out / "new.parquet").unlink()
+        preprocess(_config(out))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert read_manifest(out) == old
-    new = preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=30)))
+    new = preprocess(_config(out, num_users=30))
     assert read_manifest(out) == new
     assert sum(split.rows for split in new.splits.values()) == 30
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_dataset_between_the_two_renames_is_put_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    old = preprocess(_config(out))
+    out.rename(tmp_path / ".out.old")  # where a killed process leaves it
+    with pytest.raises(ConfigError, match="more than"):
+        preprocess(
+            PreprocessConfig(
+                dataset="synthetic",
+                out=out,
+                synthetic=SyntheticConfig(num_users=10, lengths=Uniform(low=2**62, high=2**62)),
+            )
+        )
+    assert read_manifest(out) == old
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def _preprocess_when_all_are_ready(out: Path, num_users: int, ready: Barrier, results: "Queue[str]") -> None:
     ready.wait()
     try:
-        preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=num_users)))
+        preprocess(_config(out, num_users))
         results.put(str(num_users))
     except DataError as error:
         results.put(str(error))
@@ -77,7 +94,7 @@ def test_of_runs_at_the_same_time_one_writes_the_folder(tmp_path: Path) -> None:
         process.join()
     complete = [result for result in ended if result.isdecimal()]
     assert {result for result in ended if result not in complete} <= {
-        f"{out} is being written by another process; wait for it, or choose another output folder"
+        f"{out} is being written by another process; wait for it, or choose another folder"
     }
     manifest = read_manifest(out)
     assert str(sum(split.rows for split in manifest.splits.values())) in complete
@@ -90,30 +107,46 @@ def test_of_runs_at_the_same_time_one_writes_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("precious")
-    with pytest.raises(DataError, match="contains files but is not a dataset"):
-        preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out"))
-    assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
+@pytest.mark.parametrize(
+    "place", ["notes.txt", ".hidden", "train/notes.csv", "eval/part-00009.parquet", "manifest.json"]
+)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_with_anything_else_is_only_replaced_on_demand(tmp_path: Path, place: str, is_link: bool) -> None:
+    out, precious = tmp_path / "out", tmp_path / "precious"
+    precious.mkdir()
+    if place == "manifest.json":  # of another program
+        out.mkdir()
+    else:
+        preprocess(_config(out))
+        open_store(out)  # whose cache belongs to the dataset
+        preprocess(_config(out))
+    if is_link:
+        (out / place).symlink_to(precious)
+    else:
+        (out / place).write_text('{"manifest_version": 3}')
+    before = sorted(out.rglob("*"))
+    stages: list[str] = []
+    with pytest.raises(
+        DataError, match=f"out contains '{place}', which is no part of a dataset; .*--overwrite"
+    ) as raised:
+        preprocess(_config(out), on_stage=stages.append)
+    assert "\n" not in str(raised.value)
+    assert not stages  # found before the work
+    assert sorted(out.rglob("*")) == before
+    preprocess(dataclasses.replace(_config(out), overwrite=True))
+    assert {path.name for path in out.iterdir()} == {"train", "eval", "manifest.json"}
+    assert precious.is_dir()
 
 
-def test_a_folder_of_another_program_with_a_manifest_is_not_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "extension"
-    out.mkdir()
-    (out / "manifest.json").write_text('{"manifest_version": 3, "name": "not ours"}')
-    with pytest.raises(DataError, match="extension contains files but is not a dataset"):
-        preprocess(PreprocessConfig(dataset="synthetic", out=out))
-    config = PreprocessConfig(dataset="synthetic", out=tmp_path / "data", synthetic=SyntheticConfig(num_users=5))
-    preprocess(config)
-    (tmp_path / "data" / "notes.txt").write_text("precious")
-    with pytest.raises(DataError, match=r"data contains 'notes.txt' besides a dataset; move it away"):
-        preprocess(config)
-    assert (tmp_path / "data" / "notes.txt").read_text() == "precious"
+def test_a_file_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(DataError, match="out is a file or a mount point; choose another output folder"):
+        preprocess(dataclasses.replace(_config(tmp_path / "out"), overwrite=True))
+    assert (tmp_path / "out").read_text() == "precious"
 
 
 def test_a_dataset_of_another_schema_version_is_replaced(tmp_path: Path) -> None:
-    config = PreprocessConfig(dataset="synthetic", out=tmp_path / "data", synthetic=SyntheticConfig(num_users=5))
+    config = _config(tmp_path / "data")
     preprocess(config)
     path = tmp_path / "data" / "manifest.json"
     path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 0'))
@@ -125,7 +158,7 @@ def test_a_symbolic_link_is_kept_and_its_target_replaced(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for num_users in (10, 20):
         out = tmp_path / "link"
-        preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=num_users)))
+        preprocess(_config(out, num_users))
     assert sum(split.rows for split in read_manifest(tmp_path / "real").splits.values()) == 20
     assert (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
@@ -134,86 +167,39 @@ def test_a_symbolic_link_is_kept_and_its_target_replaced(tmp_path: Path) -> None
 def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="is or contains the current folder"):
-        preprocess(PreprocessConfig(dataset="synthetic", out=Path(".")))
+        preprocess(_config(Path(".")))
 
 
 def test_a_leftover_partial_output_is_removed_even_if_it_is_a_file(tmp_path: Path) -> None:
     (tmp_path / ".out.partial").write_text("left behind")
-    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=5)))
+    preprocess(_config(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_two_renames_replace_a_dataset_where_the_system_has_no_exchange(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replace, "_exchange_folders", lambda first, second: False)
-    for num_users in (10, 20):
-        preprocess(
-            PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=SyntheticConfig(num_users=num_users))
-        )
-    assert sum(split.rows for split in read_manifest(tmp_path / "out").splits.values()) == 20
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_file_that_appears_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     old = preprocess(_config(out))
-    exchange = replace._exchange_folders
-    late = iter(["late.txt"])  # written once, after the last check before the exchange
-
-    def exchange_late(first: Path, second: Path) -> bool:
-        for name in late:
-            (out / "train" / name).write_text("precious")
-        return exchange(first, second)
-
-    monkeypatch.setattr(replace, "_exchange_folders", exchange_late)
-    with pytest.raises(DataError, match=r"out contains 'train/late.txt' besides a dataset; move it away"):
-        preprocess(_config(out, num_users=9))
+    with pytest.raises(DataError, match=r"out contains 'late', which is no part of a dataset"):
+        preprocess(_config(out), on_stage=lambda stage: (out / "late").touch())
     assert read_manifest(out) == old
-    assert (out / "train" / "late.txt").read_text() == "precious"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "late").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_an_old_dataset_that_turns_unreadable_during_the_exchange_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", [".out.partial", "out"])
+def test_a_rename_that_fails_leaves_the_old_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     out = tmp_path / "out"
     old = preprocess(_config(out))
+    rename = Path.rename
 
-    def fail(folder: Path) -> str | None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == failing:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return rename(path, target)
 
-    monkeypatch.setattr(replace, "find_foreign", fail)  # called after the exchange
-    with pytest.raises(DataError, match=r"out could not be written: Permission denied; it is unchanged"):
-        preprocess(_config(out, num_users=9))
-    assert read_manifest(out) == old
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_file_that_appears_during_the_work_is_found_before_the_exchange(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    old = preprocess(_config(out))
-    monkeypatch.setattr(replace, "_exchange_folders", None)  # calling it would fail
-
-    def write(stage: str) -> None:
-        (out / "late").mkdir(exist_ok=True)
-
-    with pytest.raises(DataError, match=r"out contains 'late' besides a dataset"):
-        preprocess(_config(out), on_stage=write)
-    assert read_manifest(out) == old
-    assert (out / "late").is_dir()
-
-
-def test_an_exchange_that_fails_leaves_the_old_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    old = preprocess(_config(out))
-
-    def fail(first: Path, second: Path) -> bool:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    monkeypatch.setattr(replace, "_exchange_folders", fail)
+    monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(DataError, match=r"out could not be written: Device or resource busy; it is unchanged"):
         preprocess(_config(out))
     assert read_manifest(out) == old

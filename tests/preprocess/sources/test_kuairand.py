@@ -215,7 +215,7 @@ def test_an_unexpected_header_raises(tmp_path: Path, header: str) -> None:
 
 
 def test_a_log_without_events_raises(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"4_21_pure\.csv contains no events; unpack or download it again"):
+    with pytest.raises(DataError, match=r"4_21_pure\.csv contains no rows; create or download it again"):
         read_pure(tmp_path)
 
 
@@ -231,25 +231,16 @@ def test_a_missing_file_raises(tmp_path: Path, name: str) -> None:
     ("users", "message"),
     [
         (
-            (USERS_HEADER.replace(",fans_user_num_range", "").replace("user_id", "id"), *USERS),
-            r"user_features_pure.csv lacks column user_id, fans_user_num_range; unpack or download it again",
+            (USERS_HEADER.replace(",fans_user_num_range", ""), *USERS),
+            "user_features_pure.csv has no column 'fans_user_num_range'; known: user_id, user_active_degree, ",
         ),
-        ((), "lacks column user_id, user_active_degree, "),
-        ((USERS_HEADER,), "contains no users; unpack or download it again"),
-        (
-            (USERS_HEADER, USERS[0], USERS[1] + ",x"),
-            r"line 3 \('2,full_active,.*\): expected 31 fields with an integer as user_id",
-        ),
-        (
-            (USERS_HEADER, USERS[0], "2,full_active"),
-            r"line 3 \('2,full_active'\): expected 31 fields with an integer as user_id",
-        ),
-        (
-            (USERS_HEADER, "x" + USERS[0]),
-            r"line 2 \('x1,high_active,.*\): expected 31 fields with an integer as user_id",
-        ),
-        ((USERS_HEADER, ""), r"line 2 \(''\): expected 31 fields"),
-        ((USERS_HEADER, USERS[0], USERS[0]), "user 1 appears twice among the users' features"),
+        ((), "user_features_pure.csv is empty; create it again"),
+        ((USERS_HEADER,), "contains no rows; create or download it again"),
+        ((USERS_HEADER, USERS[0], USERS[1] + ",x"), r"line 3 \('2,full_active,.*\): expected 31 fields, got 32"),
+        ((USERS_HEADER, USERS[0], USERS[1][:-1]), r"line 3 \('2,full_active,.*\): expected 31 fields, got 30"),
+        ((USERS_HEADER, "x" + USERS[0]), r"line 2 \('x1,high_active,.*\): user_id is not an integer in"),
+        ((USERS_HEADER, ""), r"line 2 \(''\): the line is empty; fix or remove the line"),
+        ((USERS_HEADER, USERS[0], USERS[0]), "user_features_pure.csv: user 1 appears twice; keep one row per user"),
     ],
 )
 def test_invalid_features_raise_one_line(tmp_path: Path, users: tuple[str, ...], message: str) -> None:

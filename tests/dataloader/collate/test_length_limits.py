@@ -190,12 +190,3 @@ def test_limits_are_the_same_on_all_ranks_and_hold_after_balancing(ranks: RankPo
         assert limits == {"user_id": 1, "tags": 4, "semantic_id": 21, "label": 3}
         assert list(max_lengths.values()) == longest
         assert all(max_lengths[key] <= limit for key, limit in limits.items())
-
-
-def _with_own_limit(rank: int, world_size: int) -> None:
-    _balanced(rank, world_size, max_history_length=7 + rank)
-
-
-def test_ranks_with_other_limits_are_refused(ranks: RankPool) -> None:
-    for failure in ranks.try_run(2, _with_own_limit):
-        assert "batches differ between rank 0 and rank 1: length limit of semantic_id: 21 and 24" in failure.message

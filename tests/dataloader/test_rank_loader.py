@@ -25,8 +25,8 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.balance.ranks.consistency import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.rank_loader import PER_RANK
 from evenrank.dataloader.routing import KeyMap
-from evenrank.dataloader.state.invariants import PER_RANK
 from evenrank.dataloader.state.resume_point import _FORMAT
 from tests.dataloader.resuming import with_changes
 from tests.ranks import RankFailure, RankPool
@@ -187,7 +187,7 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("kind", ["loader", "stream", "nodes", "torchdata's Loader"])
+@pytest.mark.parametrize("kind", ["stream", "nodes", "torchdata's Loader"])
 def test_loader_of_another_world_size_is_refused_on_every_rank(ranks: RankPool, small_dataset: Path, kind: str) -> None:
     for failure in ranks.try_run(2, _of_other_world_size, small_dataset, kind):
         assert isinstance(failure, RankFailure)
@@ -195,15 +195,3 @@ def test_loader_of_another_world_size_is_refused_on_every_rank(ranks: RankPool, 
             "ranks 0 to 1 failed: the loader was created for world_size 3, but 2 ranks balance together; create it "
             "with world_size=2, the number of ranks of the Balancer's group"
         )
-
-
-def _with_other_codes(rank: int, world_size: int, path: Path) -> None:
-    config = SemanticIdConfig(batch_size=4, codes=OTHER_CODES if rank else CODES)
-    with Balancer(build_loader(path, config, rank=rank, world_size=world_size), BalanceConfig(cost=len)) as balancer:  # type: ignore[arg-type]
-        list(balancer)
-
-
-def test_ranks_with_other_codes_train_nothing(ranks: RankPool, small_dataset: Path) -> None:
-    for failure in ranks.try_run(2, _with_other_codes, small_dataset):
-        assert isinstance(failure, RankFailure)
-        assert failure.message.startswith("codes differs between ranks: 2 levels of 501 items")

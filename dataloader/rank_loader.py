@@ -1,0 +1,122 @@
+"""`RankLoader`: base of the loaders of one rank, and the settings that must be the same on all ranks."""
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.transform import Transform, apply, make_rng
+from evenrank.dataloader.collate.semantic_ids import CodeTable
+from evenrank.dataloader.config import ReadConfig
+from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+
+PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory"})
+"""Settings that affect speed, not batch contents; ranks may differ in these."""
+# Compared by their contents: the file may be at another path on another host.
+_CODES = frozenset({"codes", "codebook_sizes"})
+
+Batch = TypeVar("Batch", bound=JaggedBatch)
+
+
+class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
+    """The batches of one rank; each iteration is one epoch.
+
+    Args:
+        config: settings of the batches.
+        rank: data-parallel rank of this process, 0..world_size-1.
+        world_size: number of data-parallel ranks.
+        transform: see `build_loader`.
+
+    Raises:
+        ConfigError: the rank is out of range.
+        DataError: the file of codes is missing or malformed.
+
+    """
+
+    def __init__(
+        self, config: ReadConfig[Batch], *, rank: int, world_size: int, transform: Transform[Batch] | None = None
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank must be between 0 and world_size - 1, got rank {rank} of {world_size}; pass this process's rank"
+            )
+        super().__init__()
+        self._config = config
+        self._collate = config.make_collate()
+        self._rank = rank
+        self._world_size = world_size
+        self._transform = transform
+        self._seed = config.seed  # or that of a loaded state
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+
+    @abstractmethod
+    def _own_invariants(self) -> dict[str, Any]:
+        """Return further settings that must be the same on all ranks."""
+
+    def rank_invariants(self) -> dict[str, Any]:
+        """Return the settings that must be the same on all ranks, and this process's `rank`."""
+        return {**self._invariants, "seed": self._seed}
+
+    @cached_property
+    def _invariants(self) -> dict[str, Any]:
+        # Once, because a Balancer compares invariants in every step.
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            **shared_settings(self._config, self._collate),
+            "transform": name_of(self._transform),
+            **self._own_invariants(),
+        }
+
+    def _is_ended(self, state: Mapping[str, Any]) -> bool:
+        return self.epoch > int(state["epoch"])
+
+    def _finish(
+        self, batch: Batch, *, epoch: int, step: int, position: int, seed: int, counters: tuple[int, ...]
+    ) -> Batch:
+        """Set the position of a batch, transform it with a generator for `seed` and `counters`, and pin it."""
+        batch.epoch, batch.step, batch.position = epoch, step, position
+        if self._transform is not None:
+            batch = apply(self._transform, batch, make_rng(seed, epoch, *counters))
+        return batch.pin_memory() if self._config.pin_memory else batch
+
+
+def shared_settings(*records: Any) -> dict[str, Any]:
+    """Return the settings that must be the same on all ranks, by name, as plain values that can be compared.
+
+    Args:
+        records: dataclasses of settings. All of their fields count except PER_RANK, so that a new setting is compared
+            unless it says otherwise.
+
+    """
+    settings: dict[str, Any] = {}
+    for record in records:
+        for field in dataclasses.fields(record):
+            value = getattr(record, field.name)
+            if isinstance(value, CodeTable):
+                settings["codes"] = value.describe()
+            elif field.name not in PER_RANK | _CODES:
+                settings[field.name] = _plain(value)
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _plain(value[name])) for name in sorted(value))
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def name_of(function: object) -> str | None:
+    """Return the name of a function, or of the class of another callable, without arguments; None for None."""
+    while isinstance(function, partial):  # the arguments of a transform may contain its rank
+        function = function.func
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
