@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from end_to_end.tasks import WorkerTask, check_names, make_plan, tasks_of
-from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.errors import ConfigError
 from tests.scripts.bench.end_to_end.small_tables import make_table, make_tasks, result_of
 
 
@@ -21,22 +21,15 @@ def test_each_run_has_a_task_for_each_of_its_lengths(tmp_path: Path) -> None:
         "long: measured cost",
     ]
     assert {task.gpus for task in tasks} == {4}
+    chosen = tasks_of(make_table(tmp_path), tmp_path, gpus=2, only=["measured-cost", "baseline"], lengths=["long"])
+    assert [task.title for task in chosen] == ["long: baseline", "long: measured cost"]
     assert tasks[1].result == tmp_path / "short" / "halved-heads.json"
     assert tasks[-1].cost_result == tmp_path / "long" / "baseline.json"
-
-
-def test_a_task_has_the_workload_of_its_run_alone(tmp_path: Path) -> None:
     baseline, halved, _ = make_tasks(tmp_path)
     assert (baseline.workload.item_rows, halved.workload.item_rows) == (50, 7)
     assert (baseline.data_ranks, halved.data_ranks) == (2, 1)
     assert baseline.workload.lengths == {"short": "uniform:low=1,high=9"}
     assert baseline.distribution == "uniform:low=1,high=9"
-
-
-def test_runs_and_lengths_can_be_chosen(tmp_path: Path) -> None:
-    table = make_table(tmp_path)
-    chosen = tasks_of(table, tmp_path, gpus=2, only=["measured-cost", "baseline"], lengths=["long"])
-    assert [task.title for task in chosen] == ["long: baseline", "long: measured cost"]
 
 
 @pytest.mark.parametrize(
@@ -61,42 +54,32 @@ def test_a_choice_that_cannot_run_is_one_line(
         tasks_of(table, tmp_path, gpus=2)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "evenrank training benchmark task", "version": 2}'])
-def test_a_damaged_task_is_one_line(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "a.task.json"
-    file.write_text(text)
-    with pytest.raises(DataError, match=r"a\.task\.json .*start the benchmark again") as caught:
-        WorkerTask.load(file)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.fixture
 def tasks(tmp_path: Path) -> tuple[WorkerTask, ...]:
     return make_tasks(tmp_path)
 
 
-def test_complete_results_are_kept(tasks: tuple[WorkerTask, ...]) -> None:
+def test_complete_results_are_kept_and_others_made_again(tasks: tuple[WorkerTask, ...]) -> None:
     for task in tasks[:2]:
         result = result_of(task)  # of a run that would read or write data elsewhere
         dataclasses.replace(result, settings={**result.settings, "out": "elsewhere"}).save(task.result)
     plan = make_plan(tasks)
     assert (plan.kept, plan.to_run, plan.again) == (tasks[:2], tasks[2:], {})
-
-
-def test_a_run_that_failed_is_run_again(tasks: tuple[WorkerTask, ...]) -> None:
     result_of(tasks[0], failure="out of memory").save(tasks[0].result)
+    result_of(tasks[2]).save(tasks[2].result)
     plan = make_plan(tasks)
-    assert plan.to_run == tasks
-    assert plan.again == {tasks[0].result: "it failed: out of memory"}
+    assert plan.to_run == (tasks[0], tasks[2])
+    assert plan.again == {
+        tasks[0].result: "it failed: out of memory",
+        tasks[2].result: "its cost is fitted to 'baseline', which is run again",
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"settings": {"seed": 1}}, "settings.seed was 1 and is 0"),
-        ({"workload": {"seed": 1}}, "workload.seed was 1 and is 0"),
         ({"workload": {"gone": 1}}, "workload.gone was 1 and is None"),
-        ({"gpus": 8}, "gpus was 8 and is 2"),
         ({"cost": {"name": "MeasuredCost"}}, "cost was 'measured' and is 'of the model'"),
     ],
 )
@@ -104,21 +87,9 @@ def test_a_result_of_another_task_is_replaced(
     tasks: tuple[WorkerTask, ...], changes: dict[str, Any], reason: str
 ) -> None:
     result = result_of(tasks[0])
-    values: dict[str, Any] = {
-        name: {**getattr(result, name), **change} if isinstance(change, dict) else change
-        for name, change in changes.items()
-    }
-    result = dataclasses.replace(result, **values)
-    result.save(tasks[0].result)
+    values: dict[str, Any] = {name: {**(getattr(result, name) or {}), **change} for name, change in changes.items()}
+    dataclasses.replace(result, **values).save(tasks[0].result)
     assert make_plan(tasks[:1]).again == {tasks[0].result: reason}
-
-
-def test_a_cost_is_fitted_again_to_times_that_are_new(tasks: tuple[WorkerTask, ...]) -> None:
-    for task in tasks[1:]:
-        result_of(task).save(task.result)
-    plan = make_plan(tasks)
-    assert plan.to_run == (tasks[0], tasks[2])
-    assert plan.again == {tasks[2].result: "its cost is fitted to 'baseline', which is run again"}
 
 
 @pytest.mark.parametrize("failure", [None, "out of memory"])

@@ -31,7 +31,6 @@ def test_speed_of_a_run() -> None:
     steps = [[8, 12], [20, 20], [11, 9], [30, 34]]
     live = made_up.segment(LIVE, 0, steps, batch=[0, 1, 0, 1])
     speed = speed_of(row_of(live))
-
     assert speed.steps == 4
     assert speed.step_ms == pytest.approx(15)  # of 10, 20, 10, 32
     assert speed.step_p95_ms == pytest.approx(30.2)
@@ -103,9 +102,7 @@ def test_evenness_of_a_balanced_run() -> None:
         balance=made_up.balance(),
         balanced=made_up.work(loads=np.array([[22, 10], [18, 10]])),
     )
-
     evenness = evenness_of(make_rows([result])[0])
-
     assert values(evenness.to_even) == ((15.3 / 13.5 + 1) / 2, 1, 15.3 / 13.5)
     assert values(evenness.prepared_to_even) == ((15 / 13.5 + 1) / 2, 1, 15 / 13.5)
     assert values(evenness.exposed) == (0.01, 0, 0.02)
@@ -126,7 +123,6 @@ def test_rare_stalls_are_exposed_in_the_mean_alone() -> None:
 
 def test_wait_is_what_a_rank_does_not_compute() -> None:
     segment = made_up.marked(LIVE, 0, before=[[1, 1], [1, 1]], compute=[[6, 2], [4, 7]], after=[[1, 7], [3, 2]])
-
     evenness = evenness_of(row_of(segment))
     assert evenness.compute_ms == pytest.approx((4, 5.5))
     assert evenness.mean_compute_ms == pytest.approx(4.75)

@@ -71,9 +71,7 @@ def test_every_row_and_column_fits_the_terminal() -> None:
     for columns in (SPEED, BALANCE, RANKS):
         text = io.StringIO()
         Console(file=text, width=WIDTH).print(terminal_table(columns, all_rows))
-
         lines = text.getvalue().splitlines()
-
         assert max(map(len, lines)) <= WIDTH
         assert "…" not in text.getvalue()
         for row in all_rows:
@@ -105,7 +103,6 @@ def test_targets_that_are_met() -> None:
             ]
         )
     )
-
     assert all(verdict.met for verdict in verdicts)
     assert [(verdict.target, verdict.measured, verdict.outcome) for verdict in verdicts] == [
         ("lpt-swap: step at most 1.01 of a perfectly even one", "1.0020", "met, 0.80 percentage points to spare"),
@@ -127,7 +124,6 @@ def test_targets_that_are_missed_say_by_how_much() -> None:
             ]
         )
     )
-
     assert not any(verdict.met for verdict in verdicts)
     assert [verdict.outcome for verdict in verdicts] == [
         "missed by 1.00 percentage points",
@@ -148,7 +144,6 @@ def test_targets_that_are_missed_say_by_how_much() -> None:
 )
 def test_the_noise_of_rounds_is_allowed_for_between_runs(live: Sequence[float], expected: str) -> None:
     verdict = check_targets(make_rows([run("karmarkar-karp", [10]), run("lpt-swap", live)]))[2]
-
     assert verdict.outcome == expected
 
 
