@@ -1,21 +1,32 @@
-"""What the ranking model's logits depend on, and that it learns."""
+"""The logits of the ranking model, its learning, its steps on GPUs, and the code of the README."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError
 from evenrank.training import label_bits
-from hstu.config import tables
+from hstu.config import HSTUConfig, tables
 from hstu.ranking import HSTURanking, at_least
-from tests.examples.hstu.samples import CONFIG, NUM_TASKS, SIZES, Sample, make_batch, make_ranking, random_samples
+from tests.examples.hstu.samples import (
+    CONFIG,
+    NUM_TASKS,
+    SIZES,
+    Sample,
+    make_batch,
+    make_ranking,
+    make_retrieval,
+    random_samples,
+)
 
 SAMPLE = Sample(user_id=[3], tags=[1, 2], item_id=[4, 5, 6, 7, 8], action=[1, 2, 3], num_candidates=2, labels=[5, 6])
 
@@ -150,3 +161,55 @@ def test_mistakes_are_refused() -> None:
         make_ranking(targets=lambda labels: (labels > 2).float())(make_batch(random_samples(3)))
     with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
         make_ranking(num_tasks=0)
+
+
+PADDED = replace(CONFIG, attention="padded")
+JAGGED = replace(CONFIG, attention="triton", head_dim=64)
+
+
+@pytest.mark.gpu
+def test_automatic_attention_has_kernels_or_pads() -> None:
+    for head_dim, expected in ((CONFIG.head_dim, "padded"), (64, "triton")):
+        batch = make_batch(random_samples(4)).to("cuda")
+        logits = []
+        for attention in ("auto", expected):
+            torch.manual_seed(0)
+            model = make_ranking(replace(CONFIG, attention=attention, head_dim=head_dim))
+            model.embeddings = EmbeddingCollection(tables=tables(SIZES, CONFIG))
+            logits.append(model.float().cuda()(batch)[1])
+        assert torch.equal(*logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("attention", [PADDED, JAGGED], ids=["padded", "triton"])
+@pytest.mark.parametrize("task", ["ranking", "retrieval"])
+def test_a_step_does_not_synchronize(task: str, attention: HSTUConfig, recompute: bool) -> None:
+    config = replace(attention, recompute=recompute, dropout=0.1)
+    retrieval = task == "retrieval"
+    model: nn.Module = make_retrieval(config) if retrieval else make_ranking(config)
+    model.embeddings = EmbeddingCollection(tables=tables(SIZES, config, retrieval=retrieval))
+    model.float().cuda()
+    samples = random_samples(8, predict="next" if retrieval else "candidates")
+    batch = make_batch(samples, rows=10).to("cuda")
+    for mode in ("default", "error"):  # the first step loads libraries
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model(batch)[0].sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+README = Path(__file__).parents[3] / "examples" / "hstu" / "README.md"
+
+
+def test_the_first_block_trains(small_dataset: Path) -> None:
+    (block, *_) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {"path": small_dataset}
+    exec(block, names)
+    assert names["logits"].shape == (names["batch"].loss_tokens, 1)
+    assert all(torch.any(parameter.grad) for parameter in names["model"].dense.encoder.layers.parameters())
