@@ -1,6 +1,5 @@
 """Jobs that divide heads among ranks train what others do, and continue one another's checkpoints."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.core.errors import ConfigError
-from evenrank.datasets import read_manifest
-from tests.examples.trainer.jobs import SHARDED, Trained, log_lines, reset_torchrec, run, settings, together
+from tests.examples.trainer.jobs import SHARDED, Trained, log_lines, run, settings, together
 from tests.ranks import RankPool
-from trainer.config import TrainConfig
 from trainer.loop import Training
-from trainer.parallel import distribute
-from trainer.tasks import ranking
-from trainer.world import World
 
 # With two ranks for its heads, each has 3 columns of a layer, which two data-parallel ranks cannot halve.
 JOB: dict[str, Any] = {"hidden": 6, "heads": 2, "layers": 2, "learning_rate": 0.01, "warmup_steps": 4, "log_every": 1}
@@ -161,27 +154,3 @@ def test_ranks_that_cannot_be_grouped_are_an_error_on_all_of_them(
         assert failure.message == (
             "tensor_parallel = 2 cannot divide 3 ranks into equal groups; start a multiple of it, or choose a divisor"
         )
-
-
-FLAGS = ("gradient_as_bucket_view", "static_graph", "broadcast_buffers", "find_unused_parameters")
-
-
-def _flags(rank: int, world_size: int, data: Path) -> list[list[Any]]:
-    warnings.simplefilter("ignore")
-    reset_torchrec()
-    world = World(rank=rank, size=world_size, device=torch.device("cpu"))
-    found = []
-    for tables in ({}, {"embeddings": "sharded", "min_sharded_rows": 300}):
-        config = TrainConfig(**tables, hidden=8)  # type: ignore[arg-type]
-        parallel = distribute(ranking(config, read_manifest(data), world).model, config, world)
-        (wrapped,) = (module for module in parallel.model.modules() if isinstance(module, DistributedDataParallel))
-        found.append([getattr(wrapped, name) for name in (*FLAGS, "bucket_bytes_cap")])
-    return found
-
-
-def test_gradients_are_averaged_with_equal_settings_whoever_wraps_the_model(
-    ranks: RankPool, small_dataset: Path
-) -> None:
-    for replicated, sharded in ranks.run(2, _flags, small_dataset):
-        assert replicated == sharded
-        assert replicated[: len(FLAGS)] == [True, True, False, False]

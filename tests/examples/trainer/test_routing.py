@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 
-import trainer.checkpoints
-import trainer.routing
 from evenrank.core.errors import EvenrankError, StateError
 from evenrank.datasets.distributions import Uniform
-from evenrank.datasets.schema import ACTION
 from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 from evenrank.preprocess.sources import synthetic
 from tests.examples.trainer.item_encodings import encode_items, run_encoded
 from tests.examples.trainer.jobs import log_lines, run, settings, together
 from tests.ranks import RankPool
 from trainer.checkpoints import check_files, complete_checkpoints
-from trainer.routing import make_key_maps, remap_job
+from trainer.routing import remap_job
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "remap.py"
 SHARDED = {"embeddings": "sharded", "min_sharded_rows": 200, "user_id": True, "learning_rate": 0.01, "epochs": 9}
@@ -40,15 +37,6 @@ def _job(out: Path, data: Path, ranks: int, **options: Any) -> dict[str, Any]:
 
 def _auc(out: Path) -> float:
     return float(log_lines(out, "eval")[0]["auc"])
-
-
-@pytest.mark.parametrize("table", ["item_id", "city-code", "größe 2"])
-def test_tables_of_any_name_are_found_in_a_checkpoint(table: str) -> None:
-    weight = f"model.embeddings.sharded.embeddings.{table}.weight"
-    for name in (weight, f"optimizer.state.{weight}.{table}.momentum1"):
-        found = trainer.routing._OF_SHARDED_TABLE.search(name)
-        assert found is not None
-        assert found["table"] == table
 
 
 def test_losses_depend_neither_on_the_routing_nor_on_the_raw_ids(
@@ -120,15 +108,6 @@ def test_features_that_cannot_name_modules_train_and_are_remapped(
     assert losses == pytest.approx({step: expected[step] for step in (3, 4)}, rel=OTHER_RANKS)
     (settings_of_then,) = (json.loads(path.read_text()) for path in (tmp_path / "then").glob("*/step-*4/settings.json"))
     assert all(f'"{name}"' in json.dumps(settings_of_then["dist_type"]).replace("\\", "") for name in features)
-
-
-def test_tables_of_all_features_but_actions_have_key_maps() -> None:
-    rows = {"item_id": 50, "user_id": 7, ACTION: 9}
-    for routing in ("roundrobin", "hash_roundrobin"):
-        key_maps = make_key_maps(rows, routing, 4)
-        found = {name: (one.num_embeddings, one.world_size, one.mode) for name, one in key_maps.items()}
-        assert found == {"item_id": (50, 4, routing), "user_id": (7, 4, routing)}
-    assert make_key_maps(rows, "continuous", 4) == {}
 
 
 @pytest.fixture(scope="module")

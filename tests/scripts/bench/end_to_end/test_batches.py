@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,6 +27,7 @@ def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution
         assert cost(even).sum() == pytest.approx(cost(lengths).sum() / num_ranks, rel=5e-4)
 
 
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40),
     num_ranks=st.integers(1, 4),
