@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.log_reader import parse_record
-from evenrank.dataloader.balance.metrics import LogRecord
+from evenrank.dataloader.balance.log_schema import LogRecord, parse_record
 
 
 class BalanceLog(NamedTuple):

@@ -98,7 +98,6 @@ class LoaderAdapter(Generic[Batch]):
         rank: of this process, under which its state is saved.
         world_size: number of ranks.
         ahead: batches that are pulled ahead of the one handed out last.
-
     """
 
     def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:
@@ -210,7 +209,6 @@ class LoaderAdapter(Generic[Batch]):
         Raises:
             ConfigError: the loader has no state.
             StateError: the position was handed out too long ago.
-
         """
         self._check_stateful()
         if self._has_positions:
@@ -247,7 +245,6 @@ class LoaderAdapter(Generic[Batch]):
         Raises:
             ConfigError: the loader has no state.
             StateError: the state is of another version or number of ranks, or damaged.
-
         """
         self._check_stateful()
         if self._has_positions:

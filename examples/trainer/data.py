@@ -86,7 +86,12 @@ def open_loader(
     own = balance if config.balance == NO_EXCHANGE else None
     return on_all_ranks(
         lambda: build_loader(
-            data, read, rank=world.data_rank, world_size=world.data_size, balance=own, group=world.data if own else None
+            data,
+            read,
+            rank=world.data_rank,
+            world_size=world.data_size,
+            balance=own,
+            group=None if own is None else world.data,
         )
     )
 

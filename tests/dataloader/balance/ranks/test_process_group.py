@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError
 from evenrank.dataloader.balance.ranks.connection import FailureNote
-from evenrank.dataloader.balance.ranks.handshake import handshake
+from evenrank.dataloader.balance.ranks.handshake import RankReport, handshake
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, within
 from evenrank.training.watch import Arrivals
 from tests.stopped_store import store_server
@@ -57,8 +57,8 @@ def test_an_error_of_the_store_is_one_line_that_says_so() -> None:
     assert str(raised.value) == NO_ANSWER.replace("no answer within 0.5 s", "Connection reset by peer")
 
 
-def _settle(store: TCPStore) -> Any:
-    return handshake("report", len, Members(rank=1, world_size=2, store=store), TIMEOUT)
+def _handshake(store: TCPStore) -> Any:
+    return handshake(RankReport(), None, Members(rank=1, world_size=2, store=store), TIMEOUT)
 
 
 def _create_group(store: TCPStore) -> Any:
@@ -82,7 +82,7 @@ def _publish_heartbeat(store: TCPStore) -> Any:
 ENDS: dict[Callable[[TCPStore], Any], str | None] = {  # None: returns None
     lambda store: within(TIMEOUT, lambda: store.wait(["key"], TIMEOUT)): NO_ANSWER,
     _create_group: NO_ANSWER,
-    _settle: NO_ANSWER.replace("0.5", "10.5"),
+    _handshake: NO_ANSWER.replace("0.5", "10.5"),
     _write_note: None,
     _read_note: None,
     _publish_heartbeat: None,
@@ -119,7 +119,7 @@ import sys
 from datetime import timedelta
 import torch.distributed as dist
 from evenrank.core.errors import RankLostError
-from evenrank.dataloader.balance.control.process_group import members_of
+from evenrank.dataloader.balance.ranks.process_group import members_of
 
 timeout = timedelta(seconds=0.5)
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=30))
