@@ -10,7 +10,7 @@ import torch
 
 from evenrank.core.errors import ConfigError
 from hstu.attention import Sequences
-from hstu.attentions import Attention
+from hstu.config import Attention
 
 WARM_UP, RUNS = 10, 50
 MIN_RUNS = 3
