@@ -127,7 +127,6 @@ def tables(
 
     Raises:
         ConfigError: the size of a vocabulary is missing.
-
     """
     keys = (*config.contextual, ITEM_ID, *((ACTION,) if config.interleave_actions else ()))
     for key in keys:

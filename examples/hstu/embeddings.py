@@ -38,7 +38,6 @@ class Embeddings(nn.Module):
         min_sharded_rows: tables with at least so many rows are sharded, the others replicated.
         device: where the tables to shard are created; with `meta`, each rank creates its rows in `shard`, and no table
             is ever in one piece.
-
     """
 
     def __init__(
@@ -147,7 +146,6 @@ def shard(
             `prefetch` fills ahead.
         seed: of tables on the device `meta`. Their initial values depend on it, the table and the row alone, not on the
             number of ranks: see `fill_rows`.
-
     """
     ranks = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
     assert ranks is not None
@@ -231,7 +229,6 @@ def make_optimizer(
     Args:
         model: from `shard`. Its sharded tables are updated during backward; stepping passes their learning rate on.
         dense: makes the optimizer of all other parameters, as `lambda parameters: Adam(parameters, lr=1e-3)`.
-
     """
     others = dict(in_backward_optimizer_filter(model.named_parameters()))
     return CombinedOptimizer([model.fused_optimizer, KeyedOptimizerWrapper(others, dense)])
@@ -253,7 +250,6 @@ def fill_rows(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int
         table: whose `init_fn` is called with blocks of up to `BLOCK_ROWS` rows.
         first_row: of the table, which is the first of `rows`.
         seed: at least 0.
-
     """
     assert table.init_fn is not None
     on_gpu = rows.device.type == "cuda"

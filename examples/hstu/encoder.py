@@ -42,7 +42,6 @@ class TokenLayout:
 
         Raises:
             ConfigError: those of a feature are missing.
-
         """
         for name in self.places:
             check_embedded(name, embeddings)
@@ -59,7 +58,6 @@ class TokenLayout:
 
         Returns:
             int64 [num_values]: indices of values of `item_id`, in order.
-
         """
         rows, index = rows_and_index(counts, num_values)
         return (offsets_of(self.num_items)[1:] - counts)[rows] + index
@@ -77,7 +75,6 @@ def lay_out(batch: SequenceBatch, config: HSTUConfig, *, predicts_history: Tenso
     Raises:
         ConfigError: the batch lacks a feature whose values are tokens, or the lengths of its longest rows; or samples
             can have more than `max_length` tokens.
-
     """
     features = batch.features
     keys = (*config.contextual, ITEM_ID, *((ACTION,) if config.interleave_actions else ()))
@@ -135,7 +132,6 @@ def check_embedded(name: str, embeddings: Mapping[str, Tensor]) -> None:
 
     Raises:
         ConfigError: it has none.
-
     """
     if name not in embeddings:
         raise ConfigError(
@@ -156,7 +152,6 @@ def rows_and_index(counts: Tensor, num_values: int) -> tuple[Tensor, Tensor]:
     Args:
         counts: int64 [B]: values of each row.
         num_values: their sum, on the host.
-
     """
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_values)
     return rows, torch.arange(num_values, device=counts.device) - offsets_of(counts)[rows]
@@ -175,7 +170,6 @@ class PositionEmbedding(nn.Module):
     Args:
         buckets: positions with an embedding of their own; later ones share the last one.
         hidden: width of the tokens.
-
     """
 
     def __init__(self, buckets: int, hidden: int) -> None:
@@ -212,7 +206,6 @@ class HSTUEncoder(nn.Module):
 
         Returns:
             [tokens, hidden]; under autocast in the dtype of the linears if norms are fused, else in float32.
-
         """
         embeddings = embeddings.to(self.norm.weight.dtype)  # tables may be in another one
         tokens, update = self.positions(sequences), self.raise_width(embeddings)

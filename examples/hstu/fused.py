@@ -166,7 +166,6 @@ def whole_layer(layer: Any, tokens: Tensor, update: Tensor, options: Options) ->
         tokens: [tokens, hidden], in bfloat16 or float32.
         update: like `tokens`, maybe in the other dtype.
         options: from `options_for`.
-
     """
     modules = (layer.input_norm, layer.uvqk, layer.output_norm, layer.output)
     parameters = [parameter for module in modules for parameter in (module.weight, module.bias)]

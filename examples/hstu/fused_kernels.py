@@ -181,7 +181,6 @@ def norm_rows(
 
     Returns:
         What the backward pass needs of each row: float32 [tokens, 2], its mean and 1 / standard deviation.
-
     """
     statistics = torch.empty(len(values), 2, dtype=torch.float32, device=values.device)
     if len(values):
@@ -221,7 +220,6 @@ def norm_rows_backward(
 
     Returns:
         The gradients of weight and bias.
-
     """
     programs = triton.cdiv(len(values), NORM_ROWS)
     sums = torch.empty(programs, 2, len(weight), dtype=torch.float32, device=values.device)
@@ -258,7 +256,6 @@ def silu_heads_backward(projected: Tensor, d_u: Tensor, d_v: Tensor, d_q: Tensor
         d_v: that of SiLU(V), like `d_u`.
         d_q: that of SiLU(Q), like `d_u`.
         d_k: that of SiLU(K), like `d_u`.
-
     """
     parts = split_heads(projected, d_u.shape[2])
     d_parts = torch.empty_like(parts)

@@ -81,7 +81,6 @@ def recompute_saved(output: Tensor, function: Callable[[], Tensor]) -> AbstractC
     Args:
         output: what `function` has returned; may itself be a view.
         function: computes it from values that are kept in any case.
-
     """
     storage = output.untyped_storage().data_ptr()
 
@@ -124,7 +123,6 @@ class HSTUAttention(nn.Module):
     Args:
         name: of the implementation in `ATTENTIONS`.
         scale_length: what attention weights are divided by.
-
     """
 
     def __init__(self, name: str, scale_length: int) -> None:
@@ -169,7 +167,6 @@ class HSTULayer(nn.Module):
 
         Returns:
             The next `tokens` and `update`.
-
         """
         pointwise = pointwise_for(tokens, fused=self.fused_norms)
         if pointwise is not unfused and self.is_plain(update):
@@ -223,7 +220,6 @@ def attention_flops(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
     Args:
         layer: the HSTUAttention.
         arguments: of its `forward`, by name.
-
     """
     sequences = arguments["sequences"]
     history = sequences.lengths - sequences.num_candidates
@@ -248,7 +244,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises:
         ConfigError: a layer's heads cannot be divided equally.
-
     """
     layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
     for layer in layers:
@@ -269,7 +264,6 @@ class ShardedLayerNorm(nn.Module):
     Args:
         norm: with the same parameters, at full width.
         mesh: the ranks among which columns are divided.
-
     """
 
     def __init__(self, norm: nn.LayerNorm, mesh: DeviceMesh) -> None:

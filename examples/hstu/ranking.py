@@ -27,7 +27,6 @@ class HSTURanking(nn.Module):
         config: the shape of the encoder.
         num_tasks: logits per label.
         targets: from labels int64 [n] to what the tasks should predict, 0 to 1 [n, num_tasks]; None: the action's bits.
-
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class HSTURanking(nn.Module):
 
         Raises:
             ConfigError: the batch has no labels, or it or the tables lack a feature.
-
         """
         result: tuple[Tensor, Tensor] = self.dense(batch, self.embeddings(batch.features))
         return result

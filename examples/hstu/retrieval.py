@@ -30,7 +30,6 @@ class HSTURetrieval(nn.Module):
         num_negatives: of each step, for all its samples on all ranks.
         temperature: of the softmax.
         seed: of the negatives.
-
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class HSTURetrieval(nn.Module):
 
         Raises:
             ConfigError: the batch has labels, so that its loss tokens are others, or it or the tables lack a feature.
-
         """
         features = self.negatives(batch)
         result: tuple[Tensor, Tensor] = self.dense(batch, features, self.embeddings(features))
@@ -80,7 +78,6 @@ class HSTURetrieval(nn.Module):
         Returns:
             int64 [n], for the samples with an item before their last one that is no candidate, in order: 1 and how many
             other items have no lower score. Scores are compared in float32, also under autocast.
-
         """
         features = with_items(batch.features, batch.features.values()[:0])
         embeddings = values_of(self.embeddings(features))
@@ -137,7 +134,6 @@ class RetrievalHead(nn.Module):
         Args:
             batch: whose tokens they are.
             vectors: per feature, the embedding of each of its values: [values, embedding_dim].
-
         """
         layout = lay_out(batch, self.config, predicts_history=torch.ones_like(batch.num_candidates, dtype=torch.bool))
         return layout, self.encoder(layout.arrange(vectors), layout.sequences)
@@ -167,7 +163,6 @@ class UniformNegatives(nn.Module):
         num_items: negatives are drawn from 0..num_items-1, uniformly and with repetition.
         count: negatives of a step.
         seed: of the draws; the same on all ranks.
-
     """
 
     def __init__(self, num_items: int, count: int, seed: int) -> None:

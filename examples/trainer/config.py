@@ -64,7 +64,6 @@ class TrainConfig:
 
     Raises:
         ConfigError: a setting is of the wrong type or out of range.
-
     """
 
     data: str | None = setting(
@@ -232,7 +231,6 @@ class TrainConfig:
 
         Raises:
             ConfigError: one does not, so that it would be ignored.
-
         """
         for name in given:
             if (other := self._excluded_by(name)) is not None:
@@ -287,7 +285,6 @@ def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
 
     Raises:
         ConfigError: the file cannot be read, has an unknown key, or a setting is wrong.
-
     """
     settings = {} if file is None else _read_toml(file)
     settings |= {name: value for name, value in options.items() if value is not None}

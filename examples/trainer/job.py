@@ -33,7 +33,6 @@ def run_job(config: TrainConfig) -> None:
 
     Raises:
         typer.Exit: a signal has stopped the job; the code is 128 + its number.
-
     """
     quiet()
     check_names(config)

@@ -22,7 +22,6 @@ class Parallel:
     Attributes:
         model: to be called with batches.
         optimizer: of all its parameters.
-
     """
 
     model: nn.Module

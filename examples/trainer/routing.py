@@ -33,7 +33,6 @@ def make_key_maps(table_rows: Mapping[str, int], routing: str, ranks: int) -> di
         table_rows: rows of each sharded table, by feature.
         routing: one of `MODES`.
         ranks: number that the tables are sharded over.
-
     """
     if routing == "continuous":
         return {}
@@ -67,7 +66,6 @@ def remap_job(out: Path, target: Path, *, routing: str, ranks: int | None = None
         ConfigError: an argument is wrong or missing, the new job has checkpoints, or the tables are not sharded.
         DataError: there is no checkpoint, another process writes to the folder, or the new one cannot be written.
         StateError: a file of the checkpoint is missing or damaged.
-
     """
     if routing not in MODES:
         raise ConfigError(f"routing must be one of {', '.join(MODES)}, got {routing!r}")

@@ -287,7 +287,6 @@ def make_task(config: TrainConfig, data: Path, world: World) -> Task:
     Raises:
         ConfigError: a setting does not fit the data, or another setting.
         DataError: the dataset, or the file of codes, is missing or malformed.
-
     """
     make = semantic_ids if config.model == "semantic-ids" else {"ranking": ranking, "retrieval": retrieval}[config.task]
     manifest = read_manifest(data)

@@ -174,7 +174,6 @@ def per_field(field: KeyedJaggedTensor, rows: Tensor, counts: tuple[list[int], l
         rows: to send, by destination.
         counts: rows sent to each rank, and rows received from each rank.
         group: of all ranks.
-
     """
     num_keys = len(field.keys())
     send_counts, receive_counts = counts

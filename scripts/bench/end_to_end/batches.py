@@ -39,7 +39,6 @@ class Source:
         config: of the batches.
         world: the ranks of the run.
         cost: of a sample.
-
     """
 
     def __init__(self, workload: Workload, lengths: str, config: LoaderConfig, world: World, cost: Cost) -> None:
@@ -142,7 +141,6 @@ def even_lengths(lengths: Ints, num_ranks: int, cost: Callable[[Ints], Ints], *,
 
     Returns:
         int64 [B], longest first.
-
     """
     quantiles = np.sort(lengths)[::-1][num_ranks // 2 :: num_ranks].astype(np.float64)
     mean_events = lengths.sum() / num_ranks

@@ -26,7 +26,6 @@ def fit_cost(result: RunResult) -> MeasuredCost:
 
     Raises:
         ConfigError: the run failed or is balanced, or `MeasuredCost.fit` refuses its times.
-
     """
     if result.balanced is None:
         raise ConfigError(f"no cost can be fitted to {result.name!r}, which failed: {result.failure}; run it again")
@@ -98,7 +97,6 @@ class Fit:
 
         Raises:
             ConfigError: see `fit_cost`.
-
         """
         measured = fit_cost(run)
         assert run.balanced is not None
@@ -194,7 +192,6 @@ class Calibration:
 
         Raises:
             ConfigError: see `fit_cost`; or the run has no even steps.
-
         """
         cost = fit_cost(result)
         segments = segments_of(result, EVEN)
@@ -218,7 +215,6 @@ class Calibration:
 
         Args:
             compute: [steps, W].
-
         """
         rng = np.random.default_rng(0)  # the same draws for all strategies
         slowest = [

@@ -31,7 +31,6 @@ class StepClock:
         encoder: module whose first argument are the embeddings of a batch; its forward begins when these have arrived.
         dense: module whose forward ends with the loss.
         device: of both.
-
     """
 
     def __init__(self, encoder: nn.Module, dense: nn.Module, device: torch.device) -> None:
@@ -84,7 +83,6 @@ def prepare(
         source: of loaders.
         balanced: from a loader, to a Balancer with the settings of the run.
         unbalanced: to one that moves no sample.
-
     """
     steps: list[StepMetrics] = []
     with balanced(source.once(), on_step=steps.append) as balancer:
@@ -138,7 +136,6 @@ def measure(
         prepared: the batches that it hands out.
         even: perfectly even batches.
         on_warm: called after the warm-up.
-
     """
     endless = {
         LIVE: iter(live),

@@ -131,7 +131,6 @@ class RunResult:
 
         Raises:
             DataError: the file is missing, damaged, or of another version.
-
         """
         return json_records.load(path, _KIND, cls._parse, remedy="delete it and run it again")
 

@@ -42,7 +42,6 @@ def hold(out: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: another process holds it.
-
     """
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as file:
@@ -64,7 +63,6 @@ def run_tasks(
         tasks: a run comes after the one to whose times its cost is fitted.
         limit_seconds: of each run; one that takes longer is ended, and has failed.
         command: of a task.
-
     """
     results = []
     for number, task in enumerate(tasks, 1):
@@ -162,7 +160,6 @@ def script_of(task: WorkerTask, cluster: Cluster, *, limit_seconds: float) -> st
 
     Raises:
         ConfigError: its processes are more than a host's and do not fill whole hosts.
-
     """
     gpus, per_node = task.gpus, min(task.gpus, cluster.gpus_per_node)
     if gpus % per_node:
@@ -196,7 +193,6 @@ def sbatch_command(task: WorkerTask, waits_for: str | None) -> list[str]:
     Args:
         task: whose script is written.
         waits_for: id of the job that must have ended, whether it failed or not; None: none.
-
     """
     dependency = [] if waits_for is None else [f"--dependency=afterany:{waits_for}"]
     return ["sbatch", "--parsable", *dependency, str(script_file(task))]
@@ -207,7 +203,6 @@ def check_sbatch() -> None:
 
     Raises:
         ConfigError: they cannot.
-
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("there is no sbatch on the PATH; use a host that submits jobs, or --dry-run for the scripts")
@@ -221,7 +216,6 @@ def submit(tasks: Sequence[WorkerTask], cluster: Cluster, *, limit_seconds: floa
 
     Raises:
         ConfigError: a task cannot be submitted; those before it are.
-
     """
     scripts = [script_of(task, cluster, limit_seconds=limit_seconds) for task in tasks]
     jobs: list[str] = []

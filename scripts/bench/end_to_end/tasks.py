@@ -74,7 +74,6 @@ class WorkerTask:
 
         Raises:
             DataError: the file is missing, damaged, or of another version.
-
         """
         return json_records.load(path, _KIND, cls._parse, remedy="start the benchmark again")
 
@@ -125,7 +124,6 @@ def tasks_of(
 
     Raises:
         ConfigError: a name is unknown, or a run needs more processes than there are or cannot divide them.
-
     """
     _check_known("--only", {slug(name): name for name in only}, [slug(run.name) for run in experiments.runs])
     _check_known("--lengths", {name: name for name in lengths}, experiments.workload.lengths)
@@ -203,7 +201,6 @@ def make_plan(tasks: Sequence[WorkerTask], *, rerun: bool = False) -> Plan:
 
     Raises:
         ConfigError: a cost is to be fitted to the times of a run that has no result and is not among the tasks.
-
     """
     to_run: list[WorkerTask] = []
     kept: list[WorkerTask] = []
@@ -278,7 +275,6 @@ def check_names(tasks: Sequence[WorkerTask]) -> None:
 
     Raises:
         ConfigError: there is no such strategy, exchange, attention or pipeline.
-
     """
     # Imported here, because they need torch, which a plan alone does not.
     from evenrank.training import PIPELINES

@@ -65,7 +65,6 @@ def measured(task: WorkerTask, world: World) -> RunResult:
 
     Raises:
         ConfigError: torchrun has started another number of processes than the task says.
-
     """
     if world.size != task.gpus:
         raise ConfigError(f"the task is for {task.gpus} processes, not {world.size}; start so many with torchrun")

@@ -38,7 +38,6 @@ def write_report(out: Path, experiments: Experiments) -> None:
 
     Raises:
         DataError: a result is damaged or of another version.
-
     """
     chosen = {lengths: _runs_with(lengths, experiments) for lengths in experiments.workload.lengths}
     found = {lengths: _load(out, lengths, runs) for lengths, runs in chosen.items()}

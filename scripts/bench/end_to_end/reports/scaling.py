@@ -128,7 +128,6 @@ def scale(runs: Sequence[RunResult], on_point: Callable[[], None] = lambda: None
 
     Raises:
         ConfigError: no cost can be fitted to any of the unbalanced runs; a sentence for each.
-
     """
     calibrations, refused = _calibrate(runs)
     points = []
