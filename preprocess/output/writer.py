@@ -1,4 +1,4 @@
-"""Sequences -> the Parquet files of a split, one row group at a time, and the manifest of a dataset."""
+"""Sequences -> the Parquet files of a split, one row group at a time."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,10 @@ from evenrank.datasets.schema import (
     LENGTH,
     LENGTH_PERCENTILES,
     NUM_TARGETS,
-    SCHEMA_VERSION,
     USER_ID,
     WINDOW,
     DataFile,
-    Manifest,
-    SourceFile,
     Split,
-    content_hash,
     sha256_of,
 )
 from evenrank.preprocess.build.sequences import Sequences
@@ -34,9 +30,7 @@ ROWS_PER_FILE = 16_384
 # A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
 ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
-
 _MAX_QUEUED_GROUPS = 4  # row groups waiting to be encoded
-
 _Columns = dict[str, NDArray[np.integer]]  # values by column: [rows], or [events] concatenated over the rows
 
 
@@ -49,9 +43,6 @@ class SplitWriter:
         contextual: names of the contextual features, in column order.
         extra_events: further list columns and their element types.
         row_columns: optional int32 columns to write: `window`, `num_targets`.
-
-    Attributes:
-        largest: the largest user_id, item_id and action that were written; -1 if there is none.
     """
 
     def __init__(
@@ -85,7 +76,7 @@ class SplitWriter:
         self._file: pq.ParquetWriter | None = None
         self._encoded_rows = 0  # of the current file
         self._lengths: list[NDArray[np.int64]] = []
-        self.largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)
+        self.largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)  # largest value that was written
         # One thread encodes row groups while the next ones are built.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="evenrank-writer")
         self._queue: deque[Future[None]] = deque()
@@ -194,7 +185,6 @@ class SplitWriter:
         self._files.append(DataFile(path=path, rows=self._encoded_rows, sha256=sha256_of(self._folder / path)))
 
     def _current_path(self) -> str:
-        """Return the path of the file being written, relative to the folder of the dataset."""
         return f"{self._name}/part-{len(self._files):05d}.parquet"
 
 
@@ -210,42 +200,3 @@ def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
         "max": int(ordered[-1]),
         "mean": round(float(ordered.mean()), 3),
     }
-
-
-def make_manifest(
-    *,
-    dataset: str,
-    sources: tuple[SourceFile, ...],
-    options: Mapping[str, object],
-    splits: Mapping[str, Split],
-    largest: Mapping[str, int],
-    num_actions: int | None,
-    context_labels: Mapping[str, tuple[str | None, ...]],
-    extra_events: Mapping[str, str],
-) -> Manifest:
-    """Return the manifest, with vocabulary sizes and the content hash.
-
-    Args as in `Manifest`, and `largest`: the largest user_id, item_id and action over all splits, -1 if there is none.
-    `num_actions` is None if it follows from `largest`.
-    """
-    contextual = tuple(context_labels)
-    vocabulary_sizes = {
-        USER_ID: largest[USER_ID] + 1,
-        ITEM_ID: largest[ITEM_ID] + 1,
-        ACTION: num_actions or largest[ACTION] + 1,
-        **{name: len(labels) for name, labels in context_labels.items()},
-    }
-    return Manifest(
-        schema_version=SCHEMA_VERSION,
-        dataset=dataset,
-        sources=sources,
-        options=options,
-        splits=splits,
-        contextual=contextual,
-        extra_events=extra_events,
-        vocabulary_sizes=vocabulary_sizes,
-        context_labels=context_labels,
-        content_hash=content_hash(
-            splits=splits, contextual=contextual, extra_events=extra_events, vocabulary_sizes=vocabulary_sizes
-        ),
-    )

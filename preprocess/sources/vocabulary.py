@@ -9,10 +9,8 @@ from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.interactions import Table
 
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
-
 # "007", "+7" and "-0" are strings: as integers they would be the same ids as "7" and "0".
 _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
-
 # Floats represent all integers of so many bits; from 2^bits on they are rounded.
 _FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 
@@ -27,25 +25,19 @@ class IdEncoder:
     def encode(self, rows: pl.LazyFrame, column: str) -> pl.LazyFrame:
         """Replace `column`, as returned by `raw_id`, by int64 ids, null where there is none; keep the order of rows.
 
-        Without a vocabulary, any text that parses as an integer becomes an id; where "007" must not, check the text
-        with `is_plain_integer` first.
+        Without a vocabulary, any text that parses as an integer becomes an id, even "007".
         """
         if self.vocabulary is None:
             return rows.with_columns(pl.col(column).cast(pl.Int64, strict=False))
         # A join is several times faster than `replace` or an Enum here.
         ids = self.vocabulary.lazy().select(pl.col("value").alias(column), pl.col("id").alias(f"id of {column}"))
-        encoded = rows.with_columns(pl.col(column).cast(pl.String)).join(
-            ids, on=column, how="left", maintain_order="left"
-        )
+        strings = rows.with_columns(pl.col(column).cast(pl.String))
+        encoded = strings.join(ids, on=column, how="left", maintain_order="left")
         return encoded.with_columns(pl.col(f"id of {column}").alias(column)).drop(f"id of {column}")
 
 
 def raw_id(table: Table, column: str) -> pl.Expr:
-    """Return an expression for an id as string or int64, null where it is missing, a fraction, or not UTF-8.
-
-    Raises:
-        DataError: ids cannot have the column's type.
-    """
+    """Return an expression for an id as string or int64, null where it is missing, a fraction, or not UTF-8."""
     dtype = table.dtypes[column]
     if dtype.base_type() in TEXT_TYPES:
         text = pl.col(column).cast(pl.String)
@@ -63,11 +55,7 @@ def has_bad_bytes(text: pl.Expr) -> pl.Expr:
 
 
 def as_integer(table: Table, column: str) -> pl.Expr:
-    """Return an expression for text, numbers or booleans as int64; null where that would not be the exact value.
-
-    Raises:
-        DataError: the column has another type.
-    """
+    """Return an expression for text, numbers or booleans as int64; null where that would not be the exact value."""
     dtype, value = table.dtypes[column], pl.col(column)
     if not (dtype.is_numeric() or dtype in (pl.String, pl.Boolean)):
         raise DataError(f"{table.path}: column {column!r} of type {dtype} cannot hold integers; convert it to integers")
@@ -79,7 +67,7 @@ def as_integer(table: Table, column: str) -> pl.Expr:
 
 
 def integer_bits(dtype: pl.DataType) -> int:
-    """Return how many bits the integers have that `as_integer` returns for a type, besides their sign."""
+    """Return the number of bits of the integers from `as_integer`, besides their sign."""
     return _FLOAT_BITS.get(str(dtype), 63)
 
 
@@ -92,11 +80,7 @@ def choose_encoders(files: Sequence[pl.LazyFrame]) -> dict[str, IdEncoder]:
     """Decide from all rows of all files which id columns are integers, and build the vocabularies of the others.
 
     Args:
-        files: the id columns of each file, as returned by `raw_id`, restricted to otherwise good rows. All files have
-            the same columns.
-
-    Returns:
-        Per column, its encoder.
+        files: the same id columns of each file, as returned by `raw_id`, in the rows without other faults.
     """
     string_columns: set[str] = set()
     for rows in files:
