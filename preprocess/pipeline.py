@@ -50,7 +50,7 @@ class PreprocessConfig:
     dataset: str
     """One of `DATASETS`."""
     out: Path
-    """Folder of the new dataset. An existing dataset there is replaced."""
+    """Folder of the new dataset, which replaces an existing one."""
     overwrite: bool = False
     """Whether to replace a folder that contains something else than a dataset."""
     raw_dir: Path = Path("raw")
@@ -60,7 +60,6 @@ class PreprocessConfig:
     seed: int = 0
     """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
     filters: Filters = field(default_factory=Filters)
-    """Which events and users to keep."""
     on_error: OnError = "fail"
     """What to do about rows that cannot be read: raise an error, or skip and count them."""
     requests: RequestRule | None = None
@@ -88,7 +87,7 @@ def preprocess(
     """Write the folder of a dataset and return its manifest.
 
     Args:
-        config: what to preprocess, how, and where to write it.
+        config: the dataset, its options and its folder.
         on_stage: called with a short description of the progress.
         show_progress: whether to show a progress bar of downloads on standard error.
 
@@ -106,7 +105,7 @@ def preprocess(
 
 
 def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Interactions:
-    """Open the raw files of a dataset, downloading them first if they are missing; events are read lazily."""
+    """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily."""
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
     if config.dataset == CUSTOM:

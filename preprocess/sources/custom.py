@@ -271,8 +271,7 @@ def _read_context(config: TabularConfig, path: Path, encoder: IdEncoder, users_w
     table = open_table(path, (config.user_column, *config.context_columns))
     raw = raw_id(table, config.user_column).alias(USER_ID)
     users = table.read_users(
-        [raw, *map(pl.col, config.context_columns)],
-        {f"{config.user_column} is empty or not an id": raw.is_not_null()},
+        [raw, *map(pl.col, config.context_columns)], {f"{config.user_column} is empty or not an id": raw.is_not_null()}
     )
     if encoder.vocabulary is None and users.schema[USER_ID] == pl.String:
         users = users.filter(is_plain_integer(pl.col(USER_ID)))

@@ -454,11 +454,7 @@ MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line
         ("log.parquet", ONE, "has no column"),
         ("log.parquet", ONE.clear(), "contains no rows"),
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
-        (
-            "log.parquet",
-            ONE.with_columns(user=pl.concat_list("user")),
-            "'user' of type List(Int64) cannot hold ids",
-        ),
+        ("log.parquet", ONE.with_columns(user=pl.concat_list("user")), "'user' of type List(Int64) cannot hold ids"),
         ("log.parquet", ONE.with_columns(time=True), "'time' of type Boolean cannot hold times"),
     ],
 )

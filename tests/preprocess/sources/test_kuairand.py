@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources.catalog import CATALOG, KuaiRandDataset
+from evenrank.preprocess.sources.catalog import CATALOG
 from evenrank.preprocess.sources.interactions import BadRow, Interactions
 from evenrank.preprocess.sources.kuairand import read_kuairand
 
@@ -50,20 +50,14 @@ def write(folder: Path, files: dict[str, tuple[str, ...]]) -> Path:
     return folder
 
 
-def kuairand(name: str) -> KuaiRandDataset:
-    dataset = CATALOG[name]
-    assert isinstance(dataset, KuaiRandDataset)
-    return dataset
-
-
-PURE = kuairand("kuairand-pure")
+PURE = CATALOG["kuairand-pure"]
 
 
 def read_pure(
     tmp_path: Path, *lines: str, header: str = LOG_HEADER, users: tuple[str, ...] = (USERS_HEADER, *USERS)
 ) -> Interactions:
     """Read a dataset whose first log consists of a header and these lines."""
-    first, second = PURE.logs
+    first, second = PURE.events
     files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.users: users}
     return read_kuairand(PURE, write(tmp_path / "KuaiRand-Pure", files))
 
@@ -109,7 +103,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
         log_line(user=2, video=9_223_372_036_854_775_807, flags="1,1,1,1,1,1,1", play=-1, profile=1),
     )
     folder = write(tmp_path / folder_name, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
-    interactions = read_kuairand(kuairand(name), folder)
+    interactions = read_kuairand(CATALOG[name], folder)
 
     columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "is_good"]
     types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64, pl.Boolean]
@@ -167,10 +161,7 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
     ("line", "reason"),
     [
         *(
-            (
-                log_line(flags=",".join("2" if index == flag else "0" for index in range(7))),
-                f"{name} must be 0 or 1",
-            )
+            (log_line(flags=",".join("2" if index == flag else "0" for index in range(7))), f"{name} must be 0 or 1")
             for flag, name in enumerate(BIT_NAMES)
         ),
         (log_line(flags="-1,0,0,0,0,0,0"), "is_click must be 0 or 1"),
