@@ -142,17 +142,6 @@ def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> 
     assert context.features.rows() == [(1, 2, 1, 1, 1, 2), (2, 1, 2, 2, 2, 1), (3, 0, 3, 0, 0, 1)]
 
 
-def test_feature_columns_are_found_by_name(tmp_path: Path) -> None:
-    header = (
-        "register_days_range,friend_user_num_range,other,fans_user_num_range,follow_user_num_range,user_id,"
-        "user_active_degree"
-    )
-    context = read_pure(tmp_path, log_line(), users=(header, "a,b,x,c,d,-5,e")).context
-    assert context is not None
-    assert context.features.rows() == [(-5, 1, 1, 1, 1, 1)]
-    assert [labels[1] for labels in context.labels.values()] == ["e", "d", "c", "b", "a"]
-
-
 GOOD = log_line()
 BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
 
