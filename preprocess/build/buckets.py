@@ -42,7 +42,6 @@ class Buckets:
     def __init__(self, folder: Path, num_events: int, dtypes: Mapping[str, str]) -> None:
         self._folder = folder
         self._dtypes = dict(dtypes)
-        # The number of buckets is a power of two, so that leading bits of the hash are the index.
         self._num_bits = min(_MAX_BITS, max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length())
         self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, the parts in memory
         self._num_bytes = 0  # of all parts in memory
@@ -78,7 +77,7 @@ class Buckets:
         }
 
     def close(self) -> None:
-        """Discard all events and remove the bucket files."""
+        """Discard all events."""
         self._parts = [[] for _ in range(len(self))]
         shutil.rmtree(self._folder, ignore_errors=True)
 

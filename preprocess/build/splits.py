@@ -20,8 +20,7 @@ from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, user_ha
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after, mark_items
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 
-TRAIN = "train"
-EVAL = "eval"
+TRAIN, EVAL = "train", "eval"
 _MAX_TARGETS = int(np.iinfo(np.int32).max)
 # Smaller item ids are kept as a mask with one byte per id, larger ones as a sorted array.
 _DENSE_IDS = 1 << 27
@@ -139,7 +138,7 @@ class Audit:
             self._newest_train = max(self._newest_train, int(newest.max(initial=-1)))
 
     def report(self, folder: Path, splits: Mapping[str, object]) -> dict[str, int]:
-        """Return the counts by description, once the splits are written. Of `eval`, only targets are counted."""
+        """Return the counts by description, once the splits are written."""
         if EVAL not in splits:
             return {}
         num_events = num_early = 0

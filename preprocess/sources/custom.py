@@ -25,9 +25,9 @@ from evenrank.preprocess.sources.interactions import (
 from evenrank.preprocess.sources.tabular import open_table
 from evenrank.preprocess.sources.vocabulary import (
     TEXT_TYPES,
-    IdEncoder,
     as_integer,
-    choose_encoders,
+    build_vocabularies,
+    encode_ids,
     has_bad_bytes,
     integer_bits,
     is_plain_integer,
@@ -137,16 +137,16 @@ def read_tabular(config: TabularConfig) -> Interactions:
         is_good = pl.all_horizontal(*_value_checks(config, table).values(), pl.col(IS_WELL_FORMED)).fill_null(False)
         raw_ids.append(table.rows.filter(is_good).select(_raw_ids(config, table)))
     with wrap_read_errors(*config.events):
-        encoders = choose_encoders(raw_ids)
+        vocabularies = build_vocabularies(raw_ids)
     context = None
     if config.context is not None:
-        users = [encoders[USER_ID].encode(ids.select(USER_ID), USER_ID).unique() for ids in raw_ids]
+        users = [encode_ids(ids.select(USER_ID), USER_ID, vocabularies[USER_ID]).unique() for ids in raw_ids]
         with wrap_read_errors(*config.events):
             users_with_events = pl.concat(users).collect(engine="streaming")
-        context = _read_context(config, config.context, encoders[USER_ID], users_with_events)
+        context = _read_context(config, config.context, vocabularies[USER_ID], users_with_events)
     paths = config.events if config.context is None else (*config.events, config.context)
     return Interactions(
-        parts=tuple(_part(config, table, encoders) for table in tables),
+        parts=tuple(_part(config, table, vocabularies) for table in tables),
         sources=lambda: tuple(source for path in paths for source in source_files(path.parent, [path])),
         context=context,
         num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
@@ -157,7 +157,7 @@ def read_tabular(config: TabularConfig) -> Interactions:
             "context": None if config.context is None else config.context.name,
             "context_columns": list(config.context_columns),
         },
-        vocabularies={name: encoder.vocabulary for name, encoder in encoders.items() if encoder.vocabulary is not None},
+        vocabularies={name: vocabulary for name, vocabulary in vocabularies.items() if vocabulary is not None},
     )
 
 
@@ -166,16 +166,13 @@ def _raw_ids(config: TabularConfig, table: Table) -> list[pl.Expr]:
     return [raw_id(table, column).alias(name) for name, column in ids.items()]
 
 
-def _part(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> EventPart:
-    events = (
-        *_raw_ids(config, table),
-        _action(config, table).alias(ACTION),
-        _timestamp_ms(config, table).alias(TIMESTAMP_MS),
-    )
-    part = table.part(events, {**_value_checks(config, table), **_id_checks(config, table, encoders)})
+def _part(config: TabularConfig, table: Table, vocabularies: Mapping[str, pl.DataFrame | None]) -> EventPart:
+    action, time = _action(config, table).alias(ACTION), _timestamp_ms(config, table).alias(TIMESTAMP_MS)
+    checks = _value_checks(config, table) | _id_checks(config, table, vocabularies)
+    part = table.part([*_raw_ids(config, table), action, time], checks)
     encoded = part.events
-    for name, encoder in encoders.items():
-        encoded = encoder.encode(encoded, name)
+    for name, vocabulary in vocabularies.items():
+        encoded = encode_ids(encoded, name, vocabulary)
     return replace(part, events=encoded)
 
 
@@ -193,7 +190,9 @@ def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
     return checks
 
 
-def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> dict[str, pl.Expr]:
+def _id_checks(
+    config: TabularConfig, table: Table, vocabularies: Mapping[str, pl.DataFrame | None]
+) -> dict[str, pl.Expr]:
     checks = {}
     for name, column in ((USER_ID, config.user_column), (ITEM_ID, config.item_column)):
         dtype = table.dtypes[column]
@@ -204,7 +203,7 @@ def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEnc
             checks[f"{column} is not UTF-8"] = ~has_bad_bytes(text)
         else:
             checks[f"{column} is empty"] = pl.col(column).is_not_null()
-        is_numeric = encoders[name].vocabulary is None
+        is_numeric = vocabularies[name] is None
         ids = raw.cast(pl.Int64, strict=False) if is_numeric else raw
         bits = integer_bits(dtype)
         integers = f"-2^{bits}+1..2^{bits}-1, where {dtype} is exact" if dtype.is_float() else f"-2^{bits}..2^{bits}-1"
@@ -266,16 +265,18 @@ def _flag(table: Table, name: str) -> pl.Expr:
     return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
 
 
-def _read_context(config: TabularConfig, path: Path, encoder: IdEncoder, users_with_events: pl.DataFrame) -> Context:
+def _read_context(
+    config: TabularConfig, path: Path, vocabulary: pl.DataFrame | None, users_with_events: pl.DataFrame
+) -> Context:
     """Encode the features of the users that have events; leave out the others."""
     table = open_table(path, (config.user_column, *config.context_columns))
     raw = raw_id(table, config.user_column).alias(USER_ID)
     users = table.read_users(
         [raw, *map(pl.col, config.context_columns)], {f"{config.user_column} is empty or not an id": raw.is_not_null()}
     )
-    if encoder.vocabulary is None and users.schema[USER_ID] == pl.String:
+    if vocabulary is None and users.schema[USER_ID] == pl.String:
         users = users.filter(is_plain_integer(pl.col(USER_ID)))
-    encoded = encoder.encode(users.lazy(), USER_ID).collect()
+    encoded = encode_ids(users.lazy(), USER_ID, vocabulary).collect()
     known = encoded.join(users_with_events, on=USER_ID, how="semi", maintain_order="left")
     return encode_context(known.with_columns(_feature(path, known.get_column(name)) for name in config.context_columns))
 

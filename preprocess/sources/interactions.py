@@ -40,8 +40,7 @@ class EventPart:
     size: int  # approximate number of bytes; it determines the number of buckets
     events: pl.LazyFrame
     """Columns user_id, item_id, timestamp_ms (int64), action (int32), extra columns and IS_GOOD; in file order."""
-    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()
-    """Returns the first `limit` bad rows. May be slow: it is only called if there are any."""
+    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first `limit` bad rows; may be slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +50,11 @@ class Table:
     path: Path
     size: int  # approximate number of bytes of the events in memory
     dtypes: Mapping[str, pl.DataType]  # of the needed columns
-    rows: pl.LazyFrame
-    """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields."""
-    described_rows: pl.LazyFrame
-    """LINE, TEXT, FAULT (null if the line is well formed) and the needed columns; may be slower to read."""
+    rows: pl.LazyFrame  # the needed columns, and IS_WELL_FORMED: whether a line has the expected fields
+    described_rows: pl.LazyFrame  # slower: LINE, TEXT, FAULT (null if well formed) and the needed columns
 
     def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
-        """Return the events of the file.
-
-        Args:
-            events: expressions over the needed columns: user_id, item_id, action, timestamp_ms and extra columns.
-            checks: conditions that hold for good rows, by the reason to report where they do not.
-        """
+        """Return the file with the columns `events`; `checks` hold for good rows, and their keys are the reasons."""
         is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False).alias(IS_GOOD)
         return EventPart(
             name=str(self.path),
@@ -103,12 +95,10 @@ def integer_checks(*names: str) -> dict[str, pl.Expr]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The contextual features of users, encoded as integers."""
+    """The contextual features of users, encoded as integers: 0 if missing, else 1..n by sorted value."""
 
-    features: pl.DataFrame
-    """user_id (int64), then one int64 column per feature: 0 if missing, else 1..n by sorted value."""
-    labels: Mapping[str, tuple[str | None, ...]]
-    """Per feature, the labels of ids 0 (always None), 1, 2, ..."""
+    features: pl.DataFrame  # user_id (int64), then one int64 column per feature
+    labels: Mapping[str, tuple[str | None, ...]]  # of the ids 0 (always None), 1, 2, ... of each feature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,16 +106,14 @@ class Interactions:
     """A dataset before its events are grouped by user."""
 
     parts: Sequence[EventPart]  # in file order
-    sources: Callable[[], tuple[SourceFile, ...]]
-    """Returns the raw files with their checksums. Called once, in a background thread."""
+    sources: Callable[[], tuple[SourceFile, ...]]  # reads the raw files for their checksums
     context: Context | None = None
-    num_actions: int | None
-    """Actions are 0..num_actions-1; None if the largest action is only known once all events are read."""
-    extra_events: Mapping[str, str] = field(default_factory=dict)
-    """Names of further event columns, and their types: int64 or int32."""
+    num_actions: int | None  # None if the largest action is only known once all events are read
+    extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or int32
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
-    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)
-    """For user_id and item_id if their raw ids are strings: columns id (int64) and value (string)."""
+    vocabularies: Mapping[str, pl.DataFrame] = field(
+        default_factory=dict
+    )  # of user_id and item_id, if they are strings
 
 
 def encode_context(raw: pl.DataFrame) -> Context:

@@ -1,7 +1,6 @@
 """Ids of users and items: integers are kept, strings are encoded as 1..n by sorted value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import polars as pl
 
@@ -15,25 +14,17 @@ _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
 _FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdEncoder:
-    """The encoding of an id column as int64."""
+def encode_ids(rows: pl.LazyFrame, column: str, vocabulary: pl.DataFrame | None) -> pl.LazyFrame:
+    """Replace `column`, as returned by `raw_id`, by int64 ids, null where there is none; keep the order of rows.
 
-    vocabulary: pl.DataFrame | None
-    """Columns id (int64, 1..n) and value (string), sorted by both; None if the values are the ids."""
-
-    def encode(self, rows: pl.LazyFrame, column: str) -> pl.LazyFrame:
-        """Replace `column`, as returned by `raw_id`, by int64 ids, null where there is none; keep the order of rows.
-
-        Without a vocabulary, any text that parses as an integer becomes an id, even "007".
-        """
-        if self.vocabulary is None:
-            return rows.with_columns(pl.col(column).cast(pl.Int64, strict=False))
-        # A join is several times faster than `replace` or an Enum here.
-        ids = self.vocabulary.lazy().select(pl.col("value").alias(column), pl.col("id").alias(f"id of {column}"))
-        strings = rows.with_columns(pl.col(column).cast(pl.String))
-        encoded = strings.join(ids, on=column, how="left", maintain_order="left")
-        return encoded.with_columns(pl.col(f"id of {column}").alias(column)).drop(f"id of {column}")
+    Without a vocabulary, any text that parses as an integer becomes an id, even "007".
+    """
+    if vocabulary is None:
+        return rows.with_columns(pl.col(column).cast(pl.Int64, strict=False))
+    # A join is several times faster than `replace` or an Enum here.
+    ids = vocabulary.lazy().select(pl.col("value").alias(column), pl.col("id").alias(f"id of {column}"))
+    encoded = rows.with_columns(pl.col(column).cast(pl.String)).join(ids, on=column, how="left", maintain_order="left")
+    return encoded.with_columns(pl.col(f"id of {column}").alias(column)).drop(f"id of {column}")
 
 
 def raw_id(table: Table, column: str) -> pl.Expr:
@@ -76,11 +67,14 @@ def is_plain_integer(text: pl.Expr) -> pl.Expr:
     return text.str.contains(_PLAIN_INTEGER) & text.cast(pl.Int64, strict=False).is_not_null()
 
 
-def choose_encoders(files: Sequence[pl.LazyFrame]) -> dict[str, IdEncoder]:
+def build_vocabularies(files: Sequence[pl.LazyFrame]) -> dict[str, pl.DataFrame | None]:
     """Decide from all rows of all files which id columns are integers, and build the vocabularies of the others.
 
     Args:
         files: the same id columns of each file, as returned by `raw_id`, in the rows without other faults.
+
+    Returns:
+        Per column, id (int64, 1..n) and value (string), sorted by both; None if the values are the ids.
     """
     string_columns: set[str] = set()
     for rows in files:
@@ -93,10 +87,9 @@ def choose_encoders(files: Sequence[pl.LazyFrame]) -> dict[str, IdEncoder]:
             )
             string_columns.update(name for name, is_int in zip(candidates, are_integers, strict=True) if not is_int)
     names = files[0].collect_schema().names()
-    return {name: IdEncoder(vocabulary=_vocabulary(files, name) if name in string_columns else None) for name in names}
-
-
-def _vocabulary(files: Sequence[pl.LazyFrame], name: str) -> pl.DataFrame:
-    unique = [rows.select(pl.col(name).cast(pl.String).alias("value")).unique() for rows in files]
-    values = pl.concat(unique).unique().drop_nulls().collect(engine="streaming").get_column("value").sort()
-    return pl.DataFrame([pl.int_range(1, len(values) + 1, eager=True).alias("id"), values])
+    vocabularies: dict[str, pl.DataFrame | None] = dict.fromkeys(names)
+    for name in string_columns:
+        unique = [rows.select(pl.col(name).cast(pl.String).alias("value")).unique() for rows in files]
+        values = pl.concat(unique).unique().drop_nulls().collect(engine="streaming").get_column("value").sort()
+        vocabularies[name] = pl.DataFrame([pl.int_range(1, len(values) + 1, eager=True).alias("id"), values])
+    return vocabularies
