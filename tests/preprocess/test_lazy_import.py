@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-
 SLOW = ("numba", "numpy", "polars", "pyarrow", "requests")
 
 
