@@ -1,7 +1,7 @@
 """The whole job: raw files -> interactions -> buckets -> sequences -> splits -> a folder of Parquet files."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -141,21 +141,29 @@ def _write_dataset(
         ACTION: interactions.num_actions or largest[ACTION] + 1,
         **{name: len(values) for name, values in labels.items()},
     }
+    default = asdict(Filters())
+    options = {
+        **interactions.options,
+        "split": config.split,
+        "seed": config.seed,
+        "on_error": config.on_error,
+        "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
+        "requests": None if config.requests is None else asdict(config.requests),
+        "audit": {description: count for description, count in counts.items() if count},
+    }
+    contextual, extra_events = tuple(labels), interactions.extra_events
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         dataset=config.dataset,
         sources=sources,
-        options=_describe_options(config, interactions.options, counts),
+        options=options,
         splits=splits,
-        contextual=tuple(labels),
-        extra_events=interactions.extra_events,
+        contextual=contextual,
+        extra_events=extra_events,
         vocabulary_sizes=vocabulary_sizes,
         context_labels=labels,
         content_hash=content_hash(
-            splits=splits,
-            contextual=tuple(labels),
-            extra_events=interactions.extra_events,
-            vocabulary_sizes=vocabulary_sizes,
+            splits=splits, contextual=contextual, extra_events=extra_events, vocabulary_sizes=vocabulary_sizes
         ),
     )
     manifest.write(folder)
@@ -200,14 +208,9 @@ def _write_splits(
             for name, rows in rule.divide(sequences, config.seed).items():
                 if name not in writers:
                     columns = [WINDOW] * (config.filters.window is not None)
-                    columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets)
-                    writers[name] = SplitWriter(
-                        folder,
-                        name,
-                        contextual=context.names,
-                        extra_events=interactions.extra_events,
-                        row_columns=columns,
-                    )
+                    columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)
+                    extra_events = interactions.extra_events
+                    writers[name] = SplitWriter(folder, name, row_columns=columns, extra_events=extra_events)
                     stack.callback(writers[name].abandon)
                 # Windows would separate targets from the events before them, so rows with targets are not cut.
                 rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)
@@ -218,7 +221,8 @@ def _write_splits(
         raise DataError("the filters leave no users; relax them")
     if num_unrequested := context.count_unrequested():
         counts["users with features but no event (left out)"] = num_unrequested
-    counts |= audit.report(folder, splits)
+    if EVAL in splits:
+        counts |= audit.report(folder)
     names = (USER_ID, ITEM_ID, ACTION)
     return splits, {name: max(writer.largest[name] for writer in writers.values()) for name in names}
 
@@ -228,19 +232,3 @@ def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_
     if masks is not None:
         columns = {name: values[masks[index]] for name, values in columns.items()}
     return build_sequences(columns)
-
-
-def _describe_options(
-    config: PreprocessConfig, source_options: Mapping[str, object], counts: Mapping[str, int]
-) -> dict[str, object]:
-    """Return the options for the manifest, without default filters and counts of zero."""
-    default = asdict(Filters())
-    return {
-        **source_options,
-        "split": config.split,
-        "seed": config.seed,
-        "on_error": config.on_error,
-        "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
-        "requests": None if config.requests is None else asdict(config.requests),
-        "audit": {description: count for description, count in counts.items() if count},
-    }

@@ -6,7 +6,7 @@ time:2015-01-01  events from this time on are predicted from the earlier ones
 none             everything is in `train`
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -137,10 +137,8 @@ class Audit:
             newest = sequences.events[TIMESTAMP_MS][sequences.order[rows - 1]]  # of the last event of each row
             self._newest_train = max(self._newest_train, int(newest.max(initial=-1)))
 
-    def report(self, folder: Path, splits: Mapping[str, object]) -> dict[str, int]:
-        """Return the counts by description, once the splits are written."""
-        if EVAL not in splits:
-            return {}
+    def report(self, folder: Path) -> dict[str, int]:
+        """Return the counts by description, once `eval` is written."""
         num_events = num_early = 0
         for times in _target_times(folder / EVAL):
             num_events += len(times)

@@ -40,34 +40,19 @@ class SplitWriter:
     Args:
         folder: folder of the dataset.
         name: name of the split.
-        contextual: names of the contextual features, in column order.
+        row_columns: further columns with one value per row: `window`, `num_targets` (int32), contextual features.
         extra_events: further list columns and their element types.
-        row_columns: optional int32 columns to write: `window`, `num_targets`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        *,
-        contextual: Sequence[str],
-        extra_events: Mapping[str, str],
-        row_columns: Sequence[str],
-    ) -> None:
+    def __init__(self, folder: Path, name: str, *, row_columns: Sequence[str], extra_events: Mapping[str, str]) -> None:
         self._folder, self._name = folder, name
         element_types = {**EVENT_DTYPES, **extra_events}
         self._event_columns = tuple(element_types)
-        self._row_columns = (USER_ID, *row_columns, *contextual)
-        self._schema = pa.schema(
-            [
-                *(
-                    pa.field(column, pa.int32() if column in (WINDOW, NUM_TARGETS) else pa.int64(), nullable=False)
-                    for column in self._row_columns
-                ),
-                *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()),
-                pa.field(LENGTH, pa.int32(), nullable=False),
-            ]
-        )
+        self._row_columns = (USER_ID, *row_columns)
+        row_types = {name: pa.int32() if name in (WINDOW, NUM_TARGETS) else pa.int64() for name in self._row_columns}
+        fields = [pa.field(column, dtype, nullable=False) for column, dtype in row_types.items()]
+        fields += [pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()]
+        self._schema = pa.schema([*fields, pa.field(LENGTH, pa.int32(), nullable=False)])
         (folder / name).mkdir()
         self._pending: list[_Columns] = []
         self._pending_rows = self._pending_events = 0
@@ -93,11 +78,8 @@ class SplitWriter:
             max_rows = min(ROWS_PER_GROUP - self._pending_rows, ROWS_PER_FILE - self._file_rows)
             end = min(len(sequences), begin + max_rows, max(int(group_end), begin + 1))
             self._add_pending(sequences.take(np.arange(begin, end)), context, slice(begin, end))
-            if (
-                self._pending_rows == ROWS_PER_GROUP
-                or self._pending_events >= EVENTS_PER_GROUP
-                or self._file_rows == ROWS_PER_FILE
-            ):
+            is_full = self._pending_rows == ROWS_PER_GROUP or self._pending_events >= EVENTS_PER_GROUP
+            if is_full or self._file_rows == ROWS_PER_FILE:
                 self._write_group()
             begin = end
 
@@ -169,12 +151,9 @@ class SplitWriter:
     def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:
         columns = {name: np.concatenate([part[name] for part in parts]) for name in self._schema.names}
         offsets = pa.array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
-        arrays = [
-            pa.ListArray.from_arrays(offsets, pa.array(columns[name]))
-            if name in self._event_columns
-            else pa.array(columns[name])
-            for name in self._schema.names
-        ]
+        arrays = {name: pa.array(values) for name, values in columns.items()}
+        for name in self._event_columns:
+            arrays[name] = pa.ListArray.from_arrays(offsets, arrays[name])
         return pa.table(arrays, schema=self._schema)
 
     def _end_file(self) -> None:

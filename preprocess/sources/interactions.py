@@ -111,9 +111,7 @@ class Interactions:
     num_actions: int | None  # None if the largest action is only known once all events are read
     extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or int32
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
-    vocabularies: Mapping[str, pl.DataFrame] = field(
-        default_factory=dict
-    )  # of user_id and item_id, if they are strings
+    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of columns whose ids are strings
 
 
 def encode_context(raw: pl.DataFrame) -> Context:

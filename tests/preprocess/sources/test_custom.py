@@ -77,7 +77,7 @@ def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str
     (source,) = interactions.sources()
     assert (source.path, source.bytes) == (name, (tmp_path / name).stat().st_size)
     columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time", "timestamp_unit": "s"}
-    others = {"action_columns": [], "context": None, "context_columns": []}
+    others: dict[str, Any] = {"action_columns": [], "context": None, "context_columns": []}
     assert interactions.options == {"events": [name], **columns, **others}
 
 

@@ -58,7 +58,7 @@ def read_pure(
 ) -> Interactions:
     """Read a dataset whose first log consists of a header and these lines."""
     first, second = PURE.events
-    files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.users: users}
+    files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.files[-1]: users}
     return read_kuairand(PURE, write(tmp_path / "KuaiRand-Pure", files))
 
 
