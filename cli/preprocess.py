@@ -1,5 +1,6 @@
 """`evenrank preprocess`: convert raw interaction logs to sequence Parquet."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -25,69 +26,48 @@ _DESCRIPTION = (  # of a custom log, besides its files a key of the file of --co
     "context_columns",
 )
 
-# The options that have no effect on some datasets, or without others.
+# The options that have no effect on some datasets, or without others; `v` are the values of all options.
 _CONDITIONS = tuple(
     Condition(options=options, apply_to=apply_to, decided_by=decided_by, holds=holds)
     for options, apply_to, decided_by, holds in (
-        (("raw_dir",), "public datasets", ("dataset",), lambda given: given["dataset"] not in (SYNTHETIC, CUSTOM)),
-        (
-            ("users", "items", "lengths"),
-            f"--dataset {SYNTHETIC}",
-            ("dataset",),
-            lambda given: given["dataset"] == SYNTHETIC,
-        ),
-        (
-            ("config_file", *_DESCRIPTION),
-            f"--dataset {CUSTOM}",
-            ("dataset",),
-            lambda given: given["dataset"] == CUSTOM,
-        ),
-        (
-            ("on_error",),
-            "datasets that are read from files",
-            ("dataset",),
-            lambda given: given["dataset"] != SYNTHETIC,
-        ),
+        (("raw_dir",), "public datasets", ("dataset",), lambda v: v["dataset"] not in (SYNTHETIC, CUSTOM)),
+        (("users", "items", "lengths"), f"--dataset {SYNTHETIC}", ("dataset",), lambda v: v["dataset"] == SYNTHETIC),
+        (("config_file", *_DESCRIPTION), f"--dataset {CUSTOM}", ("dataset",), lambda v: v["dataset"] == CUSTOM),
+        (("on_error",), "datasets that are read from files", ("dataset",), lambda v: v["dataset"] != SYNTHETIC),
         (
             ("seed",),
             f"--split user:FRACTION and to --dataset {SYNTHETIC}",
             ("dataset", "split"),
-            lambda given: given["split"].startswith("user:") or given["dataset"] == SYNTHETIC,
+            lambda v: v["split"].startswith("user:") or v["dataset"] == SYNTHETIC,
         ),
-        (("by_date",), "--requests SECONDS", ("requests",), lambda given: given["requests"] is not None),
-        (("stride",), "--window", ("window",), lambda given: given["window"] is not None),
+        (("by_date",), "--requests SECONDS", ("requests",), lambda v: v["requests"] is not None),
+        (("stride",), "--window", ("window",), lambda v: v["window"] is not None),
     )
 )
+_optional = partial(typer.Option, show_default=False)
+_file = partial(typer.Option, metavar="FILE", show_default=False)
+_folder = partial(typer.Option, metavar="DIR")
 
 
 def preprocess_command(
     ctx: typer.Context,
     dataset: Annotated[
-        str,
-        typer.Option(
-            help=f"Dataset to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public one).", show_default=False
-        ),
+        str, _optional(help=f"Dataset to preprocess: {', '.join(DATASETS)}, or {_ALL} (every public one).")
     ],
     raw_dir: Annotated[
         Path,
-        typer.Option(
+        _folder(
             help="Folder of the raw files, laid out as their archives unpack (DIR/ml-20m/ratings.csv), or of the "
-            "official archives. Missing files are downloaded into it.",
-            metavar="DIR",
+            "official archives. Missing files are downloaded into it."
         ),
     ] = Path("raw"),
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder to write. A dataset that is already there is replaced once the new one is complete. "
-            "Default: out/DATASET.",
-            metavar="DIR",
-            show_default=False,
+        _folder(
+            help="Folder to write; a dataset there is replaced at the end. Default: out/DATASET.", show_default=False
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT even if it contains something else than a dataset.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT even if it is no dataset.")] = False,
     split: Annotated[
         str,
         typer.Option(
@@ -95,31 +75,16 @@ def preprocess_command(
             "each user; time:TIMESTAMP (milliseconds or ISO 8601), the events from that time on; or none."
         ),
     ] = "user:0.3",
-    eval_fraction: Annotated[
-        float | None, typer.Option(help="The same as --split user:FRACTION.", show_default=False)
-    ] = None,
+    eval_fraction: Annotated[float | None, _optional(help="The same as --split user:FRACTION.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split by user and of synthetic data.")] = 0,
-    k_core: Annotated[
-        int, typer.Option(help="Leave out users and items with fewer events, repeatedly, until all have this many.")
-    ] = 1,
+    k_core: Annotated[int, typer.Option(help="Leave out users and items with fewer events, repeatedly.")] = 1,
     min_length: Annotated[int, typer.Option(help="Leave out users with fewer events.")] = 1,
-    max_length: Annotated[
-        int | None, typer.Option(help="Leave out users with more events.", show_default=False)
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(help="Cut longer histories into windows of this many events, one row each.", show_default=False),
-    ] = None,
+    max_length: Annotated[int | None, _optional(help="Leave out users with more events.")] = None,
+    window: Annotated[int | None, _optional(help="Cut longer histories into rows of at most this many events.")] = None,
     stride: Annotated[
-        int | None,
-        typer.Option(
-            help="Events from the start of one window to the start of the next. Default: the window's length.",
-            show_default=False,
-        ),
+        int | None, _optional(help="Distance of the starts of two windows in events. Default: the window.")
     ] = None,
-    on_error: Annotated[str, typer.Option(help="What to do with malformed rows: fail, or skip and count them.")] = (
-        "fail"
-    ),
+    on_error: Annotated[str, typer.Option(help="On malformed rows: fail, or skip and count them.")] = "fail",
     requests: Annotated[
         float | None,
         typer.Option(
@@ -130,54 +95,32 @@ def preprocess_command(
         ),
     ] = None,
     by_date: Annotated[
-        bool, typer.Option("--by-date", help="Restart requests and their histories at midnight (UTC).")
+        bool, typer.Option("--by-date", help="Restart requests and histories at midnight (UTC).")
     ] = False,
     config_file: Annotated[
         Path | None,
-        typer.Option(
+        _file(
             "--config",
             help="Custom data: a TOML file with the keys events (one file or a list), user_column, item_column, "
             "timestamp_column and, optionally, timestamp_unit, action_columns, context, context_columns.",
-            metavar="FILE",
-            show_default=False,
         ),
     ] = None,
     events: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Custom data: CSV, TSV or Parquet file of events; repeat the option for several files.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        list[Path] | None, _file(help="Custom data: CSV, TSV or Parquet file of events; can be repeated.")
     ] = None,
     user_column: Annotated[str, typer.Option(help="Custom data: column of user ids.")] = "user_id",
     item_column: Annotated[str, typer.Option(help="Custom data: column of item ids.")] = "item_id",
     timestamp_column: Annotated[str, typer.Option(help="Custom data: column of timestamps.")] = "timestamp",
     timestamp_unit: Annotated[str, typer.Option(help="Custom data: unit of timestamps: s, ms, us or iso.")] = "s",
     action_columns: Annotated[
-        str,
-        typer.Option(
-            help="Custom data: one column of integer actions, or several columns of 0 and 1, comma-separated."
-        ),
+        str, typer.Option(help="Custom data: one column of integer actions, or columns of 0 and 1, comma-separated.")
     ] = "",
-    context: Annotated[
-        Path | None,
-        typer.Option(
-            help="Custom data: CSV, TSV or Parquet file of contextual features, one row per user.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None,
-    context_columns: Annotated[
-        str, typer.Option(help="Custom data: columns of contextual features, comma-separated.")
-    ] = "",
+    context: Annotated[Path | None, _file(help="Custom data: file of contextual features, one row per user.")] = None,
+    context_columns: Annotated[str, typer.Option(help="Custom data: columns of features, comma-separated.")] = "",
     users: Annotated[int, typer.Option(help="Synthetic data: number of users.")] = 20_000,
     items: Annotated[int, typer.Option(help="Synthetic data: number of items; their popularity is Zipf.")] = 50_000,
     lengths: Annotated[
-        str,
-        typer.Option(
-            help="Synthetic data: distribution of events per user: uniform, normal, zipf or lognormal, with parameters."
-        ),
+        str, typer.Option(help="Synthetic data: events per user: uniform, normal, zipf or lognormal, with parameters.")
     ] = "lognormal:mean=128,std=256,high=4096",
 ) -> None:
     """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.

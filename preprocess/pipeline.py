@@ -1,25 +1,37 @@
 """The whole job: raw files -> interactions -> buckets -> sequences -> splits -> a folder of Parquet files."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.schema import ACTION, EVENT_DTYPES, ITEM_ID, NUM_TARGETS, USER_ID, WINDOW, Manifest, Split
+from evenrank.datasets.schema import (
+    ACTION,
+    EVENT_DTYPES,
+    ITEM_ID,
+    NUM_TARGETS,
+    SCHEMA_VERSION,
+    USER_ID,
+    WINDOW,
+    Manifest,
+    Split,
+    content_hash,
+)
 from evenrank.preprocess.build.buckets import Buckets, OnError, fill_buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
-from evenrank.preprocess.build.inference_requests import RequestRule, RequestWriter
+from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, Audit, parse_split
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
-from evenrank.preprocess.output.writer import SplitWriter, make_manifest
-from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, KuaiRandDataset
+from evenrank.preprocess.output.writer import SplitWriter
+from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
 from evenrank.preprocess.sources.download import ensure_raw_files
 from evenrank.preprocess.sources.interactions import ContextLookup, Interactions
@@ -38,7 +50,7 @@ class PreprocessConfig:
     dataset: str
     """One of `DATASETS`."""
     out: Path
-    """Folder of the new dataset. An existing dataset there is replaced."""
+    """Folder of the new dataset, which replaces an existing one."""
     overwrite: bool = False
     """Whether to replace a folder that contains something else than a dataset."""
     raw_dir: Path = Path("raw")
@@ -48,7 +60,6 @@ class PreprocessConfig:
     seed: int = 0
     """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
     filters: Filters = field(default_factory=Filters)
-    """Which events and users to keep."""
     on_error: OnError = "fail"
     """What to do about rows that cannot be read: raise an error, or skip and count them."""
     requests: RequestRule | None = None
@@ -76,7 +87,7 @@ def preprocess(
     """Write the folder of a dataset and return its manifest.
 
     Args:
-        config: what to preprocess, how, and where to write it.
+        config: the dataset, its options and its folder.
         on_stage: called with a short description of the progress.
         show_progress: whether to show a progress bar of downloads on standard error.
 
@@ -94,12 +105,7 @@ def preprocess(
 
 
 def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Interactions:
-    """Open the raw files of a dataset, downloading them first if they are missing; events are read lazily.
-
-    Raises:
-        DataError: a file is missing, empty, or does not start as expected.
-        ConfigError: the dataset is `custom`, and has no description.
-    """
+    """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily."""
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
     if config.dataset == CUSTOM:
@@ -108,9 +114,9 @@ def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Int
         return read_tabular(config.custom)
     public = CATALOG[config.dataset]
     folder = ensure_raw_files(public, config.raw_dir, show_progress=show_progress)
-    if isinstance(public, KuaiRandDataset):
-        return read_kuairand(public, folder)
-    return read_movielens(public, folder)
+    if isinstance(public, MovieLensDataset):
+        return read_movielens(public, folder)
+    return read_kuairand(public, folder)
 
 
 def _write_dataset(
@@ -124,115 +130,20 @@ def _write_dataset(
     buckets = Buckets(folder / ".buckets", num_bytes // _BYTES_PER_EVENT, dtypes)
     # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
     with ThreadPoolExecutor(1) as background, contextlib.closing(buckets):
-        sources = background.submit(interactions.sources)
-        num_skipped = fill_buckets(buckets, interactions, on_error=config.on_error, on_stage=on_stage)
-        builder = _DatasetBuilder(folder, config, interactions)
-        splits = builder.build(buckets, on_stage)
-        manifest = make_manifest(
-            dataset=config.dataset,
-            sources=sources.result(),
-            options=_describe_options(config, interactions.options, {**num_skipped, **builder.counts}),
-            splits=splits,
-            largest=builder.largest(),
-            num_actions=interactions.num_actions,
-            context_labels={} if interactions.context is None else interactions.context.labels,
-            extra_events=interactions.extra_events,
-        )
-    manifest.write(folder)
-    return manifest
-
-
-class _DatasetBuilder:
-    """Builds sequences from buckets and writes them; `counts` describe the effect of filters and split afterwards."""
-
-    def __init__(self, folder: Path, config: PreprocessConfig, interactions: Interactions) -> None:
-        self.counts = {"duplicate events (kept)": 0, "users left out by filters": 0}
-        self._folder = folder
-        self._config = config
-        self._extra_events = interactions.extra_events
-        self._context = ContextLookup(interactions.context)
-        self._rule = parse_split(config.split)
-        self._writers: dict[str, SplitWriter] = {}
-        self._audit = Audit()
-
-    def build(self, buckets: Buckets, on_stage: Callable[[str], None]) -> dict[str, Split]:
-        """Write all splits, and the requests if the configuration has a rule for them; return the splits."""
-        requests = None
-        try:
-            if self._config.requests is not None:
-                requests = RequestWriter(self._folder / REQUESTS_NAME, self._config.requests)
-            masks = k_core(buckets, self._config.filters)
-            if masks is not None:
-                self.counts["events left out by the k-core"] = sum(int(np.count_nonzero(~mask)) for mask in masks)
-            # The next bucket is built while the current one is written.
-            with ThreadPoolExecutor(1) as background:
-                next_bucket = background.submit(_build_bucket, buckets, 0, masks)
-                for index in range(len(buckets)):
-                    on_stage(f"building sequences, part {index + 1} of {len(buckets)}")
-                    sequences, num_duplicates = next_bucket.result()
-                    if index + 1 < len(buckets):
-                        next_bucket = background.submit(_build_bucket, buckets, index + 1, masks)
-                    self.counts["duplicate events (kept)"] += num_duplicates
-                    self._write(sequences, requests)
-            splits = {name: writer.close() for name, writer in self._writers.items()}
-        finally:
-            for writer in self._writers.values():
-                writer.abandon()
-            if requests is not None:
-                requests.close()
-        if not any(split.rows for split in splits.values()):
-            raise DataError("the filters leave no users; relax them")
-        if num_unrequested := self._context.count_unrequested():
-            self.counts["users with features but no event (left out)"] = num_unrequested
-        self.counts |= self._audit.report(self._folder, splits)
-        return splits
-
-    def largest(self) -> dict[str, int]:
-        """Return the largest user_id, item_id and action of all splits."""
-        return {
-            name: max(writer.largest[name] for writer in self._writers.values()) for name in (USER_ID, ITEM_ID, ACTION)
-        }
-
-    def _write(self, all_users: Sequences, requests: RequestWriter | None) -> None:
-        sequences = keep_lengths(all_users, self._config.filters)
-        self.counts["users left out by filters"] += len(all_users) - len(sequences)
-        if requests is not None:
-            requests.append(sequences)
-        for name, rows in self._rule.divide(sequences, self._config.seed).items():
-            # Windows would separate targets from the events before them, so rows with targets are not cut.
-            rows = rows if rows.num_targets.any() else cut_windows(rows, self._config.filters)
-            self._audit.follow(name, rows)
-            self._writer(name).append(rows, self._context.lookup(rows.user_ids))
-
-    def _writer(self, name: str) -> SplitWriter:
-        if name not in self._writers:
-            self._writers[name] = SplitWriter(
-                self._folder,
-                name,
-                contextual=self._context.names,
-                extra_events=self._extra_events,
-                row_columns=[
-                    *([WINDOW] if self._config.filters.window is not None else []),
-                    *([NUM_TARGETS] if name == EVAL and self._rule.has_targets else []),
-                ],
-            )
-        return self._writers[name]
-
-
-def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_]] | None) -> tuple[Sequences, int]:
-    columns = buckets.read(index)
-    if masks is not None:
-        columns = {name: values[masks[index]] for name, values in columns.items()}
-    return build_sequences(columns)
-
-
-def _describe_options(
-    config: PreprocessConfig, source_options: Mapping[str, object], counts: Mapping[str, int]
-) -> dict[str, object]:
-    """Return the options for the manifest, without default filters and counts of zero."""
+        pending_sources = background.submit(interactions.sources)
+        counts = fill_buckets(buckets, interactions, on_error=config.on_error, on_stage=on_stage)
+        splits, largest = _write_splits(folder, config, interactions, buckets, counts, on_stage)
+        sources = pending_sources.result()
+    labels = {} if interactions.context is None else interactions.context.labels
+    vocabulary_sizes = {
+        USER_ID: largest[USER_ID] + 1,
+        ITEM_ID: largest[ITEM_ID] + 1,
+        ACTION: interactions.num_actions or largest[ACTION] + 1,
+        **{name: len(values) for name, values in labels.items()},
+    }
     default = asdict(Filters())
-    return {
-        **source_options,
+    options = {
+        **interactions.options,
         "split": config.split,
         "seed": config.seed,
         "on_error": config.on_error,
@@ -240,3 +151,84 @@ def _describe_options(
         "requests": None if config.requests is None else asdict(config.requests),
         "audit": {description: count for description, count in counts.items() if count},
     }
+    contextual, extra_events = tuple(labels), interactions.extra_events
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        dataset=config.dataset,
+        sources=sources,
+        options=options,
+        splits=splits,
+        contextual=contextual,
+        extra_events=extra_events,
+        vocabulary_sizes=vocabulary_sizes,
+        context_labels=labels,
+        content_hash=content_hash(
+            splits=splits, contextual=contextual, extra_events=extra_events, vocabulary_sizes=vocabulary_sizes
+        ),
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _write_splits(
+    folder: Path,
+    config: PreprocessConfig,
+    interactions: Interactions,
+    buckets: Buckets,
+    counts: dict[str, int],
+    on_stage: Callable[[str], None],
+) -> tuple[dict[str, Split], dict[str, int]]:
+    """Write all splits, and the requests if there is a rule for them; add the effects of filters and split to `counts`.
+
+    Returns:
+        The splits, and the largest user_id, item_id and action in them.
+    """
+    rule, context, audit = parse_split(config.split), ContextLookup(interactions.context), Audit()
+    writers: dict[str, SplitWriter] = {}
+    counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
+    with contextlib.ExitStack() as stack:
+        if config.requests is not None:
+            requests = stack.enter_context(pq.ParquetWriter(folder / REQUESTS_NAME, REQUEST_SCHEMA, compression="zstd"))
+        masks = k_core(buckets, config.filters)
+        if masks is not None:
+            counts["events left out by the k-core"] = sum(int(np.count_nonzero(~mask)) for mask in masks)
+        # The next bucket is built while the current one is written.
+        background = stack.enter_context(ThreadPoolExecutor(1))
+        next_bucket = background.submit(_build_bucket, buckets, 0, masks)
+        for index in range(len(buckets)):
+            on_stage(f"building sequences, part {index + 1} of {len(buckets)}")
+            all_users, num_duplicates = next_bucket.result()
+            if index + 1 < len(buckets):
+                next_bucket = background.submit(_build_bucket, buckets, index + 1, masks)
+            sequences = keep_lengths(all_users, config.filters)
+            counts["duplicate events (kept)"] += num_duplicates
+            counts["users left out by filters"] += len(all_users) - len(sequences)
+            if config.requests is not None:
+                requests.write_table(request_table(sequences, config.requests))
+            for name, rows in rule.divide(sequences, config.seed).items():
+                if name not in writers:
+                    columns = [WINDOW] * (config.filters.window is not None)
+                    columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)
+                    extra_events = interactions.extra_events
+                    writers[name] = SplitWriter(folder, name, row_columns=columns, extra_events=extra_events)
+                    stack.callback(writers[name].abandon)
+                # Windows would separate targets from the events before them, so rows with targets are not cut.
+                rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)
+                audit.follow(name, rows)
+                writers[name].append(rows, context.lookup(rows.user_ids))
+        splits = {name: writer.close() for name, writer in writers.items()}
+    if not any(split.rows for split in splits.values()):
+        raise DataError("the filters leave no users; relax them")
+    if num_unrequested := context.count_unrequested():
+        counts["users with features but no event (left out)"] = num_unrequested
+    if EVAL in splits:
+        counts |= audit.report(folder)
+    names = (USER_ID, ITEM_ID, ACTION)
+    return splits, {name: max(writer.largest[name] for writer in writers.values()) for name in names}
+
+
+def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_]] | None) -> tuple[Sequences, int]:
+    columns = buckets.read(index)
+    if masks is not None:
+        columns = {name: values[masks[index]] for name, values in columns.items()}
+    return build_sequences(columns)

@@ -18,15 +18,12 @@ from evenrank.core.errors import DataError
 from evenrank.datasets.schema import USER_ID, user_hash
 from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
 
-Columns = dict[str, NDArray[Any]]  # by name, the values of a column of events: int64 or int32 [events]
-
+Columns = dict[str, NDArray[Any]]  # columns of events by name: int64 or int32 [events]
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 
 # Target size of a bucket; building the sequences of one takes about 0.3 GB.
 EVENTS_PER_BUCKET = 4_000_000
-# Limit of the events kept in memory, over all buckets.
-BYTES_IN_MEMORY = 400 << 20
-
+BYTES_IN_MEMORY = 400 << 20  # limit of the events kept in memory, over all buckets
 _BATCH_EVENTS = 1_000_000
 _MAX_SHOWN = 3  # bad rows in an error message
 _MAX_BITS = 16  # an index is a uint16
@@ -37,15 +34,14 @@ class Buckets:
     """Events that are appended in batches and read back one bucket at a time, in the order in which they were appended.
 
     Args:
-        folder: folder of the bucket files; created when it is needed, and removed by `close`.
+        folder: created when bucket files are needed, and removed by `close`.
         num_events: expected number of events; only the number of buckets depends on it.
-        dtypes: data type of each column; `user_id` is one of them.
+        dtypes: data type of each column.
     """
 
     def __init__(self, folder: Path, num_events: int, dtypes: Mapping[str, str]) -> None:
         self._folder = folder
         self._dtypes = dict(dtypes)
-        # The number of buckets is a power of two, so that leading bits of the hash are the index.
         self._num_bits = min(_MAX_BITS, max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length())
         self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, the parts in memory
         self._num_bytes = 0  # of all parts in memory
@@ -81,7 +77,7 @@ class Buckets:
         }
 
     def close(self) -> None:
-        """Discard all events and remove the bucket files."""
+        """Discard all events."""
         self._parts = [[] for _ in range(len(self))]
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -116,11 +112,7 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
 def fill_buckets(
     buckets: Buckets, interactions: Interactions, *, on_error: OnError, on_stage: Callable[[str], None]
 ) -> dict[str, int]:
-    """Read all events into buckets; return the number of skipped rows by a description of the part and its first ones.
-
-    Raises:
-        DataError: rows cannot be read and `on_error` is `fail`, at the end of their file; or there are no events.
-    """
+    """Read all events into buckets; return the number of skipped rows by a description of the first ones per part."""
     num_skipped: dict[str, int] = {}
     num_events = 0
     for part in interactions.parts:
@@ -131,11 +123,15 @@ def fill_buckets(
             buckets.append({column.name: column.to_numpy() for column in good.drop(IS_GOOD).iter_columns()})
             num_events += len(good)
             on_stage(f"reading {part.name}: {num_events:,} events")
-        if num_bad and on_error == "fail":
-            raise DataError(f"{part.name}: {_describe(part, num_bad)}; fix them, or skip them with --on-error skip")
         if num_bad:
+            first_rows = "; ".join(
+                f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in part.find_bad(_MAX_SHOWN)
+            )
+            description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {first_rows}"
+            if on_error == "fail":
+                raise DataError(f"{part.name}: {description}; fix them, or skip them with --on-error skip")
             # The file name without its folder, so that the manifest does not depend on the machine.
-            num_skipped[f"{Path(part.name).name}: {_describe(part, num_bad)}"] = num_bad
+            num_skipped[f"{Path(part.name).name}: {description}"] = num_bad
     if num_events == 0:
         names = ", ".join(part.name for part in interactions.parts)
         raise DataError(f"{names}: no events could be read; check the file, or unpack or download it again")
@@ -145,9 +141,3 @@ def fill_buckets(
 def _batches(part: EventPart) -> Iterator[pl.DataFrame]:
     with wrap_read_errors(part.name):
         yield from part.events.collect_batches(chunk_size=_BATCH_EVENTS, maintain_order=True)
-
-
-def _describe(part: EventPart, num_bad: int) -> str:
-    rows = part.find_bad(_MAX_SHOWN)
-    shown = "; ".join(f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in rows)
-    return f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {shown}"

@@ -1,11 +1,9 @@
 """Timed prefixes of histories, for replaying inference traffic: when users make requests, and their history by then."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
@@ -14,7 +12,7 @@ from evenrank.datasets.schema import TIMESTAMP_MS
 from evenrank.preprocess.build.sequences import Sequences
 
 _DAY_MS = 86_400_000
-_SCHEMA = pa.schema(
+REQUEST_SCHEMA = pa.schema(
     [pa.field(name, pa.int64(), nullable=False) for name in ("user_id", "request_ts_ms", "history_end")]
 )
 
@@ -33,43 +31,26 @@ class RequestRule:
             raise ConfigError(f"seconds between requests must be above 0 and below 10^9, got {self.seconds:g}")
 
 
-class RequestWriter:
-    """Writes `requests.parquet`: int64 columns user_id, request_ts_ms and history_end.
+def request_table(sequences: Sequences, rule: RequestRule) -> pa.Table:
+    """Return the requests of users in their order, then in time order, given their whole histories.
 
-    Rows are in the order of the appended users, then of time. `history_end` is the number of the user's events before
-    the event of the request; with `by_date`, the number of those on the same day.
+    `history_end` is the number of the user's events before the event of the request; with `by_date`, the number of
+    those on the same day.
     """
-
-    def __init__(self, path: Path, rule: RequestRule) -> None:
-        self._rule = rule
-        self._writer = pq.ParquetWriter(path, _SCHEMA, compression="zstd")
-
-    def append(self, sequences: Sequences) -> None:
-        """Write the requests of users, given their whole histories."""
-        times = sequences.values(TIMESTAMP_MS)
-        rows, request_times, history_ends = find_requests(
-            np.concatenate(([0], np.cumsum(sequences.lengths))),
-            times,
-            round(self._rule.seconds * 1000),
-            _DAY_MS if self._rule.by_date else 0,
-        )
-        columns = [sequences.user_ids[rows], request_times, history_ends]
-        self._writer.write_table(pa.table([pa.array(column) for column in columns], schema=_SCHEMA))
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._writer.close()
+    offsets = np.concatenate(([0], np.cumsum(sequences.lengths)))
+    gap_ms, day_ms = round(rule.seconds * 1000), _DAY_MS if rule.by_date else 0
+    rows, times, history_ends = find_requests(offsets, sequences.values(TIMESTAMP_MS), gap_ms, day_ms)
+    columns = [sequences.user_ids[rows], times, history_ends]
+    return pa.table([pa.array(column) for column in columns], schema=REQUEST_SCHEMA)
 
 
 @compiled
 def find_requests(
     offsets: NDArray[np.int64], times: NDArray[np.int64], gap: int, day: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Find the requests of each row.
+    """Find the requests of rows with the events offsets[row] : offsets[row + 1], whose times ascend.
 
     Args:
-        offsets: int64 [rows + 1], offsets of the first event of each row.
-        times: int64 [events], ascending within a row.
         gap: minimum time between two requests of a row, in the unit of `times`.
         day: length of the periods, counted from time 0, whose histories are separate; 0: a single history.
 

@@ -21,7 +21,7 @@ _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
 
 @compiled
 def slot_of(user_id: int, seed: np.uint64, mask: int) -> np.int64:
-    """Return where the search for a user begins in a table of mask + 1 slots, a power of two."""
+    """Return where the search for a user begins in a table of `mask + 1` slots, a power of two."""
     return np.int64(mix_word(np.uint64(user_id) ^ seed) & np.uint64(mask))
 
 
@@ -29,10 +29,8 @@ def slot_of(user_id: int, seed: np.uint64, mask: int) -> np.int64:
 def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Number users in order of first appearance, with an open-addressing hash table.
 
-    Args:
-        user_ids: int64 [events].
-        seed: of the hash function; the result does not depend on it. Take a random one: ids could be chosen such that
-            all of them are in one run of slots for a given seed, and the time would be quadratic.
+    Take a random `seed`: for a given one, ids could be chosen such that all of them are in one run of slots, and the
+    time would be quadratic. The result does not depend on it.
 
     Returns:
         The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
@@ -75,12 +73,7 @@ def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[
 def order_events(
     codes: NDArray[np.int32], times: NDArray[np.int64], num_users: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Sort events by user, then by time; the sort is stable.
-
-    Args:
-        codes: int32 [events], the user of each event, 0..num_users-1.
-        times: int64 [events].
-        num_users: number of users.
+    """Sort events by user (0..num_users-1), then by time; the sort is stable.
 
     Returns:
         offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of the
@@ -165,7 +158,7 @@ def mark_items(
     begins: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> None:
-    """Set seen[item] for the items of all rows; `seen` must be longer than the largest of them."""
+    """Set seen[item] for the items of all rows."""
     for row in range(len(begins)):
         for offset in range(begins[row], ends[row]):
             seen[items[order[offset]]] = True
@@ -198,20 +191,13 @@ class Sequences:
     events[name]     [e0 e1 e2 e3 e4]    in file order
     """
 
-    user_ids: NDArray[np.int64]
-    """User of each row: [rows]."""
-    begins: NDArray[np.int64]
-    """Offset in `order` of each row's first event: [rows]."""
-    ends: NDArray[np.int64]
-    """Offset in `order` after each row's last event: [rows]."""
-    order: NDArray[np.int32]
-    """Indices of events, those of a user adjacent and oldest first: [events]."""
-    events: Mapping[str, NDArray[np.int64]]
-    """item_id, action, timestamp_ms and extra columns, in file order: [events] each."""
-    windows: NDArray[np.int32]
-    """Index of each row among those of its user: [rows]."""
-    num_targets: NDArray[np.int32]
-    """Number of last events of each row that are to be predicted; 0 if the split does not say: [rows]."""
+    user_ids: NDArray[np.int64]  # [rows]
+    begins: NDArray[np.int64]  # [rows]
+    ends: NDArray[np.int64]  # [rows]
+    order: NDArray[np.int32]  # [events]
+    events: Mapping[str, NDArray[np.int64]]  # item_id, action, timestamp_ms and extra columns: [events] each
+    windows: NDArray[np.int32]  # index of each row among those of its user: [rows]
+    num_targets: NDArray[np.int32]  # number of last events of each row that are to be predicted: [rows]
 
     def __len__(self) -> int:
         return len(self.user_ids)
@@ -236,27 +222,18 @@ class Sequences:
         """Return the values of a column for the events of all rows, concatenated: [sum(lengths)]."""
         return gather(self.events[name], self.order, self.begins, self.ends)
 
-    def first_at_or_after(self, boundary_ms: int) -> NDArray[np.int64]:
-        """Return the offset in `order` of each row's first event at or after a time, else its end: int64 [rows]."""
-        return first_at_or_after(self.begins, self.ends, self.order, self.events[TIMESTAMP_MS], boundary_ms)
-
 
 def build_sequences(columns: Columns) -> tuple[Sequences, int]:
     """Group the events of a bucket by user, oldest first; events of the same time stay in file order.
 
-    Args:
-        columns: the events of the bucket, in file order.
-
     Returns:
         The sequences, ordered by (user_hash(user_id), user_id), and the number of events that repeat another.
-
-    Raises:
-        DataError: there are more events than an int32 can number.
     """
-    if len(columns[USER_ID]) > _MAX_EVENTS:
+    num_events = len(columns[USER_ID])
+    if num_events > _MAX_EVENTS:
         raise DataError(
-            f"{len(columns[USER_ID]):,} events are of users whose hashes begin alike, more than {_MAX_EVENTS:,}; "
-            "preprocess fewer events at once"
+            f"{num_events:,} events are of users whose hashes begin alike, more than {_MAX_EVENTS:,}; preprocess fewer "
+            "events at once"
         )
     users, codes = encode_users(columns[USER_ID], np.uint64(secrets.randbits(64)))
     ranks = np.empty(len(users), dtype=np.int32)

@@ -6,7 +6,7 @@ time:2015-01-01  events from this time on are predicted from the earlier ones
 none             everything is in `train`
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, user_hash
-from evenrank.preprocess.build.sequences import Sequences, mark_items
+from evenrank.preprocess.build.sequences import Sequences, first_at_or_after, mark_items
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 
-TRAIN = "train"
-EVAL = "eval"
+TRAIN, EVAL = "train", "eval"
 _MAX_TARGETS = int(np.iinfo(np.int32).max)
 # Smaller item ids are kept as a mask with one byte per id, larger ones as a sorted array.
 _DENSE_IDS = 1 << 27
@@ -31,18 +30,12 @@ _DENSE_IDS = 1 << 27
 class SplitRule:
     """A rule that divides sequences into splits."""
 
-    divide: Callable[[Sequences, int], dict[str, Sequences]]
-    """Returns the rows of each split, given sequences and a seed."""
-    has_targets: bool = False
-    """Whether rows of `eval` have a number of last events that are to be predicted."""
+    divide: Callable[[Sequences, int], dict[str, Sequences]]  # called with a seed
+    has_targets: bool = False  # whether a number of last events of the rows in `eval` are to be predicted
 
 
 def parse_split(text: str) -> SplitRule:
-    """Parse `user:FRACTION`, `leave-last:N`, `time:TIMESTAMP` (milliseconds, or ISO 8601 in UTC) or `none`.
-
-    Raises:
-        ConfigError: the text is none of these, or its value is out of range.
-    """
+    """Parse `user:FRACTION`, `leave-last:N`, `time:TIMESTAMP` (milliseconds, or ISO 8601 in UTC) or `none`."""
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
@@ -88,7 +81,8 @@ def _leave_last(sequences: Sequences, count: int) -> dict[str, Sequences]:
 
 
 def _by_time(sequences: Sequences, boundary_ms: int) -> dict[str, Sequences]:
-    boundaries = sequences.first_at_or_after(boundary_ms)
+    times = sequences.events[TIMESTAMP_MS]
+    boundaries = first_at_or_after(sequences.begins, sequences.ends, sequences.order, times, boundary_ms)
     train = replace(sequences, ends=boundaries).take(boundaries > sequences.begins)
     evaluated = replace(sequences, num_targets=(sequences.ends - boundaries).astype(np.int32))
     return {TRAIN: train, EVAL: evaluated.take(boundaries < sequences.ends)}
@@ -102,7 +96,7 @@ class SeenItems:
         self._sparse = np.empty(0, dtype=np.int64)
 
     def add(self, sequences: Sequences) -> None:
-        """Add the items of the events of all rows."""
+        """Add the items of all rows."""
         items = sequences.events[ITEM_ID]
         largest = int(items.max(initial=-1))
         if largest >= _DENSE_IDS:
@@ -134,7 +128,7 @@ class Audit:
         self._newest_train = -1
 
     def follow(self, split: str, sequences: Sequences) -> None:
-        """Register rows that are about to be written to a split."""
+        """Register rows of a split."""
         if sequences.num_targets.any():  # only the events to predict count
             sequences = replace(sequences, begins=sequences.ends - sequences.num_targets)
         self._seen[split].add(sequences)
@@ -143,10 +137,8 @@ class Audit:
             newest = sequences.events[TIMESTAMP_MS][sequences.order[rows - 1]]  # of the last event of each row
             self._newest_train = max(self._newest_train, int(newest.max(initial=-1)))
 
-    def report(self, folder: Path, splits: Mapping[str, object]) -> dict[str, int]:
-        """Return the counts by description, once the splits are written. Of `eval`, only targets are counted."""
-        if EVAL not in splits:
-            return {}
+    def report(self, folder: Path) -> dict[str, int]:
+        """Return the counts by description, once `eval` is written."""
         num_events = num_early = 0
         for times in _target_times(folder / EVAL):
             num_events += len(times)

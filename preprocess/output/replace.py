@@ -27,14 +27,8 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
     The old folder is renamed, then the new one, and the old one is deleted last. If anything fails, `out` is unchanged
     and the incomplete folder is removed; what a killed process left behind is cleaned up by the next call for `out`.
 
-    Args:
-        out: the folder; if it is a symbolic link, the link is kept and its target replaced.
-        write: fills the folder that it is given.
-        overwrite: whether to replace a folder that contains something else than a dataset.
-
-    Raises:
-        DataError: `out` is no folder, contains something else than a dataset, cannot be written, or is being written
-            by another process.
+    If `out` is a symbolic link, the link is kept and its target replaced. A folder that contains something else than a
+    dataset is only replaced with `overwrite`; a file or a mount point never.
     """
     out = out.resolve()
     lock, partial, old = (out.with_name(f".{out.name}.{suffix}") for suffix in ("lock", "partial", "old"))
@@ -73,14 +67,12 @@ def replace_folder(out: Path, write: Callable[[Path], _Result], *, overwrite: bo
 
 @contextlib.contextmanager
 def wrap_write_errors(out: Path) -> Iterator[None]:
-    """Replace an error of the operating system, such as a full disk, by a one-line `DataError` that names `out`."""
+    """Replace an error of the operating system, such as a full disk, by a `DataError` that names `out`."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        raise DataError(
-            f"{out} could not be written: {reason}; it is unchanged, check permissions and space"
-        ) from error
+        message = f"{out} could not be written: {error.strerror or error}; it is unchanged, check permissions and space"
+        raise DataError(message) from error
 
 
 def _lock(path: Path, out: Path) -> BufferedReader:
@@ -95,9 +87,8 @@ def _lock(path: Path, out: Path) -> BufferedReader:
                     return file
         except BlockingIOError:
             file.close()
-            raise DataError(
-                f"{out} is being written by another process; wait for it, or choose another folder"
-            ) from None
+            message = f"{out} is being written by another process; wait for it, or choose another folder"
+            raise DataError(message) from None
         file.close()
 
 
@@ -116,25 +107,20 @@ def _check_replaceable(out: Path, *, overwrite: bool) -> None:
 
 
 def _find_foreign(folder: Path) -> str | None:
-    """Return the path of a file or link that is in neither the manifest nor the cache of a dataset; None: none."""
-    listed = _listed_files(folder)
+    """Return the first file or link that is in neither the manifest nor the cache of a dataset."""
+    try:
+        with open_regular(folder / MANIFEST_NAME) as file:
+            manifest = json.load(file)
+        listed = {str(file["path"]) for split in manifest["splits"].values() for file in split["files"]}
+        listed |= {MANIFEST_NAME, *_OPTIONAL_FILES}
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        listed = set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         is_folder = path.is_dir() and not path.is_symlink()
         if not (is_folder or name in listed or name.startswith(f"{CACHE_NAME}/")):
             return name
     return None
-
-
-def _listed_files(folder: Path) -> set[str]:
-    """Return the files of a dataset of any schema version, relative to its folder; empty if it is none."""
-    try:
-        with open_regular(folder / MANIFEST_NAME) as file:
-            manifest = json.load(file)
-        listed = {str(file["path"]) for split in manifest["splits"].values() for file in split["files"]}
-    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return set()
-    return {MANIFEST_NAME, *_OPTIONAL_FILES, *listed}
 
 
 def _put_in_place(partial: Path, out: Path, old: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sequences -> the Parquet files of a split, one row group at a time, and the manifest of a dataset."""
+"""Sequences -> the Parquet files of a split, one row group at a time."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,10 @@ from evenrank.datasets.schema import (
     LENGTH,
     LENGTH_PERCENTILES,
     NUM_TARGETS,
-    SCHEMA_VERSION,
     USER_ID,
     WINDOW,
     DataFile,
-    Manifest,
-    SourceFile,
     Split,
-    content_hash,
     sha256_of,
 )
 from evenrank.preprocess.build.sequences import Sequences
@@ -34,9 +30,7 @@ ROWS_PER_FILE = 16_384
 # A row group ends at the first of these limits. It is the unit of writing, reading and buffering.
 ROWS_PER_GROUP = 512
 EVENTS_PER_GROUP = 500_000
-
 _MAX_QUEUED_GROUPS = 4  # row groups waiting to be encoded
-
 _Columns = dict[str, NDArray[np.integer]]  # values by column: [rows], or [events] concatenated over the rows
 
 
@@ -46,37 +40,19 @@ class SplitWriter:
     Args:
         folder: folder of the dataset.
         name: name of the split.
-        contextual: names of the contextual features, in column order.
+        row_columns: further columns with one value per row: `window`, `num_targets` (int32), contextual features.
         extra_events: further list columns and their element types.
-        row_columns: optional int32 columns to write: `window`, `num_targets`.
-
-    Attributes:
-        largest: the largest user_id, item_id and action that were written; -1 if there is none.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        *,
-        contextual: Sequence[str],
-        extra_events: Mapping[str, str],
-        row_columns: Sequence[str],
-    ) -> None:
+    def __init__(self, folder: Path, name: str, *, row_columns: Sequence[str], extra_events: Mapping[str, str]) -> None:
         self._folder, self._name = folder, name
         element_types = {**EVENT_DTYPES, **extra_events}
         self._event_columns = tuple(element_types)
-        self._row_columns = (USER_ID, *row_columns, *contextual)
-        self._schema = pa.schema(
-            [
-                *(
-                    pa.field(column, pa.int32() if column in (WINDOW, NUM_TARGETS) else pa.int64(), nullable=False)
-                    for column in self._row_columns
-                ),
-                *(pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()),
-                pa.field(LENGTH, pa.int32(), nullable=False),
-            ]
-        )
+        self._row_columns = (USER_ID, *row_columns)
+        row_types = {name: pa.int32() if name in (WINDOW, NUM_TARGETS) else pa.int64() for name in self._row_columns}
+        fields = [pa.field(column, dtype, nullable=False) for column, dtype in row_types.items()]
+        fields += [pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()]
+        self._schema = pa.schema([*fields, pa.field(LENGTH, pa.int32(), nullable=False)])
         (folder / name).mkdir()
         self._pending: list[_Columns] = []
         self._pending_rows = self._pending_events = 0
@@ -85,7 +61,7 @@ class SplitWriter:
         self._file: pq.ParquetWriter | None = None
         self._encoded_rows = 0  # of the current file
         self._lengths: list[NDArray[np.int64]] = []
-        self.largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)
+        self.largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)  # largest value that was written
         # One thread encodes row groups while the next ones are built.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="evenrank-writer")
         self._queue: deque[Future[None]] = deque()
@@ -102,11 +78,8 @@ class SplitWriter:
             max_rows = min(ROWS_PER_GROUP - self._pending_rows, ROWS_PER_FILE - self._file_rows)
             end = min(len(sequences), begin + max_rows, max(int(group_end), begin + 1))
             self._add_pending(sequences.take(np.arange(begin, end)), context, slice(begin, end))
-            if (
-                self._pending_rows == ROWS_PER_GROUP
-                or self._pending_events >= EVENTS_PER_GROUP
-                or self._file_rows == ROWS_PER_FILE
-            ):
+            is_full = self._pending_rows == ROWS_PER_GROUP or self._pending_events >= EVENTS_PER_GROUP
+            if is_full or self._file_rows == ROWS_PER_FILE:
                 self._write_group()
             begin = end
 
@@ -178,12 +151,9 @@ class SplitWriter:
     def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:
         columns = {name: np.concatenate([part[name] for part in parts]) for name in self._schema.names}
         offsets = pa.array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
-        arrays = [
-            pa.ListArray.from_arrays(offsets, pa.array(columns[name]))
-            if name in self._event_columns
-            else pa.array(columns[name])
-            for name in self._schema.names
-        ]
+        arrays = {name: pa.array(values) for name, values in columns.items()}
+        for name in self._event_columns:
+            arrays[name] = pa.ListArray.from_arrays(offsets, arrays[name])
         return pa.table(arrays, schema=self._schema)
 
     def _end_file(self) -> None:
@@ -194,7 +164,6 @@ class SplitWriter:
         self._files.append(DataFile(path=path, rows=self._encoded_rows, sha256=sha256_of(self._folder / path)))
 
     def _current_path(self) -> str:
-        """Return the path of the file being written, relative to the folder of the dataset."""
         return f"{self._name}/part-{len(self._files):05d}.parquet"
 
 
@@ -210,42 +179,3 @@ def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
         "max": int(ordered[-1]),
         "mean": round(float(ordered.mean()), 3),
     }
-
-
-def make_manifest(
-    *,
-    dataset: str,
-    sources: tuple[SourceFile, ...],
-    options: Mapping[str, object],
-    splits: Mapping[str, Split],
-    largest: Mapping[str, int],
-    num_actions: int | None,
-    context_labels: Mapping[str, tuple[str | None, ...]],
-    extra_events: Mapping[str, str],
-) -> Manifest:
-    """Return the manifest, with vocabulary sizes and the content hash.
-
-    Args as in `Manifest`, and `largest`: the largest user_id, item_id and action over all splits, -1 if there is none.
-    `num_actions` is None if it follows from `largest`.
-    """
-    contextual = tuple(context_labels)
-    vocabulary_sizes = {
-        USER_ID: largest[USER_ID] + 1,
-        ITEM_ID: largest[ITEM_ID] + 1,
-        ACTION: num_actions or largest[ACTION] + 1,
-        **{name: len(labels) for name, labels in context_labels.items()},
-    }
-    return Manifest(
-        schema_version=SCHEMA_VERSION,
-        dataset=dataset,
-        sources=sources,
-        options=options,
-        splits=splits,
-        contextual=contextual,
-        extra_events=extra_events,
-        vocabulary_sizes=vocabulary_sizes,
-        context_labels=context_labels,
-        content_hash=content_hash(
-            splits=splits, contextual=contextual, extra_events=extra_events, vocabulary_sizes=vocabulary_sizes
-        ),
-    )

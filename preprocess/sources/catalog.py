@@ -3,20 +3,18 @@
 Imports nothing heavy, so that a command line can list the names without loading Polars.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PublicArchive(ABC):
-    """An archive that can be downloaded and unpacked."""
+class PublicArchive:
+    """An archive that can be downloaded and unpacked. Its files are paths relative to `folder`."""
 
-    name: str
-    """Name of the dataset."""
+    name: str  # of the dataset
     url: str
-    """Where the archive is downloaded from."""
-    md5: str
-    """MD5 of the archive, in hexadecimal."""
+    md5: str  # of the archive, in hexadecimal
+    events: tuple[str, ...]  # files of ratings or logs, in time order
+    users: str | None = None  # file of the users' features
 
     @property
     def archive(self) -> str:
@@ -25,65 +23,36 @@ class PublicArchive(ABC):
 
     @property
     def folder(self) -> str:
-        """Folder of the files, both inside the archive and below the raw folder; named like the archive."""
+        """Folder of the files, both inside the archive and below the raw folder."""
         return self.archive.removesuffix(".zip").removesuffix(".tar.gz")
 
     @property
-    @abstractmethod
     def files(self) -> tuple[str, ...]:
-        """The files that are needed, as paths relative to `folder`."""
+        """The files that are needed: those of events, then that of the users' features."""
+        return self.events if self.users is None else (*self.events, self.users)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MovieLensDataset(PublicArchive):
-    """A MovieLens dataset."""
+    """A MovieLens dataset: one file of ratings, on a scale that ends with 5 stars."""
 
-    ratings: str
-    """Name of the rating file."""
-    users: str | None = None
-    """Name of the file with the users' features; None if there is none."""
     separator: str
-    """Separator between the fields of a line."""
-    has_header: bool = False
-    """Whether the first line of `ratings` contains the column names."""
-    ratings_per_star: int
-    """1 for ratings in whole stars, 2 for half stars."""
-    max_stars: int = 5
-    """The highest rating."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The rating file, then the file with the users' features if there is one."""
-        return (self.ratings,) if self.users is None else (self.ratings, self.users)
+    has_header: bool = False  # of the ratings
+    ratings_per_star: int  # 1 for ratings in whole stars, 2 for half stars
 
     @property
     def num_actions(self) -> int:
-        """Number of steps of the rating scale; ratings are encoded as 0..num_actions-1, lowest first."""
-        return self.max_stars * self.ratings_per_star
+        """Number of steps of the rating scale."""
+        return 5 * self.ratings_per_star
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KuaiRandDataset(PublicArchive):
-    """A KuaiRand dataset."""
-
-    logs: tuple[str, ...]
-    """The log files, in time order."""
-    users: str
-    """The file with the users' features."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The logs, then the file with the users' features."""
-        return (*self.logs, self.users)
-
-
-def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> KuaiRandDataset:
+def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> PublicArchive:
     suffix = size.lower()
-    return KuaiRandDataset(
+    return PublicArchive(
         name=f"kuairand-{suffix}",
         url=f"https://zenodo.org/records/10439422/files/KuaiRand-{size}.tar.gz",
         md5=md5,
-        logs=tuple(
+        events=tuple(
             f"data/log_standard_{dates}_{suffix}{part}.csv"
             for dates in ("4_08_to_4_21", "4_22_to_5_08")
             for part in parts
@@ -92,14 +61,14 @@ def _kuairand(size: str, *, md5: str, parts: tuple[str, ...] = ("",)) -> KuaiRan
     )
 
 
-CATALOG: dict[str, MovieLensDataset | KuaiRandDataset] = {
+CATALOG: dict[str, PublicArchive] = {
     dataset.name: dataset
     for dataset in (
         MovieLensDataset(
             name="ml-1m",
             url="http://files.grouplens.org/datasets/movielens/ml-1m.zip",
             md5="c4d9eecfca2ab87c1945afe126590906",
-            ratings="ratings.dat",
+            events=("ratings.dat",),
             users="users.dat",
             separator="::",
             ratings_per_star=1,
@@ -108,7 +77,7 @@ CATALOG: dict[str, MovieLensDataset | KuaiRandDataset] = {
             name="ml-20m",
             url="http://files.grouplens.org/datasets/movielens/ml-20m.zip",
             md5="cd245b17a1ae2cc31bb14903e1204af3",
-            ratings="ratings.csv",
+            events=("ratings.csv",),
             separator=",",
             has_header=True,
             ratings_per_star=2,
@@ -122,5 +91,4 @@ CATALOG: dict[str, MovieLensDataset | KuaiRandDataset] = {
 # Datasets without an archive: drawn from distributions, and read from files that the user describes.
 SYNTHETIC = "synthetic"
 CUSTOM = "custom"
-
 DATASETS = (*CATALOG, SYNTHETIC, CUSTOM)

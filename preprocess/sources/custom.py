@@ -25,9 +25,9 @@ from evenrank.preprocess.sources.interactions import (
 from evenrank.preprocess.sources.tabular import open_table
 from evenrank.preprocess.sources.vocabulary import (
     TEXT_TYPES,
-    IdEncoder,
     as_integer,
-    choose_encoders,
+    build_vocabularies,
+    encode_ids,
     has_bad_bytes,
     integer_bits,
     is_plain_integer,
@@ -58,7 +58,7 @@ class TabularConfig:
     context: Path | None = None
     """File with the users' features: `user_column` and `context_columns`, one row per user."""
     context_columns: tuple[str, ...] = ()
-    """Columns of `context` to use as contextual features."""
+    """Columns of `context` that are contextual features."""
 
     def __post_init__(self) -> None:
         if not self.events:
@@ -84,13 +84,7 @@ class TabularConfig:
 def read_toml(path: Path, **options: Any) -> TabularConfig:
     """Read a configuration from a TOML file whose keys are the names of the fields; paths are relative to the file.
 
-    Args:
-        path: of the file.
-        options: further fields, from the command line.
-
-    Raises:
-        DataError: the file cannot be read, or is not TOML.
-        ConfigError: a key is missing, unknown or also among the options, or a value has the wrong type or is invalid.
+    Further fields, `options`, come from the command line.
     """
     with open_regular(path) as file:
         try:
@@ -136,24 +130,23 @@ def read_tabular(config: TabularConfig) -> Interactions:
 
     Ids are kept if all values of their column, in otherwise good rows, are 64-bit integers in plain digits. If not,
     they are encoded as 1..n by sorted value.
-
-    Raises:
-        DataError: a file is missing, empty, damaged or of an unknown format; a column is missing, appears twice or has
-            an unsuitable type; a line of the users' features cannot be read, or a user appears twice in them.
     """
     tables = [open_table(path, config.event_columns) for path in config.events]
-    raw_ids = [_otherwise_good_ids(config, table) for table in tables]
+    raw_ids = []  # of the rows that pass all other checks
+    for table in tables:
+        is_good = pl.all_horizontal(*_value_checks(config, table).values(), pl.col(IS_WELL_FORMED)).fill_null(False)
+        raw_ids.append(table.rows.filter(is_good).select(_raw_ids(config, table)))
     with wrap_read_errors(*config.events):
-        encoders = choose_encoders(raw_ids)
+        vocabularies = build_vocabularies(raw_ids)
     context = None
     if config.context is not None:
-        users = [encoders[USER_ID].encode(ids.select(USER_ID), USER_ID).unique() for ids in raw_ids]
+        users = [encode_ids(ids.select(USER_ID), USER_ID, vocabularies[USER_ID]).unique() for ids in raw_ids]
         with wrap_read_errors(*config.events):
             users_with_events = pl.concat(users).collect(engine="streaming")
-        context = _read_context(config, config.context, encoders[USER_ID], users_with_events)
+        context = _read_context(config, config.context, vocabularies[USER_ID], users_with_events)
     paths = config.events if config.context is None else (*config.events, config.context)
     return Interactions(
-        parts=tuple(_part(config, table, encoders) for table in tables),
+        parts=tuple(_part(config, table, vocabularies) for table in tables),
         sources=lambda: tuple(source for path in paths for source in source_files(path.parent, [path])),
         context=context,
         num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
@@ -164,14 +157,8 @@ def read_tabular(config: TabularConfig) -> Interactions:
             "context": None if config.context is None else config.context.name,
             "context_columns": list(config.context_columns),
         },
-        vocabularies={name: encoder.vocabulary for name, encoder in encoders.items() if encoder.vocabulary is not None},
+        vocabularies={name: vocabulary for name, vocabulary in vocabularies.items() if vocabulary is not None},
     )
-
-
-def _otherwise_good_ids(config: TabularConfig, table: Table) -> pl.LazyFrame:
-    """Return the raw user_id and item_id of the rows that pass all checks other than those of ids."""
-    is_good = pl.all_horizontal(*_value_checks(config, table).values(), pl.col(IS_WELL_FORMED)).fill_null(False)
-    return table.rows.filter(is_good).select(_raw_ids(config, table))
 
 
 def _raw_ids(config: TabularConfig, table: Table) -> list[pl.Expr]:
@@ -179,21 +166,18 @@ def _raw_ids(config: TabularConfig, table: Table) -> list[pl.Expr]:
     return [raw_id(table, column).alias(name) for name, column in ids.items()]
 
 
-def _part(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> EventPart:
-    events = (
-        *_raw_ids(config, table),
-        _action(config, table).alias(ACTION),
-        _timestamp_ms(config, table).alias(TIMESTAMP_MS),
-    )
-    part = table.part(events, {**_value_checks(config, table), **_id_checks(config, table, encoders)})
+def _part(config: TabularConfig, table: Table, vocabularies: Mapping[str, pl.DataFrame | None]) -> EventPart:
+    action, time = _action(config, table).alias(ACTION), _timestamp_ms(config, table).alias(TIMESTAMP_MS)
+    checks = _value_checks(config, table) | _id_checks(config, table, vocabularies)
+    part = table.part([*_raw_ids(config, table), action, time], checks)
     encoded = part.events
-    for name, encoder in encoders.items():
-        encoded = encoder.encode(encoded, name)
+    for name, vocabulary in vocabularies.items():
+        encoded = encode_ids(encoded, name, vocabulary)
     return replace(part, events=encoded)
 
 
 def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
-    """Return the conditions on everything but the ids, by the reason to report where they do not hold."""
+    """Return the checks of time and actions by the reason to report where they fail."""
     time_reason = f"{config.timestamp_column} is not a time {_TIME_FORMATS[config.timestamp_unit]} up to the year 9999"
     checks = {time_reason: _timestamp_ms(config, table).is_between(0, MAX_TIMESTAMP_MS)}
     for name in config.action_columns:
@@ -206,7 +190,9 @@ def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
     return checks
 
 
-def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEncoder]) -> dict[str, pl.Expr]:
+def _id_checks(
+    config: TabularConfig, table: Table, vocabularies: Mapping[str, pl.DataFrame | None]
+) -> dict[str, pl.Expr]:
     checks = {}
     for name, column in ((USER_ID, config.user_column), (ITEM_ID, config.item_column)):
         dtype = table.dtypes[column]
@@ -217,17 +203,14 @@ def _id_checks(config: TabularConfig, table: Table, encoders: Mapping[str, IdEnc
             checks[f"{column} is not UTF-8"] = ~has_bad_bytes(text)
         else:
             checks[f"{column} is empty"] = pl.col(column).is_not_null()
-        is_numeric = encoders[name].vocabulary is None
+        is_numeric = vocabularies[name] is None
         ids = raw.cast(pl.Int64, strict=False) if is_numeric else raw
-        checks[f"{column} is not an integer in {_integer_range(dtype)}"] = ids.is_not_null()
+        bits = integer_bits(dtype)
+        integers = f"-2^{bits}+1..2^{bits}-1, where {dtype} is exact" if dtype.is_float() else f"-2^{bits}..2^{bits}-1"
+        checks[f"{column} is not an integer in {integers}"] = ids.is_not_null()
         if is_numeric and name == ITEM_ID:
             checks[f"{column} must not be negative"] = ids >= 0
     return checks
-
-
-def _integer_range(dtype: pl.DataType) -> str:
-    bits = integer_bits(dtype)
-    return f"-2^{bits}+1..2^{bits}-1, where {dtype} is exact" if dtype.is_float() else f"-2^{bits}..2^{bits}-1"
 
 
 def _timestamp_ms(config: TabularConfig, table: Table) -> pl.Expr:
@@ -256,14 +239,12 @@ def _timestamp_ms(config: TabularConfig, table: Table) -> pl.Expr:
 def _iso_ms(text: pl.Expr) -> pl.Expr:
     # Polars' parser expects a single format for a column, but logs mix several.
     part = text.str.extract_groups(_ISO).struct
-    clock = pl.concat_str(
-        part.field("1"), part.field("2").fill_null("00:00"), part.field("3").fill_null("00"), separator=" "
-    )
-    local = clock.str.to_datetime("%Y-%m-%d %H:%M %S", time_unit="ms", strict=False).dt.epoch("ms")
-    millis = part.field("4").str.pad_end(3, "0").cast(pl.Int64).fill_null(0)
-    minutes = part.field("6").cast(pl.Int64) * 60 + part.field("7").cast(pl.Int64).fill_null(0)
-    offset = pl.when(part.field("5") == "-").then(-minutes).otherwise(minutes).fill_null(0)
-    return local + millis - offset * 60_000
+    date, clock, seconds, millis, sign, offset_hours, offset_minutes = (part.field(str(i)) for i in range(1, 8))
+    moment = pl.concat_str(date, clock.fill_null("00:00"), seconds.fill_null("00"), separator=" ")
+    local = moment.str.to_datetime("%Y-%m-%d %H:%M %S", time_unit="ms", strict=False).dt.epoch("ms")
+    minutes = offset_hours.cast(pl.Int64) * 60 + offset_minutes.cast(pl.Int64).fill_null(0)
+    offset = pl.when(sign == "-").then(-minutes).otherwise(minutes).fill_null(0)
+    return local + millis.str.pad_end(3, "0").cast(pl.Int64).fill_null(0) - offset * 60_000
 
 
 def _action(config: TabularConfig, table: Table) -> pl.Expr:
@@ -284,17 +265,18 @@ def _flag(table: Table, name: str) -> pl.Expr:
     return pl.col(name).str.to_lowercase().replace_strict(values, default=None, return_dtype=pl.Int64)
 
 
-def _read_context(config: TabularConfig, path: Path, encoder: IdEncoder, users_with_events: pl.DataFrame) -> Context:
+def _read_context(
+    config: TabularConfig, path: Path, vocabulary: pl.DataFrame | None, users_with_events: pl.DataFrame
+) -> Context:
     """Encode the features of the users that have events; leave out the others."""
     table = open_table(path, (config.user_column, *config.context_columns))
     raw = raw_id(table, config.user_column).alias(USER_ID)
     users = table.read_users(
-        [raw, *map(pl.col, config.context_columns)],
-        {f"{config.user_column} is empty or not an id": raw.is_not_null()},
+        [raw, *map(pl.col, config.context_columns)], {f"{config.user_column} is empty or not an id": raw.is_not_null()}
     )
-    if encoder.vocabulary is None and users.schema[USER_ID] == pl.String:
+    if vocabulary is None and users.schema[USER_ID] == pl.String:
         users = users.filter(is_plain_integer(pl.col(USER_ID)))
-    encoded = encoder.encode(users.lazy(), USER_ID).collect()
+    encoded = encode_ids(users.lazy(), USER_ID, vocabulary).collect()
     known = encoded.join(users_with_events, on=USER_ID, how="semi", maintain_order="left")
     return encode_context(known.with_columns(_feature(path, known.get_column(name)) for name in config.context_columns))
 

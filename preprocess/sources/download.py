@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO
+from typing import IO, cast
 
 import requests
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -29,20 +29,22 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
     """Return the folder `raw_dir/FOLDER` with all needed files of a dataset, downloading or unpacking them if needed.
 
     Existing files are used as they are. If one is missing, all of them are unpacked from the archive in `raw_dir`,
-    which is downloaded first if it is missing too. Members of the archive that are not needed are not unpacked.
-
-    An interrupted download leaves `raw_dir/ARCHIVE.partial`; the next call resumes it if the server supports that.
+    which is downloaded first if it is missing too. An interrupted download leaves `raw_dir/ARCHIVE.partial`; the next
+    call resumes it if the server supports that.
 
     Raises:
         DataError: the download fails; or the archive has another MD5, lacks a file, or has members that do not belong
             in an archive of data (links, paths outside its folder). No partially unpacked file is left behind.
     """
     folder = raw_dir / dataset.folder
-    if _is_complete(dataset, folder):
+
+    def is_complete() -> bool:
+        return all((folder / name).is_file() for name in dataset.files)
+
+    if is_complete():
         return folder
     with _locked_folder(raw_dir):
-        # Another process may have fetched the files while this one waited for the lock.
-        if not _is_complete(dataset, folder):
+        if not is_complete():  # another process may have fetched the files while this one waited for the lock
             archive = raw_dir / dataset.archive
             if not archive.is_file():
                 _download(dataset, archive, show_progress=show_progress)
@@ -53,7 +55,7 @@ def ensure_raw_files(dataset: PublicArchive, raw_dir: Path, *, show_progress: bo
 
 
 def source_files(raw_dir: Path, paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    """Describe raw files for the manifest; their paths become relative to the raw folder."""
+    """Describe raw files for the manifest, with paths relative to the raw folder."""
     return tuple(
         SourceFile(path=path.relative_to(raw_dir).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
         for path in paths
@@ -64,10 +66,6 @@ def md5_of(path: Path) -> str:
     """Return the MD5 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "md5").hexdigest()
-
-
-def _is_complete(dataset: PublicArchive, folder: Path) -> bool:
-    return all((folder / name).is_file() for name in dataset.files)
 
 
 @contextlib.contextmanager
@@ -177,11 +175,7 @@ def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]:
-    """Check all members of an archive and return a function to open each of its files, by name, in archive order.
-
-    Raises:
-        DataError: a member is a link or a device, or its path leads outside the archive's folder.
-    """
+    """Check all members of an archive and return a function to open each of its files, by name, in archive order."""
     if archive.suffix == ".zip":
         with zipfile.ZipFile(archive) as opened:
             for info in opened.infolist():
@@ -191,7 +185,9 @@ def _open_members(archive: Path) -> Iterator[dict[str, Callable[[], IO[bytes]]]]
         with tarfile.open(archive, "r:gz") as tar:
             for member in tar:
                 _check_member(archive, member.name, is_plain=member.isreg() or member.isdir())
-            yield {_key(member.name): partial(_extract, tar, member) for member in tar if member.isreg()}
+            # `extractfile` returns None only for members that are no regular files.
+            extract = cast("Callable[[tarfile.TarInfo], IO[bytes]]", tar.extractfile)
+            yield {_key(member.name): partial(extract, member) for member in tar if member.isreg()}
 
 
 def _check_member(archive: Path, name: str, *, is_plain: bool) -> None:
@@ -206,9 +202,3 @@ def _check_member(archive: Path, name: str, *, is_plain: bool) -> None:
 
 def _key(name: str) -> str:
     return PurePosixPath(name).as_posix()  # `./a/b` is `a/b`
-
-
-def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
-    file = tar.extractfile(member)
-    assert file is not None  # guaranteed for regular files
-    return file

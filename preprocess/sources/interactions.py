@@ -16,11 +16,9 @@ from evenrank.datasets.schema import USER_ID, SourceFile
 # Boolean column, true for rows that were parsed and whose values are in range. In other rows, the values of all other
 # columns are undefined.
 IS_GOOD = "is_good"
-
 # Columns that are added to those of a file; the prefix keeps them apart from the file's own names.
 LINE, TEXT, FAULT = "evenrank line", "evenrank text", "evenrank fault"
 IS_WELL_FORMED = "evenrank is_well_formed"
-
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999
 
@@ -29,26 +27,20 @@ MAX_TIMESTAMP_MS = 253_402_300_799_999
 class BadRow:
     """A row that cannot be read."""
 
-    line: int
-    """Line number from 1, counting the header; for Parquet files, the row number from 1."""
+    line: int  # counted from 1 with the header; for Parquet files, the row number from 1
     text: str
-    """The line as it is in the file."""
     reason: str
-    """What is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventPart:
     """The events of one raw file, or of one block of synthetic users."""
 
-    name: str
-    """How messages refer to this part: the path of the file."""
-    size: int
-    """Approximate number of bytes; it determines the number of buckets."""
+    name: str  # for messages: the path of the file
+    size: int  # approximate number of bytes; it determines the number of buckets
     events: pl.LazyFrame
     """Columns user_id, item_id, timestamp_ms (int64), action (int32), extra columns and IS_GOOD; in file order."""
-    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()
-    """Returns the first `limit` bad rows. May be slow: it is only called if there are any."""
+    find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first `limit` bad rows; may be slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,23 +48,13 @@ class Table:
     """The needed columns of a file, read lazily and in file order."""
 
     path: Path
-    """The file."""
-    size: int
-    """Approximate number of bytes of its events in memory."""
-    dtypes: Mapping[str, pl.DataType]
-    """Types of the needed columns."""
-    rows: pl.LazyFrame
-    """The needed columns, and IS_WELL_FORMED: whether a line has the expected fields."""
-    described_rows: pl.LazyFrame
-    """LINE, TEXT, FAULT (null if the line is well formed) and the needed columns; may be slower to read."""
+    size: int  # approximate number of bytes of the events in memory
+    dtypes: Mapping[str, pl.DataType]  # of the needed columns
+    rows: pl.LazyFrame  # the needed columns, and IS_WELL_FORMED: whether a line has the expected fields
+    described_rows: pl.LazyFrame  # slower: LINE, TEXT, FAULT (null if well formed) and the needed columns
 
     def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
-        """Return the events of the file.
-
-        Args:
-            events: expressions over the needed columns: user_id, item_id, action, timestamp_ms and extra columns.
-            checks: conditions that hold for good rows, by the reason to report where they do not.
-        """
+        """Return the file with the columns `events`; `checks` hold for good rows, and their keys are the reasons."""
         is_good = pl.all_horizontal(*checks.values(), pl.col(IS_WELL_FORMED)).fill_null(False).alias(IS_GOOD)
         return EventPart(
             name=str(self.path),
@@ -91,11 +73,7 @@ class Table:
         return [BadRow(line=line, text=text or "", reason=reason) for line, text, reason in rows.iter_rows()]
 
     def read_users(self, columns: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> pl.DataFrame:
-        """Return user_id and features of all rows.
-
-        Raises:
-            DataError: a row is malformed or fails a check, or a user appears twice.
-        """
+        """Return user_id and features of all rows, none of which may be malformed, fail a check or repeat a user."""
         for row in self.find_bad(checks, 1):
             raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
         with wrap_read_errors(self.path):
@@ -107,47 +85,37 @@ class Table:
         return users
 
 
-def integer_check(name: str) -> dict[str, pl.Expr]:
-    """Return the check that a column contains 64-bit integers, keyed by the reason to report."""
-    return {f"{name} is not an integer in -2^63..2^63-1": pl.col(name).cast(pl.Int64, strict=False).is_not_null()}
+def integer_checks(*names: str) -> dict[str, pl.Expr]:
+    """Return the checks that columns contain 64-bit integers, by the reason to report where they do not."""
+    return {
+        f"{name} is not an integer in -2^63..2^63-1": pl.col(name).cast(pl.Int64, strict=False).is_not_null()
+        for name in names
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The contextual features of users, encoded as integers."""
+    """The contextual features of users, encoded as integers: 0 if missing, else 1..n by sorted value."""
 
-    features: pl.DataFrame
-    """user_id (int64), then one int64 column per feature: 0 if missing, else 1..n by sorted value."""
-    labels: Mapping[str, tuple[str | None, ...]]
-    """Per feature, the labels of ids 0 (always None), 1, 2, ..."""
+    features: pl.DataFrame  # user_id (int64), then one int64 column per feature
+    labels: Mapping[str, tuple[str | None, ...]]  # of the ids 0 (always None), 1, 2, ... of each feature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interactions:
     """A dataset before its events are grouped by user."""
 
-    parts: Sequence[EventPart]
-    """The parts, whose concatenated events are those of the dataset in file order."""
-    sources: Callable[[], tuple[SourceFile, ...]]
-    """Returns the raw files with their checksums. Called once, in a background thread."""
+    parts: Sequence[EventPart]  # in file order
+    sources: Callable[[], tuple[SourceFile, ...]]  # reads the raw files for their checksums
     context: Context | None = None
-    """The users' features; None if the dataset has none."""
-    num_actions: int | None
-    """Actions are 0..num_actions-1; None if the largest action is only known once all events are read."""
-    extra_events: Mapping[str, str] = field(default_factory=dict)
-    """Names of further event columns, and their types: int64 or int32."""
-    options: Mapping[str, object] = field(default_factory=dict)
-    """The options of the source, for the manifest."""
-    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)
-    """For user_id and item_id if their raw ids are strings: columns id (int64) and value (string)."""
+    num_actions: int | None  # None if the largest action is only known once all events are read
+    extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or int32
+    options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
+    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of columns whose ids are strings
 
 
 def encode_context(raw: pl.DataFrame) -> Context:
-    """Encode each column except `user_id` as 1..n by sorted value, and as 0 where the value is null.
-
-    Args:
-        raw: user_id (int64, unique), and the features as they were read, of any sortable type.
-    """
+    """Encode columns of sortable values, except `user_id`, as 1..n by sorted value, and as 0 where a value is null."""
     columns, labels = [raw.get_column(USER_ID)], {}
     for feature in raw.drop(USER_ID).iter_columns():
         values = feature.drop_nulls().unique().sort()
@@ -157,11 +125,7 @@ def encode_context(raw: pl.DataFrame) -> Context:
 
 
 class ContextLookup:
-    """Look up features by user id; a user without features gets 0, the id of a missing value.
-
-    Attributes:
-        names: names of the features, in column order.
-    """
+    """Look up features by user id; a user without features gets 0, the id of a missing value."""
 
     def __init__(self, context: Context | None) -> None:
         features = pl.DataFrame(schema={USER_ID: pl.Int64}) if context is None else context.features.sort(USER_ID)

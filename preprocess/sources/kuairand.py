@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
-from evenrank.preprocess.sources.catalog import KuaiRandDataset
+from evenrank.preprocess.sources.catalog import PublicArchive
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.interactions import (
     MAX_TIMESTAMP_MS,
@@ -16,7 +16,7 @@ from evenrank.preprocess.sources.interactions import (
     EventPart,
     Interactions,
     encode_context,
-    integer_check,
+    integer_checks,
 )
 from evenrank.preprocess.sources.tabular import open_plain_csv, open_table
 
@@ -27,16 +27,7 @@ _HEADER = (
 )
 _UNUSED = ("date", "hourmin", "profile_stay_time", "comment_stay_time", "is_rand")
 # Columns that are 1 if the user responded so, else 0: the bits of the action, lowest bit first.
-_FLAGS = (
-    "is_click",
-    "is_like",
-    "is_follow",
-    "is_comment",
-    "is_forward",
-    "is_hate",
-    "long_view",
-    "is_profile_enter",
-)
+_FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view", "is_profile_enter")
 _EXTRA = ("play_time_ms", "duration_ms")
 _FEATURES = (
     "user_active_degree",
@@ -47,16 +38,11 @@ _FEATURES = (
 )
 
 
-def read_kuairand(dataset: KuaiRandDataset, folder: Path) -> Interactions:
-    """Read the logs of a KuaiRand dataset, and its users' features.
-
-    Raises:
-        DataError: a file is missing, is empty or has an unexpected header, or a line of the users' features cannot be
-            read.
-    """
+def read_kuairand(dataset: PublicArchive, folder: Path) -> Interactions:
+    """Read the logs and the users' features of a KuaiRand dataset."""
     return Interactions(
-        parts=tuple(_read_log(folder / name) for name in dataset.logs),
-        context=_read_users(folder / dataset.users),
+        parts=tuple(_read_log(folder / name) for name in dataset.events),
+        context=_read_users(folder / dataset.files[-1]),
         num_actions=1 << len(_FLAGS),
         extra_events=dict.fromkeys(_EXTRA, "int64"),
         sources=lambda: source_files(folder.parent, [folder / name for name in dataset.files]),
@@ -74,15 +60,12 @@ def _read_log(path: Path) -> EventPart:
         *map(pl.col, _EXTRA),
     )
     checks = {
-        **integer_check("user_id"),
-        **integer_check("video_id"),
+        **integer_checks("user_id", "video_id"),
         "video_id must not be negative": pl.col("video_id") >= 0,
-        **integer_check("time_ms"),
+        **integer_checks("time_ms"),
         "time_ms is not in the years 1970 to 9999": pl.col("time_ms").is_between(0, MAX_TIMESTAMP_MS),
         **{f"{flag} must be 0 or 1": pl.col(flag).is_between(0, 1) for flag in _FLAGS},
-        **integer_check("play_time_ms"),
-        **integer_check("duration_ms"),
-        **integer_check("tab"),
+        **integer_checks("play_time_ms", "duration_ms", "tab"),
     }
     return table.part(events, checks)
 
@@ -91,4 +74,4 @@ def _read_users(path: Path) -> Context:
     # Ranges such as "(0,10]" are quoted.
     users = open_table(path, (USER_ID, *_FEATURES), is_exact=True)
     features = [pl.when(pl.col(name) != "").then(pl.col(name)).alias(name) for name in _FEATURES]
-    return encode_context(users.read_users([pl.col(USER_ID).cast(pl.Int64), *features], integer_check(USER_ID)))
+    return encode_context(users.read_users([pl.col(USER_ID).cast(pl.Int64), *features], integer_checks(USER_ID)))

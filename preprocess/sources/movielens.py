@@ -12,7 +12,7 @@ from evenrank.preprocess.sources.interactions import (
     Context,
     Interactions,
     encode_context,
-    integer_check,
+    integer_checks,
 )
 from evenrank.preprocess.sources.tabular import open_plain_csv
 
@@ -21,15 +21,11 @@ _USER_COLUMNS = dict.fromkeys(("user", "sex", "age_group", "occupation", "zip_co
 
 
 def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
-    """Read the rating file of a MovieLens dataset, and its users' features if it has any.
-
-    Raises:
-        DataError: a file is empty or has an unexpected header, or a line of the users' features cannot be read.
-    """
+    """Read the ratings and the users' features, if any, of a MovieLens dataset."""
     ratings = open_plain_csv(
-        folder / dataset.ratings, _RATING_COLUMNS, has_header=dataset.has_header, separator=dataset.separator
+        folder / dataset.events[0], _RATING_COLUMNS, has_header=dataset.has_header, separator=dataset.separator
     )
-    lowest, highest = 1 / dataset.ratings_per_star, dataset.max_stars
+    lowest = 1 / dataset.ratings_per_star
     step = pl.col("rating") * dataset.ratings_per_star  # 1, 2, ..., num_actions for ratings on the scale
     events = (
         pl.col("userId").alias(USER_ID),
@@ -38,14 +34,13 @@ def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
         (pl.col("timestamp") * 1000).alias(TIMESTAMP_MS),
     )
     checks = {
-        **integer_check("userId"),
-        **integer_check("movieId"),
+        **integer_checks("userId", "movieId"),
         "movieId must not be negative": pl.col("movieId") >= 0,
         "rating is not a number": pl.col("rating").is_not_null(),
-        f"rating is not on the scale of {dataset.name}, {lowest:g} to {highest} in steps of {lowest:g}": (
+        f"rating is not on the scale of {dataset.name}, {lowest:g} to 5 in steps of {lowest:g}": (
             step.is_between(1, dataset.num_actions) & (step == step.round())
         ),
-        **integer_check("timestamp"),
+        **integer_checks("timestamp"),
         "timestamp is not in the years 1970 to 9999": pl.col("timestamp").is_between(0, MAX_TIMESTAMP_MS // 1000),
     }
     return Interactions(
@@ -61,8 +56,6 @@ def _read_users(path: Path) -> Context:
     text = {name: pl.when(pl.col(name) != "").then(pl.col(name)) for name in ("sex", "zip_code")}
     numbers = {name: pl.col(name).cast(pl.Int64, strict=False) for name in ("age_group", "occupation")}
     features = [(text | numbers)[name].alias(name) for name in _USER_COLUMNS if name != "user"]
-    checks = {
-        **integer_check("user"),
-        **{f"{name} is not a number": pl.col(name).str.contains("^[0-9]{0,18}$") for name in numbers},
-    }
-    return encode_context(users.read_users([pl.col("user").cast(pl.Int64).alias(USER_ID), *features], checks))
+    checks = {f"{name} is not a number": pl.col(name).str.contains("^[0-9]{0,18}$") for name in numbers}
+    columns = [pl.col("user").cast(pl.Int64).alias(USER_ID), *features]
+    return encode_context(users.read_users(columns, integer_checks("user") | checks))

@@ -25,7 +25,6 @@ class SyntheticConfig:
     """The size and the distributions of a synthetic dataset. Users are 1..num_users."""
 
     num_users: int = 20_000
-    """Number of users."""
     lengths: Distribution = field(default_factory=Lognormal)
     """Number of events per user."""
     items: Distribution = field(default_factory=lambda: Zipf(exponent=1.05, high=50_000))
@@ -57,9 +56,7 @@ def draw_interactions(config: SyntheticConfig, *, seed: int) -> Interactions:
         num_actions=None,
         options={
             "num_users": config.num_users,
-            "lengths": repr(config.lengths),
-            "items": repr(config.items),
-            "actions": repr(config.actions),
+            **{name: repr(getattr(config, name)) for name in ("lengths", "items", "actions")},
             "contextual": {name: repr(values) for name, values in config.contextual.items()},
         },
     )

@@ -9,7 +9,6 @@ import contextlib
 import csv
 import gzip
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -28,8 +27,7 @@ from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE
 
 _FIELDS = "evenrank fields"
 
-_SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t"}
-_PARQUET = ".parquet"
+_SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".parquet": None}
 _BLOCK_BYTES = 16 << 20
 _MAX_LINE_BYTES = 64 << 20
 _EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
@@ -48,24 +46,17 @@ def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> T
     Fields of a CSV file may be quoted with `"`, quotes inside a quoted field are doubled, and a quoted field ends on
     the line where it starts. All columns of a CSV file have the type String.
 
-    Args:
-        path: of the file.
-        names: the needed columns; all others are ignored.
-        is_exact: whether a line without some of the columns that are not needed is malformed.
-
-    Raises:
-        DataError: the file is missing, empty, damaged or of an unknown format, or lacks a column.
+    Columns other than `names` are ignored; a line that lacks some of them is malformed only if `is_exact`.
     """
-    suffix = next((known for known in (*_SEPARATORS, _PARQUET) if path.name.lower().endswith(known)), None)
+    suffix = next((known for known in _SEPARATORS if path.name.lower().endswith(known)), None)
     if suffix is None:
-        known = ", ".join((*_SEPARATORS, _PARQUET))
-        raise DataError(f"{path} has an unknown suffix; expected one of {known}")
+        raise DataError(f"{path} has an unknown suffix; expected one of {', '.join(_SEPARATORS)}")
     check_regular(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; create it again")
-    if suffix == _PARQUET:
-        return _open_parquet(path, names)
     separator = _SEPARATORS[suffix]
+    if separator is None:
+        return _open_parquet(path, names)
     with wrap_read_errors(path):
         line = _read_header(path)
         try:
@@ -87,16 +78,12 @@ def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> T
 def open_plain_csv(
     path: Path, columns: Mapping[str, type[pl.DataType] | None], *, has_header: bool = True, separator: str = ","
 ) -> Table:
-    """Open a text file with known columns and without quotes.
+    """Open a text file without quotes.
 
     Args:
-        path: of the file.
-        columns: all columns of the file in file order and their types; None: the column is not needed.
+        columns: types of all columns in file order; None: the column is not needed.
         has_header: whether the first line contains exactly the names of `columns`.
         separator: one character, or one character repeated.
-
-    Raises:
-        DataError: the file is missing or empty, or has an unexpected header.
     """
     expected = separator.join(columns)
     with wrap_read_errors(path):
@@ -105,7 +92,7 @@ def open_plain_csv(
                 f"{path} starts with {header[:80]!r}, expected {expected!r}; check that it is the right file"
             )
         if next(_read_blocks(path, has_header=has_header), None) is None:
-            raise _no_rows(path)
+            raise DataError(f"{path} contains no rows; create or download it again")
     dtypes = {name: dtype() for name, dtype in columns.items() if dtype is not None}
     layout = _PlainLayout(separator=separator, dtypes=dtypes, columns=tuple(columns))
     return _csv_table(path, layout, has_header=has_header, size=path.stat().st_size)
@@ -121,12 +108,8 @@ def _check_columns(path: Path, present: Sequence[str], names: Sequence[str]) -> 
 
 def _size(path: Path, num_rows: int) -> int:
     if num_rows == 0:
-        raise _no_rows(path)
-    return max(path.stat().st_size, num_rows * _EVENT_BYTES)  # compressed files are smaller than their events
-
-
-def _no_rows(path: Path) -> DataError:
-    return DataError(f"{path} contains no rows; create or download it again")
+        raise DataError(f"{path} contains no rows; create or download it again")
+    return max(path.stat().st_size, num_rows * _EVENT_BYTES)
 
 
 def _open_parquet(path: Path, names: Sequence[str]) -> Table:
@@ -150,16 +133,12 @@ def _open_parquet(path: Path, names: Sequence[str]) -> Table:
 class _Block:
     """Consecutive lines of a file."""
 
-    first_line: int
-    """Number of the first line; the first line of a file has number 1."""
+    first_line: int  # counted from 1
     num_lines: int
-    """Number of lines."""
-    data: bytes
-    """The lines in UTF-8, each with a final newline; carriage returns before it and bytes that are not UTF-8 are
-    replaced."""
+    data: bytes  # UTF-8, in which each line ends with a newline that no carriage return precedes
 
     def lines(self) -> pl.DataFrame:
-        """Return the columns LINE (int64) and TEXT, one row per line."""
+        """Return the columns LINE (int64) and TEXT."""
         text = self.data.decode().split("\n")[:-1]
         numbers = np.arange(self.first_line, self.first_line + self.num_lines, dtype=np.int64)
         return pl.DataFrame({LINE: numbers, TEXT: text}, schema={LINE: pl.Int64, TEXT: pl.String})
@@ -176,7 +155,6 @@ def _open_text(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
 
 
 def _read_header(path: Path) -> str:
-    """Return the first line of a file; empty if the file is."""
     with _open_text(path) as file:
         line = file.readline(_MAX_LINE_BYTES + 1)
     if len(line) > _MAX_LINE_BYTES:
@@ -187,71 +165,44 @@ def _read_header(path: Path) -> str:
 def _read_blocks(path: Path, *, has_header: bool) -> Iterator[_Block]:
     """Yield all lines of a file after its header."""
     with _open_text(path) as file:
-        number = 1
+        number = 1 + has_header
         if has_header:
             file.readline()
-            number = 2
         while chunk := file.read(_BLOCK_BYTES):
             rest = b"" if chunk.endswith(b"\n") else file.readline(_MAX_LINE_BYTES)
             last_line = chunk.rfind(b"\n") + 1
             if len(chunk) - last_line + len(rest) > _MAX_LINE_BYTES:
                 raise _too_long(path, number + chunk.count(b"\n"))
             ending = b"" if (rest or chunk).endswith(b"\n") else b"\n"
-            lines = b"".join((chunk, rest, ending)) if rest or ending else chunk
-            data = _normalize(lines)
+            data = b"".join((chunk, rest, ending)) if rest or ending else chunk
+            if b"\r" in data:
+                data = data.replace(b"\r\n", b"\n")
+                if b"\r\n" in data:
+                    data = _LINE_END.sub(b"\n", data)
+            if not data.isascii():
+                data = data.decode(errors="replace").encode()
             num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
             yield _Block(first_line=number, num_lines=num_lines, data=data)
             number += num_lines
-
-
-def _normalize(lines: bytes) -> bytes:
-    if b"\r" in lines:
-        lines = lines.replace(b"\r\n", b"\n")
-        if b"\r\n" in lines:
-            lines = _LINE_END.sub(b"\n", lines)
-    if not lines.isascii():
-        try:
-            lines.decode()
-        except UnicodeDecodeError:
-            lines = lines.decode(errors="replace").encode()
-    return lines
 
 
 def _too_long(path: Path, line: int) -> DataError:
     return DataError(f"{path}, line {line} is longer than {_MAX_LINE_BYTES >> 20} MiB; check that it is a text file")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layout(ABC):
-    """How the lines of a CSV file are divided into fields."""
-
-    separator: str
-    dtypes: dict[str, pl.DataType]
-    """Types of the needed columns."""
-
-    @abstractmethod
-    def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
-        """Return the needed columns and IS_WELL_FORMED; None if the result could differ from `parse_strictly`."""
-
-    @abstractmethod
-    def parse_strictly(self, block: _Block) -> pl.DataFrame:
-        """Divide each line into fields independently; return LINE, TEXT, FAULT and the needed columns."""
-
-    def parse(self, block: _Block) -> pl.DataFrame:
-        """Return the needed columns and IS_WELL_FORMED."""
-        rows = self.parse_quickly(block)
+def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header: bool, size: int) -> Table:
+    def parse(block: _Block) -> pl.DataFrame:
+        rows = layout.parse_quickly(block)
         if rows is not None:
             return rows
-        return self.parse_strictly(block).select(*self.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
+        return layout.parse_strictly(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
 
-
-def _csv_table(path: Path, layout: _Layout, *, has_header: bool, size: int) -> Table:
     described = {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **layout.dtypes}
     return Table(
         path=path,
         size=size,
         dtypes=layout.dtypes,
-        rows=_scan(path, layout.parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}, has_header=has_header),
+        rows=_scan(path, parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}, has_header=has_header),
         described_rows=_scan(path, layout.parse_strictly, described, has_header=has_header),
     )
 
@@ -259,7 +210,6 @@ def _csv_table(path: Path, layout: _Layout, *, has_header: bool, size: int) -> T
 def _scan(
     path: Path, parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType], *, has_header: bool
 ) -> pl.LazyFrame:
-    """Return the rows of all blocks of a file, in file order, read lazily and in bounded memory."""
 
     def read(
         columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
@@ -279,34 +229,30 @@ def _scan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlainLayout(_Layout):
-    """Fields without quotes."""
+class _PlainLayout:
+    """Divides lines into fields without quotes."""
 
-    columns: Sequence[str]
-    """All columns of the file."""
+    separator: str
+    dtypes: dict[str, pl.DataType]  # of the needed columns
+    columns: Sequence[str]  # all columns of the file
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
+        """Return the needed columns and IS_WELL_FORMED; None if the result could differ from `parse_strictly`."""
         kind_of_dtype: dict[pl.DataType | None, int] = {None: _SKIPPED, pl.Int64(): _INTEGER, pl.Float64(): _DECIMAL}
         if not kind_of_dtype.keys() >= set(self.dtypes.values()):
             return None
-        kinds = {name: kind_of_dtype[self.dtypes.get(name)] for name in self.columns}
-        num_integers, num_decimals = (list(kinds.values()).count(kind) for kind in (_INTEGER, _DECIMAL))
-        integers = np.empty((num_integers, block.num_lines), dtype=np.int64)
-        decimals = np.empty((num_decimals, block.num_lines), dtype=np.float64)
-        if not parse_numbers(
-            np.frombuffer(block.data, dtype=np.uint8),
-            ord(self.separator[0]),
-            len(self.separator),
-            np.array(list(kinds.values()), dtype=np.int8),
-            integers,
-            decimals,
-        ):
+        kinds = [kind_of_dtype[self.dtypes.get(name)] for name in self.columns]
+        integers = np.empty((kinds.count(_INTEGER), block.num_lines), dtype=np.int64)
+        decimals = np.empty((kinds.count(_DECIMAL), block.num_lines), dtype=np.float64)
+        data, codes = np.frombuffer(block.data, dtype=np.uint8), np.array(kinds, dtype=np.int8)
+        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), codes, integers, decimals):
             return None
         rows: dict[int, Iterator[NDArray[Any]]] = {_INTEGER: iter(integers), _DECIMAL: iter(decimals)}
-        columns = pl.DataFrame({name: next(rows[kind]) for name, kind in kinds.items() if kind != _SKIPPED})
-        return columns.with_columns(pl.lit(True).alias(IS_WELL_FORMED))
+        columns = {name: next(rows[kind]) for name, kind in zip(self.columns, kinds, strict=True) if kind != _SKIPPED}
+        return pl.DataFrame(columns).with_columns(pl.lit(True).alias(IS_WELL_FORMED))
 
     def parse_strictly(self, block: _Block) -> pl.DataFrame:
+        """Divide each line independently; return LINE, TEXT, FAULT and the needed columns."""
         fields = pl.col(TEXT).str.split(self.separator)
         num_fields = fields.list.len()
         fault = (
@@ -333,16 +279,10 @@ def parse_numbers(
 ) -> bool:
     """Parse lines of numbers in plain digits; several times as fast as a CSV reader that copes with everything else.
 
-    Args:
-        data: uint8 [bytes], the lines, each with a final newline.
-        separator: the byte that separates fields.
-        width: how often the separator is repeated.
-        kinds: int8 [columns]: 0 for a column to skip, 1 for integers, 2 for decimal fractions without a sign.
-        integers: receives the columns of kind 1 in file order, int64 [columns, lines].
-        decimals: receives the columns of kind 2 in file order, float64 [columns, lines].
-
-    Returns:
-        False if a line has another form, which does not mean that it is malformed; the results are undefined then.
+    Fields are separated by `width` repetitions of the byte `separator`, and `kinds` tells how to read each column:
+    _SKIPPED, _INTEGER, or _DECIMAL for fractions without a sign. The columns are written to `integers` and `decimals`
+    in file order: [columns, lines]. Return False if a line has another form, which does not mean that it is malformed;
+    the results are undefined then.
     """
     position = line = 0
     while position < len(data):
@@ -392,24 +332,21 @@ def parse_numbers(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _QuotedLayout(_Layout):
-    """Fields of text that may be quoted."""
+class _QuotedLayout:
+    """Divides lines into fields of text that may be quoted."""
 
-    num_columns: int
-    """Number of columns of the file."""
-    positions: Mapping[str, int]
-    """Positions of the needed columns among them."""
+    separator: str
+    dtypes: dict[str, pl.DataType]  # of the needed columns
+    num_columns: int  # of the file
+    positions: Mapping[str, int]  # of the needed columns among them
     is_exact: bool
-    """Whether a line without some of the columns that are not needed is malformed."""
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
         if self.is_exact or not self._is_simple(block.data):
             return None
         columns = [f"column {index}" for index in range(self.num_columns + 1)]
         native = pl.scan_csv(
-            # The empty first line, which is skipped, keeps the reader from taking the first bytes for those of a
-            # compressed file.
-            b"\n" + block.data,
+            b"\n" + block.data,  # the first bytes could be those of a compressed file; the empty line is skipped
             separator=self.separator,
             has_header=False,
             skip_lines=1,
@@ -423,12 +360,9 @@ class _QuotedLayout(_Layout):
         return native.select(*values, (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED)).collect()
 
     def _is_simple(self, data: bytes) -> bool:
-        """Return whether Polars' CSV reader divides lines as `parse_strictly` does.
-
-        Its result for unbalanced quotes depends on where it splits its input to read it in parallel; it also drops
-        some carriage returns, rejects some doubled quotes, and takes a byte order mark for one wherever its input
-        begins.
-        """
+        # Polars' reader splits its input at any place to read it in parallel, so its result for unbalanced quotes
+        # depends on the place. It also drops some carriage returns, rejects some doubled quotes, and takes a byte order
+        # mark for one wherever its input begins.
         if b"\0" in data or b"\r" in data or data.startswith(_BOM):
             return False
         if b'"' not in data:
@@ -438,8 +372,7 @@ class _QuotedLayout(_Layout):
 
     def parse_strictly(self, block: _Block) -> pl.DataFrame:
         # Quotes in a field that starts without one are plain characters. The pattern for a field includes the
-        # separator before it, so that no match is empty: after an empty match, the next field would not be found. The
-        # line therefore gets a separator before its first field.
+        # separator before it, which the first field gets too: after an empty match, the next field would not be found.
         separator = self.separator
         field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
         text, num_fields = pl.col(TEXT), pl.col(_FIELDS).list.len()

@@ -1,7 +1,6 @@
 """Ids of users and items: integers are kept, strings are encoded as 1..n by sorted value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import polars as pl
 
@@ -9,43 +8,27 @@ from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.interactions import Table
 
 TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
-
 # "007", "+7" and "-0" are strings: as integers they would be the same ids as "7" and "0".
 _PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
-
 # Floats represent all integers of so many bits; from 2^bits on they are rounded.
 _FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdEncoder:
-    """The encoding of an id column as int64."""
+def encode_ids(rows: pl.LazyFrame, column: str, vocabulary: pl.DataFrame | None) -> pl.LazyFrame:
+    """Replace `column`, as returned by `raw_id`, by int64 ids, null where there is none; keep the order of rows.
 
-    vocabulary: pl.DataFrame | None
-    """Columns id (int64, 1..n) and value (string), sorted by both; None if the values are the ids."""
-
-    def encode(self, rows: pl.LazyFrame, column: str) -> pl.LazyFrame:
-        """Replace `column`, as returned by `raw_id`, by int64 ids, null where there is none; keep the order of rows.
-
-        Without a vocabulary, any text that parses as an integer becomes an id; where "007" must not, check the text
-        with `is_plain_integer` first.
-        """
-        if self.vocabulary is None:
-            return rows.with_columns(pl.col(column).cast(pl.Int64, strict=False))
-        # A join is several times faster than `replace` or an Enum here.
-        ids = self.vocabulary.lazy().select(pl.col("value").alias(column), pl.col("id").alias(f"id of {column}"))
-        encoded = rows.with_columns(pl.col(column).cast(pl.String)).join(
-            ids, on=column, how="left", maintain_order="left"
-        )
-        return encoded.with_columns(pl.col(f"id of {column}").alias(column)).drop(f"id of {column}")
+    Without a vocabulary, any text that parses as an integer becomes an id, even "007".
+    """
+    if vocabulary is None:
+        return rows.with_columns(pl.col(column).cast(pl.Int64, strict=False))
+    # A join is several times faster than `replace` or an Enum here.
+    ids = vocabulary.lazy().select(pl.col("value").alias(column), pl.col("id").alias(f"id of {column}"))
+    encoded = rows.with_columns(pl.col(column).cast(pl.String)).join(ids, on=column, how="left", maintain_order="left")
+    return encoded.with_columns(pl.col(f"id of {column}").alias(column)).drop(f"id of {column}")
 
 
 def raw_id(table: Table, column: str) -> pl.Expr:
-    """Return an expression for an id as string or int64, null where it is missing, a fraction, or not UTF-8.
-
-    Raises:
-        DataError: ids cannot have the column's type.
-    """
+    """Return an expression for an id as string or int64, null where it is missing, a fraction, or not UTF-8."""
     dtype = table.dtypes[column]
     if dtype.base_type() in TEXT_TYPES:
         text = pl.col(column).cast(pl.String)
@@ -63,11 +46,7 @@ def has_bad_bytes(text: pl.Expr) -> pl.Expr:
 
 
 def as_integer(table: Table, column: str) -> pl.Expr:
-    """Return an expression for text, numbers or booleans as int64; null where that would not be the exact value.
-
-    Raises:
-        DataError: the column has another type.
-    """
+    """Return an expression for text, numbers or booleans as int64; null where that would not be the exact value."""
     dtype, value = table.dtypes[column], pl.col(column)
     if not (dtype.is_numeric() or dtype in (pl.String, pl.Boolean)):
         raise DataError(f"{table.path}: column {column!r} of type {dtype} cannot hold integers; convert it to integers")
@@ -79,7 +58,7 @@ def as_integer(table: Table, column: str) -> pl.Expr:
 
 
 def integer_bits(dtype: pl.DataType) -> int:
-    """Return how many bits the integers have that `as_integer` returns for a type, besides their sign."""
+    """Return the number of bits of the integers from `as_integer`, besides their sign."""
     return _FLOAT_BITS.get(str(dtype), 63)
 
 
@@ -88,15 +67,14 @@ def is_plain_integer(text: pl.Expr) -> pl.Expr:
     return text.str.contains(_PLAIN_INTEGER) & text.cast(pl.Int64, strict=False).is_not_null()
 
 
-def choose_encoders(files: Sequence[pl.LazyFrame]) -> dict[str, IdEncoder]:
+def build_vocabularies(files: Sequence[pl.LazyFrame]) -> dict[str, pl.DataFrame | None]:
     """Decide from all rows of all files which id columns are integers, and build the vocabularies of the others.
 
     Args:
-        files: the id columns of each file, as returned by `raw_id`, restricted to otherwise good rows. All files have
-            the same columns.
+        files: the same id columns of each file, as returned by `raw_id`, in the rows without other faults.
 
     Returns:
-        Per column, its encoder.
+        Per column, id (int64, 1..n) and value (string), sorted by both; None if the values are the ids.
     """
     string_columns: set[str] = set()
     for rows in files:
@@ -109,10 +87,9 @@ def choose_encoders(files: Sequence[pl.LazyFrame]) -> dict[str, IdEncoder]:
             )
             string_columns.update(name for name, is_int in zip(candidates, are_integers, strict=True) if not is_int)
     names = files[0].collect_schema().names()
-    return {name: IdEncoder(vocabulary=_vocabulary(files, name) if name in string_columns else None) for name in names}
-
-
-def _vocabulary(files: Sequence[pl.LazyFrame], name: str) -> pl.DataFrame:
-    unique = [rows.select(pl.col(name).cast(pl.String).alias("value")).unique() for rows in files]
-    values = pl.concat(unique).unique().drop_nulls().collect(engine="streaming").get_column("value").sort()
-    return pl.DataFrame([pl.int_range(1, len(values) + 1, eager=True).alias("id"), values])
+    vocabularies: dict[str, pl.DataFrame | None] = dict.fromkeys(names)
+    for name in string_columns:
+        unique = [rows.select(pl.col(name).cast(pl.String).alias("value")).unique() for rows in files]
+        values = pl.concat(unique).unique().drop_nulls().collect(engine="streaming").get_column("value").sort()
+        vocabularies[name] = pl.DataFrame([pl.int_range(1, len(values) + 1, eager=True).alias("id"), values])
+    return vocabularies

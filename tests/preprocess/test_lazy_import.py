@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import evenrank.preprocess
-
 SLOW = ("numba", "numpy", "polars", "pyarrow", "requests")
 
 
@@ -16,13 +14,3 @@ def test_importing_the_package_and_the_names_of_datasets_loads_nothing_slow() ->
         "assert DATASETS == (*CATALOG, SYNTHETIC, CUSTOM)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
-
-
-def test_public_names_can_be_imported() -> None:
-    names = {"DATASETS", "Filters", "PreprocessConfig", "RequestRule", "SyntheticConfig", "TabularConfig", "preprocess"}
-    assert set(evenrank.preprocess.__all__) == names
-    for name in names:
-        # Functions and classes carry the name they are imported under.
-        value = getattr(evenrank.preprocess, name)
-        assert getattr(value, "__name__", name) == name
-    assert callable(evenrank.preprocess.preprocess)

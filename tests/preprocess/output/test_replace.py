@@ -58,14 +58,9 @@ def test_a_dataset_between_the_two_renames_is_put_back(tmp_path: Path) -> None:
     out = tmp_path / "out"
     old = preprocess(_config(out))
     out.rename(tmp_path / ".out.old")  # where a killed process leaves it
+    synthetic = SyntheticConfig(num_users=10, lengths=Uniform(low=2**62, high=2**62))
     with pytest.raises(ConfigError, match="more than"):
-        preprocess(
-            PreprocessConfig(
-                dataset="synthetic",
-                out=out,
-                synthetic=SyntheticConfig(num_users=10, lengths=Uniform(low=2**62, high=2**62)),
-            )
-        )
+        preprocess(dataclasses.replace(_config(out), synthetic=synthetic))
     assert read_manifest(out) == old
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -100,10 +95,8 @@ def test_of_runs_at_the_same_time_one_writes_the_folder(tmp_path: Path) -> None:
     assert str(sum(split.rows for split in manifest.splits.values())) in complete
     files = [file for split in manifest.splits.values() for file in split.files]
     assert [sha256_of(out / file.path) for file in files] == [file.sha256 for file in files]
-    assert {path for path in out.rglob("*") if path.is_file()} == {
-        out / "manifest.json",
-        *(out / f.path for f in files),
-    }
+    written = {path for path in out.rglob("*") if path.is_file()}
+    assert written == {out / "manifest.json", *(out / file.path for file in files)}
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
@@ -126,11 +119,8 @@ def test_a_folder_with_anything_else_is_only_replaced_on_demand(tmp_path: Path, 
         (out / place).write_text('{"manifest_version": 3}')
     before = sorted(out.rglob("*"))
     stages: list[str] = []
-    with pytest.raises(
-        DataError, match=f"out contains '{place}', which is no part of a dataset; .*--overwrite"
-    ) as raised:
+    with pytest.raises(DataError, match=f"out contains '{place}', which is no part of a dataset; .*--overwrite$"):
         preprocess(_config(out), on_stage=stages.append)
-    assert "\n" not in str(raised.value)
     assert not stages  # found before the work
     assert sorted(out.rglob("*")) == before
     preprocess(dataclasses.replace(_config(out), overwrite=True))

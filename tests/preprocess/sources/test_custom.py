@@ -1,5 +1,6 @@
 """Small hand-written logs in every format, with every output value checked."""
 
+import dataclasses
 import gzip
 import os
 import random
@@ -18,6 +19,7 @@ from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, Interactio
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
+ONE = pl.DataFrame({"user": [1], "item": [2], "time": [3]})
 
 
 def _write(path: Path, text: str | bytes) -> Path:
@@ -41,14 +43,8 @@ def _rows(interactions: Interactions) -> list[tuple[int, ...]]:
 
 def _collect(interactions: Interactions) -> list[pl.DataFrame]:
     parts = [part.events.collect() for part in interactions.parts]
-    for events in parts:
-        assert dict(events.schema) == {
-            "user_id": pl.Int64,
-            "item_id": pl.Int64,
-            "action": pl.Int32,
-            "timestamp_ms": pl.Int64,
-            IS_GOOD: pl.Boolean,
-        }
+    schema = {"user_id": pl.Int64, "item_id": pl.Int64, "action": pl.Int32, "timestamp_ms": pl.Int64}
+    assert all(dict(events.schema) == {**schema, IS_GOOD: pl.Boolean} for events in parts)
     return parts
 
 
@@ -80,28 +76,15 @@ def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str
     assert interactions.context is None
     (source,) = interactions.sources()
     assert (source.path, source.bytes) == (name, (tmp_path / name).stat().st_size)
-    assert interactions.options == {
-        "events": [name],
-        "user_column": "user",
-        "item_column": "item",
-        "timestamp_column": "time",
-        "timestamp_unit": "s",
-        "action_columns": [],
-        "context": None,
-        "context_columns": [],
-    }
+    columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time", "timestamp_unit": "s"}
+    others: dict[str, Any] = {"action_columns": [], "context": None, "context_columns": []}
+    assert interactions.options == {"events": [name], **columns, **others}
 
 
 def test_parquet_with_several_numeric_types(tmp_path: Path) -> None:
-    frame = pl.DataFrame(
-        {
-            "item": pl.Series([30, 10, 2**63], dtype=pl.UInt64),
-            "user": [7.0, 8.5, 9.0],
-            "time": [1_700_000_000.123, 1.0, 2.0],
-            "other": [[1], [2], []],
-        }
-    )
-    frame.write_parquet(tmp_path / "log.parquet")
+    items = pl.Series([30, 10, 2**63], dtype=pl.UInt64)
+    columns = {"item": items, "user": [7.0, 8.5, 9.0], "time": [1_700_000_000.123, 1.0, 2.0], "other": [[1], [2], []]}
+    pl.DataFrame(columns).write_parquet(tmp_path / "log.parquet")
     interactions = read_tabular(_config(tmp_path / "log.parquet"))
     assert _rows(interactions) == [(7, 30, 0, 1_700_000_000_123)]
     assert _bad(interactions) == [
@@ -175,11 +158,8 @@ def test_different_texts_are_different_ids(tmp_path: Path, name: str, dtype: Any
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us"])
 def test_times_in_single_precision_are_refused(tmp_path: Path, unit: str) -> None:
-    frame = pl.DataFrame({"user": 1, "item": 2, "time": pl.Series([1.7e9], dtype=pl.Float32)})
-    frame.write_parquet(tmp_path / "log.parquet")
-    message = (
-        "log.parquet: column 'time' of type Float32 is too coarse for times; store the times as Float64 or integers"
-    )
+    ONE.with_columns(time=pl.lit(1.7e9, dtype=pl.Float32)).write_parquet(tmp_path / "log.parquet")
+    message = "log.parquet: column 'time' of type Float32 is too coarse for times; store the times as Float64 or integ"
     with pytest.raises(DataError, match=message):
         read_tabular(_config(tmp_path / "log.parquet", timestamp_unit=unit))
 
@@ -248,16 +228,8 @@ def test_times_are_converted_to_milliseconds(tmp_path: Path, unit: str, text: st
             "iso",
             "in ISO 8601",
             [
-                *(
-                    "",
-                    "0",
-                    "2023-02-29",
-                    "2024-02-30",
-                    "2024-13-01",
-                    "0000-01-01",
-                    "\u0662024-01-01",
-                    "2024-01-01 and more",
-                ),
+                *("", "0", "2023-02-29", "2024-02-30", "2024-13-01", "0000-01-01"),
+                *("\u0662024-01-01", "2024-01-01 and more"),
                 *("1969-12-31T23:59:59.999", "1970-01-01T00:00:00+00:01"),
                 *(f"2024-01-01{end}" for end in ("Z", "T00", "T24:01", "T00:60", "T00:00:60", "T00:00:00.")),
                 *(f"2024-01-01T00:00{end}" for end in (":00.\u0663", "+5", "+05:3", "+05:60", "+24:00", "-99:99")),
@@ -273,20 +245,8 @@ def test_invalid_times_are_bad_rows(tmp_path: Path, unit: str, time_format: str,
 
 
 def test_invalid_ids_and_missing_fields_are_bad_rows(tmp_path: Path) -> None:
-    lines = [
-        "1,2,3,x",
-        ",2,3,x",
-        "1,,3,x",
-        '"",2,3,x',
-        "1,-2,3,x",
-        "1,2",
-        "",
-        "1,2,3,x,5",
-        "1,2,3",
-        "1,2,3,x,",
-        "4,5,6,",
-    ]
-    interactions = _read(tmp_path, "user,item,time,note\n" + "\n".join(lines) + "\n")
+    lines = '1,2,3,x\n,2,3,x\n1,,3,x\n"",2,3,x\n1,-2,3,x\n1,2\n\n1,2,3,x,5\n1,2,3\n1,2,3,x,\n4,5,6,\n'
+    interactions = _read(tmp_path, "user,item,time,note\n" + lines)
     assert _bad(interactions) == [
         (3, "user is empty"),
         (4, "item is empty"),
@@ -319,25 +279,7 @@ def test_a_first_line_with_superfluous_fields(tmp_path: Path) -> None:
 
 def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
     rng = random.Random(7)
-    tokens = [
-        "1",
-        "1",
-        "a",
-        '"',
-        '""',
-        ",",
-        ",",
-        ",",
-        "\n",
-        "\n",
-        "1,2,3\n",
-        '"1","2",3\n',
-        " ",
-        "\r",
-        "é",
-        "\0",
-        "\ufeff",
-    ]
+    tokens = [*'11a",,,\n\n \ré\0\ufeff', '""', "1,2,3\n", '"1","2",3\n']
     for _ in range(100):
         text = "user,item,time\n" + "".join(rng.choices(tokens, k=rng.randrange(1, 30)))
         if text.count("\n") > 1:
@@ -368,10 +310,17 @@ def test_several_action_columns_are_bits(tmp_path: Path) -> None:
     assert interactions.num_actions == 8
 
 
-def test_action_columns_of_unsuitable_types_raise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"action_columns": ("kind",)}, "column 'kind' of type Datetime.* cannot hold integers"),
+        ({"timestamp_unit": "iso"}, "'time' of type Int64 is not text; set timestamp_unit"),
+    ],
+)
+def test_columns_of_unsuitable_types_raise(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     ONE.with_columns(kind=datetime(2024, 1, 1)).write_parquet(tmp_path / "log.parquet")
-    with pytest.raises(DataError, match=r"log\.parquet: column 'kind' of type Datetime.* cannot hold integers"):
-        read_tabular(_config(tmp_path / "log.parquet", action_columns=("kind",)))
+    with pytest.raises(DataError, match=rf"log\.parquet: .*{message}"):
+        read_tabular(_config(tmp_path / "log.parquet", **options))
 
 
 def test_31_action_columns_fill_an_int32(tmp_path: Path) -> None:
@@ -431,7 +380,6 @@ def _parquet_bytes(folder: Path, frame: pl.DataFrame) -> bytes:
     return (folder / "frame.parquet").read_bytes()
 
 
-ONE = pl.DataFrame({"user": [1], "item": [2], "time": [3]})
 MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line in range(50_000))).encode()
 
 
@@ -448,17 +396,13 @@ MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line
         (
             "log.csv.gz",
             gzip.compress(MANY_LINES)[:-50],
-            "cannot be read: Compressed file ended before the end-of-stream marker was reached; check that the file ",
+            "cannot be read: Compressed file ended before the end-of-stream",
         ),
         ("log.csv.gz", gzip.compress(MANY_LINES)[:20], "cannot be read: "),
         ("log.parquet", ONE, "has no column"),
         ("log.parquet", ONE.clear(), "contains no rows"),
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
-        (
-            "log.parquet",
-            ONE.with_columns(user=pl.concat_list("user")),
-            "'user' of type List(Int64) cannot hold ids",
-        ),
+        ("log.parquet", ONE.with_columns(user=pl.concat_list("user")), "'user' of type List(Int64) cannot hold ids"),
         ("log.parquet", ONE.with_columns(time=True), "'time' of type Boolean cannot hold times"),
     ],
 )
@@ -486,12 +430,6 @@ def test_a_missing_file_raises(tmp_path: Path) -> None:
         read_tabular(_config(tmp_path / "log.csv"))
 
 
-def test_numbers_are_not_iso_times(tmp_path: Path) -> None:
-    ONE.write_parquet(tmp_path / "log.parquet")
-    with pytest.raises(DataError, match="'time' of type Int64 is not text; set timestamp_unit"):
-        read_tabular(_config(tmp_path / "log.parquet", timestamp_unit="iso"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -508,9 +446,8 @@ def test_numbers_are_not_iso_times(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
-    columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time"}
     with pytest.raises(ConfigError, match=message):
-        TabularConfig(**{"events": (Path("log.csv"),), **columns, **options})
+        dataclasses.replace(_config(Path("log.csv")), **options)
 
 
 TOML = 'user_column = "user"\nitem_column = "item"\ntimestamp_column = "time"\n'
@@ -520,16 +457,9 @@ def test_toml_is_read_with_paths_relative_to_the_file(tmp_path: Path) -> None:
     text = 'events = ["a.csv", "/b.csv"]\ntimestamp_unit = "ms"\naction_columns = ["x", "y"]\n'
     path = tmp_path / "log.toml"
     path.write_text(TOML + text + 'context = "users.csv"\ncontext_columns = "age"\n')
-    assert read_toml(path) == TabularConfig(
-        events=(tmp_path / "a.csv", Path("/b.csv")),
-        user_column="user",
-        item_column="item",
-        timestamp_column="time",
-        timestamp_unit="ms",
-        action_columns=("x", "y"),
-        context=tmp_path / "users.csv",
-        context_columns=("age",),
-    )
+    context: dict[str, Any] = {"context": tmp_path / "users.csv", "context_columns": ("age",)}
+    events = (tmp_path / "a.csv", Path("/b.csv"))
+    assert read_toml(path) == _config(*events, timestamp_unit="ms", action_columns=("x", "y"), **context)
 
 
 @pytest.mark.parametrize(
@@ -556,11 +486,6 @@ def test_options_are_fields_that_the_toml_lacks(tmp_path: Path) -> None:
     assert read_toml(path, events=(Path("a.csv"),)).events == (Path("a.csv"),)
     with pytest.raises(ConfigError, match=r"--user-column is also in .*log\.toml \(user_column\); give it once"):
         read_toml(path, user_column="user")
-
-
-def test_a_missing_toml_raises(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"log\.toml cannot be read: No such file or directory; check the path"):
-        read_toml(tmp_path / "log.toml")
 
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted

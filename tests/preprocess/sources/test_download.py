@@ -15,7 +15,6 @@ import pytest
 import requests
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources import download
 from evenrank.preprocess.sources.catalog import CATALOG, PublicArchive
 from evenrank.preprocess.sources.download import ensure_raw_files, md5_of, source_files
 
@@ -115,25 +114,6 @@ def server() -> Iterator[Server]:
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_missing_files_are_downloaded_and_unpacked(tmp_path: Path, server: Server) -> None:
-    dataset = server.dataset(_zip({"ml-20m/ratings.csv": RATINGS, "ml-20m/links.csv": b"unused"}))
-    folder = ensure_raw_files(dataset, tmp_path / "raw")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"ratings.csv": RATINGS}
-
-
-def test_existing_files_are_not_downloaded_again(tmp_path: Path) -> None:
-    (tmp_path / "raw" / "ml-20m").mkdir(parents=True)
-    (tmp_path / "raw" / "ml-20m" / "ratings.csv").write_bytes(RATINGS)
-    assert ensure_raw_files(CATALOG["ml-20m"], tmp_path / "raw") == tmp_path / "raw" / "ml-20m"
-
-
-def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None:
-    dataset = server.dataset(_zip({"ml-20m/ratings.csv": RATINGS}), checksum="0" * 32)
-    with pytest.raises(DataError, match="the MD5 of the received file differs from the catalog's"):
-        ensure_raw_files(dataset, tmp_path / "raw")
-    assert not (tmp_path / "raw").exists()
 
 
 def test_a_missing_file_on_the_server_raises(tmp_path: Path, server: Server) -> None:
@@ -263,13 +243,6 @@ def test_an_interrupted_download_is_completed(tmp_path: Path, server: Server, ha
     assert server.requests == [("/ml-20m.zip", None), ("/ml-20m.zip", f"bytes={num_received}-")]
 
 
-def test_only_the_missing_bytes_are_requested(tmp_path: Path, server: Server) -> None:
-    _partial(tmp_path).write_bytes(LARGE_ZIP[:-10])
-    server.max_bytes = 10
-    ensure_raw_files(server.dataset(LARGE_ZIP), tmp_path / "raw")
-    assert _contents(tmp_path / "raw") == {"ml-20m.zip": LARGE_ZIP, "ml-20m/ratings.csv": LARGE}
-
-
 def test_a_complete_partial_file_is_used(tmp_path: Path, server: Server) -> None:
     _partial(tmp_path).write_bytes(LARGE_ZIP)
     ensure_raw_files(server.dataset(LARGE_ZIP), tmp_path / "raw")
@@ -303,18 +276,6 @@ def test_ctrl_c_while_receiving_keeps_only_the_partial_file(
     with pytest.raises(KeyboardInterrupt):
         ensure_raw_files(server.dataset(LARGE_ZIP), tmp_path / "raw")
     assert _contents(tmp_path / "raw") == {"ml-20m.zip.partial": LARGE_ZIP[:60_100]}
-
-
-def test_ctrl_c_while_the_checksum_is_computed_keeps_the_partial_file(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(download, "md5_of", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        ensure_raw_files(server.dataset(LARGE_ZIP), tmp_path / "raw")
-    assert _contents(tmp_path / "raw") == {"ml-20m.zip.partial": LARGE_ZIP}
 
 
 def test_progress_is_shown_on_request(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:

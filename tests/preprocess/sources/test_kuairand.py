@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources.catalog import CATALOG, KuaiRandDataset
+from evenrank.preprocess.sources.catalog import CATALOG
 from evenrank.preprocess.sources.interactions import BadRow, Interactions
 from evenrank.preprocess.sources.kuairand import read_kuairand
 
@@ -50,21 +50,15 @@ def write(folder: Path, files: dict[str, tuple[str, ...]]) -> Path:
     return folder
 
 
-def kuairand(name: str) -> KuaiRandDataset:
-    dataset = CATALOG[name]
-    assert isinstance(dataset, KuaiRandDataset)
-    return dataset
-
-
-PURE = kuairand("kuairand-pure")
+PURE = CATALOG["kuairand-pure"]
 
 
 def read_pure(
     tmp_path: Path, *lines: str, header: str = LOG_HEADER, users: tuple[str, ...] = (USERS_HEADER, *USERS)
 ) -> Interactions:
     """Read a dataset whose first log consists of a header and these lines."""
-    first, second = PURE.logs
-    files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.users: users}
+    first, second = PURE.events
+    files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.files[-1]: users}
     return read_kuairand(PURE, write(tmp_path / "KuaiRand-Pure", files))
 
 
@@ -109,7 +103,7 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
         log_line(user=2, video=9_223_372_036_854_775_807, flags="1,1,1,1,1,1,1", play=-1, profile=1),
     )
     folder = write(tmp_path / folder_name, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
-    interactions = read_kuairand(kuairand(name), folder)
+    interactions = read_kuairand(CATALOG[name], folder)
 
     columns = ["user_id", "item_id", "action", "timestamp_ms", "play_time_ms", "duration_ms", "is_good"]
     types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64, pl.Boolean]
@@ -148,17 +142,6 @@ def test_features_are_encoded_by_sorted_value_and_0_if_empty(tmp_path: Path) -> 
     assert context.features.rows() == [(1, 2, 1, 1, 1, 2), (2, 1, 2, 2, 2, 1), (3, 0, 3, 0, 0, 1)]
 
 
-def test_feature_columns_are_found_by_name(tmp_path: Path) -> None:
-    header = (
-        "register_days_range,friend_user_num_range,other,fans_user_num_range,follow_user_num_range,user_id,"
-        "user_active_degree"
-    )
-    context = read_pure(tmp_path, log_line(), users=(header, "a,b,x,c,d,-5,e")).context
-    assert context is not None
-    assert context.features.rows() == [(-5, 1, 1, 1, 1, 1)]
-    assert [labels[1] for labels in context.labels.values()] == ["e", "d", "c", "b", "a"]
-
-
 GOOD = log_line()
 BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
 
@@ -167,10 +150,7 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
     ("line", "reason"),
     [
         *(
-            (
-                log_line(flags=",".join("2" if index == flag else "0" for index in range(7))),
-                f"{name} must be 0 or 1",
-            )
+            (log_line(flags=",".join("2" if index == flag else "0" for index in range(7))), f"{name} must be 0 or 1")
             for flag, name in enumerate(BIT_NAMES)
         ),
         (log_line(flags="-1,0,0,0,0,0,0"), "is_click must be 0 or 1"),

@@ -101,7 +101,7 @@ def _check_movielens(rng: random.Random, folder: Path, monkeypatch: pytest.Monke
     header = b"userId,movieId,rating,timestamp\n" if dataset.has_header else b""
     content = _malformed(rng, header, good)
     write(folder, {"users.dat": ("1::F::1::10::48067",)})
-    (folder / dataset.ratings).write_bytes(content)
+    (folder / dataset.events[0]).write_bytes(content)
     _in_small_blocks(rng, monkeypatch, len(content))
     lines = list(read_lines(content))[len(header) > 0 :]
     expected = [
@@ -112,8 +112,8 @@ def _check_movielens(rng: random.Random, folder: Path, monkeypatch: pytest.Monke
 
 def _check_kuairand(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = _malformed(rng, LOG_HEADER.encode() + b"\n", [GOOD.encode(), GOOD.replace(",0,", ",1,").encode()])
-    first, second = PURE.logs
-    write(folder, {second: (LOG_HEADER, GOOD), PURE.users: (USERS_HEADER, *USERS)})
+    first, second = PURE.events
+    write(folder, {second: (LOG_HEADER, GOOD), PURE.files[-1]: (USERS_HEADER, *USERS)})
     (folder / first).write_bytes(content)
     _in_small_blocks(rng, monkeypatch, len(content))
     expected = [(number, line, kuairand_row(line)) for number, line in list(read_lines(content))[1:]]
@@ -170,8 +170,8 @@ def test_no_line_of_the_users_features_is_hidden_or_divided(tmp_path: Path) -> N
         read_movielens(dataset, tmp_path)
     # Read as one row, the two lines would have the right number of fields.
     lines = ('1,high,0,0,0,5,"(0,10]",0,0,0,0,1,"a,' + "," * 16, '2",' + "," * 16)
-    write(tmp_path, {PURE.logs[0]: (LOG_HEADER, GOOD), PURE.logs[1]: (LOG_HEADER, GOOD)})
-    write(tmp_path, {PURE.users: (USERS_HEADER, *lines)})
+    write(tmp_path, {PURE.events[0]: (LOG_HEADER, GOOD), PURE.events[1]: (LOG_HEADER, GOOD)})
+    write(tmp_path, {PURE.files[-1]: (USERS_HEADER, *lines)})
     with pytest.raises(DataError, match=r"user_features_pure\.csv, line 2 .*: a quoted field does not end at"):
         read_kuairand(PURE, tmp_path)
 
