@@ -130,12 +130,10 @@ def test_the_map_lists_every_source_file_in_its_folder() -> None:
     listed: set[str] = set()
     folder = ""
     page = DOCS / "explanation" / "architecture.md"
-    for row in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", page.read_text(), re.M):
-        names = [re.findall(r"`([^`]+)`", cell) for cell in row]
-        if names[0]:
-            folder = names[0][0].replace(".../", "dataloader/balance/")
-        listed |= {folder + name for name in names[1] if name.endswith(".py")}
-    listed = {name for name in listed if name.startswith(MAPPED_FOLDERS)}
+    for heading, name in re.findall(r"^(?:\*\*`(\S+/)`\*\*|- `(\w+\.py)`: .+)$", page.read_text(), re.M):
+        folder = heading or folder
+        if name:
+            listed.add(folder + name)
     existing = {
         str(path.relative_to(ROOT))
         for name in MAPPED_FOLDERS
