@@ -49,7 +49,6 @@ class ResumePoint:
     """Where an iteration begins: the pending positions come first, then everything from the frontier on."""
 
     epoch: int = 0
-    """The epoch."""
     start: int = 0
     """Samples trained before the window that the iteration begins in; without one, the same as `position`."""
     position: int = 0
@@ -98,16 +97,13 @@ class _ResumedOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OpenWindow:
-    """A window that is partly trained."""
+    """A window of steps that is partly trained; `batch_size` is per rank."""
 
     start: int
     """Samples trained before the window."""
     world_size: int
-    """Number of data-parallel ranks of its steps."""
     batch_size: int
-    """Samples per rank and step."""
     steps: int
-    """Steps of a window."""
     pending: Positions | None = None
     """`ResumePoint.pending` at the beginning of the window."""
 
@@ -118,7 +114,6 @@ class SkippedSamples(NamedTuple):
     pending: Positions | None = None
     """As in `ResumePoint`, for a `start` at that position."""
     window: OpenWindow | None = None
-    """The window that the position is in."""
 
     def to_text(self) -> str:
         """Return the samples as text, which every format of checkpoints can hold; empty if there are none."""
@@ -133,11 +128,7 @@ class SkippedSamples(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str, *, position: int, num_samples: int) -> "SkippedSamples":
-        """Return the samples of a text that `to_text` made at a position of an epoch of `num_samples`.
-
-        Raises:
-            StateError: the text is damaged.
-        """
+        """Return the samples of a text that `to_text` made at a position of an epoch of `num_samples`."""
         if not text:
             return cls()
         try:
@@ -152,9 +143,8 @@ class SkippedSamples(NamedTuple):
                 raise ValueError
             before = None if window["pending"] is None else _decode(window["pending"], sizes["start"], num_samples)
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise StateError(
-                "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
-            ) from None
+            message = "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
+            raise StateError(message) from None
         return cls(pending, OpenWindow(**sizes, pending=before))
 
 
@@ -162,13 +152,10 @@ class SavedPosition(NamedTuple):
     """The state of a loader."""
 
     epoch: int
-    """The epoch."""
     position: int
     """Samples of the epoch that are trained."""
     seed: int
-    """Seed of the loader."""
     skipped: SkippedSamples
-    """Samples skipped before the position."""
     dist_type: str
     """Mapping of the keys of batches; see `routing.dist_type`."""
 
@@ -186,11 +173,7 @@ class SavedPosition(NamedTuple):
 
     @classmethod
     def from_state(cls, state: object, num_samples: int, fingerprint: str) -> "SavedPosition":
-        """Return the position of a state that `to_state` made.
-
-        Raises:
-            StateError: the state is damaged, of another version, or of another number of samples or fingerprint.
-        """
+        """Return the position of a state that `to_state` made."""
         entries = _FORMAT.check(state)
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
@@ -216,11 +199,7 @@ def _encode(positions: Positions) -> list[Any]:
 
 
 def _decode(value: Any, start: int, num_samples: int) -> Positions:
-    """Return the positions that `_encode` was given, pending after `start` samples.
-
-    Raises:
-        ValueError, TypeError: the value is damaged.
-    """
+    """Return the positions that `_encode` was given, pending after `start` samples; may raise ValueError, TypeError."""
     first, count, text = value
     bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8))
     if integer(0, start)(first) or integer(1, num_samples - start)(count):
