@@ -39,7 +39,6 @@ _FORMAT = StateFormat(
     },
     not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
 )
-_SIZES = ("start", "world_size", "batch_size", "steps")
 
 Positions = NDArray[np.int64]
 
@@ -95,8 +94,7 @@ class _ResumedOrder:
         return (*self._order.fingerprint(), "pending", self._point.start, self._hash)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OpenWindow:
+class OpenWindow(NamedTuple):
     """A window of steps that is partly trained; `batch_size` is per rank."""
 
     start: int
@@ -122,8 +120,7 @@ class SkippedSamples(NamedTuple):
         window = None
         if self.window is not None:
             before = self.window.pending
-            window = {name: getattr(self.window, name) for name in _SIZES}
-            window["pending"] = None if before is None else _encode(before)
+            window = self.window._asdict() | {"pending": None if before is None else _encode(before)}
         return json.dumps({"positions": _encode(self.pending), "window": window})
 
     @classmethod
@@ -136,16 +133,14 @@ class SkippedSamples(NamedTuple):
             pending, window = _decode(entries["positions"], position, num_samples), entries["window"]
             if window is None:
                 return cls(pending)
-            sizes = {name: window[name] for name in _SIZES}
-            low = {name: int(name != "start") for name in _SIZES}
-            high = dict.fromkeys(_SIZES, INT64_MAX) | {"start": position}
-            if any(integer(low[name], high[name])(size) for name, size in sizes.items()):
+            start, *sizes = (window[name] for name in ("start", "world_size", "batch_size", "steps"))
+            if integer(0, position)(start) or any(map(integer(1, INT64_MAX), sizes)):
                 raise ValueError
-            before = None if window["pending"] is None else _decode(window["pending"], sizes["start"], num_samples)
+            before = None if window["pending"] is None else _decode(window["pending"], start, num_samples)
         except (ValueError, KeyError, TypeError, RecursionError):
             message = "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
             raise StateError(message) from None
-        return cls(pending, OpenWindow(**sizes, pending=before))
+        return cls(pending, OpenWindow(start, *sizes, pending=before))
 
 
 class SavedPosition(NamedTuple):

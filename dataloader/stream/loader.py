@@ -22,7 +22,14 @@ from evenrank.dataloader.rank_loader import RankLoader, shared_settings
 from evenrank.dataloader.routing.dist_type import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.samples import remapped_stores
 from evenrank.dataloader.state.snapshots import Position, Snapshots
-from evenrank.dataloader.stream.shuffle import ShardPosition, ShardReader, Window, read_ahead, take_batches
+from evenrank.dataloader.stream.shuffle import (
+    PendingWindow,
+    ShardPosition,
+    ShardReader,
+    Window,
+    read_ahead,
+    take_batches,
+)
 from evenrank.dataloader.stream.state import FORMAT, check_complete, check_position, decode_positions, encode_positions
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
@@ -106,12 +113,12 @@ class StreamLoader(RankLoader[Batch]):
         self._snapshots.add(Position(epoch, position), dict(shard_positions))
         batch_size = self._config.batch_size
         with read_ahead(self._config.num_workers) as submit:
-            load = partial(self._load, seed=seed, epoch=epoch)
-            readers = (
-                ShardReader(shard, shard_positions[shard.index], load, submit)
-                for shard in shards
-                if shard_positions[shard.index].windows_done < shard.num_windows
-            )
+
+            def read(shard: Shard, window_position: int) -> PendingWindow:
+                return submit(partial(self._load, shard, window_position, seed=seed, epoch=epoch))
+
+            left = (shard for shard in shards if shard_positions[shard.index].windows_done < shard.num_windows)
+            readers = (ShardReader(shard, shard_positions[shard.index], read) for shard in left)
             samples = take_batches(readers, self._stream.open_shards, batch_size, shard_positions)
             for step, (groups, sample_ids) in enumerate(samples):
                 if self._config.drop_last and len(sample_ids) < batch_size:

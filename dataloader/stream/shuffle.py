@@ -4,7 +4,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,10 @@ class Window(NamedTuple):
     """The store's rows that are samples, in the epoch's order."""
 
 
-Submit = Callable[[Callable[[], Window]], Callable[[], Window]]
-"""Starts to read a window, and returns a function that waits for it."""
+PendingWindow = Callable[[], Window]
+"""Waits for a window."""
+Submit = Callable[[Callable[[], Window]], PendingWindow]
+"""Starts to read a window."""
 
 
 @contextlib.contextmanager
@@ -56,14 +57,12 @@ def read_ahead(num_workers: int) -> Iterator[Submit]:
 class ShardReader:
     """Reads a shard from a position on; keeps one window in memory, and with workers also the next one."""
 
-    def __init__(
-        self, shard: Shard, position: ShardPosition, load: Callable[[Shard, int], Window], submit: Submit
-    ) -> None:
+    def __init__(self, shard: Shard, position: ShardPosition, read: Callable[[Shard, int], PendingWindow]) -> None:
         self.shard = shard
         self.position = position
-        self._read = lambda window_position: submit(partial(load, shard, window_position))
+        self._read = read
         self._window: Window | None = None
-        self._next_window = self._read(position.windows_done)
+        self._next_window = read(shard, position.windows_done)
 
     @property
     def is_done(self) -> bool:
@@ -77,7 +76,7 @@ class ShardReader:
             if self._window is None:
                 self._window = self._next_window()
                 if done + 1 < self.shard.num_windows:
-                    self._next_window = self._read(done + 1)
+                    self._next_window = self._read(self.shard, done + 1)
             window = self._window
             rows = window.rows[taken : taken + max_samples]
             self.position = ShardPosition(done, taken + len(rows))
