@@ -16,7 +16,7 @@ import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,14 +61,6 @@ _FORMAT_OF_RANK = StateFormat(
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class LoaderState(NamedTuple):
-    """The state of this rank's loader after a batch was pulled, or after it had no more: `has_ended`."""
-
-    has_ended: bool
-    state: bytes | str
-    """Pickled, or as it was loaded from a checkpoint."""
-
-
 class _StatePickler(pickle.Pickler):
     """Pickles byte tensors, the states of generators, as arrays, which takes a fifth of the time."""
 
@@ -101,7 +93,8 @@ class LoaderAdapter(Generic[Batch]):
         self._has_loaded = False  # a state, since the latest iteration
         self._is_bypassed = False
         self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
-        self._snapshots: Snapshots[LoaderState] = Snapshots(_KEPT_STEPS, ahead)
+        # Whether this rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint.
+        self._snapshots: Snapshots[tuple[bool, bytes | str]] = Snapshots(_KEPT_STEPS, ahead)
         self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
 
     def __iter__(self) -> Iterator[Batch]:
@@ -206,14 +199,11 @@ class LoaderAdapter(Generic[Batch]):
         if not self._snapshots.entries:
             self._take_snapshot(self._next)
         if position is None:
-            position, snapshot = self._snapshots.entries[0]
-        else:
-            snapshot = self._snapshots.at(position)
+            position = self._snapshots.entries[0][0]
+        has_ended, text = self._snapshots.at(position)
         # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
-        text = snapshot.state
         if isinstance(text, bytes):
-            state = pickle.loads(text)
-            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=snapshot.has_ended, state=state))
+            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=has_ended, state=pickle.loads(text)))
         return _FORMAT.make(
             epoch=position.epoch,
             position=position.position,
@@ -255,7 +245,7 @@ class LoaderAdapter(Generic[Batch]):
         self._next = Position(position.epoch + 1, 0) if is_end else position
         self._ends = {position.epoch: position.position} if is_end else {}
         self._snapshots.entries.clear()
-        self._snapshots.add(position, LoaderState(has_ended, saved))
+        self._snapshots.add(position, (has_ended, saved))
 
     def is_ended(self, state: Mapping[str, Any]) -> bool:
         """Return whether nothing is left of the epoch of a state that was just loaded."""
@@ -274,7 +264,7 @@ class LoaderAdapter(Generic[Batch]):
         if self._has_state:
             pickled = io.BytesIO()
             _StatePickler(pickled, pickle.HIGHEST_PROTOCOL).dump(self._batches.state_dict())
-            self._snapshots.add(position, LoaderState(has_ended, pickled.getvalue()))
+            self._snapshots.add(position, (has_ended, pickled.getvalue()))
 
 
 def check_batches(batches: object) -> None:

@@ -134,10 +134,12 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
         samples_per_step = self._shape.world_size * self._shape.batch_size
         end = order.num_samples - (order.num_samples - point.position) % samples_per_step
         steps_to_drain = -(-(point.frontier - point.start) // samples_per_step)
-        first_end = min(point.start + steps_to_drain * samples_per_step, end)
-        steps = self._balance.window
         windows = Windows(
-            start=point.start, first_end=first_end, end=end, samples_per_step=samples_per_step, steps=steps
+            start=point.start,
+            first_end=min(point.start + steps_to_drain * samples_per_step, end),
+            end=end,
+            samples_per_step=samples_per_step,
+            steps=self._balance.window,
         )
         return replace(iteration, order=WindowedOrder(iteration.order, windows, self._assign))
 
@@ -148,13 +150,8 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
         first, end = windowed.windows.bounds(position)
         if position == first:
             return super().skipped(order, point, position, seed=seed)
-        window = OpenWindow(
-            start=first,
-            world_size=self._shape.world_size,
-            batch_size=self._shape.batch_size,
-            steps=self._balance.window,
-            pending=super().skipped(order, point, first, seed=seed).pending,
-        )
+        before = super().skipped(order, point, first, seed=seed).pending
+        window = OpenWindow(first, self._shape.world_size, self._shape.batch_size, self._balance.window, before)
         in_window = windowed.positions(np.arange(position, end), seed=seed, epoch=point.epoch)
         after_window = np.arange(end, max(end, point.frontier))
         return SkippedSamples(np.sort(point.positions(np.concatenate([in_window, after_window]))), window)
