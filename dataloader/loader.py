@@ -225,8 +225,7 @@ class Loader(RankLoader[Batch]):
         return self._state(None)
 
     def _state(self, after: JaggedBatch | None) -> dict[str, Any]:
-        last = self._after_last if after is None else after
-        epoch, position = last.epoch, last.position
+        epoch, position = self._after_last if after is None else (after.epoch, after.position)
         point = self._resumed.get(epoch)
         if point is None or position < point.position:
             point = ResumePoint(epoch=epoch)

@@ -37,7 +37,7 @@ from evenrank.datasets.store import MultiValued, SequenceStore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFeature:
-    """A contextual feature with any number of values per sample."""
+    """A contextual feature with any number of `values` per sample."""
 
     values: Distribution
     lengths: Distribution
@@ -204,8 +204,8 @@ class RandomBatches(RankLoader[Batch]):
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch yielded last, or after another one; the same on all ranks."""
-        last = self._after_last if after is None else after
-        return _FORMAT.make(epoch=last.epoch, position=last.position, fingerprint=self._fingerprint)
+        epoch, position = self._after_last if after is None else (after.epoch, after.position)
+        return _FORMAT.make(epoch=epoch, position=position, fingerprint=self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.

@@ -57,9 +57,8 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return {**self._invariants, "seed": self._seed}
 
-    @cached_property
+    @cached_property  # because a Balancer compares invariants in every step
     def _invariants(self) -> dict[str, Any]:
-        # Once, because a Balancer compares invariants in every step.
         return {
             "rank": self._rank,
             "world_size": self._world_size,

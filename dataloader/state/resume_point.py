@@ -140,7 +140,7 @@ class SkippedSamples(NamedTuple):
         except (ValueError, KeyError, TypeError, RecursionError):
             message = "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
             raise StateError(message) from None
-        return cls(pending, OpenWindow(start, *sizes, before))
+        return cls(pending, OpenWindow(start, *sizes)._replace(pending=before))
 
 
 class SavedPosition(NamedTuple):
