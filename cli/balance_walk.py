@@ -25,9 +25,8 @@ class Walk:
 
     strategy: str
     metrics: "list[StepMetrics]"
-    """Metrics of each step, in order."""
     num_samples: int
-    """Samples of all ranks."""
+    """Of all ranks."""
     has_exchange: bool = True
     """Samples moved between ranks, through a Balancer; otherwise each rank read those that it trained."""
 
@@ -47,11 +46,8 @@ def walk_epoch(
 ) -> Walk:
     """Iterate over an epoch on the ranks of the default process group, and check every sample.
 
-    Collective: every rank must call this. With an exchange the batches are those of a Balancer, otherwise those of a
-    loader that balances them itself.
-
-    Raises:
-        RankError: a sample was lost, seen twice, or differs from the dataset; raised on every rank.
+    Collective: every rank must call this. Every rank raises a RankError if a sample was lost, seen twice, or differs
+    from the dataset.
     """
     import torch.distributed as dist
 

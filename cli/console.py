@@ -4,7 +4,6 @@ Rich takes a tenth of a second to import, which `evenrank --help` does not need:
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,26 +27,10 @@ def print_error(message: str) -> None:
     typer.echo(f"error: {escape_controls(message)}", err=True)
 
 
-@contextlib.contextmanager
-def without_warnings(*loggers: str) -> Iterator[None]:
-    """Hide the warnings of these loggers while the context is open."""
-    levels = {logger: logging.getLogger(logger).level for logger in loggers}
-    for logger in loggers:
-        logging.getLogger(logger).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in levels.items():
-            logging.getLogger(logger).setLevel(level)
-
-
 def new_table(*headers: str, left: Collection[str], narrow: bool = False) -> "Table":
-    """Return a table without rows.
+    """Return a table without rows; columns whose headers are not in `left` are aligned to the right.
 
-    Args:
-        headers: of the columns.
-        left: the headers of the columns that are aligned to the left; the others are aligned to the right.
-        narrow: leave less space between columns and wrap none, so that many columns fit in 80 characters.
+    `narrow` leaves less space between columns and wraps none, so that many columns fit in 80 characters.
     """
     from rich import box
     from rich.table import Table
@@ -67,8 +50,7 @@ def shows_progress() -> bool:
 def stages(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Show a spinner while the context is open; yields a function that sets the description of the current stage.
 
-    Args:
-        shown: False on all ranks but one, so that spinners do not overwrite each other.
+    `shown` is False on all ranks but one, so that spinners do not overwrite each other.
     """
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -80,13 +62,7 @@ def stages(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def steps(description: str, total: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Show a progress bar while the context is open; yields a function to call after each of `total` steps.
-
-    Args:
-        description: shown in front of the bar.
-        total: the number of steps.
-        shown: False on all ranks but one, so that bars do not overwrite each other.
-    """
+    """Show a progress bar while the context is open; yields a function to call after each of `total` steps."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -95,7 +71,7 @@ def steps(description: str, total: int, *, shown: bool = True) -> Iterator[Calla
         yield lambda: progress.advance(task)
 
 
-def _progress(*columns: "ProgressColumn", shown: bool = True) -> "Progress":
+def _progress(*columns: "ProgressColumn", shown: bool) -> "Progress":
     from rich.progress import Progress
 
     console = _console(stderr=True)

@@ -6,16 +6,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from evenrank.cli import console
 from evenrank.cli.balance_walk import Walk, walk_epoch
 from evenrank.cli.options import STRATEGIES
-
-if TYPE_CHECKING:
-    from evenrank.datasets.schema import Manifest
 
 _NUM_RANKS = 4
 _BATCH_SIZE = 32  # per rank
@@ -48,41 +45,23 @@ def demo_command(
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(_NUM_RANKS, mp_context=context) as pool:
         compiled = [pool.submit(_compile) for _ in range(2)]  # they share the work
-        manifest = _preprocess(data)
-        _print_manifest(data, manifest)
+        with console.stages() as on_stage:
+            on_stage("importing Polars")
+            from evenrank.preprocess import PreprocessConfig, preprocess
+
+            manifest = preprocess(PreprocessConfig(dataset="synthetic", out=data), on_stage=on_stage)
+        train = manifest.splits["train"]
+        console.print_result(
+            f"{data}: {train.rows:,} users, {train.interactions:,} interactions; median history length "
+            f"{train.lengths['p50']:,}, longest {train.lengths['max']:,}"
+        )
         console.print_result(f"one epoch on {_NUM_RANKS} processes (Gloo, CPU), batches of {_BATCH_SIZE}:")
         with console.stages() as on_stage:
             on_stage(f"starting {_NUM_RANKS} processes")
             for process in compiled:
                 process.result()
         walks = _walk_on_ranks(pool, data)
-    _print_walks(walks, out / "balance.png")
-
-
-def _compile() -> None:
-    """Compile what balancing needs, for all ranks, while the data are made."""
-    from evenrank.dataloader.balance.warmup import warm_up
-
-    warm_up()
-
-
-def _preprocess(data: Path) -> "Manifest":
-    with console.stages() as on_stage:
-        on_stage("importing Polars")
-        from evenrank.preprocess import PreprocessConfig, preprocess
-
-        return preprocess(PreprocessConfig(dataset="synthetic", out=data), on_stage=on_stage)
-
-
-def _print_manifest(data: Path, manifest: "Manifest") -> None:
-    train = manifest.splits["train"]
-    console.print_result(
-        f"{data}: {train.rows:,} users, {train.interactions:,} interactions; median history length "
-        f"{train.lengths['p50']:,}, longest {train.lengths['max']:,}"
-    )
-
-
-def _print_walks(walks: list[Walk], plot: Path) -> None:
+    plot = out / "balance.png"
     with console.stages() as on_stage:
         on_stage("drawing")
         from evenrank.cli.reports.epoch_report import EXPLANATION, draw_loads, load_table
@@ -97,8 +76,14 @@ def _print_walks(walks: list[Walk], plot: Path) -> None:
     console.print_result(f"plot: {plot}")
 
 
+def _compile() -> None:
+    """Compile what balancing needs, for all ranks, while the data are made."""
+    from evenrank.dataloader.balance.warmup import warm_up
+
+    warm_up()
+
+
 def _walk_on_ranks(pool: ProcessPoolExecutor, data: Path) -> list[Walk]:
-    """Return the walk of each way."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [pool.submit(_rank_main, rank, data, f"file://{folder}/store") for rank in range(_NUM_RANKS)]
         for rank in as_completed(ranks):
@@ -120,16 +105,10 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     cost = HSTUCost(hidden=1024, heads=4, head_dim=256, layers=8, interleave_actions=True, contextual=("segment",))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_NUM_RANKS, timeout=timedelta(minutes=5))
     try:
-        walks = [
-            walk_epoch(
-                data,
-                config,
-                BalanceConfig(cost=cost, strategy=strategy),
-                has_exchange=has_exchange,
-                show_progress=rank == 0,
-            )
-            for strategy, has_exchange in _WAYS
-        ]
+        walks = []
+        for strategy, has_exchange in _WAYS:
+            balance = BalanceConfig(cost=cost, strategy=strategy)
+            walks.append(walk_epoch(data, config, balance, has_exchange=has_exchange, show_progress=rank == 0))
     finally:
         dist.destroy_process_group()
     return walks if rank == 0 else []

@@ -1,5 +1,6 @@
 """`evenrank inspect`: show the content of a dataset, as tables and as a page with plots."""
 
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,9 +49,14 @@ def inspect_command(
     for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     with console.stages() as on_stage:
-        from evenrank.cli.reports.dataset_page import build_page
+        from evenrank.cli.reports.dataset_page import render_page
+        from evenrank.datasets.store import open_store
 
-        report = build_page(path, manifest, on_stage=on_stage)
+        stores = {}
+        for split in manifest.splits:
+            on_stage(f"opening {split}")
+            stores[split] = open_store(path, split)
+        report = render_page(manifest, stores, name=path.resolve().name, on_stage=on_stage)
         write_page(page, report.html)
     if report.routing is not None:
         console.print_result(_ROUTING.format(rows=report.routing.num_embeddings))
@@ -62,26 +68,20 @@ def inspect_command(
 def splits_table(manifest: "Manifest") -> "Table":
     """Return a table of the rows, events and files of each split and their sums."""
     table = console.new_table("split", "rows", "events", "files", left=["split"])
-    for name, split in manifest.splits.items():
-        table.add_row(name, f"{split.rows:,}", f"{split.interactions:,}", str(len(split.files)))
-    splits = manifest.splits.values()
+    counts = {name: (split.rows, split.interactions, len(split.files)) for name, split in manifest.splits.items()}
+    for name, of_split in counts.items():
+        table.add_row(name, *(f"{count:,}" for count in of_split))
     table.add_section()
-    table.add_row(
-        "all",
-        f"{sum(split.rows for split in splits):,}",
-        f"{sum(split.interactions for split in splits):,}",
-        str(sum(len(split.files) for split in splits)),
-    )
+    table.add_row("all", *(f"{sum(column):,}" for column in zip(*counts.values(), strict=True)))
     return table
 
 
 def lengths_table(manifest: "Manifest") -> "Table":
     """Return a table of the percentiles of history lengths in each split."""
     table = console.new_table("events per row", *manifest.splits, left=["events per row"])
-    statistics = dict.fromkeys(name for split in manifest.splits.values() for name in split.lengths)
-    for name in statistics:
-        lengths = [split.lengths.get(name) for split in manifest.splits.values()]
-        table.add_row(name, *("-" if length is None else f"{length:,}" for length in lengths))
+    of_splits = [split.lengths for split in manifest.splits.values()]
+    for name in dict.fromkeys(chain.from_iterable(of_splits)):
+        table.add_row(name, *(f"{lengths[name]:,}" if name in lengths else "-" for lengths in of_splits))
     return table
 
 

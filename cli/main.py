@@ -22,13 +22,9 @@ from evenrank.cli.simulate import simulate_command
 from evenrank.core.errors import EvenrankError, escape_controls
 from evenrank.core.optional_imports import naming_extras
 
-Command = Callable[..., None]
-
 # Of Typer, which has either its own copy of Click or the package: the class of errors in the arguments.
 _UsageError: Any = typer.BadParameter.__base__
-
 _MAX_SHOWN = 200  # characters of a path
-
 # Errors are one line, without a box around it or a traceback.
 _PLAIN: Any = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
@@ -46,7 +42,7 @@ def main() -> None:
     _run(app)
 
 
-def run_command(command: Command) -> None:
+def run_command(command: Callable[..., None]) -> None:
     """Run a single command as a program, as the scripts do."""
     app = typer.Typer(**_PLAIN)
     app.command()(command)

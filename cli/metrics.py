@@ -12,7 +12,7 @@ from evenrank.core.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.dataloader.balance.metrics import LogRecord
+    from evenrank.dataloader.balance.log_schema import LogRecord
 
 
 def metrics_command(
@@ -77,10 +77,8 @@ def metrics_table(records: "Sequence[LogRecord]") -> "Table":
     window = f"last {last.steps:,}" if last.steps > 1 else "last"
     table = console.new_table("mean per step", "all steps", window, left=["mean per step"])
     for entry in shown_fields():
-        unit = entry.metadata["unit"]
-        label, scale = (
-            (f"{entry.metadata['label']} (ms)", 1e3) if unit is Unit.SECONDS else (entry.metadata["label"], 1)
-        )
-        values = (scale * getattr(record, entry.name) for record in (summary, last))
-        table.add_row(label, *(formats[unit].format(value) for value in values))
+        unit, label = entry.metadata["unit"], entry.metadata["label"]
+        scale, suffix = (1e3, " (ms)") if unit is Unit.SECONDS else (1, "")
+        values = (formats[unit].format(scale * getattr(record, entry.name)) for record in (summary, last))
+        table.add_row(label + suffix, *values)
     return table

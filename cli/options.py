@@ -1,4 +1,4 @@
-"""What the options of several commands share."""
+"""Options of several commands, and their checks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,6 @@ STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
 TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 
 MAX_LENGTH = (1 << 31) - 1  # of a history
-MAX_PER_RANK = 1 << 20  # samples
-_MAX_SAMPLES = 1 << 26  # of a step, which are held in memory
 
 CostFile = Annotated[
     Path | None,
@@ -36,16 +34,14 @@ Layers = Annotated[int, typer.Option(help="Number of HSTU layers.", min=1, max=1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """Options that have an effect only together with certain values of others."""
+    """Options, by the names of their parameters, that have an effect only with certain values of others."""
 
     options: tuple[str, ...]
-    """Names of their parameters."""
     apply_to: str
-    """What they apply to, for the message."""
+    """For the message."""
     holds: Callable[[Mapping[str, Any]], bool]
-    """Whether they apply, given the values of all parameters by name."""
+    """From the values of all parameters by name."""
     decided_by: tuple[str, ...]
-    """The parameters that decide it."""
 
 
 MODEL_SHAPE = Condition(
@@ -60,41 +56,25 @@ def check_conditions(context: typer.Context, *conditions: Condition) -> None:
     """Raise a ConfigError if an option was given that has no effect, even with the value that is its default."""
     parameters = {parameter.name: parameter for parameter in context.command.params}
     for condition in conditions:
-        for name in given_options(context, condition.options):
-            if condition.holds(context.params):
-                continue
-            deciding = {name: context.params[name] for name in condition.decided_by}
-            chosen = " with ".join(
-                str(value) if parameters[name].param_type_name == "argument" else f"{parameters[name].opts[0]} {value}"
-                for name, value in deciding.items()
-                if value is not None
-            )
-            reason = f"not to {chosen}; change one of them" if chosen else "which is missing; add it"
-            raise ConfigError(f"{parameters[name].opts[0]} applies to {condition.apply_to}, {reason}")
+        given = given_options(context, condition.options)
+        if not given or condition.holds(context.params):
+            continue
+        chosen = " with ".join(
+            str(value) if parameters[name].param_type_name == "argument" else f"{parameters[name].opts[0]} {value}"
+            for name in condition.decided_by
+            if (value := context.params[name]) is not None
+        )
+        reason = f"not to {chosen}; change one of them" if chosen else "which is missing; add it"
+        raise ConfigError(f"{parameters[given[0]].opts[0]} applies to {condition.apply_to}, {reason}")
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> list[str]:
     """Return which of these parameters were given on the command line."""
-    sources = {name: context.get_parameter_source(name) for name in names}
-    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-
-
-def check_step_size(world_size: int, batch_size: int) -> None:
-    """Raise a ConfigError if a step has too many samples to hold them in memory."""
-    if world_size * batch_size > _MAX_SAMPLES:
-        raise ConfigError(
-            f"{world_size:,} ranks with --batch-size {batch_size:,} are more than {_MAX_SAMPLES:,} samples per step; "
-            "choose fewer"
-        )
+    return [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
 
 
 def make_cost(path: Path | None, *, hidden: int, heads: int, layers: int) -> "Cost":
-    """Return the cost in a file or, without one, that of an HSTU model whose heads are `hidden / heads` wide.
-
-    Raises:
-        ConfigError: the path is no regular file, or `hidden` is not a multiple of `heads`.
-        DataError: the file is missing or malformed.
-    """
+    """Return the cost in a file or, without one, that of an HSTU model whose heads are `hidden / heads` wide."""
     from evenrank.dataloader.balance import HSTUCost, MeasuredCost
 
     if path is not None:

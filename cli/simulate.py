@@ -1,5 +1,6 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +9,6 @@ import typer
 from evenrank.cli import console
 from evenrank.cli.options import (
     MAX_LENGTH,
-    MAX_PER_RANK,
     MODEL_SHAPE,
     STRATEGIES,
     TOLERANT_STRATEGIES,
@@ -18,17 +18,14 @@ from evenrank.cli.options import (
     Hidden,
     Layers,
     check_conditions,
-    check_step_size,
     make_cost,
 )
 from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from evenrank.cli.simulation import LengthSource
-    from evenrank.dataloader.balance.metrics import MetricsSummary
 
+_MAX_SAMPLES = 1 << 26  # of a step, which are held in memory
 _CONDITIONS = (
     MODEL_SHAPE,
     Condition(
@@ -66,7 +63,7 @@ def simulate_command(
         ),
     ],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "8,64,1024,16384",
-    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=MAX_PER_RANK)] = 32,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, max=1 << 20)] = 32,
     strategy: Annotated[
         str, typer.Option(help=f"Strategies, comma-separated: {', '.join(STRATEGIES)}.")
     ] = "karmarkar-karp,lpt-swap,min-move",
@@ -101,7 +98,11 @@ def simulate_command(
     """
     check_conditions(ctx, *_CONDITIONS)
     world_sizes = _parse_world_sizes(ranks)
-    check_step_size(max(world_sizes), batch_size)
+    if max(world_sizes) * batch_size > _MAX_SAMPLES:
+        raise ConfigError(
+            f"{max(world_sizes):,} ranks with --batch-size {batch_size:,} are more than {_MAX_SAMPLES:,} samples per "
+            "step; choose fewer"
+        )
     strategies = _parse_strategies(strategy)
 
     from evenrank.cli.simulation import simulate
@@ -110,21 +111,31 @@ def simulate_command(
     lengths = _open_source(source, split, max_history_length)
     model = make_cost(cost, hidden=hidden, heads=heads, layers=layers)
     chosen: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
-    table = _new_table()
-    rows = [(world_size, name) for world_size in world_sizes for name in strategies]
-    with console.steps("planning", len(rows) * steps) as on_step:
-        for world_size, name in rows:
+    headers = ("ranks", "strategy", "load\nbefore", "load\nafter", "worst\nafter", "expected\nspeed-up", "moved")
+    table = console.new_table(*headers, "MB/\nrank", "plan\n(ms)", left=["strategy"], narrow=True)
+    with console.steps("planning", len(world_sizes) * len(strategies) * steps) as on_step:
+        for world_size, name in product(world_sizes, strategies):
             balance = BalanceConfig(cost=model, strategy=name, **chosen)
             summary = simulate(
                 lengths, balance, world_size, batch_size=batch_size, steps=steps, seed=seed, on_step=on_step
             )
-            _add_row(table, world_size, name, summary)
+            table.add_row(
+                f"{world_size:,}",
+                name,
+                f"{summary.ratio_before:.3f}",
+                f"{summary.ratio_after:.4f}",
+                f"{summary.worst_after:.4f}",
+                f"{summary.speedup:.2f}x",
+                f"{summary.moved_tokens:.1%}",
+                f"{summary.moved_bytes / world_size / 1e6:.3f}",
+                f"{summary.plan_seconds * 1e3:#.3g}",
+            )
     console.print_result(table)
     console.print_result(_EXPLANATION)
-    if repeated := [world_size for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
+    if repeated := [f"{world_size:,}" for world_size in world_sizes if lengths.repeats_rows(world_size * batch_size)]:
         console.print_result(
-            f"With {', '.join(f'{world_size:,}' for world_size in repeated)} ranks a step has more samples than the "
-            "dataset has rows, so rows were drawn with replacement."
+            f"With {', '.join(repeated)} ranks a step has more samples than the dataset has rows, so rows were drawn "
+            "with replacement."
         )
 
 
@@ -169,22 +180,3 @@ def _open_source(text: str, split: str, max_history_length: int) -> "LengthSourc
     if len(lengths) == 0:
         raise ConfigError(f"the split {split!r} of {text} has no rows; choose another with --split")
     return LengthSource(lengths=lengths, max_length=max_history_length)
-
-
-def _new_table() -> "Table":
-    headers = ("ranks", "strategy", "load\nbefore", "load\nafter", "worst\nafter", "expected\nspeed-up", "moved")
-    return console.new_table(*headers, "MB/\nrank", "plan\n(ms)", left=["strategy"], narrow=True)
-
-
-def _add_row(table: "Table", world_size: int, strategy: str, summary: "MetricsSummary") -> None:
-    table.add_row(
-        f"{world_size:,}",
-        strategy,
-        f"{summary.ratio_before:.3f}",
-        f"{summary.ratio_after:.4f}",
-        f"{summary.worst_after:.4f}",
-        f"{summary.speedup:.2f}x",
-        f"{summary.moved_tokens:.1%}",
-        f"{summary.moved_bytes / world_size / 1e6:.3f}",
-        f"{summary.plan_seconds * 1e3:#.3g}",
-    )

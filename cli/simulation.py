@@ -24,19 +24,16 @@ _BYTES_PER_SAMPLE = 24
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource:
-    """A source of history lengths: the rows of a dataset, or a distribution."""
+    """A source of history lengths, cut to `max_length`: those of a dataset, [rows], or a distribution."""
 
     lengths: NDArray[np.int64] | None = None
-    """[rows] of the dataset; None: there is a distribution."""
     distribution: Distribution | None = None
     max_length: int | None = None
-    """Longer histories are cut to this number of events."""
 
     def draw(self, rng: np.random.Generator, num_samples: int) -> NDArray[np.int64]:
         """Draw lengths, int64 [num_samples]; rows of a dataset without replacement, unless it has too few."""
         if self.lengths is not None:
-            rows = rng.choice(len(self.lengths), num_samples, replace=self.repeats_rows(num_samples))
-            drawn = self.lengths[rows]
+            drawn = rng.choice(self.lengths, num_samples, replace=self.repeats_rows(num_samples))
         else:
             assert self.distribution is not None
             drawn = self.distribution.sample(rng, num_samples)
@@ -48,14 +45,13 @@ class LengthSource:
 
 
 class SimulatedStep(NamedTuple):
-    """A step of W ranks with B samples each."""
+    """A step of W ranks with B samples each; arrays are [W, B]."""
 
     lengths: NDArray[np.int64]
-    """[W, B]: events of each sample."""
+    """Events of each sample."""
     costs: NDArray[np.int64]
-    """[W, B], scaled as a Balancer does, so that those of a step can be summed."""
+    """Scaled as a Balancer does, so that those of a step can be summed."""
     tokens: NDArray[np.int64]
-    """[W, B]"""
     assignment: Assignment
     plan_seconds: float
 
@@ -66,8 +62,7 @@ def simulated_steps(
     """Draw steps and plan each; the arguments are those of `simulate`."""
     warm_up()
     rng = np.random.default_rng((seed, world_size))
-    num_samples = world_size * batch_size
-    shape = (world_size, batch_size)
+    num_samples, shape = world_size * batch_size, (world_size, batch_size)
     contextual = balance.cost.contextual if isinstance(balance.cost, TokenCost) else ()
     for _ in range(steps):
         lengths = source.draw(rng, num_samples)
@@ -92,20 +87,10 @@ def simulate(
     seed: int = 0,
     on_step: Callable[[], None] = lambda: None,
 ) -> MetricsSummary:
-    """Draw steps, balance them, and summarize their metrics.
+    """Draw steps, the same for every strategy, balance them, and summarize their metrics.
 
-    Args:
-        source: of lengths; the same steps are drawn for every strategy.
-        balance: its cost gets the lengths of `item_id` and `action`, and one value for each `contextual` key of a
-            `TokenCost`.
-        world_size: the number of ranks.
-        batch_size: samples per rank and step.
-        steps: the number of steps to draw.
-        seed: of the draws.
-        on_step: called after each step.
-
-    Returns:
-        The summary; `plan_seconds` is the median over steps, the other times are 0.
+    The cost gets the lengths of `item_id` and `action`, and one value for each `contextual` key of a `TokenCost`. Of
+    the times, `plan_seconds` is the median over steps; the others are 0.
     """
     metrics, plan_seconds = [], []
     for step in simulated_steps(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed):

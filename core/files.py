@@ -23,19 +23,12 @@ _KINDS = {
 
 
 def check_regular(path: Path | str) -> None:
-    """Raise a DataError unless a path leads to a regular file, for libraries that open paths themselves.
-
-    Reading a named pipe would wait for a writer, and a device may never end.
-    """
+    """Raise a DataError unless a path leads to a regular file, for libraries that open paths themselves."""
     open_regular(path).close()
 
 
 def open_regular(path: Path | str) -> BufferedReader:
-    """Open a regular file for reading, without ever waiting for another process.
-
-    Raises:
-        DataError: the path leads to something else or to nothing, or the file cannot be opened.
-    """
+    """Open a regular file for reading, else raise a DataError; a named pipe would wait, a device may never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: the path contains a null character
@@ -55,11 +48,7 @@ def opener_of_own_files(path: str, flags: int) -> int:
 
 
 def open_lock_file(path: Path) -> BufferedReader:
-    """Open an empty file to lock, and create it if it does not exist; its contents are never changed.
-
-    Raises:
-        OSError: it cannot be opened, or is a symbolic link or anything else than an empty file.
-    """
+    """Open or create an empty file to lock; raises an OSError if it is a link or anything else."""
     # NFS locks only files that are open for writing.
     file = os.fdopen(opener_of_own_files(str(path), os.O_RDWR | os.O_CREAT), "rb")
     status = os.fstat(file.fileno())
@@ -70,11 +59,7 @@ def open_lock_file(path: Path) -> BufferedReader:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically: an existing one is replaced once the new one is complete and on disk.
-
-    Raises:
-        OSError: the file cannot be written; an existing one is unchanged, and no partial file is left.
-    """
+    """Write a UTF-8 file atomically: after an OSError, an existing file is unchanged and no partial file is left."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.unlink(missing_ok=True)  # left by a process that was killed
@@ -98,12 +83,9 @@ def user_folders() -> Iterator[Path]:
 
 
 def is_trusted(folder: Path, owners: Collection[int], *, may_be_written: int = 0) -> bool:
-    """Return whether a folder exists and only trusted users can write to it.
+    """Return whether a folder, or a link to one, exists and only users with the ids `owners` can write to it.
 
-    Args:
-        folder: the folder, or a symbolic link to it.
-        owners: ids of the trusted users.
-        may_be_written: bits of `WRITABLE_BY_OTHERS` that its mode may have.
+    `may_be_written` has the bits of `WRITABLE_BY_OTHERS` that its mode may have nevertheless.
     """
     try:
         link, target = folder.lstat(), folder.stat()

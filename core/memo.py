@@ -1,4 +1,4 @@
-"""`Memo`: results shared by threads, each computed once."""
+"""Results shared by threads, each computed once."""
 
 import os
 import threading
@@ -10,10 +10,7 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Value]):
-    """Keeps the `size` values used last. A thread that asks for a value being computed by another waits for it.
-
-    Pickling and forking keep no values.
-    """
+    """Keeps the `size` values used last, except in pickles and forks; threads wait for a value being computed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -25,7 +22,7 @@ class Memo(Generic[Value]):
         self._values: dict[Hashable, Future[Value]] = {}  # the one used last comes last
 
     def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return the value of a key, computed if it is not kept; an exception of `compute` is raised, and not kept."""
+        """Return the value of a key, computed if it is not kept; exceptions of `compute` are not kept."""
         if self._process != os.getpid():
             self._clear()  # a forked child would wait forever for threads of its parent
         own: Future[Value] = Future()

@@ -36,13 +36,10 @@ PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 _SUBPACKAGES = ("core", "datasets", "dataloader", "preprocess", "training")
 _DECORATOR = b"\n@compiled\n"
 _PREFIX = "compiled-"
-
 _NOTICE = "compiling loops for this machine (once)"
-
 _CONFIG: Any = numba.config  # sets its options at import, so type checkers do not know them
 _CONFIG_LOCK = threading.Lock()
 _log = logging.getLogger("evenrank")
-
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -123,7 +120,7 @@ def _can_lock(folder: Path) -> bool:
 
 
 def _source_hash() -> str:
-    """Return a hash of all source files with compiled functions: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits of a hash of all source files with compiled functions."""
     digest = hashlib.sha256()
     for path in _compiled_sources():
         source = path.read_bytes()

@@ -19,19 +19,13 @@ from evenrank.core.torch_releases import TESTED, TorchReleases
 
 FBGEMM_CUDA, FBGEMM_CPU = "fbgemm-gpu", "fbgemm-gpu-cpu"
 
+# The extra of each package, by the name that is imported.
 EXTRAS = {
-    "jinja2": "reports",
-    "markupsafe": "reports",
-    "matplotlib": "reports",
-    "polars": "preprocess",
-    "requests": "preprocess",
+    **dict.fromkeys(("jinja2", "markupsafe", "matplotlib"), "reports"),
+    **dict.fromkeys(("polars", "requests"), "preprocess"),
     "tensorboard": "tensorboard",
-    "fbgemm_gpu": "train",
-    "torch": "train",
-    "torchdata": "train",
-    "torchrec": "train",
+    **dict.fromkeys(("fbgemm_gpu", "torch", "torchdata", "torchrec"), "train"),
 }
-"""The extra that installs each package, by the name that is imported."""
 _WITHOUT_CUDA = "; without CUDA: pip install 'evenrank[cpu]', then torchrec with --no-deps (docs/how-to/install.md)"
 
 
@@ -50,11 +44,9 @@ def naming_extras() -> Iterator[None]:
 
 
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package whose names are imported at their first use.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that imports its names at their first use.
 
-    Args:
-        package: its `__name__`.
-        file: its `__file__`, next to which a `.pyi` file lists the names.
+    They are listed by a `.pyi` file next to `file`, the package's `__file__`.
     """
     get, names, exported = lazy_loader.attach_stub(package, file)
 
@@ -72,23 +64,25 @@ class TorchReleaseWarning(UserWarning):
 @functools.cache
 def check_torch() -> None:
     """Check the installed PyTorch, fbgemm-gpu and TorchRec, once per process; see `check_releases`."""
-    check_releases({name: _installed(name) for name in ("torch", FBGEMM_CUDA, FBGEMM_CPU, "torchrec")})
+    installed = {}
+    for name in ("torch", FBGEMM_CUDA, FBGEMM_CPU, "torchrec"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    check_releases(installed)
 
 
 def check_releases(installed: Mapping[str, str | None]) -> None:
-    """Check that versions of PyTorch, fbgemm-gpu and TorchRec belong together.
+    """Check that versions of PyTorch, fbgemm-gpu and TorchRec, such as {"torch": "2.13.0+cpu"}, belong together.
 
-    Untested combinations with a newer PyTorch, a pre-release or a vendor's build ("2.13.0a0+nv25.10") may work, so they
-    are a TorchReleaseWarning. Nothing is checked where one of the three is missing or has no metadata: planning needs
-    none, and imports name the missing one.
-
-    Args:
-        installed: versions by name of the package, such as {"torch": "2.13.0+cpu"}; None or no entry: not installed.
-
-    Raises:
-        ConfigError: a combination is known to fail, or both builds of fbgemm-gpu are installed.
+    A combination known to fail is a ConfigError. Untested ones with a newer PyTorch, a pre-release or a vendor's build
+    ("2.13.0a0+nv25.10") may work, so they are a TorchReleaseWarning. Nothing is checked where one of the three is
+    missing or has no metadata: planning needs none, and imports name the missing one.
     """
-    found = {name: version for name, text in installed.items() if (version := _parse(text)) is not None}
+    found: dict[str, Version] = {}
+    for name, text in installed.items():
+        with contextlib.suppress(InvalidVersion):
+            if text:
+                found[name] = Version(text)
     if FBGEMM_CUDA in found and FBGEMM_CPU in found:
         expected = _releases_of(found["torch"]) if "torch" in found else None
         pin = f"=={expected.fbgemm}" if expected else ""
@@ -101,13 +95,10 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
     if not {"torch", fbgemm, "torchrec"} <= found.keys():
         return
     versions = found["torch"], found[fbgemm], found["torchrec"]
-    problem = _problem(fbgemm, *versions)
-    if problem is None:
-        return
-    is_untested = _minor(found["torch"]) > _minor(TESTED[-1].torch) or any(map(_is_custom, versions))
-    if not is_untested:
-        raise ConfigError(problem)
-    warnings.warn(f"{problem}; it was not tested and may fail", TorchReleaseWarning, stacklevel=2)
+    if problem := _problem(fbgemm, *versions):
+        if _minor(found["torch"]) <= _minor(TESTED[-1].torch) and not any(map(_is_custom, versions)):
+            raise ConfigError(problem)
+        warnings.warn(f"{problem}; it was not tested and may fail", TorchReleaseWarning, stacklevel=2)
 
 
 def _problem(fbgemm_name: str, torch: Version, fbgemm: Version, torchrec: Version) -> str | None:
@@ -152,17 +143,3 @@ def _is_custom(version: Version) -> bool:
     is_official = version.local is None or version.local.startswith(("cpu", "cu", "rocm", "xpu"))
     is_dated = version.major > 1000  # fbgemm-gpu's builds from source, such as "2026.11.22"
     return version.is_prerelease or is_dated or not is_official
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _parse(text: str | None) -> Version | None:
-    try:
-        return Version(text) if text else None
-    except InvalidVersion:
-        return None

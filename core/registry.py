@@ -9,26 +9,17 @@ Value = TypeVar("Value")
 
 
 class Registry(Generic[Value]):
-    """Implementations of one kind by name; iteration yields the names in the order of registration.
+    """Implementations of one kind by name, in the order of registration.
 
-    Args:
-        kind: name of the kind in messages, such as `strategy`.
-        expected: description of a valid implementation in messages, such as `a function`.
-        accepts: whether an object is a valid implementation.
+    Messages name the kind, such as `strategy`, and describe the values it `accepts`, such as `a function`.
     """
 
     def __init__(self, kind: str, *, expected: str, accepts: Callable[[object], bool]) -> None:
-        self._kind = kind
-        self._expected = expected
-        self._accepts = accepts
+        self._kind, self._expected, self._accepts = kind, expected, accepts
         self._values: dict[str, Value] = {}
 
     def register(self, name: str) -> Callable[[Value], Value]:
-        """Return a decorator that registers an object under a name and returns it unchanged.
-
-        Raises:
-            ConfigError: the name is taken or no string, or the object is no valid implementation.
-        """
+        """Return a decorator that registers an object under a name and returns it unchanged."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"the name of a registered {self._kind} must be a string, got {name!r}; pass it a name")
 

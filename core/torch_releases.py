@@ -12,8 +12,7 @@ class TorchReleases(NamedTuple):
     """Releases that were tested together; patch releases, the third number, may be combined with each other."""
 
     torch: str
-    fbgemm: str
-    """Of fbgemm-gpu, for CUDA builds of PyTorch, and of fbgemm-gpu-cpu, for CPU builds."""
+    fbgemm: str  # of fbgemm-gpu and fbgemm-gpu-cpu
     torchrec: str
 
 
@@ -24,6 +23,4 @@ TESTED = (
     TorchReleases("2.13.0", "1.8.0", "1.8.0"),
     TorchReleases("2.14.1", "1.9.0", "1.9.2"),
 )
-
-# Installed by scripts/install.py where there is no PyTorch yet.
-DEFAULT = TESTED[2]
+DEFAULT = TESTED[2]  # installed by scripts/install.py where there is no PyTorch yet

@@ -128,7 +128,7 @@ class Loader(RankLoader[Batch]):
         self._next: ResumePoint = ResumePoint()
         self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
         self._after_last = Position(0, 0)  # after the batch yielded last
-        self._on_step = None if balance is None else balance.on_step
+        self._on_step = None if balance is None else balance.observer(rank)
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (

@@ -1,6 +1,6 @@
 """Distributions of integers, for history lengths and item popularity: uniform, normal, Zipf, lognormal, histograms.
 
-Each draws int64 values in `low..high`. On command lines they are written as text:
+Each draws int64 values in `low..high`, where `low` is at least 0. On command lines they are written as text:
 
     lognormal:mean=128,std=256,high=4096
     zipf:exponent=1.2,high=none
@@ -38,12 +38,10 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Every integer in `low..high` with the same probability."""
+    """Every integer in `low..high` with the same probability; `low` is at least 0, as in all distributions."""
 
     low: int = 1
-    """Smallest value, at least 0."""
     high: int = 1024
-    """Largest value."""
 
     def __post_init__(self) -> None:
         _check_range(self.low, self.high)
@@ -55,16 +53,12 @@ class Uniform:
 
 @dataclass(frozen=True, kw_only=True)
 class Normal:
-    """A normal distribution, rounded and clipped to `low..high`."""
+    """A normal distribution with this mean and standard deviation, then rounded and clipped to `low..high`."""
 
     mean: float = 128.0
-    """Mean before clipping."""
     std: float = 64.0
-    """Standard deviation before clipping."""
     low: int = 1
-    """Smallest value, at least 0."""
     high: int = 4096
-    """Largest value."""
 
     def __post_init__(self) -> None:
         _check_range(self.low, self.high)
@@ -80,16 +74,15 @@ class Normal:
 
 @dataclass(frozen=True, kw_only=True)
 class Lognormal:
-    """A lognormal distribution, rounded and clipped to `low..high`."""
+    """A lognormal distribution, rounded and clipped to `low..high`.
+
+    Mean and standard deviation are those of the values, not of their logarithm, before clipping.
+    """
 
     mean: float = 128.0
-    """Mean of the values (not of their logarithm) before clipping."""
     std: float = 256.0
-    """Standard deviation of the values (not of their logarithm) before clipping."""
     low: int = 1
-    """Smallest value, at least 0."""
     high: int = 4096
-    """Largest value."""
 
     def __post_init__(self) -> None:
         _check_range(self.low, self.high)
@@ -114,15 +107,13 @@ class Zipf:
     exponent: float = 1.2
     """At least 0. The support is finite, so exponents of 1 and below are valid too."""
     low: int = 1
-    """Smallest value, at least 0."""
     high: int | None = 4096
     """Largest value; None: 2^63 - 1024, the largest int64 that float64 represents."""
     shift: int = 0
     """Set to 1 with low = 0, for ids counted from 0: value k then has rank k + 1."""
 
     def __post_init__(self) -> None:
-        _check_range(self.low, _MAX_VALUE if self.high is None else self.high)
-        _check_zipf(self.exponent, 0, self.low, self.shift)
+        _check_zipf(self, 0)
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -135,21 +126,17 @@ class Zipf:
 class ClippedZipf:
     """P(k) proportional to (k + shift)^-exponent for all k >= low, with larger values than `high` set to `high`.
 
-    With exponent 1.2, 17 % of the values are `high` = 4096; under Zipf 0.001 % are.
+    With exponent 1.2, 17 % of the values are `high` = 4096; under `Zipf` 0.001 % are.
     """
 
     exponent: float = 1.2
     """Above 1."""
     low: int = 1
-    """Smallest value, at least 0."""
     high: int = 4096
-    """Largest value."""
     shift: int = 0
-    """See `Zipf`."""
 
     def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
-        _check_zipf(self.exponent, math.nextafter(1, 2), self.low, self.shift)
+        _check_zipf(self, math.nextafter(1, 2))
 
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
@@ -158,7 +145,10 @@ class ClippedZipf:
 
 
 def draw_zipf(rng: np.random.Generator, size: int, *, exponent: float, first: int, span: float) -> NDArray[np.float64]:
-    """Draw values of 0..span with probabilities proportional to (first + k)^-exponent: float64 [size], integral.
+    """Draw values k of 0..span with probabilities proportional to (first + k)^-exponent: float64 [size], integral.
+
+    The exponent is at least 0, or above 1 if `span` is infinite, and `first` at least 1. Values above 2^53 are
+    multiples of powers of 2.
 
     Rejection-inversion (W. Hoermann and G. Derflinger, ACM Transactions on Modeling and Computer Simulation 6(3), 1996)
     takes constant memory and the same time for any range. The mass of k is a bar of width 1 and height
@@ -170,13 +160,6 @@ def draw_zipf(rng: np.random.Generator, size: int, *, exponent: float, first: in
 
     Points are drawn by inverting the integral of f, 1.2 per value on average at most. Areas are measured from k = 0 and
     divided by `first`, so that neither a large `first` nor an exponent close to 1 cancels digits.
-
-    Args:
-        rng: the source of random numbers.
-        size: number of values.
-        exponent: at least 0; above 1 if `span` is infinite.
-        first: at least 1.
-        span: the largest value, or infinity. Values above 2^53 are multiples of powers of 2.
     """
     power = 1 - exponent
     end = float(_box_cox(np.log1p((span + 0.5) / first), power))
@@ -212,11 +195,11 @@ class Histogram:
     """Observed values, each with a probability proportional to its number of observations."""
 
     values: NDArray[np.int64]
-    """[n]: the distinct values, ascending, at least 0."""
+    """[n]: distinct, ascending, at least 0."""
     counts: NDArray[np.int64]
-    """[n]: observations of each value, at least 1."""
+    """[n]: at least 1."""
     source: str = ""
-    """Where they were observed, for messages and manifests."""
+    """Where the values were observed, for messages and manifests."""
 
     def __post_init__(self) -> None:
         if not len(self.values) or len(self.values) != len(self.counts):
@@ -235,8 +218,8 @@ class Histogram:
         """Count observations [m]; raises a ConfigError if there are none, or one is negative."""
         values, counts = np.unique(observations, return_counts=True)
         if not len(values) or values[0] < 0:
-            actual = f"{values[0]}" if len(values) else "none"
-            raise ConfigError(f"a histogram needs observations of at least 0, got {actual}")
+            least = values[0] if len(values) else "none"
+            raise ConfigError(f"a histogram needs observations of at least 0, got {least}")
         return cls(values=values.astype(np.int64), counts=counts.astype(np.int64), source=source)
 
     @classmethod
@@ -244,10 +227,8 @@ class Histogram:
         """Count the values of a column of a dataset.
 
         Args:
-            path: folder of the dataset.
             column: `length` for the number of events per row; a list column, such as `item_id` or `action`, for the
                 values of all events; `user_id`, a contextual feature or `num_targets` for one value per row.
-            split: name of the split.
 
         Raises:
             ConfigError: there is no such column, or it has a negative value.
@@ -310,9 +291,9 @@ def parse_distribution(text: str) -> Distribution:
         if key in values:
             raise ConfigError(f"{name} has {key} twice (in {text!r}); give it once")
         values[key] = _parse_value(key, value, parameters[key].annotation, text)
-    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
-    if missing := [key for key in required if key not in values]:
-        raise ConfigError(f"{name} needs {missing[0]} (in {text!r}); write {name}:{missing[0]}=...")
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in values:
+            raise ConfigError(f"{name} needs {key} (in {text!r}); write {name}:{key}=...")
     return make(**values)
 
 
@@ -344,14 +325,15 @@ def _check_range(low: int, high: int) -> None:
         raise ConfigError(f"low must be between 0 and high, and high at most 2^63 - 1024, got low={low} high={high}")
 
 
-def _check_zipf(exponent: float, least_exponent: float, low: int, shift: int) -> None:
-    if not least_exponent <= exponent <= _MAX_EXPONENT:
+def _check_zipf(zipf: Zipf | ClippedZipf, least_exponent: float) -> None:
+    _check_range(zipf.low, _MAX_VALUE if zipf.high is None else zipf.high)
+    if not least_exponent <= zipf.exponent <= _MAX_EXPONENT:
         rule = "above 1, for values without a limit to have probabilities" if least_exponent else "at least 0"
-        raise ConfigError(f"exponent must be {rule}, and at most {_MAX_EXPONENT}, got {exponent}")
-    if shift < 0 or low + shift < 1:
+        raise ConfigError(f"exponent must be {rule}, and at most {_MAX_EXPONENT}, got {zipf.exponent}")
+    if zipf.shift < 0 or zipf.low + zipf.shift < 1:
         raise ConfigError(
-            f"low + shift must be at least 1 and shift at least 0, got low={low} shift={shift}; pass shift=1 for "
-            "values from 0"
+            f"low + shift must be at least 1 and shift at least 0, got low={zipf.low} shift={zipf.shift}; pass shift=1 "
+            "for values from 0"
         )
 
 

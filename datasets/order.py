@@ -24,36 +24,24 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread ev
 
 
 def permute(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the samples at positions of an epoch's permutation of 0..num_samples-1.
+    """Return the samples at positions of an epoch's permutation of 0..num_samples-1: int64 of the same shape.
 
-    A Feistel network permutes the smallest power of two that is at least `num_samples`. A result outside
-    0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002): fewer than two
-    passes on average.
-
-    Args:
-        positions: int64, any shape, each in 0..num_samples-1.
-        num_samples: from 1 to 2^62.
-        seed: any 64-bit number.
-        epoch: from 0; each has its own permutation.
-
-    Returns:
-        int64 of the same shape as `positions`.
+    A Feistel network permutes the smallest power of two that is at least `num_samples`, which is at most 2^62. A result
+    outside 0..num_samples-1 is permuted again until it is inside (cycle walking; Black and Rogaway, 2002): fewer than
+    two passes on average.
     """
     words = np.array(positions, dtype=np.uint64)
     bits = max(2, (num_samples - 1).bit_length())
-    _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(bits), _round_keys(seed, epoch))
+    key = mix64(np.array([seed & _WORD_MASK], dtype=np.uint64))
+    key = mix64(key ^ np.uint64((epoch * _GOLDEN) & _WORD_MASK))
+    round_keys = mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    _permute_in_place(words.reshape(-1), np.uint64(num_samples), np.uint64(bits), round_keys)
     return words.view(np.int64)
 
 
 def derive_seed(seed: int, index: int) -> int:
     """Return the seed of the index-th dataset of a mixture or shard of a stream, far from those of its neighbours."""
     return seed + (index + 1) * _GOLDEN
-
-
-def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    key = mix64(np.array([seed & _WORD_MASK], dtype=np.uint64))
-    key = mix64(key ^ np.uint64((epoch * _GOLDEN) & _WORD_MASK))
-    return mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 @compiled
@@ -82,15 +70,14 @@ class Samples:
     """The rows of a split that are samples: all except a few left out, which alone take memory."""
 
     num_rows: int
-    """Rows of the split."""
     left_out: NDArray[np.int64]
-    """Rows that are not samples, ascending: int64."""
+    """[n]: rows that are not samples, ascending."""
 
     def __len__(self) -> int:
         return self.num_rows - len(self.left_out)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of samples, given their indices in 0..len-1: int64 of the same shape."""
+        """Return the rows of samples with indices in 0..len-1: int64 of the same shape."""
         if not len(self.left_out):
             return indices
         # left_out 2 3 7: 2 samples precede row 2, also 2 precede row 3, and 5 precede row 7. Sample 4 comes after two
@@ -121,11 +108,7 @@ class RowOrder:
 
     def __init__(self, *, samples: Samples) -> None:
         self._samples = samples
-
-    @property
-    def num_samples(self) -> int:
-        """Positions of an epoch."""
-        return len(self._samples)
+        self.num_samples = len(samples)
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions."""
@@ -147,12 +130,7 @@ class ShuffledOrder(RowOrder):
 
 
 class TimeOrder(RowOrder):
-    """Rows by the time of their last event, in every epoch, for training in one pass over time.
-
-    Args:
-        samples: the rows that are samples.
-        time_order: int64 [rows]: all rows, sorted by the time of their last event.
-    """
+    """Samples by the time of their last event, in every epoch; `time_order` has all rows in this order, int64."""
 
     _kind = "time"
 
@@ -167,7 +145,7 @@ class TimeOrder(RowOrder):
 
 
 class StepSchedule(ABC):
-    """The positions of an epoch that each step takes, and those of them that each rank would load unbalanced."""
+    """The positions of an epoch that each step takes, and each rank's share of them before balancing."""
 
     __slots__ = ()
 
@@ -178,7 +156,7 @@ class StepSchedule(ABC):
 
     @abstractmethod
     def position_after(self, step: int) -> int:
-        """Return the number of positions of the epoch that are consumed after a step, numbered from the start."""
+        """Return the number of positions that are consumed after a step."""
 
     @abstractmethod
     def first_position(self, step: int, rank: int) -> int:
@@ -202,7 +180,7 @@ class StepSchedule(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochSchedule(StepSchedule):
-    """Steps of equally many positions: step s takes the next `world_size * batch_size` positions, rank by rank.
+    """Each step takes the next `world_size * batch_size` positions, rank by rank, of which `start` are consumed before.
 
     start = 0, world_size = 2, batch_size = 3, num_samples = 10
 
@@ -211,13 +189,10 @@ class EpochSchedule(StepSchedule):
     """
 
     num_samples: int
-    """Positions of the epoch."""
     world_size: int
-    """Number of data-parallel ranks."""
     batch_size: int
     """Positions per rank and step."""
     start: int = 0
-    """Positions that were consumed before the first step."""
     drop_last: bool = False
     """Leave out a last step that does not fill every rank."""
 
@@ -256,7 +231,7 @@ class EpochSchedule(StepSchedule):
 
 
 class MixtureOrder:
-    """An order over several datasets in given proportions; their rows are numbered consecutively.
+    """An order over several datasets in proportion to their weights; their rows are numbered consecutively.
 
     An epoch is a permutation of the datasets' quotas, laid out one after the other:
 
@@ -266,18 +241,12 @@ class MixtureOrder:
     Each dataset cycles through permutations of its own, across epochs: with 4 samples and a quota of 6 it has been seen
     1.5 times after the first epoch and 3 times after the second. All its samples are seen equally often, within one.
 
-    Args:
-        samples: of each dataset.
-        weights: of each dataset, positive; its share of an epoch is proportional to its weight.
-        num_samples: positions of an epoch; None: the number of samples of all datasets.
-
-    Raises:
-        ConfigError: a weight is not positive, or a dataset has no samples or a quota of 0.
+    Raises a ConfigError if a weight is not positive, or a dataset has no samples or a quota of 0.
     """
 
     def __init__(self, samples: Sequence[Samples], weights: Sequence[float], num_samples: int | None = None) -> None:
         self._samples = tuple(samples)
-        total = sum(map(len, samples)) if num_samples is None else num_samples
+        self.num_samples = total = sum(map(len, samples)) if num_samples is None else num_samples
         self._quotas = _quotas(weights, total)
         self._first_rows = np.cumsum([0, *(dataset_samples.num_rows for dataset_samples in samples)])[:-1]
         for dataset, (dataset_samples, quota) in enumerate(zip(samples, self._quotas.tolist(), strict=True)):
@@ -286,7 +255,6 @@ class MixtureOrder:
                     f"dataset {dataset} of the mixture has {len(dataset_samples):,} samples and gets {quota:,} of an "
                     f"epoch's {total:,}; leave it out, or raise its weight or num_samples"
                 )
-        self.num_samples = total
 
     def rows(self, positions: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows at positions, numbered over all datasets: int64 of the same shape."""
@@ -302,7 +270,7 @@ class MixtureOrder:
         return rows
 
     def fingerprint(self) -> tuple[object, ...]:
-        """Return the samples and quotas of the datasets."""
+        """Return the number of samples and the quota of each dataset."""
         return ("mixture", tuple(map(len, self._samples)), tuple(self._quotas.tolist()))
 
 

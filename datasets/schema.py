@@ -28,6 +28,7 @@ from evenrank.core.hashing import mix64
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 CACHE_NAME = ".cache"  # subfolder of the unpacked columns
+REMEDY = "preprocess the dataset again"  # of files that do not match their manifest
 
 USER_ID = "user_id"
 ITEM_ID = "item_id"
@@ -37,17 +38,14 @@ LENGTH = "length"
 NUM_TARGETS = "num_targets"  # optional, int32: number of last events of a row that are prediction targets
 WINDOW = "window"  # optional, int32: index of a row among the rows of its user
 
-# The element types of the list columns that every dataset has.
+# Element types of the list columns of every dataset.
 EVENT_DTYPES: Mapping[str, str] = {ITEM_ID: "int64", ACTION: "int32", TIMESTAMP_MS: "int64"}
-
 # Names of columns of the format and of keys of batches, which no contextual feature or further list column can have.
 RESERVED_NAMES = frozenset(
     (USER_ID, *EVENT_DTYPES, LENGTH, NUM_TARGETS, WINDOW, "label", "semantic_id", "candidate_id")
 )
 _MAX_NAME_BYTES = 200  # file systems allow 255 for a file name, including its suffix
-
 _MAX_COUNT = 2**48  # its products with sizes of types fit into int64
-
 # Percentiles of history lengths in a manifest, by nearest rank, so each is a length that occurs.
 LENGTH_PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99)
 
@@ -59,33 +57,26 @@ class SourceFile:
     path: str
     """Relative to the raw folder, so that manifests are the same on every machine."""
     bytes: int
-    """Size of the file."""
     sha256: str
-    """In hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFile:
-    """One Parquet file of a split."""
+    """A Parquet file of a split."""
 
     path: str
     """Relative to the dataset's folder, with forward slashes."""
     rows: int
-    """Rows of the file."""
     sha256: str
-    """In hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The files of a split and their contents."""
+    """The files of a split, in row order, and the numbers of their rows and events."""
 
     files: tuple[DataFile, ...]
-    """In row order."""
     rows: int
-    """Rows of all files."""
     interactions: int
-    """Events of all rows."""
     lengths: Mapping[str, float]
     """Events per row: min, p1, ..., p99, max, mean; empty if the split has no rows."""
 
@@ -95,15 +86,12 @@ class Manifest:
     """`manifest.json`: the description of a dataset."""
 
     schema_version: int
-    """`SCHEMA_VERSION` at the time of writing."""
     dataset: str
     """Name of the dataset."""
     sources: tuple[SourceFile, ...]
-    """The raw files."""
     options: Mapping[str, Any]
     """The options of preprocessing; `audit` counts the rows and users that were left out."""
     splits: Mapping[str, Split]
-    """Per split name."""
     contextual: tuple[str, ...]
     """Names of the contextual features, in column order."""
     extra_events: Mapping[str, str]
@@ -132,7 +120,7 @@ class Manifest:
         return self.splits[name]
 
     def write(self, folder: Path) -> None:
-        """Write `folder/manifest.json`; equal manifests give equal bytes."""
+        """Write `folder/manifest.json`, of equal bytes for equal manifests."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
         (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 
@@ -144,10 +132,9 @@ def user_hash(user_ids: NDArray[np.int64], *, salt: int = 0) -> NDArray[np.uint6
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check the names of contextual features and further list columns, which become keys of batches and file names.
+    """Raise a ConfigError unless all can be names of contextual features and list columns.
 
-    Raises:
-        ConfigError: a name is reserved, is no file name on every system, or differs from another only by case.
+    They become keys of batches and file names, so none may be reserved or differ from another only by case.
     """
     names = tuple(names)
     _check_distinct(names)
@@ -159,11 +146,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_new_names(names: Iterable[str]) -> None:
-    """Check the names of contextual features of a new dataset, which also become names of modules, without dots.
-
-    Raises:
-        ConfigError: a name contains a dot, or `check_names` refuses it.
-    """
+    """Check names of contextual features of a new dataset, which also become names of modules, without dots."""
     names = tuple(names)
     check_names(names)
     if dotted := [name for name in names if "." in name]:
@@ -173,11 +156,16 @@ def check_new_names(names: Iterable[str]) -> None:
         )
 
 
-def _check_distinct(names: Iterable[str]) -> None:
+def _check_distinct(names: Iterable[object]) -> None:
     """Check that names are valid and no two of them name the same file on any file system."""
     seen: dict[str, str] = {}
     for name in names:
-        folded = unicodedata.normalize("NFKC", _checked_name(name)).casefold()
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > _MAX_NAME_BYTES:
+            raise ConfigError(
+                f"{name!r} is not a name; use letters, digits, _ and -, at most {_MAX_NAME_BYTES} bytes, and begin "
+                "with a letter, a digit or _"
+            )
+        folded = unicodedata.normalize("NFKC", name).casefold()
         if folded in seen:
             raise ConfigError(f"the names {seen[folded]!r} and {name!r} differ at most by case; rename one of them")
         seen[folded] = name
@@ -190,13 +178,12 @@ def sha256_of(path: Path) -> str:
 
 
 def content_hash(
-    *,
     splits: Mapping[str, Split],
     contextual: tuple[str, ...],
     extra_events: Mapping[str, str],
     vocabulary_sizes: Mapping[str, int],
 ) -> str:
-    """Return the SHA-256, in hexadecimal, of the data that a loader sees: raw files and options do not count."""
+    """Return the SHA-256, in hexadecimal, of the data that a loader sees, without raw files and options."""
     visible = {
         "schema_version": SCHEMA_VERSION,
         "splits": {name: [asdict(file) for file in split.files] for name, split in splits.items()},
@@ -227,29 +214,22 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}); preprocess the dataset again") from error
+        raise DataError(f"{path} is not valid JSON ({error}); {REMEDY}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
-        raise DataError(
-            f"{path} has schema version {version!r}, this version of evenrank reads {SCHEMA_VERSION}; preprocess the "
-            "dataset again"
-        )
+        known = f"this version of evenrank reads {SCHEMA_VERSION}"
+        raise DataError(f"{path} has schema version {version!r}, {known}; {REMEDY}")
     try:
         manifest = _manifest_from_json(raw)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise DataError(f"{path} has a missing or malformed field ({reason}); preprocess the dataset again") from error
+        raise DataError(f"{path} has a missing or malformed field ({reason}); {REMEDY}") from error
     # Unpacked columns are found by this hash, also in caches that several datasets share.
-    actual = content_hash(
-        splits=manifest.splits,
-        contextual=manifest.contextual,
-        extra_events=manifest.extra_events,
-        vocabulary_sizes=manifest.vocabulary_sizes,
-    )
+    actual = content_hash(manifest.splits, manifest.contextual, manifest.extra_events, manifest.vocabulary_sizes)
     if manifest.content_hash != actual:
         raise DataError(
             f"{path} has content hash {manifest.content_hash[:12]}, but that of its files and columns is "
-            f"{actual[:12]}; preprocess the dataset again"
+            f"{actual[:12]}; {REMEDY}"
         )
     return manifest
 
@@ -265,6 +245,10 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
     vocabulary_sizes = {name: _checked_count(size, 2**63) for name, size in raw["vocabulary_sizes"].items()}
     if missing := [name for name in (USER_ID, ITEM_ID, ACTION, *contextual) if name not in vocabulary_sizes]:
         raise ValueError(f"vocabulary_sizes lacks {missing[0]!r}")
+    labels = {name: raw["context_labels"][name] for name in contextual}
+    for values in labels.values():
+        if not isinstance(values, list) or not all(label is None or isinstance(label, str) for label in values):
+            raise ValueError("the labels of a feature are no list of strings")
     return Manifest(
         schema_version=SCHEMA_VERSION,
         dataset=str(raw["dataset"]),
@@ -274,21 +258,14 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         contextual=contextual,
         extra_events=extra_events,
         vocabulary_sizes=vocabulary_sizes,
-        context_labels={name: _checked_labels(raw["context_labels"][name]) for name in contextual},
+        context_labels={name: tuple(values) for name, values in labels.items()},
         content_hash=_checked_sha256(raw["content_hash"]),
     )
 
 
 def _checked_split(raw: dict[str, Any]) -> Split:
     split = Split(
-        files=tuple(
-            DataFile(
-                path=_checked_path(file["path"]),
-                rows=_checked_count(file["rows"]),
-                sha256=_checked_sha256(file["sha256"]),
-            )
-            for file in raw["files"]
-        ),
+        files=tuple(map(_checked_file, raw["files"])),
         rows=_checked_count(raw["rows"]),
         interactions=_checked_count(raw["interactions"]),
         lengths={str(name): _checked_number(value) for name, value in raw["lengths"].items()},
@@ -299,6 +276,15 @@ def _checked_split(raw: dict[str, Any]) -> Split:
     if set(split.lengths) != set(expected):
         raise ValueError(f"the lengths of a split of {split.rows} rows are {', '.join(split.lengths) or 'missing'}")
     return split
+
+
+def _checked_file(raw: dict[str, Any]) -> DataFile:
+    name, rows, sha256 = raw["path"], _checked_count(raw["rows"]), _checked_sha256(raw["sha256"])
+    if isinstance(name, str) and name.isprintable():
+        path = PureWindowsPath(name)  # recognizes all separators and drives
+        if path.name and not path.anchor and ".." not in path.parts:
+            return DataFile(path=name, rows=rows, sha256=sha256)
+    raise ValueError(f"{name!r} is not a path inside the dataset")
 
 
 def _checked_number(value: object, limit: int = _MAX_COUNT) -> float:
@@ -313,31 +299,7 @@ def _checked_count(value: object, limit: int = _MAX_COUNT) -> int:
     return int(_checked_number(value, limit))
 
 
-def _checked_labels(value: object) -> tuple[str | None, ...]:
-    if not isinstance(value, list) or not all(label is None or isinstance(label, str) for label in value):
-        raise ValueError("the labels of a feature are no list of strings")
-    return tuple(value)
-
-
 def _checked_sha256(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
         raise ValueError(f"{value!r} is not a SHA-256")
     return value
-
-
-def _checked_name(value: object) -> str:
-    is_valid = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*", value)
-    if not is_valid or len(str(value).encode("utf-8")) > _MAX_NAME_BYTES:
-        raise ConfigError(
-            f"{value!r} is not a name; use letters, digits, _ and -, at most {_MAX_NAME_BYTES} bytes, and begin "
-            "with a letter, a digit or _"
-        )
-    return str(value)
-
-
-def _checked_path(value: object) -> str:
-    if isinstance(value, str) and value.isprintable():
-        path = PureWindowsPath(value)  # recognizes all separators and drives
-        if path.name and not path.anchor and ".." not in path.parts:
-            return value
-    raise ValueError(f"{value!r} is not a path inside the dataset")

@@ -20,7 +20,6 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import NUM_TARGETS, Manifest, read_manifest
 from evenrank.datasets.unpack import EVENTS, OFFSETS, ROWS, TIME_ORDER, ColumnWriter, find_or_build, map_column, unpack
 
-_REMAPPED_FILE = "values.npy"
 _REMAPPED_LAYOUT = "v1"  # version of the cache's contents, part of the entry's name
 _VALUES_AT_ONCE = 1 << 20
 
@@ -43,33 +42,6 @@ class ColumnMap(Protocol):
         """Return everything that the result depends on, as JSON values, equal for equal maps."""
 
 
-def _remap_in_cache(
-    values: NDArray[np.integer[Any]], column_map: ColumnMap, *, name: str, folder: Path, cache: str
-) -> NDArray[np.int64]:
-    """Return a remapped column, computed once per machine, as a mapped file next to those of its dataset.
-
-    Args:
-        values: the column: integers [n].
-        column_map: replaces the values.
-        name: of the column.
-        folder: of its dataset.
-        cache: identifies the dataset and the split; part of the name of the cache's entry.
-    """
-    identity = json.dumps([name, column_map.describe()], sort_keys=True)
-    entry = f"{cache}-mapped-{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{_REMAPPED_LAYOUT}"
-
-    def build(path: Path) -> None:
-        with ColumnWriter(path / _REMAPPED_FILE, "int64", len(values)) as writer:
-            for first in range(0, len(values), _VALUES_AT_ONCE):
-                writer.append(column_map(values[first : first + _VALUES_AT_ONCE].astype(np.int64)))
-
-    path = find_or_build(folder, entry, build) / _REMAPPED_FILE
-    try:
-        return map_column(path, "int64", len(values))
-    except (DataError, OSError) as error:
-        raise DataError(f"{path} is damaged; delete {path.parent} to have it rebuilt") from error
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultiValued:
     """The layout of a contextual feature with any number of values per row."""
@@ -77,7 +49,7 @@ class MultiValued:
     offsets: NDArray[np.int64]
     """[rows + 1]: row r has the values offsets[r]..offsets[r+1]-1."""
     max_length: int
-    """No row has more values."""
+    """Limit to the values of a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +61,7 @@ class SequenceStore:
     """
 
     manifest: Manifest
-    """Of the dataset."""
     split: str
-    """Name of the split."""
     offsets: NDArray[np.int64]
     """[rows + 1]: where each row's events begin."""
     events: Mapping[str, NDArray[np.integer]]
@@ -118,13 +88,10 @@ class SequenceStore:
         return np.diff(self.offsets)
 
     def remapped(self, column_maps: Mapping[str, ColumnMap]) -> "SequenceStore":
-        """Return this store with other values in some columns, which are cached next to those of the dataset.
-
-        Args:
-            column_maps: for columns of `events` and `rows` that are not remapped yet, by name.
+        """Return this store with other values in some columns of `events` and `rows`, cached next to the dataset's.
 
         Raises:
-            ConfigError: there is no such column, or it has values that cannot be mapped.
+            ConfigError: there is no such column, it is remapped already, or has values that cannot be mapped.
             DataError: the cache cannot be written.
         """
         columns = {name: self._remapped(name, column_map) for name, column_map in column_maps.items()}
@@ -147,12 +114,21 @@ class SequenceStore:
                 f"{name} is up to {size - 1:,} in the dataset, too large for a table of num_embeddings="
                 f"{column_map.num_embeddings}; pass manifest.vocabulary_sizes[{name!r}] or more"
             )
+        values = columns[name]
         if column_map.is_identity:
-            return columns[name].astype(np.int64, copy=False)
+            return values.astype(np.int64, copy=False)
         if self.folder is None:
-            return column_map(columns[name].astype(np.int64))
-        cache = f"{self.manifest.content_hash}-{self.split}"
-        return _remap_in_cache(columns[name], column_map, name=name, folder=self.folder, cache=cache)
+            return column_map(values.astype(np.int64))
+
+        def build(path: Path) -> None:
+            with ColumnWriter(path / "values.npy", "int64", len(values)) as writer:
+                for first in range(0, len(values), _VALUES_AT_ONCE):
+                    writer.append(column_map(values[first : first + _VALUES_AT_ONCE].astype(np.int64)))
+
+        description = json.dumps([name, column_map.describe()], sort_keys=True)
+        digest = hashlib.sha256(description.encode()).hexdigest()[:32]
+        entry = f"{self.manifest.content_hash}-{self.split}-mapped-{digest}-{_REMAPPED_LAYOUT}"
+        return _map(find_or_build(self.folder, entry, build), "values", "int64", len(values))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.folder is None:
@@ -200,18 +176,17 @@ def open_store(path: Path | str, split: str = "train") -> SequenceStore:
 
 def _check_indices(store: SequenceStore, cache: Path, num_events: int) -> None:
     """Check the values that compiled loops use as indices, without bounds checks: files can change on disk."""
-    offsets, num_targets = store.offsets, store.num_targets
+    offsets, num_targets, order = store.offsets, store.num_targets, store.time_order
     # Compared rather than subtracted, because differences can overflow.
     if offsets[0] != 0 or offsets[-1] != num_events or (offsets[1:] < offsets[:-1]).any():
         raise _damaged(cache, OFFSETS)
     if num_targets is not None and ((num_targets < 0) | (num_targets > store.lengths)).any():
         raise _damaged(cache, NUM_TARGETS)
-    order = store.time_order
     if order is not None and len(order):
         is_listed = np.zeros(len(order), dtype=np.bool_)
         if order.min() >= 0 and order.max() < len(order):
             is_listed[order] = True
-        if not is_listed.all():  # then a row is listed twice, or one out of range
+        if not is_listed.all():
             raise _damaged(cache, TIME_ORDER)
 
 

@@ -26,13 +26,13 @@ from pyarrow import fs
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.datasets.order import derive_seed, permute
-from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, DataFile, Manifest, parse_manifest
+from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFile, Manifest, parse_manifest
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
 Version = tuple[Any, ...]
-"""Changes with every write to a file. Locally: its size, and the times of its last change in nanoseconds, the second of
-which no program can set. In an object store: its size, and the time of the upload in seconds.
+"""Changes with every write to a file: its size and, locally, the times of its last change in nanoseconds, the second of
+which no program can set, or in an object store, the time of the upload in seconds.
 """
 _CHUNK = 1 << 20  # bytes
 _EMPTY = np.empty(0, dtype=np.int64)
@@ -101,17 +101,11 @@ class StreamConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
-    """A split on any file system that pyarrow supports.
-
-    Files written after it was opened must still have the SHA-256 in the manifest.
-    """
+    """A split on any file system of pyarrow; files written after it was opened must have the manifest's SHA-256."""
 
     manifest: Manifest
-    """Of the dataset."""
     split: str
-    """Name of the split."""
     files: fs.FileSystem
-    """Where the dataset is."""
     root: str
     """Path of the dataset in the file system."""
     versions: dict[str, Version | None] = field(default_factory=dict)
@@ -123,25 +117,20 @@ class StreamSource:
         return self.manifest.splits[self.split].rows
 
     def read(self, first: int, end: int) -> SequenceStore:
-        """Read rows first..end-1 of the split into memory.
-
-        Raises:
-            DataError: a file cannot be read, does not match the manifest, or was replaced by another one.
-        """
-        blocks = list(self._read_blocks(first, end))
+        """Read rows first..end-1 into memory; raises a DataError if a file is faulty or was replaced."""
+        files = self.manifest.splits[self.split].files
+        blocks: list[RowBlock] = []
+        for index, file_first, file_end in _overlaps([file.rows for file in files], first, end):
+            blocks += self._read_blocks(files[index], file_first, file_end)
         lengths = np.concatenate([_EMPTY, *(block.lengths for block in blocks)])
         if len(lengths) != end - first:
-            raise DataError(f"{self.root} has fewer rows than its manifest says; preprocess the dataset again")
-        row_names = list(self.manifest.row_columns)
+            raise DataError(f"{self.root} has fewer rows than its manifest says; {REMEDY}")
         have_targets = {NUM_TARGETS in block.row_columns for block in blocks}
         if len(have_targets) > 1:
-            raise DataError(
-                f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; preprocess the dataset again"
-            )
+            raise DataError(f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
+        num_targets = None
         if True in have_targets:
-            row_names.append(NUM_TARGETS)
-        rows = {name: np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)]) for name in row_names}
-        num_targets = rows.pop(NUM_TARGETS, None)
+            num_targets = np.concatenate([block.row_columns[NUM_TARGETS] for block in blocks]).astype(np.int32)
         return SequenceStore(
             manifest=self.manifest,
             split=self.split,
@@ -150,56 +139,42 @@ class StreamSource:
                 name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
                 for name, dtype in self.manifest.event_dtypes.items()
             },
-            rows=rows,
-            num_targets=None if num_targets is None else num_targets.astype(np.int32),
+            rows={
+                name: np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)])
+                for name in self.manifest.row_columns
+            },
+            num_targets=num_targets,
         )
 
-    def _read_blocks(self, first: int, end: int) -> Iterator[RowBlock]:
-        """Yield rows first..end-1 of the split, one row group at a time."""
-        file_begin = 0
-        for file in self.manifest.splits[self.split].files:
-            if file_begin < end and file_begin + file.rows > first:
-                yield from self._read_blocks_of(file, first - file_begin, end - file_begin)
-            file_begin += file.rows
-
-    def _read_blocks_of(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
+    def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
         """Yield rows first..end-1 of a file, one row group at a time."""
         path = f"{self.root}/{data_file.path}"
         _check_local(self.files, path)
         try:
-            with (
-                wrap_parquet_errors(path),
-                self.files.open_input_file(path) as opened,
-                pq.ParquetFile(opened) as file,
-            ):
-                if file.metadata.num_rows != data_file.rows:
-                    raise DataError(
-                        f"{path} has {file.metadata.num_rows:,} rows, its manifest says {data_file.rows:,}; preprocess "
-                        "the dataset again"
+            with wrap_parquet_errors(path), self.files.open_input_file(path) as opened, pq.ParquetFile(opened) as file:
+                if (rows := file.metadata.num_rows) != data_file.rows:
+                    raise DataError(f"{path} has {rows:,} rows, its manifest says {data_file.rows:,}; {REMEDY}")
+                sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+                for group, group_first, group_end in _overlaps(sizes, first, end):
+                    block = read_row_group(file, group, self.manifest, path)
+                    offsets = np.concatenate([[0], np.cumsum(block.lengths)])
+                    events = slice(offsets[group_first], offsets[group_end])
+                    yield RowBlock(
+                        block.lengths[group_first:group_end],
+                        {name: values[group_first:group_end] for name, values in block.row_columns.items()},
+                        {name: values[events] for name, values in block.event_columns.items()},
                     )
-                group_begin = 0
-                for group in range(file.num_row_groups):
-                    count = file.metadata.row_group(group).num_rows
-                    if group_begin < end and group_begin + count > first:
-                        block = read_row_group(file, group, self.manifest, path)
-                        yield _slice_block(block, max(first - group_begin, 0), min(end - group_begin, count))
-                    group_begin += count
         finally:
             # After reading, so that nothing can be written between the check and reading. The replacement of a file
             # explains all other faults.
-            self._check_version(data_file, path)
-
-    def _check_version(self, data_file: DataFile, path: str) -> None:
-        """Check that a file has the same contents as when the dataset was opened."""
-        version = version_of(self.files, path)
-        if version == self.versions.get(path):
-            return
-        if not has_sha256(self.files, path, data_file.sha256):
-            raise DataError(
-                f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one in "
-                "the manifest. Restore it, or open the dataset again"
-            )
-        self.versions[path] = version
+            version = version_of(self.files, path)
+            if version != self.versions.get(path):
+                if not has_sha256(self.files, path, data_file.sha256):
+                    raise DataError(
+                        f"{path} was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the "
+                        "one in the manifest. Restore it, or open the dataset again"
+                    )
+                self.versions[path] = version
 
 
 def _check_local(files: fs.FileSystem, path: str) -> None:
@@ -208,21 +183,17 @@ def _check_local(files: fs.FileSystem, path: str) -> None:
         check_regular(path)
 
 
-def _slice_block(block: RowBlock, first: int, end: int) -> RowBlock:
-    offsets = np.concatenate([[0], np.cumsum(block.lengths)])
-    return RowBlock(
-        block.lengths[first:end],
-        {name: values[first:end] for name, values in block.row_columns.items()},
-        {name: values[offsets[first] : offsets[end]] for name, values in block.event_columns.items()},
-    )
+def _overlaps(sizes: Iterable[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the index of each consecutive part with some of rows first..end-1, and the range of these in the part."""
+    begin = 0
+    for index, size in enumerate(sizes):
+        if begin < end and begin + size > first:
+            yield index, max(first - begin, 0), min(end - begin, size)
+        begin += size
 
 
 def open_stream(url: Path | str, split: str) -> StreamSource:
-    """Open a dataset in a folder, or at a URL that pyarrow supports: `s3://bucket/path`, `gs://...`, `file:///...`.
-
-    Raises:
-        DataError: there is no dataset, it cannot be reached, or it has no such split.
-    """
+    """Open a dataset in a folder, or at a URL that pyarrow supports: `s3://bucket/path`, `gs://...`, `file:///...`."""
     try:
         if "://" in str(url):
             files, root = fs.FileSystem.from_uri(str(url))
@@ -252,16 +223,12 @@ def _read_file(files: fs.FileSystem, path: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """A logical shard of a split: consecutive rows, read in windows."""
+    """A logical shard of a split: rows first..end-1, read in windows of `buffer_rows`; the last may have fewer."""
 
     index: int
-    """Index among the shards of the split, from 0."""
     first: int
-    """First row, in the split."""
     end: int
-    """Row after the last one, in the split."""
     buffer_rows: int
-    """Rows of a window; the last one may have fewer."""
 
     @property
     def num_windows(self) -> int:
@@ -269,28 +236,25 @@ class Shard:
         return -(-(self.end - self.first) // self.buffer_rows)
 
     def window(self, position: int, *, seed: int, epoch: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the window at a position, 0..num_windows-1, of an epoch's order of windows.
-
-        Returns:
-            Its first row in the split, and the order of its n rows, a permutation of 0..n-1: int64 [n].
-        """
+        """Return the first row of the window at a position of an epoch, and the order of its n rows: int64 [n]."""
         first = self._first_row(position, seed=seed, epoch=epoch)
         num_rows = min(self.buffer_rows, self.end - first)
         row_seed = derive_seed(seed, self.index) + first + 1
         return first, permute(np.arange(num_rows), num_rows, seed=row_seed, epoch=epoch)
 
     def window_rows(self, position: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows of the window at a position; see `window`."""
+        """Return the number of rows of the window at a position."""
         return min(self.buffer_rows, self.end - self._first_row(position, seed=seed, epoch=epoch))
 
     def rows_left(self, windows_done: int, rows_taken: int, *, seed: int, epoch: int) -> int:
-        """Return the number of rows after the first windows of an epoch's order and some rows of the next window."""
+        """Return the number of rows after the first windows of an epoch and some rows of the next window."""
+        num_rows = self.end - self.first
         if not windows_done:
-            return self.end - self.first - rows_taken
+            return num_rows - rows_taken
         done = permute(np.arange(windows_done), self.num_windows, seed=derive_seed(seed, self.index), epoch=epoch)
-        lacking = self.num_windows * self.buffer_rows - (self.end - self.first)  # rows that the last window lacks
+        lacking = self.num_windows * self.buffer_rows - num_rows  # in the last window
         rows_done = windows_done * self.buffer_rows - (lacking if self.num_windows - 1 in done else 0)
-        return self.end - self.first - rows_done - rows_taken
+        return num_rows - rows_done - rows_taken
 
     def _first_row(self, position: int, *, seed: int, epoch: int) -> int:
         shard_seed = derive_seed(seed, self.index)

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,13 +37,14 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     LENGTH,
     NUM_TARGETS,
+    REMEDY,
     TIMESTAMP_MS,
     USER_ID,
     Manifest,
     Split,
 )
 
-# Errors of a folder that this user cannot write to, rather than of a disk that is full or damaged.
+# Errors of a folder that this user cannot write to, not of a disk that is full or damaged.
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 
 
@@ -58,15 +60,9 @@ class _Cache(NamedTuple):
 
 
 def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder of a cache entry, and build it if there is none.
+    """Return the folder of a cache entry of the dataset in `folder`; `build` writes it to an empty folder if needed.
 
-    Args:
-        folder: of the dataset.
-        name: of the entry; it must identify the contents, because datasets share the per-user folders.
-        build: writes the entry to an empty folder.
-
-    Raises:
-        DataError: raised by `build`, or the entry cannot be written.
+    Its name must identify its contents, because datasets share the per-user folders.
     """
     caches = _caches(folder)
     for cache in caches:
@@ -77,7 +73,8 @@ def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Pat
             cache.path.mkdir(mode=cache.mode & 0o755, parents=True, exist_ok=True)
             if not cache.trusts(cache.path):
                 continue
-            with _lock(cache.path / f"{name}.lock"):
+            with open_lock_file(cache.path / f"{name}.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel if this process dies
                 if not os.path.lexists(cache.path / name):  # else another process has built it in the meantime
                     _build_entry(cache.path / name, build)
             if cache.trusts(cache.path / name):
@@ -115,23 +112,10 @@ def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
         raise
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock among the processes of this machine; the kernel releases it if the holder dies."""
-    with open_lock_file(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class ColumnWriter(contextlib.AbstractContextManager["ColumnWriter"]):
+    """Writes a column of a known length to a new `.npy` file in parts.
 
-
-# Header of `.npy` files, version 1.0: a multiple of 64 bytes, as the format demands, with room for any length. It is
-# compared rather than parsed, because type and length are known from the manifest.
-_HEADER_BYTES = 128
-
-
-class ColumnWriter:
-    """Writes a column of a known length to a new `.npy` file in parts, as a context manager.
-
-    The file is written to rather than mapped, because a store to a mapped file on a full disk kills the process.
+    It is not mapped, because a store to a mapped file on a full disk kills the process.
     """
 
     def __init__(self, path: Path, dtype: str, length: int) -> None:
@@ -142,9 +126,6 @@ class ColumnWriter:
     def append(self, values: NDArray[np.integer]) -> None:
         """Append values [n] of the column's dtype."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
-
-    def __enter__(self) -> "ColumnWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._file:
@@ -157,7 +138,7 @@ def map_column(path: Path, dtype: str, length: int) -> NDArray[Any]:
     expected = np.dtype(dtype)
     header = _header(expected, length)
     with open_regular(path) as file:
-        if file.read(len(header)) != header:
+        if file.read(len(header)) != header:  # not parsed, because type and length are known from the manifest
             raise DataError(f"{path} is not a column of {length:,} {dtype}; unpack it again")
         if os.fstat(file.fileno()).st_size != len(header) + length * expected.itemsize:
             raise DataError(f"{path} does not have the size that its header says; unpack it again")
@@ -169,37 +150,25 @@ def map_column(path: Path, dtype: str, length: int) -> NDArray[Any]:
 
 
 def _header(dtype: np.dtype[Any], length: int) -> bytes:
-    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
-    prefix = np.lib.format.magic(1, 0)
-    num_bytes = _HEADER_BYTES - len(prefix) - 2  # the two bytes say how many follow
-    return prefix + num_bytes.to_bytes(2, "little") + text.ljust(num_bytes - 1).encode() + b"\n"
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": (length,)})
+    return header.getvalue()
 
 
-OFFSETS = "offsets"
-TIME_ORDER = "time_order"
-ROWS = "rows"
-EVENTS = "events"
-_AGAIN = "preprocess the dataset again"
+OFFSETS, TIME_ORDER, ROWS, EVENTS = "offsets", "time_order", "rows", "events"
 _LAYOUT = "v3"  # version of the cache's contents, part of the entry's name
 
 
 class RowBlock(NamedTuple):
-    """Consecutive rows of a split."""
+    """Consecutive rows of a split: n rows, with sum(lengths) events."""
 
-    lengths: NDArray[np.int64]
-    """[n]: events of each row."""
-    row_columns: dict[str, NDArray[np.integer]]
-    """Per column with one value per row: [n]. Contains `num_targets` if the file does."""
-    event_columns: dict[str, NDArray[np.integer]]
-    """Per list column: [sum(lengths)]."""
+    lengths: NDArray[np.int64]  # [n]
+    row_columns: dict[str, NDArray[np.integer]]  # [n] each; with `num_targets` if the file has it
+    event_columns: dict[str, NDArray[np.integer]]  # [sum(lengths)] each
 
 
 def unpack(folder: Path, manifest: Manifest, split: str) -> Path:
-    """Return the cache entry with a split's columns as `.npy` files; build it if it does not exist.
-
-    Raises:
-        DataError: the Parquet files do not match the manifest, or the cache cannot be written.
-    """
+    """Return the cache entry with a split's columns as `.npy` files; build it if it does not exist."""
     name = f"{manifest.content_hash}-{split}-{_LAYOUT}"
     return find_or_build(folder, name, lambda entry: _build(folder, manifest, manifest.splits[split], entry))
 
@@ -224,13 +193,12 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
             if index == 0 and NUM_TARGETS in block.row_columns:
                 rows[NUM_TARGETS] = create(NUM_TARGETS, "int32", split.rows)
             if block.row_columns.keys() != rows.keys():
-                raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {_AGAIN}")
-            ends = num_events + np.cumsum(block.lengths)
+                raise DataError(f"{path}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
+            offsets.append(num_events + np.cumsum(block.lengths))
             num_rows += len(block.lengths)
             num_events += int(block.lengths.sum())
             if num_rows > split.rows or num_events > split.interactions:
-                raise DataError(f"{path} contains more rows or events than its manifest says; {_AGAIN}")
-            offsets.append(ends)
+                raise DataError(f"{path} contains more rows or events than its manifest says; {REMEDY}")
             last_times.append(_last_times(block))
             for name, values in block.row_columns.items():
                 rows[name].append(values)
@@ -239,7 +207,7 @@ def _build(folder: Path, manifest: Manifest, split: Split, entry: Path) -> None:
         if (num_rows, num_events) != (split.rows, split.interactions):
             raise DataError(
                 f"{folder} contains {num_rows:,} rows and {num_events:,} events, its manifest says {split.rows:,} and "
-                f"{split.interactions:,}; {_AGAIN}"
+                f"{split.interactions:,}; {REMEDY}"
             )
         time_order = np.argsort(np.concatenate(last_times), kind="stable")
         create(TIME_ORDER, "int64", split.rows).append(time_order)
@@ -260,7 +228,7 @@ def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tup
         with open_regular(path) as opened:
             # What is verified is what is read, even if the file is replaced meanwhile.
             if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
-                raise DataError(f"{path} does not have the SHA-256 in its manifest; {_AGAIN}")
+                raise DataError(f"{path} does not have the SHA-256 in its manifest; {REMEDY}")
             opened.seek(0)
             with wrap_parquet_errors(str(path)), pq.ParquetFile(opened) as parquet:
                 for group in range(parquet.num_row_groups):
@@ -269,19 +237,15 @@ def _read_blocks(folder: Path, manifest: Manifest, split: Split) -> Iterator[tup
 
 @contextlib.contextmanager
 def wrap_parquet_errors(path: str) -> Iterator[None]:
-    """Raise errors of pyarrow as a DataError, in one line that names the file."""
+    """Raise errors of pyarrow as a DataError that names the file."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read as Parquet ({first_line(error)}); {REMEDY}") from error
 
 
 def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: str) -> RowBlock:
-    """Read a row group of a file at `path`, and check it.
-
-    Raises:
-        DataError: a column is missing, has another type, nulls, other lengths or values out of range.
-    """
+    """Read a row group and check the types, lengths and ranges of its columns, and that there are no nulls."""
     event_dtypes = manifest.event_dtypes
     row_dtypes = dict.fromkeys(manifest.row_columns, "int64")
     present = file.schema_arrow.names
@@ -290,7 +254,7 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
     names = [*row_dtypes, *event_dtypes, LENGTH]
     if wrong := [name for name in names if present.count(name) != 1]:
         fault = "lacks the column" if wrong[0] not in present else "has more than one column"
-        raise DataError(f"{path} {fault} {wrong[0]!r}; {_AGAIN}")
+        raise DataError(f"{path} {fault} {wrong[0]!r}; {REMEDY}")
     table = file.read_row_group(group, columns=names).combine_chunks()
     columns = {name: table.column(name).combine_chunks() for name in names}
     lengths = _flat_values(columns[LENGTH], "int32", LENGTH, path).astype(np.int64)
@@ -300,17 +264,15 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
         {name: _flat_values(columns[name], dtype, name, path) for name, dtype in row_dtypes.items()},
         {name: _list_values(columns[name], dtype, name, path, lengths) for name, dtype in event_dtypes.items()},
     )
-    sizes = manifest.vocabulary_sizes
-    _check_range(block.row_columns[USER_ID], None, sizes[USER_ID], USER_ID, path)
-    for name in manifest.contextual:
-        _check_range(block.row_columns[name], 0, sizes[name], name, path)
-    for name in (ITEM_ID, ACTION):
-        _check_range(block.event_columns[name], 0, sizes[name], name, path)
+    values = {**block.row_columns, **block.event_columns}
+    for name in (USER_ID, *manifest.contextual, ITEM_ID, ACTION):
+        low = None if name == USER_ID else 0
+        _check_range(values[name], low, manifest.vocabulary_sizes[name], name, path)
     if NUM_TARGETS in row_dtypes:
         num_targets = block.row_columns[NUM_TARGETS]
         _check_range(num_targets, 0, None, NUM_TARGETS, path)
         if (num_targets > lengths).any():
-            raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {_AGAIN}")
+            raise DataError(f"{path}: a row has more {NUM_TARGETS!r} than events; {REMEDY}")
     return block
 
 
@@ -322,14 +284,14 @@ def _check_range(values: NDArray[np.integer], low: int | None, end: int | None, 
     if (low is not None and least < low) or (end is not None and greatest >= end):
         limits = f"at least {low}" if end is None else f"below {end}" if low is None else f"in {low}..{end - 1}"
         raise DataError(
-            f"{path}: column {name!r} has values from {least} to {greatest}, which must be {limits}; {_AGAIN}"
+            f"{path}: column {name!r} has values from {least} to {greatest}, which must be {limits}; {REMEDY}"
         )
 
 
 def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[np.integer]:
     if str(column.type) != dtype or column.null_count:
         actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
-        raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {_AGAIN}")
+        raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {REMEDY}")
     values: NDArray[np.integer] = column.to_numpy()
     return values
 
@@ -337,8 +299,8 @@ def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[
 def _list_values(column: pa.Array, dtype: str, name: str, path: str, lengths: NDArray[np.int64]) -> NDArray[np.integer]:
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
         actual = f"{column.null_count} null lists" if column.null_count else f"type {column.type}"
-        raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {_AGAIN}")
+        raise DataError(f"{path}: column {name!r} must be list<{dtype}> without nulls, it has {actual}; {REMEDY}")
     values = _flat_values(column.flatten(), dtype, name, path)
     if not np.array_equal(np.diff(column.offsets.to_numpy()), lengths):
-        raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {_AGAIN}")
+        raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
     return values

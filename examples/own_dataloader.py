@@ -85,7 +85,6 @@ def train(histories: Histories, num_items: int, last_step: int, checkpoint: Path
 
     Returns:
         The mean loss of each step that was trained, over all ranks.
-
     """
     torch.manual_seed(0 if not is_resumed else 1)  # which must not matter: all that does is in the checkpoint
     model = DistributedDataParallel(NextItem(num_items))

@@ -41,7 +41,6 @@ def check_site(site: Path, base: str) -> list[str]:
     Args:
         site: the folder of the built site.
         base: path of the site on its host, such as `/evenrank/`, with which absolute links begin.
-
     """
     pages = {path.resolve(): _parse(path) for path in sorted(site.rglob("*.html"))}
     problems = []

@@ -19,7 +19,6 @@ def problem_with(tag: str, code: str, changelog: str) -> str | None:
         tag: such as "v0.1.0".
         code: of the package's `__init__.py`.
         changelog: its text.
-
     """
     (version,) = re.findall(r'^__version__ = "(.*)"$', code, re.M)
     if tag != f"v{version}":

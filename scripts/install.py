@@ -29,7 +29,6 @@ def choose_releases(installed_torch: str | None) -> tuple["TorchReleases", bool]
 
     Args:
         installed_torch: its version, such as "2.14.1+cpu"; None if it is not installed.
-
     """
     table = runpy.run_path(str(ROOT / "core" / "torch_releases.py"))
     for releases in table["TESTED"]:

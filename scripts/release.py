@@ -37,7 +37,6 @@ def release(root: Path, version: str, *, day: date, check_package: Callable[[], 
     Raises:
         ReleaseError: the version is invalid or not newer, the checkout is not a clean main branch, or the changelog has
             no section for the version.
-
     """
     check_version(root, version)
     check_checkout(root)
@@ -105,7 +104,6 @@ def set_date(changelog: str, version: str, day: date) -> str:
 
     Raises:
         ReleaseError: it has no section `## VERSION - unreleased`, or an empty one.
-
     """
     heading = f"## {version} - unreleased"
     section = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)

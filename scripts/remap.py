@@ -35,7 +35,7 @@ def remap(
     """
     with console.stages() as on_stage:
         on_stage("importing torch")  # here, because `--help` does not need it
-        from trainer.remap import remap_job
+        from trainer.routing import remap_job
 
         on_stage("copying the newest checkpoint")
         written = remap_job(out, target, routing=routing, ranks=ranks)

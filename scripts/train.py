@@ -11,8 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from evenrank.cli import console
 from evenrank.cli.main import run_command
-from trainer.config import TrainConfig
-from trainer.options import command_of
+from trainer.config import TrainConfig, command_of
 
 
 def train(config: TrainConfig) -> None:

@@ -43,7 +43,6 @@ def run_stage(text: str, *, context: Path, root: Path, arguments: Mapping[str, s
     Raises:
         subprocess.CalledProcessError: a command failed.
         ValueError: the stage has an instruction other than ARG, ENV, WORKDIR, COPY and RUN.
-
     """
     environment = dict(os.environ)
     folder = root

@@ -71,13 +71,17 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dataset of 300 synthetic users with lognormal histories of 0 to 60 events; about 210 are in train."""
+    return make_small_dataset(tmp_path_factory.mktemp("small") / "data", seed=7)
+
+
+def make_small_dataset(out: Path, *, seed: int) -> Path:
+    """Make the dataset of `small_dataset`, or one with other histories of the same users."""
     pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")
     from evenrank.datasets.distributions import Lognormal, Zipf
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
-    out = tmp_path_factory.mktemp("small") / "data"
     synthetic = SyntheticConfig(
         num_users=300, lengths=Lognormal(mean=12, std=14, low=0, high=60), items=Zipf(exponent=1.05, high=500)
     )
-    preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=7, synthetic=synthetic))
+    preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=seed, synthetic=synthetic))
     return out

@@ -25,7 +25,6 @@ class RankPool:
 
     Args:
         timeout: seconds after which a task fails.
-
     """
 
     def __init__(self, timeout: float = _TIMEOUT) -> None:

@@ -17,7 +17,6 @@ class StoreServer:
     Args:
         pid: of the process.
         port: of the store.
-
     """
 
     def __init__(self, pid: int, port: int) -> None:

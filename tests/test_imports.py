@@ -82,7 +82,7 @@ def test_no_import_circles_within_a_folder(folder: Path) -> None:
     ("modules", "hidden"),
     [
         ("evenrank.dataloader, evenrank.dataloader.balance, evenrank.training", "polars"),
-        ("trainer.job, trainer.hstu_tasks, trainer.semantic_id_task, trainer.options", "polars"),
+        ("trainer.job, trainer.tasks", "polars"),
         ("evenrank.preprocess, evenrank.cli.main", "torch"),
         ("evenrank.cli.inspect_balance, evenrank.cli.balance_walk, evenrank.cli.reports.epoch_report", "matplotlib"),
     ],

@@ -2,15 +2,16 @@
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from evenrank.core.errors import ConfigError
@@ -21,54 +22,32 @@ LayerFlops = Callable[[nn.Module, Mapping[str, Any]], Flops]
 """From a layer, and the arguments of a call of its forward by name, to the call's FLOPs."""
 
 
-class Clock(Protocol):
-    """Marks points in time on a device."""
+class Clock:
+    """Marks points in time on a device.
 
-    def mark(self) -> Any:
-        """Return a mark that the device passes after all work so far."""
-
-    def milliseconds(self, start: Any, stop: Any) -> float:
-        """Return the time between two marks that have been passed."""
-
-    def wait(self) -> None:
-        """Wait until all marks have been passed."""
-
-
-class HostClock:
-    """The clock of the CPU, whose work is done when a call returns."""
-
-    def mark(self) -> float:
-        """Return the time."""
-        return time.perf_counter()
-
-    def milliseconds(self, start: float, stop: float) -> float:
-        """Return the time between two marks."""
-        return 1e3 * (stop - start)
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class CudaClock:
-    """CUDA events in the current stream, which in a backward pass is that of the forward pass."""
+    Marks are CUDA events in the current stream, which in a backward pass is that of the forward pass; on the CPU, whose
+    work is done when a call returns, they are times of the host.
+    """
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
 
-    def mark(self) -> torch.cuda.Event:
-        """Return an event that is recorded behind all work so far."""
+    def mark(self) -> Any:
+        """Return a mark that the device passes after all work so far."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def milliseconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """Return the time between two events that have been recorded."""
-        elapsed: float = start.elapsed_time(stop)
-        return elapsed
+    def milliseconds(self, start: Any, stop: Any) -> float:
+        """Return the time between two marks that have been passed."""
+        return float(start.elapsed_time(stop) if self._device.type == "cuda" else 1e3 * (stop - start))
 
     def wait(self) -> None:
-        """Wait for the device."""
-        torch.cuda.synchronize(self._device)
+        """Wait until all marks have been passed."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -84,7 +63,7 @@ class _Call:
 
 
 class _LayerHooks:
-    """Forward hooks of a layer that append the marks of each call to `calls`, without waiting for the device."""
+    """Forward hooks of a layer that append the marks of each call to `calls`."""
 
     def __init__(self, module: nn.Module, clock: Clock, flops: LayerFlops | None, calls: list[_Call]) -> None:
         self._clock = clock
@@ -99,7 +78,7 @@ class _LayerHooks:
             return None
         # Not -1 while this thread is in a backward pass: the forward pass is being repeated there.
         call = _Call(is_forward=torch._C._current_graph_task_id() == -1)
-        args, kwargs = _observe((args, kwargs), partial(self._end_backward, call))
+        args, kwargs = _observe((args, kwargs), partial(self._mark, call, "backward_stop"))
         self._open = call
         call.forward_start = self._clock.mark()
         return args, kwargs
@@ -115,13 +94,10 @@ class _LayerHooks:
             bound.apply_defaults()
             with torch.no_grad():
                 call.flops = self._flops(module, bound.arguments)
-        return _observe(output, partial(self._start_backward, call))
+        return _observe(output, partial(self._mark, call, "backward_start"))
 
-    def _start_backward(self, call: _Call) -> None:
-        call.backward_start = self._clock.mark()
-
-    def _end_backward(self, call: _Call) -> None:
-        call.backward_stop = self._clock.mark()
+    def _mark(self, call: _Call, field: str) -> None:
+        setattr(call, field, self._clock.mark())
 
 
 class _Observed(torch.autograd.Function):
@@ -140,35 +116,20 @@ class _Observed(torch.autograd.Function):
 
 
 def _observe(value: Any, function: Callable[[], None]) -> Any:
-    """Return the value with all tensors that require a gradient observed together."""
-    tensors = [tensor for tensor in _tensors(value) if tensor.requires_grad]
-    if not tensors or not torch.is_grad_enabled():
+    """Return the value with all tensors that require a gradient observed together, also in tuples, lists and dicts."""
+    leaves, structure = tree_flatten(value, is_leaf=lambda item: type(item) not in (tuple, list, dict))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not places or not torch.is_grad_enabled():
         return value
-    return _replaced(value, iter(_Observed.apply(function, *tensors)))  # type: ignore[no-untyped-call]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, observed: Iterator[Tensor]) -> Any:
-    """Return the value with its tensors that have a gradient replaced, in the order of `_tensors`."""
-    if isinstance(value, Tensor):
-        return next(observed) if value.requires_grad else value
-    if type(value) is dict:
-        return {key: _replaced(item, observed) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(item, observed) for item in value)
-    return value
+    observed = _Observed.apply(function, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    for place, tensor in zip(places, observed, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, structure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTiming:
-    """Time and speed of a layer on a rank."""
+    """Mean times and speeds of a layer on a rank; None of passes that did not happen, or without a FLOPs function."""
 
     rank: int
     """In the default process group."""
@@ -177,23 +138,18 @@ class LayerTiming:
     calls: int
     """Forward passes in the interval."""
     forward_ms: float
-    """Milliseconds of a forward pass, on average."""
     backward_ms: float | None
-    """Milliseconds of a backward pass, on average; None if there was none."""
     forward_tflops: float | None
-    """TFLOP/s of the forward passes; None without a function for FLOPs."""
+    """TFLOP/s."""
     backward_tflops: float | None
-    """TFLOP/s of the backward passes; None if there was none, or without a function for FLOPs."""
     mfu: float | None
     """FLOP/s of all passes over the device's peak, 0 to 1; None if either is unknown."""
 
     def line(self) -> str:
         """Return it as a line of a table."""
         parts = [f"rank {self.rank}", self.layer, f"{self.calls} calls"]
-        for name, ms, tflops in (
-            ("forward", self.forward_ms, self.forward_tflops),
-            ("backward", self.backward_ms, self.backward_tflops),
-        ):
+        forward = ("forward", self.forward_ms, self.forward_tflops)
+        for name, ms, tflops in (forward, ("backward", self.backward_ms, self.backward_tflops)):
             if ms is not None:
                 parts.append(f"{name} {ms:.3f} ms" + ("" if tflops is None else f", {tflops:.1f} TFLOP/s"))
         if self.mfu is not None:
@@ -211,7 +167,7 @@ class AttentionTracker:
                 print(timing.line())
 
     Layers have hooks within the interval alone. On a GPU, times are measured with CUDA events, which are read after the
-    interval: nothing within it waits for the device. On the CPU they are those of the host clock.
+    interval: nothing within it waits for the device.
 
     The time of a backward pass is from the arrival of the last gradient of the outputs to that of the last gradient of
     the inputs, including forward passes that activation checkpointing repeats meanwhile. There is none if no tensor
@@ -229,9 +185,6 @@ class AttentionTracker:
         flops: FLOPs of a call, from the layer and its arguments by the names of the parameters of its `forward`,
             however they were passed; counts may be scalars on the device. None: there are only times.
         peak_flops: FLOP/s of the device; see `device_peaks`. None: there is no MFU.
-
-    Raises:
-        ConfigError: no module matches, or the interval is empty.
     """
 
     def __init__(
@@ -249,11 +202,15 @@ class AttentionTracker:
             raise ConfigError(
                 f"the interval of steps is [{start}, {stop}); it must begin at 0 or later and not be empty"
             )
-        self._layers = {name: module for name, module in model.named_modules() if _matches(name, module, layers)}
+        self._layers = {
+            name: module
+            for name, module in model.named_modules()
+            if (fnmatchcase(name, layers) if isinstance(layers, str) else isinstance(module, layers))
+        }
         if not self._layers:
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             raise ConfigError(f"no module of the model matches {layers!r}; it has modules of the types {kinds}")
-        self._clock: Clock = CudaClock(device) if torch.device(device).type == "cuda" else HostClock()
+        self._clock = Clock(device)
         self._start, self._stop = start, stop
         self._flops, self._peak_flops = flops, peak_flops
         self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -267,9 +224,8 @@ class AttentionTracker:
     def step(self) -> list[LayerTiming]:
         """Record the end of a step; call it after each one.
 
-        Returns:
-            After the interval's last step, a row for each layer that was called, in the order of the model; this waits
-            for the device. After all other steps, nothing.
+        After the interval's last step, it waits for the device and returns a row for each layer that was called, in the
+        order of the model; after all others, nothing.
         """
         self._num_steps += 1
         if self._is_detached:
@@ -294,10 +250,8 @@ class AttentionTracker:
     def _attach(self) -> None:
         for name, module in self._layers.items():
             hooks = _LayerHooks(module, self._clock, self._flops, self._calls[name])
-            self._handles += [
-                module.register_forward_pre_hook(hooks.before, with_kwargs=True),
-                module.register_forward_hook(hooks.after, with_kwargs=True),
-            ]
+            self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
 
     def _timing(self, name: str, calls: Sequence[_Call]) -> LayerTiming:
         forward = [call for call in calls if call.is_forward]
@@ -306,7 +260,9 @@ class AttentionTracker:
         backward_ms = sum(self._clock.milliseconds(call.backward_start, call.backward_stop) for call in backward)
         forward_flops = sum(int(call.flops.forward) for call in forward if call.flops)
         backward_flops = sum(int(call.flops.backward) for call in backward if call.flops)
-        total_ms = forward_ms + backward_ms
+        mfu = None
+        if self._flops and self._peak_flops:
+            mfu = 1e12 * _tflops(forward_flops + backward_flops, forward_ms + backward_ms) / self._peak_flops
         return LayerTiming(
             rank=self._rank,
             layer=name,
@@ -315,26 +271,18 @@ class AttentionTracker:
             backward_ms=backward_ms / len(backward) if backward else None,
             forward_tflops=_tflops(forward_flops, forward_ms) if self._flops else None,
             backward_tflops=_tflops(backward_flops, backward_ms) if self._flops and backward else None,
-            mfu=(
-                1e12 * _tflops(forward_flops + backward_flops, total_ms) / self._peak_flops
-                if self._flops and self._peak_flops
-                else None
-            ),
+            mfu=mfu,
         )
 
 
 def gather_timings(timings: Sequence[LayerTiming], *, group: Group | None = None) -> list[LayerTiming]:
-    """Return the rows of all ranks, in the order of the group's ranks. Collective: every rank must call this."""
+    """Return the rows of all ranks of the group, in their order. Collective: every rank must call this."""
     process_group = process_group_of(group)
     if process_group is None:
         return list(timings)
     gathered: list[Any] = [None] * process_group.size()
     dist.all_gather_object(gathered, list(timings), group=process_group)
     return [timing for of_rank in gathered for timing in of_rank]
-
-
-def _matches(name: str, module: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...] | str) -> bool:
-    return fnmatchcase(name, layers) if isinstance(layers, str) else isinstance(module, layers)
 
 
 def _tflops(flops: int, milliseconds: float) -> float:

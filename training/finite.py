@@ -1,12 +1,7 @@
 """`FiniteCheck`: a loss that is NaN or infinite on one rank raises an error on all of them.
 
-A rank that raised alone would leave the others waiting for its gradients. So in each step ranks reduce one flag, which
-each of them reads in the next step. By then the GPU has computed it, and runs the next forward.
-
-    step          t                                   t + 1
-    device        forward, flag, backward, ...        forward, ...
-    side stream   ......... all-reduce, copy to host
-    host                                              is it set?
+A rank that raised alone would leave the others waiting for its gradients. So in each step ranks reduce one flag on a
+side stream, which each of them reads in the next step, while the GPU runs the next forward.
 """
 
 from dataclasses import dataclass
@@ -39,12 +34,8 @@ class FiniteCheck:
     It costs an all-reduce of 4 bytes per step, on a GPU on a side stream. The device is never synchronized: in step t
     the host waits at most for the forward of step t - 1 on all ranks, so it runs less than two steps ahead of the GPU.
 
-    Args:
-        group: all ranks of the job, tensor-parallel ones included; None: the default process group or, without one,
-            this process alone.
-
-    Raises:
-        ConfigError: this process is not a rank of the group.
+    `group` has all ranks of the job, tensor-parallel ones included; None: the default process group or, without one,
+    this process alone.
     """
 
     def __init__(self, *, group: Group | None = None) -> None:
@@ -55,13 +46,9 @@ class FiniteCheck:
 
     @torch.no_grad()
     def update(self, loss_sums: Tensor, batch: JaggedBatch) -> None:
-        """Check this step's loss, and raise if that of the last one was not finite.
+        """Check this step's loss, and raise if that of the last one was not finite. Collective.
 
-        Collective: every rank must call this.
-
-        Args:
-            loss_sums: the argument or the result of `scale_loss`, of any shape.
-            batch: the batch that they were computed on.
+        `loss_sums` are the argument or the result of `scale_loss`, of any shape.
 
         Raises:
             RankError: a loss was not finite on some rank; on every rank. The message names the first such rank, the
@@ -95,8 +82,8 @@ class FiniteCheck:
             return
         reports = [pending.report()]
         if self._group is not None:
-            reports = [None] * self._group.size()
-            dist.all_gather_object(reports, pending.report(), self._group)
+            reports *= self._group.size()
+            dist.all_gather_object(reports, reports[0], self._group)
         first, *others = [report for report in reports if report is not None]
         also = f"; it is one of {1 + len(others)} such ranks" if others else ""
         raise RankError(
@@ -104,7 +91,7 @@ class FiniteCheck:
         )
 
     def _reduce(self, flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return whether any rank's flag is 1, in host memory, and the event after which that is valid."""
+        # Returns whether any rank's flag is 1, in host memory, and the event after which that is valid.
         if flag.is_cuda and self._side_stream is None:
             self._side_stream = torch.cuda.Stream(flag.device)
         stream = self._side_stream
@@ -139,9 +126,9 @@ class _Pending:
         num_bad = int((~self.losses.isfinite()).sum())
         if num_bad == 0:
             return None
-        num_losses = self.losses.numel()
-        is_long = num_losses > _MAX_NAMED
-        losses = f"not finite in {num_bad} of {num_losses} entries" if is_long else self.losses.tolist()
+        losses: object = self.losses.tolist()
+        if (num_losses := self.losses.numel()) > _MAX_NAMED:
+            losses = f"not finite in {num_bad} of {num_losses} entries"
         if self.sample_ids is None:
             samples = f"its {self.num_samples} samples have no ids"
         else:

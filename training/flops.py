@@ -33,7 +33,6 @@ class Flops:
     """Operations of a forward and a backward pass."""
 
     linear_forward: Count
-    """Of the linear layers."""
     linear_backward: Count
     """Twice the forward's: each product A B has the gradients of A and of B, of the same size."""
     attention_forward: Count
@@ -43,24 +42,23 @@ class Flops:
 
     @property
     def forward(self) -> Count:
-        """Operations of the forward pass."""
+        """Of linear layers and attention."""
         return self.linear_forward + self.attention_forward
 
     @property
     def backward(self) -> Count:
-        """Operations of the backward pass."""
+        """Of linear layers and attention."""
         return self.linear_backward + self.attention_backward
 
     @property
     def total(self) -> Count:
-        """Operations of both."""
+        """Forward and backward."""
         return self.forward + self.backward
 
     def with_recomputed_scores(self) -> Self:
         """Count the scores that fused kernels compute again in the backward pass: 5 products there, after 2.
 
-        That is the convention for the speed of attention kernels (Dao, 2023, "FlashAttention-2", section 4.1).
-        Utilization (MFU) is defined without them.
+        This is for the speed of kernels (Dao, 2023, "FlashAttention-2", section 4.1); MFU is defined without them.
         """
         return dataclasses.replace(self, attention_backward=self.attention_forward * 5 // 2)
 
@@ -70,7 +68,6 @@ class Work:
     """The counts of a batch in which FLOPs are linear."""
 
     tokens: Count
-    """Tokens of all samples."""
     pairs: Count
     """Pairs of tokens of which the first attends to the second, itself included; per head and layer."""
     predictions: Count
@@ -115,21 +112,14 @@ def hstu_flops(
         heads: attention heads of a layer; of this rank, if they are distributed in tensor parallelism.
         head_dim: width of a head.
         layers: number of layers.
-        embedding: widths of the MLP between embedding and first layer, such as (128, 256, 256); empty: there is none.
+        embedding: widths of the MLP between embedding and first layer, such as (128, 256, 256).
         head: widths of the MLP of a prediction, such as (256, 512, tasks), or (hidden, scored items) for a sampled
-            softmax with negatives of its own for each prediction; empty: there is none.
-
-    Raises:
-        ConfigError: a size is not positive.
+            softmax with negatives of its own for each prediction.
     """
     _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
     width = heads * head_dim
-    layer = mlp_flops((hidden, 4 * width)) + mlp_flops((width, hidden))
-    return ModelFlops(
-        per_token=mlp_flops(embedding) + layers * layer,
-        per_pair=layers * 4 * width,
-        per_prediction=mlp_flops(head),
-    )
+    per_token = mlp_flops(embedding) + layers * (mlp_flops((hidden, 4 * width)) + mlp_flops((width, hidden)))
+    return ModelFlops(per_token=per_token, per_pair=layers * 4 * width, per_prediction=mlp_flops(head))
 
 
 def decoder_flops(
@@ -137,8 +127,7 @@ def decoder_flops(
 ) -> ModelFlops:
     """Return the FLOPs of a decoder with softmax attention and a feed-forward network of two linears, as in SASRec.
 
-    Arguments are those of `hstu_flops`, and `ffn_hidden`, the inner width of the feed-forward network; `head` may be
-    (hidden, codes of a codebook).
+    See `hstu_flops`; `ffn_hidden` is the inner width of the feed-forward network.
     """
     _check_positive(hidden=hidden, heads=heads, head_dim=head_dim, layers=layers, ffn_hidden=ffn_hidden)
     width = heads * head_dim
@@ -168,23 +157,14 @@ def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tenso
 def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predictions: Count) -> Work:
     """Return the work of an HSTU model on samples of these lengths, without waiting for their device.
 
-    Args:
-        history: integers [B], tokens before the candidates, contextual ones included.
-        contextual: integers [B], the number of them that are contextual and attend to the whole history.
-        candidates: integers [B], tokens of candidates.
-        predictions: rows of the head; `batch.loss_tokens` for most models.
+    The lengths are those of `hstu_pairs`; `predictions` are `batch.loss_tokens` for most models.
     """
     pairs = hstu_pairs(history, contextual, candidates).sum()
     return Work(tokens=(history + candidates).long().sum(), pairs=pairs, predictions=predictions)
 
 
 def causal_work(tokens: Tensor, *, predictions: Count) -> Work:
-    """Return the work of a causal decoder on samples of these lengths, without waiting for their device.
-
-    Args:
-        tokens: integers [B]; for semantic ids, including the candidates and the begin of the sequence.
-        predictions: rows of the head.
-    """
+    """Return the work of a causal decoder on samples of `tokens` (integers [B]), without waiting for their device."""
     tokens = tokens.long()
     return Work(tokens=tokens.sum(), pairs=(tokens * (tokens + 1) // 2).sum(), predictions=predictions)
 
@@ -199,9 +179,6 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
         batch: of any loader, balanced or not.
         interleave_actions: each action is a token of its own after its item; see `HSTUCost`.
         contextual: keys whose values are tokens in front of the history.
-
-    Raises:
-        ConfigError: the batch lacks one of the keys.
     """
     items, candidates = _lengths(batch, ITEM_ID), batch.num_candidates
     history = items - candidates

@@ -29,13 +29,13 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
 
     DDP, FSDP and TorchRec average gradients over `dp_size` ranks, so a rank's share is loss_sums * dp_size / (loss
     tokens of all ranks). The batch carries the divisor: the loss tokens of the step or, behind `accumulate`, of all
-    steps that are accumulated, and those of each task where tasks have different ones.
+    steps that are accumulated, and those of each task where tasks have different ones. Add up the result for
+    `backward`; it is zero for tasks of which no rank has loss tokens.
 
     A rank may have no sample in the last step of an epoch. Its loss must still depend on all parameters, or DDP waits
     for their gradients. A sum over zero rows of the model's output does so if the model runs on the padded batch.
 
-    It never synchronizes with a GPU. In a model traced by torch.fx, as in TorchRec's training pipelines, it is one node
-    of the graph.
+    It never synchronizes with a GPU. Where torch.fx traces, as in TorchRec's pipelines, it is one node of the graph.
 
     Args:
         loss_sums: a scalar for one task, [tasks] for several: the sums (not the means) of the loss over this rank's
@@ -43,13 +43,8 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
         batch: the batch that they were computed on, from a Balancer.
         dp_size: number of data-parallel ranks whose gradients are averaged; None: the ranks of the Balancer's group.
 
-    Returns:
-        As many losses, on which to call `backward` after adding them up; zero for tasks of which no rank has loss
-        tokens.
-
     Raises:
-        ConfigError: `loss_sums` is no tensor, or the batch, not being from a Balancer, does not know the loss tokens of
-            all ranks, or has those of other tasks.
+        ConfigError: the batch is not from a Balancer, or has the loss tokens of other tasks.
     """
     # While torch.fx traces, both are proxies, whose values cannot be looked at. `torch.fx.wrap` would not do here: it
     # applies to modules imported before tracing starts, and this one is imported at its first use.
@@ -60,9 +55,7 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
         raise ConfigError(f"loss_sums must be a tensor, got {type(loss_sums).__name__}; pass the sums alone")
     if batch.world_loss_tokens is None:
         raise ConfigError("the batch has no world_loss_tokens; iterate over a Balancer instead of the loader")
-    if dp_size is None:
-        dp_size = batch.dp_size
-    if dp_size is None:
+    if (dp_size := batch.dp_size if dp_size is None else dp_size) is None:
         raise ConfigError("the batch has no dp_size; iterate over a Balancer, or pass dp_size to scale_loss")
     tokens = batch.world_task_tokens
     if tokens is not None:
@@ -78,15 +71,11 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
 
 
 def label_bits(labels: Tensor, num_tasks: int) -> Tensor:
-    """Unpack integer labels into one binary label per task.
+    """Unpack labels into float32 [n, num_tasks] of 0 and 1, a target for `binary_cross_entropy_with_logits`.
 
     Args:
         labels: int64 [n]; task t is bit t, as in the actions of KuaiRand (is_click 1, is_like 2, is_follow 4, ...).
         num_tasks: number of low bits that are tasks, 1 to 31.
-
-    Returns:
-        float32 [n, num_tasks] of 0 and 1, on the device of the labels; a target for
-        `binary_cross_entropy_with_logits`.
     """
     tasks = torch.arange(num_tasks, device=labels.device)
     return (labels.unsqueeze(-1) >> tasks).bitwise_and(1).float()
@@ -109,32 +98,28 @@ def accumulate(
             optimizer.step()
             optimizer.zero_grad()
 
-    The mean of the steps' means would give more weight to the tokens of a step with few of them. So all batches of an
-    optimizer step are pulled first, and held on the device: integers, small next to the activations of one of them.
-    Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the Balancer is the position
-    after the last one. The last optimizer step of an epoch may have fewer batches.
+    All batches of an optimizer step are pulled first, and held on the device: integers, small next to the activations
+    of one of them. Nothing is pulled before the next optimizer step is asked for, so `state_dict()` of the Balancer is
+    the position after the last one. The last optimizer step of an epoch may have fewer batches.
 
     Where labels of some tasks are missing, `task_tokens` counts the loss tokens of each task; also without
     accumulation, with `num_steps=1`. Each optimizer step then begins with an all-reduce of one number per task, without
     a synchronization. A training pipeline, which steps the optimizer itself, takes
     `itertools.chain.from_iterable(accumulate(balancer, 1, task_tokens=...))`.
 
+    Iterating is collective: every rank of the group must do it.
+
     Args:
         batches: of this rank, from a Balancer.
-        num_steps: batches of an optimizer step, at least 1; the same on all ranks.
+        num_steps: batches of an optimizer step, the same on all ranks.
         task_tokens: returns the loss tokens of each task in this rank's batch: integers [tasks] on the device that
             trains, equally many on all ranks. It must not synchronize: `(batch.targets >= 0).sum(dim=0)`, where
             missing ones and the fill of padding rows are negative. None: each loss token counts for all tasks.
         group: the data-parallel ranks of the Balancer; None: the default process group or, without one, this process
             alone.
 
-    Returns:
-        An iterator over lists of 1 to `num_steps` batches with other `world_loss_tokens` and `world_task_tokens`.
-        Iterating is collective: every rank of the group must do it.
-
     Raises:
-        ConfigError: `num_steps` is below 1, this process is not a rank of the group, batches are not from a Balancer,
-            or `task_tokens` returns something else.
+        ConfigError: batches are not from a Balancer, or `task_tokens` returns something else.
         RankError: `num_steps` or the tasks differ between ranks; while iterating, on every rank.
     """
     if num_steps < 1:
@@ -151,8 +136,7 @@ def _optimizer_steps(
     # A rank that pulls another number of batches waits in the Balancer for the others, and they for its gradients.
     settings = {"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}
     gather_checked(settings, None, group)
-    is_first = True
-    iterator = iter(batches)
+    is_first, iterator = True, iter(batches)
     while pulled := list(islice(iterator, num_steps)):
         world_loss_tokens = 0
         for batch in pulled:
@@ -190,23 +174,16 @@ class LossAverage:
                 average.reset()
 
     Sums and counts of this rank's own samples are added up on the device, so steps may be accumulated, and ranks may
-    have different numbers of steps, or none. Tensor-parallel peers, which have equal losses, are in different groups,
-    each of which counts every sample once.
-
-    Where each rank plans its steps alone (`build_loader(balance=...)`), `compute` also compares these plans, if all
-    ranks have added the same steps.
+    have different numbers of steps, or none. Where each rank plans its steps alone (`build_loader(balance=...)`),
+    `compute` also compares these plans, if all ranks have added the same steps.
 
     Collective: every rank of the group must call the constructor.
 
     Args:
-        num_tasks: entries of the loss sums.
+        num_tasks: entries of the loss sums, the same on all ranks.
         group: the data-parallel ranks, as a process group or a device mesh of one dimension such as `mesh["dp"]`; None:
             the default process group or, without one, this process alone.
         device: where losses are added up; over NCCL, this rank's GPU.
-
-    Raises:
-        ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
-        RankError: `num_tasks` differs between ranks.
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
@@ -221,31 +198,22 @@ class LossAverage:
     def reset(self) -> None:
         """Start over."""
         self._totals.zero_()
-        self._steps = self._plans = (
-            0  # sums of hashes of the steps that this rank has planned alone, and of their plans
-        )
+        # Sums of hashes of the steps that this rank has planned alone, and of their plans.
+        self._steps = self._plans = 0
 
     @torch.no_grad()
     def update(self, loss_sums: Tensor, batch: JaggedBatch, *, task_tokens: Tensor | None = None) -> None:
-        """Add this rank's losses in a step, without a synchronization.
+        """Add this rank's losses in a step, the argument of `scale_loss`, without a synchronization.
 
-        Args:
-            loss_sums: the argument of `scale_loss`: [tasks], or a scalar for one task.
-            batch: the batch that they were computed on.
-            task_tokens: [tasks], this rank's loss tokens of each task; None: each of the batch's counts for all tasks.
-
-        Raises:
-            ConfigError: there are other numbers of tasks, or the losses are on another kind of device.
+        `task_tokens` are this rank's loss tokens of each task, [tasks]; None: each of the batch's counts for all tasks.
         """
         sums = loss_sums.reshape(-1)
         num_tasks = self._totals.shape[1]
         for name, values in (("loss_sums", sums), ("task_tokens", task_tokens)):
             if values is not None and values.shape != (num_tasks,):
                 raise ConfigError(f"{name} must have one entry per task, {num_tasks}, got {list(values.shape)}")
-        if sums.device.type != self._totals.device.type:
-            raise ConfigError(
-                f"loss_sums are on {sums.device}, but added up on {self._totals.device}; pass its device="
-            )
+        if sums.device.type != (device := self._totals.device).type:
+            raise ConfigError(f"loss_sums are on {sums.device}, but added up on {device}; pass its device=")
         self._totals[0] += sums
         self._totals[1] += batch.loss_tokens if task_tokens is None else task_tokens
         if batch.plan_hash is not None:
@@ -254,12 +222,10 @@ class LossAverage:
 
     @torch.no_grad()
     def compute(self) -> list[float]:
-        """Return the mean loss of each task since the last `reset`: the same on every rank, NaN without loss tokens.
+        """Return the mean loss of each task since the last `reset`, over all ranks; NaN without loss tokens.
 
-        It synchronizes with the device. Collective: every rank must call this, also without samples.
-
-        Raises:
-            RankError: ranks have planned these steps differently; on every rank.
+        It synchronizes with the device. Collective: every rank must call this, also without samples. Every rank raises
+        a RankError if ranks have planned these steps differently.
         """
         totals = self._totals.clone()
         if self._group is not None:

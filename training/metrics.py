@@ -1,10 +1,8 @@
 """Exact metrics of evaluation, equal bit for bit however the samples are distributed over ranks.
 
-Ranks add up integers only; floats are computed from the sums of all ranks, in one order.
-
-The AUC of torchmetrics, which TorchRec installs, would not do. It replaces the scores of a call by their sigmoid if one
-of them is outside 0..1, so a score depends on its batch, and large logits become ties. It divides and integrates in
-float32. A rank without samples takes part in fewer collectives, and the others wait for it.
+Ranks add up integers only; floats are computed from the sums of all ranks, in one order. The AUC of torchmetrics, which
+TorchRec installs, would not do: it replaces the scores of a call by their sigmoid if one of them is outside 0..1,
+integrates in float32, and lets other ranks wait for one without samples.
 """
 
 import math
@@ -22,11 +20,9 @@ from evenrank.dataloader.balance.ranks.process_group import Group, process_group
 class BinaryAUC:
     """Area under the ROC curve of each task: the chance that a positive scores above a negative, ties counting half.
 
-    It is the Mann-Whitney statistic over all pairs of a positive and a negative. Each rank keeps its samples, and
-    `compute` broadcasts the positives of one rank at a time, which all ranks compare with their own negatives. So a
-    rank needs memory for its own samples, 5 bytes per sample and task and several times that within `compute`, and for
-    the positives of one other rank. It receives all positives once, 4 bytes each. Pairs are counted in int64, enough
-    for 2 billion samples of each class.
+    Each rank keeps its samples, and `compute` broadcasts the positives of one rank at a time, 4 bytes each, which all
+    ranks compare with their own negatives (the Mann-Whitney statistic, in int64). So a rank needs memory for its own
+    samples, 5 bytes per sample and task and several times that within `compute`, and the positives of one other rank.
 
     Args:
         num_tasks: columns of the scores.
@@ -34,9 +30,6 @@ class BinaryAUC:
             group or, without one, this process alone.
         device: where samples are kept and compared; over NCCL, this rank's GPU. `update` synchronizes only if its
             arguments are on another one.
-
-    Raises:
-        ConfigError: `num_tasks` is below 1, or this process is not a rank of the group.
     """
 
     def __init__(self, num_tasks: int = 1, *, group: Group | None = None, device: torch.device | str = "cpu") -> None:
@@ -54,14 +47,9 @@ class BinaryAUC:
         self._is_positive = [torch.empty(0, self._num_tasks, dtype=torch.bool, device=self._device)]
 
     def update(self, scores: Tensor, targets: Tensor) -> None:
-        """Add samples of this rank: any number, on any number of calls.
+        """Add samples of this rank: logits or probabilities, compared as float32, and targets, positive where above 0.
 
-        Args:
-            scores: [n, num_tasks], logits or probabilities; compared as float32.
-            targets: [n, num_tasks] of any dtype, positive where above 0.
-
-        Raises:
-            ConfigError: the shapes are others.
+        Both are [n, num_tasks], of any dtype.
         """
         if scores.shape != targets.shape or scores.shape[1:] != (self._num_tasks,):
             raise ConfigError(
@@ -74,10 +62,9 @@ class BinaryAUC:
 
     @torch.no_grad()
     def compute(self) -> list[float]:
-        """Return the AUC of each task over the samples of all ranks: the same on every rank.
+        """Return the AUC of each task over all ranks; NaN if it has samples of one class only, or a score that is NaN.
 
-        It is NaN for a task with samples of one class only, or with a score that is NaN. Collective: every rank must
-        call this, also without samples.
+        Collective: every rank must call this, also without samples.
 
         Raises:
             RankError: ranks have different metrics, tasks or kinds of devices.
@@ -95,7 +82,12 @@ class BinaryAUC:
         totals[:, 3] = scores.isnan().sum(dim=0)
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
-        return [_auc(*of_task) for of_task in totals.tolist()]
+        return [
+            wins_twice / (2 * num_positive * num_negative)
+            if num_positive and num_negative and not num_nan
+            else math.nan
+            for wins_twice, num_positive, num_negative, num_nan in totals.tolist()
+        ]
 
     def _broadcast_each(self, parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield the parts of each rank in turn: [n] each, equally many on all ranks, of any sizes."""
@@ -117,13 +109,7 @@ class RankingMetrics:
     places beyond K count 0. Each rank counts the samples of each place up to the largest K: 8 bytes per place, which
     `compute` adds up over ranks.
 
-    Args:
-        ks: the values of K, each at least 1.
-        group: the data-parallel ranks; see `BinaryAUC`.
-        device: where places are counted; see `BinaryAUC`.
-
-    Raises:
-        ConfigError: `ks` is empty or has a value below 1, or this process is not a rank of the group.
+    `ks` are the values of K, each at least 1; `group` and `device` are those of `BinaryAUC`.
     """
 
     def __init__(
@@ -143,12 +129,7 @@ class RankingMetrics:
         self._counts = torch.zeros(max(self._ks) + 1, dtype=torch.int64, device=self._device)
 
     def update(self, places: Tensor) -> None:
-        """Add samples of this rank: any number, in any number of calls.
-
-        Args:
-            places: integers [n], of the targets in their rankings: 1 for the best item; 0 or less if the target was not
-                found.
-        """
+        """Add samples of this rank: integers [n], the targets' places from 1; 0 or less if the target was not found."""
         if places.dim() != 1 or places.is_floating_point():
             raise ConfigError(f"places must be integers [n], got {places.dtype} {list(places.shape)}")
         places = places.to(self._device, torch.int64)
@@ -158,9 +139,9 @@ class RankingMetrics:
 
     @torch.no_grad()
     def compute(self) -> dict[str, float]:
-        """Return `recall@K`, `ndcg@K` and `mrr@K` of each K over the samples of all ranks: the same on every rank.
+        """Return `recall@K`, `ndcg@K` and `mrr@K` of each K over all ranks; NaN without samples.
 
-        They are NaN without samples. Collective: every rank must call this, also without samples.
+        Collective: every rank must call this, also without samples.
 
         Raises:
             RankError: ranks have different metrics, `ks` or kinds of devices.
@@ -169,7 +150,18 @@ class RankingMetrics:
         totals = self._counts.clone()
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
-        return _ranking_metrics(totals.tolist(), self._ks)
+        counts = totals.tolist()
+        num_samples = sum(counts)
+        metrics: dict[str, float] = {}
+        for k in self._ks:
+            places = range(1, k + 1)
+            sums = {
+                "recall": sum(counts[place] for place in places),
+                "ndcg": math.fsum(counts[place] / math.log2(place + 1) for place in places),
+                "mrr": math.fsum(counts[place] / place for place in places),
+            }
+            metrics |= {f"{name}@{k}": total / num_samples if num_samples else math.nan for name, total in sums.items()}
+        return metrics
 
 
 def _count_wins_twice(positives: Tensor, negatives: Tensor) -> Tensor:
@@ -177,23 +169,3 @@ def _count_wins_twice(positives: Tensor, negatives: Tensor) -> Tensor:
     below = torch.searchsorted(negatives, positives)
     not_above = torch.searchsorted(negatives, positives, right=True)
     return (below + not_above).sum()
-
-
-def _auc(wins_twice: int, num_positive: int, num_negative: int, num_nan: int) -> float:
-    num_pairs = num_positive * num_negative
-    return wins_twice / (2 * num_pairs) if num_pairs and not num_nan else math.nan
-
-
-def _ranking_metrics(counts: Sequence[int], ks: Sequence[int]) -> dict[str, float]:
-    """Return the metrics by name from the number of samples at each place; counts[0] has all other places."""
-    num_samples = sum(counts)
-    metrics: dict[str, float] = {}
-    for k in ks:
-        places = range(1, k + 1)
-        sums = {
-            "recall": sum(counts[place] for place in places),
-            "ndcg": math.fsum(counts[place] / math.log2(place + 1) for place in places),
-            "mrr": math.fsum(counts[place] / place for place in places),
-        }
-        metrics |= {f"{name}@{k}": total / num_samples if num_samples else math.nan for name, total in sums.items()}
-    return metrics

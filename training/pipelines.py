@@ -9,6 +9,7 @@ All run the same forward, with the loss inside or outside the model, and `run_pi
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -29,23 +30,17 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStep(Generic[Batch]):
-    """The result of a pipeline for a batch."""
+    """The result of a pipeline for a batch, on the device."""
 
     batch: Batch
-    """The batch that was trained or evaluated, on the device."""
     loss: Tensor
     """The scalar that the optimizer step minimized, detached."""
     output: Any
-    """The model's output; without the loss, if the model computes it."""
+    """Of the model; without the loss, if the model computes it."""
 
 
 class PipelineForward(Generic[Batch]):
-    """A model and its loss as one function of a batch, in the form in which TorchRec's pipelines call models.
-
-    Args:
-        model: called with a batch.
-        loss: from the model's output and the batch to a scalar; None: the model returns (loss, output).
-    """
+    """A model and its loss (see `make_pipeline`) as one function of a batch, as TorchRec's pipelines call models."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Batch], Tensor] | None) -> None:
         self._model = model
@@ -53,7 +48,7 @@ class PipelineForward(Generic[Batch]):
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode; if not, pipelines neither call `backward` nor step the optimizer."""
+        """Whether pipelines call `backward` and step the optimizer."""
         return self._model.training
 
     def __call__(self, batch: Batch) -> tuple[Tensor, PipelineStep[Batch]]:
@@ -74,10 +69,7 @@ class Pipeline(Protocol[Batch]):
     """The interface of a pipeline; TorchRec's pipelines have it."""
 
     def progress(self, dataloader_iter: Iterator[Batch]) -> PipelineStep[Batch]:
-        """Train the next batch, or evaluate it if the model is in evaluation mode.
-
-        Batches may be pulled from the iterator ahead. Raises StopIteration once all of them are done.
-        """
+        """Train or evaluate the next batch, pulling others ahead; raises StopIteration once all of them are done."""
 
     def reset(self) -> None:
         """Drop the batches that were pulled ahead; the next `progress` may be given another iterator."""
@@ -109,11 +101,11 @@ def make_pipeline(
 
     Args:
         name: `none`, `sparse-dist`, `prefetch` (on CUDA only), or one of your own (`register_pipeline`).
-        model: called with each batch. For the last two, a DistributedModelParallel whose forward torch.fx can trace: it
-            passes fields of the batch to sharded modules, and leaves the rest to other modules.
-        optimizer: of the model; steps after each batch.
+        model: called with each batch. For `sparse-dist` and `prefetch`, a DistributedModelParallel whose forward
+            torch.fx can trace: it passes fields of the batch to sharded modules, and leaves the rest to other modules.
+        optimizer: steps after each batch.
         device: where the model is.
-        loss: from what the model returns, and the batch, to a scalar, as `lambda output, batch: scale_loss(output[0],
+        loss: from the model's output and the batch to a scalar, such as `lambda output, batch: scale_loss(output[0],
             batch).sum()`; None: the model returns (loss, output).
 
     Raises:
@@ -123,12 +115,12 @@ def make_pipeline(
 
 
 def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterator[PipelineStep[Batch]]:
-    """Yield the step of each batch, including those that the pipeline still holds when the data end.
+    """Yield the step of each batch, until the data end and the pipeline is empty.
 
     In training mode each step is an optimizer step. To evaluate, call `model.eval()` and iterate under
-    `torch.no_grad()`. Afterwards the pipeline is empty and the model restored, so the next run may have other batches
-    and another mode, and the model may be called directly. Closing the iterator drops the batches that were pulled
-    ahead; to pause after n steps, run `islice(iterator, n)`. After an error in a step, create a new model and pipeline.
+    `torch.no_grad()`. Afterwards the model is restored: it may be called directly, or run on other batches in another
+    mode. Closing the iterator drops the batches that were pulled ahead; to pause after n steps, run `islice(iterator,
+    n)`. After an error in a step, create a new model and pipeline.
 
     Collective where the model is: every rank must run equally many batches, as a Balancer yields.
     """
@@ -149,10 +141,8 @@ def run_pipeline(pipeline: Pipeline[Batch], batches: Iterable[Batch]) -> Iterato
 
 
 def _restore_nested_modules(model: nn.Module, pipeline: object) -> None:
-    """Put back nested modules that ran a batch ahead: TorchRec 1.6 adds them to the top, with a dot in their names.
-
-    A direct call would get the ids of an earlier batch.
-    """
+    # TorchRec 1.6 adds nested modules that ran a batch ahead to the top, with a dot in their names, so that a direct
+    # call would get the ids of an earlier batch.
     top = model.module if isinstance(model, DistributedModelParallel) else model
     for replaced in getattr(pipeline, "_pipelined_postprocs", ()):
         parent, dot, name = replaced.fqn.rpartition(".")
@@ -165,11 +155,9 @@ def _restore_nested_modules(model: nn.Module, pipeline: object) -> None:
 class _RewritesModel(Protocol):
     """A pipeline of TorchRec that replaces the forward of sharded modules, which then cannot be called directly."""
 
-    def detach(self) -> nn.Module:
-        """Restore the forward of the modules."""
+    def detach(self) -> nn.Module: ...  # restores it
 
-    def attach(self) -> None:
-        """Let the next `progress` replace it again."""
+    def attach(self) -> None: ...  # lets the next `progress` replace it again
 
 
 @register_pipeline("none")
@@ -180,28 +168,16 @@ def _base(
     return cast(Pipeline[Any], TrainPipelineBase(cast(nn.Module, forward), optimizer, device))
 
 
-@register_pipeline("sparse-dist")
-def _sparse_dist(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
+def _work_ahead(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
 ) -> Pipeline[Any]:
-    _check_sharded(model, "sparse-dist")
-    pipeline = TrainPipelineSparseDist(model, optimizer, device, custom_model_fwd=forward, pipeline_postproc=True)
-    return cast(Pipeline[Any], pipeline)
-
-
-@register_pipeline("prefetch")
-def _prefetch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
-) -> Pipeline[Any]:
-    if device.type != "cuda":
+    if name == "prefetch" and device.type != "cuda":
         raise ConfigError(f"the pipeline 'prefetch' needs a CUDA device, got {device}; use 'sparse-dist' or 'none'")
-    _check_sharded(model, "prefetch")
-    pipeline = PrefetchTrainPipelineSparseDist(
-        model, optimizer, device, custom_model_fwd=forward, pipeline_postproc=True
-    )
-    return cast(Pipeline[Any], pipeline)
-
-
-def _check_sharded(model: nn.Module, name: str) -> None:
     if not any(isinstance(module, ShardedModule) for module in model.modules()):
         raise ConfigError(f"the model has no sharded modules for the pipeline {name!r} to work ahead on; use 'none'")
+    make = PrefetchTrainPipelineSparseDist if name == "prefetch" else TrainPipelineSparseDist
+    return cast(Pipeline[Any], make(model, optimizer, device, custom_model_fwd=forward, pipeline_postproc=True))
+
+
+for _name in ("sparse-dist", "prefetch"):
+    register_pipeline(_name)(partial(_work_ahead, _name))

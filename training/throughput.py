@@ -1,8 +1,8 @@
 """`ThroughputMeter`: step time, tokens, TFLOP/s and MFU of training; the peaks of devices.
 
 Peaks are dense, with fp32 accumulation: datasheets often print twice as much, which needs weights with 2:4 sparsity.
-They hold at the datasheet's boost clock, which a device under load may not reach. Peaks of a device that is not in the
-table, or of part of one (MIG), are computed from its multiprocessors and maximum clock.
+Devices under load may not reach the boost clock at which they hold. Peaks of a device that is not in the table, or of
+part of one (MIG), are computed from its multiprocessors and maximum clock.
 """
 
 import re
@@ -28,18 +28,18 @@ class Throughput:
     steps: int
     """Steps in it."""
     step_ms: float
-    """Milliseconds of a step, on average, including loading and exchange."""
+    """Mean, including loading and exchange."""
     tokens: int
-    """Tokens of all steps and ranks."""
+    """Of all steps and ranks."""
     tokens_per_second: float
     """Of all ranks together."""
     tflops: float
     """TFLOP/s of a GPU, on average over the ranks."""
     mfu: float | None
-    """Model FLOPs utilization: `tflops` over the device's peak, 0 to 1; None if that is unknown."""
+    """`tflops` over the device's peak, 0 to 1; None if that is unknown."""
 
     def line(self, *, loss: float) -> str:
-        """Return it as a line of a log, with the average loss."""
+        """Return it as a line of a log."""
         mfu = "unknown" if self.mfu is None else f"{100 * self.mfu:.1f} %"
         return (
             f"step {self.step} | loss {loss:.4f} | tokens {self.tokens:,} | {self.step_ms:.1f} ms | "
@@ -64,15 +64,11 @@ class ThroughputMeter:
 
     Args:
         flops: of the model, on one rank.
-        every: steps of an interval, at least 1.
-        device: the device of the counts, on which the group reduces them.
+        every: steps of an interval, the same on all ranks.
+        device: where the counts of `step` are or are copied to, and the group reduces them.
         peak_flops: FLOP/s of one GPU in the model's dtype; see `device_peaks`. None: there is no MFU.
         group: the data-parallel ranks; None: the default process group or, without one, this process alone.
         clock: returns seconds.
-
-    Raises:
-        ConfigError: `every` or `peak_flops` is not positive, or this process is not a rank of the group.
-        RankError: `every` differs between ranks.
     """
 
     def __init__(
@@ -98,23 +94,19 @@ class ThroughputMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the interval now, to leave out the time of an evaluation or a checkpoint.
-
-        Its end stays the same, so ranks that restart at different steps still add up their counts in the same step.
-        """
+        """Begin the interval now, to leave out the time of an evaluation or a checkpoint. Its end stays the same."""
         self._sums.zero_()
         self._in_interval = 0
         self._started = self._clock()
 
     def step(self, work: Work) -> Throughput | None:
-        """Record a step, and return the interval if the step is its last. Collective: every rank must call this.
+        """Record a step, given the work of this rank's batch, and return the interval if the step is its last.
 
-        Args:
-            work: of this rank's batch; its counts may be scalars on the meter's device.
+        Collective: every rank must call this.
         """
         self._num_steps += 1
         self._in_interval += 1
-        # One count at a time: copying those on the host to the device in one tensor would wait for it.
+        # One at a time: copying counts that are on the host to the device in one tensor would wait for it.
         for index, count in enumerate((work.tokens, work.pairs, work.predictions)):
             self._sums[index].add_(count)
         if self._num_steps % self._every:
@@ -126,44 +118,40 @@ class ThroughputMeter:
         ranks = 1 if self._group is None else self._group.size()
         flops = self._flops.of(Work(tokens=tokens, pairs=pairs, predictions=predictions)).total
         per_second = int(flops) / ranks / seconds
-        throughput = Throughput(
+        steps = self._in_interval
+        self.restart()
+        return Throughput(
             step=self._num_steps,
-            steps=self._in_interval,
-            step_ms=1e3 * seconds / self._in_interval,
+            steps=steps,
+            step_ms=1e3 * seconds / steps,
             tokens=tokens,
             tokens_per_second=tokens / seconds,
             tflops=per_second / 1e12,
             mfu=None if self._peak_flops is None else per_second / self._peak_flops,
         )
-        self.restart()
-        return throughput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePeaks:
-    """Peak FLOP/s and memory bandwidth of a device."""
+    """Peak FLOP/s by dtype, None where tensor cores do not support it, and memory bandwidth of a device."""
 
     fp32: float
-    """FLOP/s without tensor cores."""
+    """Without tensor cores."""
     tf32: float | None = None
-    """FLOP/s of float32 on tensor cores (`torch.set_float32_matmul_precision("high")`); None: not supported."""
+    """Of float32 on tensor cores (`torch.set_float32_matmul_precision("high")`)."""
     fp16: float
-    """FLOP/s in float16."""
     bf16: float | None = None
-    """FLOP/s in bfloat16; None: no tensor cores for it."""
     fp8: float | None = None
-    """FLOP/s in 8-bit floating point; None: no tensor cores for it."""
     bandwidth: float | None
-    """Bytes per second of the device's memory; None: unknown."""
+    """Bytes per second; None: unknown."""
     source: str
     """The source of the figures."""
 
     def flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return the FLOP/s of matrix products of a dtype; raises a ConfigError if the device has no peak for it.
+        """Return the FLOP/s of matrix products of a dtype; `tf32`: products of float32 use TF32.
 
-        Args:
-            dtype: of the operands.
-            tf32: whether products of float32 use TF32.
+        Raises:
+            ConfigError: the device has no peak for it.
         """
         peaks = {
             torch.float32: self.tf32 if tf32 else self.fp32,
@@ -179,30 +167,7 @@ class DevicePeaks:
         return peak
 
 
-def _peaks(
-    fp32: float,
-    tf32: float | None,
-    fp16: float,
-    fp8: float | None,
-    gigabytes: float,
-    source: str,
-    *,
-    has_bf16: bool = True,
-) -> DevicePeaks:
-    """Make a row of the table, in TFLOP/s and GB/s."""
-    return DevicePeaks(
-        fp32=fp32 * 1e12,
-        tf32=None if tf32 is None else tf32 * 1e12,
-        fp16=fp16 * 1e12,
-        bf16=fp16 * 1e12 if has_bf16 else None,
-        fp8=None if fp8 is None else fp8 * 1e12,
-        bandwidth=gigabytes * 1e9,
-        source=source,
-    )
-
-
 _VOLTA = "NVIDIA V100 datasheet, January 2020"
-_TURING = "NVIDIA T4 datasheet, 2019"
 _A100 = "NVIDIA A100 datasheet, June 2021"
 _H100 = "NVIDIA H100 datasheet, 2023, and H100 whitepaper, table 2"
 _H200 = "NVIDIA H200 datasheet, 2024"
@@ -212,42 +177,42 @@ _GEFORCE = "NVIDIA Ada and RTX Blackwell whitepapers, appendix A"
 _CDNA3 = "AMD Instinct MI300X and MI325X data sheets, 2023 and 2024"
 
 # The whole name without "NVIDIA", "Tesla" or "AMD" in front: "L4" must not match an L40, nor "H200" a MIG slice of it.
-#                                         fp32   tf32   fp16    fp8  GB/s
-_TABLE: tuple[tuple[str, DevicePeaks], ...] = (
-    (r"V100-SXM\d-\d+GB(-LS)?", _peaks(15.7, None, 125, None, 900, _VOLTA, has_bf16=False)),
-    (r"V100-PCIE-\d+GB", _peaks(14, None, 112, None, 900, _VOLTA, has_bf16=False)),
-    (r"V100S-PCIE-\d+GB", _peaks(16.4, None, 130, None, 1134, _VOLTA, has_bf16=False)),
-    (r"T4", _peaks(8.1, None, 65, None, 320, _TURING, has_bf16=False)),
-    (r"A[18]00-SXM\d?-80GB", _peaks(19.5, 156, 312, None, 2039, _A100)),
-    (r"A[18]00-SXM\d?-\d+GB", _peaks(19.5, 156, 312, None, 1555, _A100)),
-    (r"A[18]00 80GB PCIe", _peaks(19.5, 156, 312, None, 1935, _A100)),
-    (r"A[18]00-PCI[Ee]-40GB", _peaks(19.5, 156, 312, None, 1555, _A100)),
-    (r"A30", _peaks(10.3, 82, 165, None, 933, "NVIDIA A30 datasheet, 2021")),
-    (r"A10", _peaks(31.2, 62.5, 125, None, 600, "NVIDIA A10 datasheet, 2021")),
+# TFLOP/s in fp32, tf32, fp16 and fp8, and GB/s.
+_TABLE: tuple[tuple[str, float, float | None, float, float | None, float, str], ...] = (
+    (r"V100-SXM\d-\d+GB(-LS)?", 15.7, None, 125, None, 900, _VOLTA),
+    (r"V100-PCIE-\d+GB", 14, None, 112, None, 900, _VOLTA),
+    (r"V100S-PCIE-\d+GB", 16.4, None, 130, None, 1134, _VOLTA),
+    (r"T4", 8.1, None, 65, None, 320, "NVIDIA T4 datasheet, 2019"),
+    (r"A[18]00-SXM\d?-80GB", 19.5, 156, 312, None, 2039, _A100),
+    (r"A[18]00-SXM\d?-\d+GB", 19.5, 156, 312, None, 1555, _A100),
+    (r"A[18]00 80GB PCIe", 19.5, 156, 312, None, 1935, _A100),
+    (r"A[18]00-PCI[Ee]-40GB", 19.5, 156, 312, None, 1555, _A100),
+    (r"A30", 10.3, 82, 165, None, 933, "NVIDIA A30 datasheet, 2021"),
+    (r"A10", 31.2, 62.5, 125, None, 600, "NVIDIA A10 datasheet, 2021"),
     # Another chip than the A10, with half its tensor cores' rate.
-    (r"A10G", _peaks(35, 35, 70, None, 600, "NVIDIA A10G datasheet, 2021")),
-    (r"A40", _peaks(37.4, 74.8, 149.7, None, 696, "NVIDIA A40 datasheet, 2021")),
-    (r"L4", _peaks(30.3, 60, 121, 242.5, 300, "NVIDIA L4 datasheet, 2023")),
-    (r"L40", _peaks(90.5, 90.5, 181.05, 362, 864, "NVIDIA L40 datasheet, 2022")),
-    (r"L40S", _peaks(91.6, 183, 362.05, 733, 864, "NVIDIA L40S datasheet, 2023")),
-    (r"GeForce RTX 4090", _peaks(82.6, 82.6, 165.2, 330.3, 1008, _GEFORCE)),
-    (r"GeForce RTX 5090", _peaks(104.8, 104.8, 209.5, 419, 1792, _GEFORCE)),
-    (r"H100 80GB HBM3|H800", _peaks(66.9, 494.7, 989.4, 1978.9, 3350, _H100)),
-    (r"H[18]00 PCIe", _peaks(51.2, 378, 756, 1513, 2000, _H100)),
-    (r"H100 NVL", _peaks(60, 417.5, 835.5, 1670.5, 3900, _H100)),
-    (r"GH200 (120|480)GB", _peaks(66.9, 494.7, 989.4, 1978.9, 4000, "NVIDIA GH200 datasheet, 2023")),
-    (r"GH200 144G HBM3e", _peaks(66.9, 494.7, 989.4, 1978.9, 4900, "NVIDIA GH200 datasheet, 2023")),
-    (r"H200", _peaks(66.9, 494.7, 989.4, 1978.9, 4800, _H200)),
-    (r"H200 NVL", _peaks(60, 417.5, 835.5, 1670.5, 4800, _H200)),
-    (r"H20", _peaks(44, 74, 148, 296, 4000, "NVIDIA H20 product brief, 2024")),
-    (r"H20-3e", _peaks(44, 74, 148, 296, 4800, "NVIDIA H20 product brief, 2024, with the memory of the H200")),
-    (r"B100", _peaks(60, 900, 1750, 3500, 8000, _BLACKWELL)),
-    (r"B200", _peaks(75, 1125, 2250, 4500, 7700, _BLACKWELL)),
-    (r"GB200", _peaks(80, 1250, 2500, 5000, 8000, _BLACKWELL)),
-    (r"B300( SXM6( AC)?)?", _peaks(75, 1125, 2250, 4500, 8000, _ULTRA)),
-    (r"GB300", _peaks(80, 1250, 2500, 5000, 8000, _ULTRA)),
-    (r"Instinct MI300X( OAM)?( VF)?", _peaks(163.4, 653.7, 1307.4, 2614.9, 5300, _CDNA3)),
-    (r"Instinct MI325X( OAM)?( VF)?", _peaks(163.4, 653.7, 1307.4, 2614.9, 6000, _CDNA3)),
+    (r"A10G", 35, 35, 70, None, 600, "NVIDIA A10G datasheet, 2021"),
+    (r"A40", 37.4, 74.8, 149.7, None, 696, "NVIDIA A40 datasheet, 2021"),
+    (r"L4", 30.3, 60, 121, 242.5, 300, "NVIDIA L4 datasheet, 2023"),
+    (r"L40", 90.5, 90.5, 181.05, 362, 864, "NVIDIA L40 datasheet, 2022"),
+    (r"L40S", 91.6, 183, 362.05, 733, 864, "NVIDIA L40S datasheet, 2023"),
+    (r"GeForce RTX 4090", 82.6, 82.6, 165.2, 330.3, 1008, _GEFORCE),
+    (r"GeForce RTX 5090", 104.8, 104.8, 209.5, 419, 1792, _GEFORCE),
+    (r"H100 80GB HBM3|H800", 66.9, 494.7, 989.4, 1978.9, 3350, _H100),
+    (r"H[18]00 PCIe", 51.2, 378, 756, 1513, 2000, _H100),
+    (r"H100 NVL", 60, 417.5, 835.5, 1670.5, 3900, _H100),
+    (r"GH200 (120|480)GB", 66.9, 494.7, 989.4, 1978.9, 4000, "NVIDIA GH200 datasheet, 2023"),
+    (r"GH200 144G HBM3e", 66.9, 494.7, 989.4, 1978.9, 4900, "NVIDIA GH200 datasheet, 2023"),
+    (r"H200", 66.9, 494.7, 989.4, 1978.9, 4800, _H200),
+    (r"H200 NVL", 60, 417.5, 835.5, 1670.5, 4800, _H200),
+    (r"H20", 44, 74, 148, 296, 4000, "NVIDIA H20 product brief, 2024"),
+    (r"H20-3e", 44, 74, 148, 296, 4800, "NVIDIA H20 product brief, 2024, with the memory of the H200"),
+    (r"B100", 60, 900, 1750, 3500, 8000, _BLACKWELL),
+    (r"B200", 75, 1125, 2250, 4500, 7700, _BLACKWELL),
+    (r"GB200", 80, 1250, 2500, 5000, 8000, _BLACKWELL),
+    (r"B300( SXM6( AC)?)?", 75, 1125, 2250, 4500, 8000, _ULTRA),
+    (r"GB300", 80, 1250, 2500, 5000, 8000, _ULTRA),
+    (r"Instinct MI300X( OAM)?( VF)?", 163.4, 653.7, 1307.4, 2614.9, 5300, _CDNA3),
+    (r"Instinct MI325X( OAM)?( VF)?", 163.4, 653.7, 1307.4, 2614.9, 6000, _CDNA3),
 )
 
 # Operations per clock and multiprocessor, by compute capability: without tensor cores, and on tensor cores in 16 bits
@@ -269,9 +234,17 @@ _PER_CLOCK = {
 def peaks_by_name(name: str) -> DevicePeaks | None:
     """Return the peaks of a device by its name in `torch.cuda.get_device_name`; None if it is not in the table."""
     bare = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", name.strip())
-    for pattern, peaks in _TABLE:
+    for pattern, fp32, tf32, fp16, fp8, gigabytes, source in _TABLE:
         if re.fullmatch(pattern, bare):
-            return peaks
+            return DevicePeaks(
+                fp32=fp32 * 1e12,
+                tf32=None if tf32 is None else tf32 * 1e12,
+                fp16=fp16 * 1e12,
+                bf16=None if tf32 is None else fp16 * 1e12,  # the same devices have both
+                fp8=None if fp8 is None else fp8 * 1e12,
+                bandwidth=gigabytes * 1e9,
+                source=source,
+            )
     return None
 
 
@@ -281,10 +254,13 @@ def computed_peaks(
     """Compute the peaks of an NVIDIA device: operations per clock and multiprocessor, times both.
 
     Args:
-        capability: compute capability, such as (9, 0); a ConfigError if it is unknown.
+        capability: compute capability, such as (9, 0).
         multiprocessors: number of multiprocessors.
         clock: of the multiprocessors, in Hz.
         bandwidth: of its memory, in bytes per second, if it is known.
+
+    Raises:
+        ConfigError: nothing is known of this capability.
     """
     if capability not in _PER_CLOCK:
         known = ", ".join(f"{major}.{minor}" for major, minor in _PER_CLOCK)
@@ -308,7 +284,7 @@ def device_peaks(device: torch.device | str | int | None = None) -> DevicePeaks:
     """Return the peaks of a CUDA device, by default the current one, from the table or computed at its maximum clock.
 
     Raises:
-        ConfigError: it is no CUDA device, or not in the table, and its clock or compute capability is unknown.
+        ConfigError: the peaks are not known.
     """
     if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
         raise ConfigError(f"no peaks are known of the device {device}; pass a CUDA device, or its peak in FLOP/s")

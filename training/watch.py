@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Self, TextIO
 
 import torch
@@ -29,7 +28,7 @@ _log = logging.getLogger("evenrank")
 
 
 class Arrivals:
-    """The number of heartbeats of each rank, as published in the store of their group; for one thread."""
+    """The number of heartbeats of each rank, published in the store of their group; for one thread."""
 
     def __init__(self, members: Members) -> None:
         self.rank = members.rank
@@ -71,9 +70,8 @@ def arrivals_line(counts: Sequence[int]) -> str:
     behind = [f"{rank} (at {count:,})" for rank, count in enumerate(counts) if count < latest]
     if not behind:
         return f"all {len(counts)} ranks have arrived at heartbeat {latest:,}"
-    named = ", ".join(behind[:_NAMED_RANKS])
-    if len(behind) > _NAMED_RANKS:
-        named += f" and {len(behind) - _NAMED_RANKS} more"
+    more = f" and {len(behind) - _NAMED_RANKS} more" if len(behind) > _NAMED_RANKS else ""
+    named = ", ".join(behind[:_NAMED_RANKS]) + more
     return f"{len(behind)} of {len(counts)} ranks have not arrived at heartbeat {latest:,}: {named}"
 
 
@@ -91,11 +89,8 @@ class StallWatch:
 
     Call `beat` equally often on all ranks, where each has done its own part of a step and is about to wait: after the
     step, in which all wait for one another, no rank is behind. The background thread publishes heartbeats in the store
-    of the group, about once a second; a heartbeat itself takes less than a microsecond and waits for nothing.
-
-    An extension that keeps the GIL stops the background thread too. Then the other ranks name this one.
-
-    Every rank of the group should have one, or it counts as behind; creating it waits for no other rank.
+    of the group, about once a second; a heartbeat itself takes less than a microsecond and waits for nothing. A rank
+    without a watch, or whose background thread is stopped by an extension that keeps the GIL, counts as behind.
 
     Args:
         seconds: longer than any step, evaluation or checkpoint between two heartbeats; see `disarm`.
@@ -103,7 +98,6 @@ class StallWatch:
         file: written to instead of standard error, as long as it has a file descriptor.
 
     Raises:
-        ConfigError: `seconds` is not positive, or this process is not a rank of the group.
         RankLostError: the store of the group does not respond.
     """
 
@@ -118,10 +112,14 @@ class StallWatch:
         self._thread: threading.Thread | None = None
 
     def beat(self) -> None:
-        """Record that this rank makes progress; the first call, and the first after a stall, arm the watch."""
+        """Record that this rank makes progress."""
         self._alarm.beat(time.monotonic())
         if self._thread is None:
-            self._start()
+            if self._closing.is_set():
+                raise ConfigError("the StallWatch is closed; create another one")
+            self._thread = threading.Thread(target=self._watch, name="evenrank-stall-watch", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
 
     def disarm(self) -> None:
         """Expect no heartbeat until the next one comes, as during an evaluation of unknown length."""
@@ -139,17 +137,8 @@ class StallWatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _start(self) -> None:
-        if self._closing.is_set():
-            raise ConfigError("the StallWatch is closed; create another one")
-        self._thread = threading.Thread(target=self._watch, name="evenrank-stall-watch", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._period):
@@ -160,8 +149,7 @@ class StallWatch:
                     self._report()
 
     def _report(self) -> None:
-        file = _with_descriptor(self._file) or _with_descriptor(sys.stderr) or sys.__stderr__
-        if file is None:
+        if (file := _with_descriptor(self._file) or _with_descriptor(sys.stderr) or sys.__stderr__) is None:
             return
         rank, count = self._arrivals.rank, self._alarm.count
         file.write(
@@ -190,7 +178,7 @@ class Alarm:
         return self._beat[0]
 
     def beat(self, now: float) -> None:
-        """Record a heartbeat at a time in seconds."""
+        """Record a heartbeat; times are in seconds."""
         self._beat = (self._beat[0] + 1, now)
 
     def disarm(self) -> None:
@@ -198,7 +186,7 @@ class Alarm:
         self._beat = (self._beat[0], None)
 
     def rings(self, now: float) -> bool:
-        """Return whether a stall is noticed at a time in seconds."""
+        """Return whether a stall is noticed."""
         count, last = self._beat
         if last is None or now - last < self.seconds or count == self._rung_at:
             return False
@@ -207,7 +195,7 @@ class Alarm:
 
 
 def _with_descriptor(file: TextIO | None) -> TextIO | None:
-    """Return the file if faulthandler can write to it: not if it is closed, or the stderr of a notebook."""
+    # faulthandler cannot write to a closed file, nor to the stderr of a notebook.
     try:
         return file if file is not None and file.fileno() >= 0 else None
     except (OSError, ValueError, AttributeError):
@@ -219,13 +207,13 @@ class MemoryUsage:
     """Memory of a GPU, in bytes, as seen by this process."""
 
     allocated: int
-    """Memory of tensors."""
+    """By tensors."""
     reserved: int
-    """Memory of the caching allocator: allocated, or kept for later."""
+    """By the caching allocator: allocated, or kept for later."""
     free: int
-    """Free on the device, for any process."""
+    """On the device, for any process."""
     total: int
-    """Memory of the device."""
+    """Of the device."""
 
     @property
     def unallocated(self) -> int:
@@ -242,17 +230,14 @@ class MemoryUsage:
 
     def line(self) -> str:
         """Return it as a line of a log."""
-        allocated, reserved, free, total = (
-            f"{size / GIB:.1f}" for size in (self.allocated, self.reserved, self.free, self.total)
-        )
-        return f"memory: {allocated} GiB allocated, {reserved} reserved, {free} free of {total}"
+        sizes = (self.allocated, self.reserved, self.free, self.total)
+        return "memory: {:.1f} GiB allocated, {:.1f} reserved, {:.1f} free of {:.1f}".format(*(n / GIB for n in sizes))
 
 
 class MemoryWatch:
     """Reports the memory of a GPU, and releases the caching allocator's cache before others run out of memory.
 
-    Memory that is reserved but unallocated is not available outside PyTorch's allocator, such as to NCCL, and where
-    lengths vary from step to step it may be in pieces too small for the next step.
+    Reserved but unallocated memory is not available to NCCL, and may be in pieces too small for the next step.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -263,25 +248,16 @@ class MemoryWatch:
     def usage(self) -> MemoryUsage:
         """Return the current usage, without waiting for the device."""
         free, total = torch.cuda.mem_get_info(self._device)
-        return MemoryUsage(
-            allocated=torch.cuda.memory_allocated(self._device),
-            reserved=torch.cuda.memory_reserved(self._device),
-            free=free,
-            total=total,
-        )
+        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        return MemoryUsage(allocated=allocated, reserved=reserved, free=free, total=total)
 
     def check(self) -> MemoryUsage:
         """Return the usage, after releasing the cache if necessary, which waits for the device and logs a warning."""
         before = self.usage()
-        reason = before.reason_to_release()
-        if reason is None:
+        if (reason := before.reason_to_release()) is None:
             return before
         torch.cuda.empty_cache()
         after = self.usage()
-        _log.warning(
-            "%s; %s, so %.1f GiB of cache were released",
-            before.line(),
-            reason,
-            (before.reserved - after.reserved) / GIB,
-        )
+        released = (before.reserved - after.reserved) / GIB
+        _log.warning("%s; %s, so %.1f GiB of cache were released", before.line(), reason, released)
         return after

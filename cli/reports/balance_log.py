@@ -9,24 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.log_reader import parse_record
-from evenrank.dataloader.balance.metrics import LogRecord
+from evenrank.dataloader.balance.log_schema import LogRecord, parse_record
 
 
 class BalanceLog(NamedTuple):
-    """The records of a log, in the order of its lines."""
+    """The records of a log, and the number of lines that are none, such as the last one of a job that was killed."""
 
     records: list[LogRecord]
     skipped: int
-    """Lines that are no records, such as the incomplete one of a job that was killed."""
 
 
 def read_json_lines(path: Path) -> BalanceLog:
-    """Read a log. Lines that cannot be read are skipped and counted; unknown fields are ignored.
-
-    Raises:
-        DataError: there is no such file, or no line of it is a record.
-    """
+    """Read a log. Lines that cannot be read are skipped and counted; unknown fields are ignored."""
     remedy = "give a file that on_step=JsonLines(FILE) wrote"
     if path.exists() and not path.is_file():  # a pipe would never end
         raise DataError(f"{path} is not a regular file; {remedy}")
@@ -51,11 +45,7 @@ def describe_log(records: Sequence[LogRecord]) -> str:
     counts = [len(record.before) for record in records]
     distinct_counts = [counts[0], *(count for previous, count in pairwise(counts) if count != previous)]
     ranks = ", then ".join(f"{count:,}" for count in distinct_counts)
-    return f"{steps:,} step{_plural(steps)} on {ranks} rank{_plural(distinct_counts[-1])}"
-
-
-def _plural(number: int) -> str:
-    return "" if number == 1 else "s"
+    return f"{steps:,} step{'s' * (steps != 1)} on {ranks} rank{'s' * (distinct_counts[-1] != 1)}"
 
 
 def cumulative_steps(records: Sequence[LogRecord]) -> NDArray[np.float64]:

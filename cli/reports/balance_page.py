@@ -8,14 +8,15 @@ from markupsafe import Markup
 from evenrank.cli.reports import balance_plots
 from evenrank.cli.reports.balance_log import describe_log, typical_record
 from evenrank.cli.reports.html_page import render_template
-from evenrank.dataloader.balance.metrics import LogRecord, MetricsSummary, combine
+from evenrank.dataloader.balance.log_schema import LogRecord
+from evenrank.dataloader.balance.metrics import MetricsSummary, combine
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")
 
 
 class Tile(NamedTuple):
-    """A number with its unit in large print, below its label and above its scope in small print."""
+    """A number with its unit in large print, its label above, and its scope below."""
 
     label: str
     value: str
@@ -59,23 +60,21 @@ def headline(records: Sequence[LogRecord], summary: MetricsSummary) -> str:
 
 def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:
     """Return the rows of a table: a quantity, its amount per step, the amount that moves, and the share that moves."""
-
-    def row(quantity: str, total: str, moved: str, share: float) -> tuple[str, str, str, str]:
-        return quantity, total, moved, format_percent(share)
-
-    samples, tokens, num_bytes = summary.samples, summary.tokens, summary.sample_bytes
-    moved_bytes = balance_plots.format_bytes(summary.moved_bytes)
-    return [
-        row("samples", f"{samples:,.0f}", f"{samples * summary.moved_samples:,.0f}", summary.moved_samples),
-        row("tokens", f"{tokens:,.0f}", f"{tokens * summary.moved_tokens:,.0f}", summary.moved_tokens),
-        row("bytes", balance_plots.format_bytes(num_bytes), moved_bytes, summary.moved_bytes / (num_bytes or 1)),
-    ]
+    rows: list[tuple[str, str, str, str]] = []
+    for quantity, total, share in (
+        ("samples", summary.samples, summary.moved_samples),
+        ("tokens", summary.tokens, summary.moved_tokens),
+    ):
+        rows.append((quantity, f"{total:,.0f}", f"{total * share:,.0f}", _percent(share)))
+    total_bytes, moved_bytes = map(balance_plots.format_bytes, (summary.sample_bytes, summary.moved_bytes))
+    return [*rows, ("bytes", total_bytes, moved_bytes, _percent(summary.moved_bytes / (summary.sample_bytes or 1)))]
 
 
 def tiles(summary: MetricsSummary) -> list[Tile]:
     """Return the most important numbers."""
-    background = sum(getattr(summary, field) for field in _BACKGROUND)
-    exposed = sum(getattr(summary, field) for field in _EXPOSED)
+    background, exposed = (
+        f"{1e3 * sum(getattr(summary, field) for field in fields):,.2f} ms" for fields in (_BACKGROUND, _EXPOSED)
+    )
     ratio = "heaviest rank / lower bound"
     moved_bytes = balance_plots.format_bytes(summary.moved_bytes)
     return [
@@ -83,18 +82,12 @@ def tiles(summary: MetricsSummary) -> list[Tile]:
         Tile("Load after balancing", f"{summary.ratio_after:.3f}", ratio),
         Tile("Worst step after balancing", f"{summary.worst_after:.3f}", ratio),
         Tile("Expected speed-up", f"{summary.speedup:.2f}x", "by the cost model"),
-        Tile("Tokens moved", format_percent(summary.moved_tokens), "trained on another rank"),
+        Tile("Tokens moved", _percent(summary.moved_tokens), "trained on another rank"),
         Tile("Bytes moved", moved_bytes, "per step, all ranks together"),
-        Tile("In the background", format_milliseconds(background), "per step, gather and plan"),
-        Tile("Exposed", format_milliseconds(exposed), "per step, on the training thread"),
+        Tile("In the background", background, "per step, gather and plan"),
+        Tile("Exposed", exposed, "per step, on the training thread"),
     ]
 
 
-def format_percent(share: float) -> str:
-    """Return 0.5 as 50.0 %, with a no-break space."""
+def _percent(share: float) -> str:
     return f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
-
-
-def format_milliseconds(seconds: float) -> str:
-    """Return 0.0015 as 1.50 ms."""
-    return f"{seconds * 1e3:,.2f} ms"

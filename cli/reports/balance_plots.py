@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenrank.cli.reports import svg
 from evenrank.cli.reports.balance_log import column, cumulative_steps
-from evenrank.dataloader.balance.metrics import LogRecord
+from evenrank.dataloader.balance.log_schema import LogRecord
 
 MAX_POINTS = 300  # of a curve: about as many dots as the plots are wide
 MAX_BARS = 64  # ranks
@@ -22,10 +22,9 @@ _BEFORE, _AFTER = "before balancing", "after balancing"
 
 
 class Curve(NamedTuple):
-    """Values of a log, downsampled: each point stands for consecutive records. All arrays are float64 [points]."""
+    """Values of a log, float64 [points] each; a point stands for consecutive records, and has the steps of the last."""
 
     steps: NDArray[np.float64]
-    """Steps that the log had seen at the last record of the point."""
     mean: NDArray[np.float64]
     minimum: NDArray[np.float64]
     maximum: NDArray[np.float64]
@@ -37,7 +36,7 @@ def records_per_point(num_records: int) -> int:
 
 
 def downsample(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve:
-    """Make one point of every `records_per_point` records; the last may stand for fewer."""
+    """Make one point of every `records_per_point` records; the last point may have fewer."""
     starts = np.arange(0, len(values), records_per_point(len(values)))
     counts = np.diff([*starts, len(values)])
     return Curve(
@@ -62,10 +61,7 @@ def ratio_svg(records: Sequence[LogRecord]) -> str:
 
 @mpl.rc_context(svg.STYLE)
 def loads_svg(record: LogRecord) -> str:
-    """Draw the load of each rank in the last step of a record, before and after balancing.
-
-    More than MAX_BARS ranks are drawn as lines of sorted loads.
-    """
+    """Draw the load of each rank in the last step of a record: as bars or, of many ranks, lines of sorted loads."""
     figure, axes = svg.new_figure()
     bound = max(record.lower_bound, 1)
     before, after = record.before / bound, record.after / bound
@@ -100,10 +96,7 @@ def moved_svg(records: Sequence[LogRecord]) -> str:
 
 @mpl.rc_context(svg.STYLE)
 def times_svg(records: Sequence[LogRecord], fields: Sequence[str]) -> str:
-    """Draw two times of a step in milliseconds; `fields` are names such as `gather_seconds`.
-
-    A few times that are far longer, such as that of a first step that compiles, are cut off, which the plot states.
-    """
+    """Draw two times of a step, such as `gather_seconds`; few that are far longer, as of a first step, are cut off."""
     figure, axes = svg.new_figure()
     for field, colour in zip(fields, (svg.ORANGE, svg.BLUE), strict=True):
         _draw(axes, records, field, colour=colour, scale=_MILLISECONDS, label=field.removesuffix("_seconds"))

@@ -1,12 +1,7 @@
-"""The numbers of a dataset's report: pure functions of stores, in bounded memory.
-
-Columns of events are memory-mapped files and are read in chunks, so memory grows with the number of items and rows, not
-with the number of events.
-"""
+"""The numbers of a dataset's report: functions of stores, whose memory grows with items and rows, not with events."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,30 +41,16 @@ class LengthHistogram:
     """Per split: rows without events, which a logarithmic axis cannot show."""
 
 
-class ItemCounts(NamedTuple):
-    """The items that occur in any split."""
-
-    ids: NDArray[np.int64]
-    """[items], ascending."""
-    counts: NDArray[np.int64]
-    """[items]: events of each."""
-
-    def by_popularity(self) -> NDArray[np.int64]:
-        """Return the events of each item, most frequent first: int64 [items]."""
-        return np.sort(self.counts)[::-1]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """The number of events in consecutive bins of equal duration."""
 
     start_ms: int
-    """Start of the first bin, in milliseconds since 1970."""
+    """Milliseconds since 1970."""
     width_ms: int
     unit: str
     """Name of the bins' duration, such as `day`."""
     counts: NDArray[np.int64]
-    """[bins]: events."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,34 +59,29 @@ class ContextValues:
 
     feature: str
     rows: int
-    """Rows of all splits."""
+    """Of all splits."""
     values: tuple[tuple[str | None, int], ...]
     """Label (None for missing) and number of rows of the most frequent values, most frequent first."""
     other_values: int
     """Number of further values."""
     other_rows: int
-    """Rows that have one of the further values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """The expected effect of balancing on one number of ranks."""
+    """The expected effect of each balancing strategy on one number of ranks; see `MetricsSummary`."""
 
     ranks: int
     repeated: bool
     """The split has fewer rows than a step needs, so rows were drawn with replacement."""
     ratios: Mapping[str, float]
-    """Per strategy: load of the heaviest rank over the lower bound after balancing, mean over steps."""
     speedups: Mapping[str, float]
-    """Per strategy: sum over steps of the heaviest load before balancing, to the same after."""
 
 
 def top_share(counts: NDArray[np.int64], share_of_items: float) -> tuple[int, float]:
     """Return the number of items in the most popular share, rounded up, and their share of all events.
 
-    Args:
-        counts: [items], events of each, most frequent first.
-        share_of_items: from 0 to 1.
+    `counts` [items] are the events of each item, most frequent first.
     """
     num_items = int(np.ceil(share_of_items * len(counts)))
     num_events = int(counts.sum())
@@ -114,24 +90,22 @@ def top_share(counts: NDArray[np.int64], share_of_items: float) -> tuple[int, fl
 
 def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
     """Count rows by length, in bins whose width grows with the length."""
-    lengths_of_split = {name: store.lengths for name, store in stores.items()}
-    longest = max((int(lengths.max(initial=0)) for lengths in lengths_of_split.values()), default=0)
-    doublings = np.log2(longest + 1) if longest else 0.0
-    powers = np.arange(np.ceil(doublings * _BINS_PER_DOUBLING) + 1) / _BINS_PER_DOUBLING
+    longest = max((int(store.lengths.max(initial=0)) for store in stores.values()), default=0)
+    powers = np.arange(np.ceil(np.log2(longest + 1) * _BINS_PER_DOUBLING) + 1) / _BINS_PER_DOUBLING
     edges = np.unique(np.round(2.0**powers).astype(np.int64))
-    density = {}
-    for name, lengths in lengths_of_split.items():
+    density, empty = {}, {}
+    for name, store in stores.items():
+        lengths = store.lengths
         counts = np.histogram(lengths, bins=edges)[0] if len(edges) > 1 else np.zeros(0, dtype=np.int64)
         # Divided by the width on the axis: bins of the shortest lengths are wider than the others.
         density[name] = counts / max(len(lengths), 1) / np.diff(np.log2(edges))
-    empty = {name: int(np.count_nonzero(lengths == 0)) for name, lengths in lengths_of_split.items()}
+        empty[name] = int(np.count_nonzero(lengths == 0))
     return LengthHistogram(edges=edges, density=density, empty=empty)
 
 
-def count_items(stores: Mapping[str, SequenceStore]) -> ItemCounts:
-    """Count the events of each item over all splits."""
-    ids, counts = count_values([store.events[ITEM_ID] for store in stores.values()])
-    return ItemCounts(ids, counts)
+def count_items(stores: Mapping[str, SequenceStore]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the items that occur in any split, ascending, and the events of each: int64 [items] twice."""
+    return count_values([store.events[ITEM_ID] for store in stores.values()])
 
 
 def timeline(stores: Mapping[str, SequenceStore]) -> Timeline | None:
@@ -160,7 +134,7 @@ def context_values(stores: Mapping[str, SequenceStore], feature: str, *, max_val
     return ContextValues(
         feature=feature,
         rows=int(counts.sum()),
-        values=tuple((_label(labels, int(ids[i])), int(counts[i])) for i in order[:max_values]),
+        values=tuple((_label(labels, int(ids[place])), int(counts[place])) for place in order[:max_values]),
         other_values=max(len(ids) - max_values, 0),
         other_rows=int(counts[order[max_values:]].sum()),
     )
@@ -175,10 +149,7 @@ def balancing_gains(
     max_length: int = 2048,
     seed: int = 0,
 ) -> tuple[Gain, ...]:
-    """Draw steps from the lengths [rows] of a split, and balance them with each strategy by the cost of an HSTU model.
-
-    Without rows the result is empty.
-    """
+    """Draw steps from the lengths [rows] of a split, and balance them by the cost of an HSTU model."""
     if len(lengths) == 0:
         return ()
     # The model of the published balancing results.
@@ -186,18 +157,13 @@ def balancing_gains(
     source = LengthSource(lengths=lengths, max_length=max_length)
     gains = []
     for world_size in ranks:
-        summaries = {}
+        ratios, speedups = {}, {}
         for strategy in STRATEGIES:
             balance = BalanceConfig(cost=cost, strategy=strategy)
-            summaries[strategy] = simulate(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed)
-        gains.append(
-            Gain(
-                ranks=world_size,
-                repeated=source.repeats_rows(world_size * batch_size),
-                ratios={strategy: summary.ratio_after for strategy, summary in summaries.items()},
-                speedups={strategy: summary.speedup for strategy, summary in summaries.items()},
-            )
-        )
+            summary = simulate(source, balance, world_size, batch_size=batch_size, steps=steps, seed=seed)
+            ratios[strategy], speedups[strategy] = summary.ratio_after, summary.speedup
+        repeated = source.repeats_rows(world_size * batch_size)
+        gains.append(Gain(ranks=world_size, repeated=repeated, ratios=ratios, speedups=speedups))
     return tuple(gains)
 
 
@@ -224,7 +190,6 @@ def count_values(columns: Sequence[NDArray[np.integer]]) -> tuple[NDArray[np.int
 
 
 def _value_range(columns: Sequence[NDArray[np.integer]]) -> tuple[int, int] | None:
-    """Return the smallest and the largest value of the columns, or None if they are empty."""
     ranges = [(int(chunk.min()), int(chunk.max())) for chunk in _chunks(columns)]
     return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evenrank.cli import console
 from evenrank.cli.balance_walk import Walk
-from evenrank.dataloader.balance.metrics import StepMetrics, summarize
+from evenrank.dataloader.balance.metrics import summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,19 +28,8 @@ plan      median time to plan a step, in the background
 
 def load_table(walks: Sequence[Walk]) -> "Table":
     """Return a table with one row per strategy: loads before and after balancing, and how many samples move."""
-    table = console.new_table(
-        "strategy",
-        "load\nbefore",
-        "load\nafter",
-        "worst\nafter",
-        "idle\nbefore",
-        "idle\nafter",
-        "expected\nspeed-up",
-        "moved",
-        "plan\n(ms)",
-        left=["strategy"],
-        narrow=True,
-    )
+    headers = ("strategy", "load\nbefore", "load\nafter", "worst\nafter", "idle\nbefore", "idle\nafter")
+    table = console.new_table(*headers, "expected\nspeed-up", "moved", "plan\n(ms)", left=["strategy"], narrow=True)
     for walk in walks:
         summary = summarize(walk.metrics)
         table.add_row(
@@ -70,11 +59,14 @@ def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
     figure = Figure(figsize=(10, 6.2), layout="constrained")
     grid = figure.add_gridspec(2, len(walks), height_ratios=(1.25, 1))
     figure.suptitle(title, fontsize=13)
-    typical_step = _typical_step(walks[0].metrics)
-    highest = max(_relative_loads(walk, typical_step).max() for walk in walks)
-    for column, walk in enumerate(walks):
+    before = [step.ratio_before for step in walks[0].metrics]
+    typical_step = int(np.argsort(before, kind="stable")[len(before) // 2])  # with the median imbalance
+    loads_after = [walk.metrics[typical_step].after for walk in walks]
+    relative_loads = [loads / max(float(loads.mean()), 1.0) for loads in loads_after]
+    highest = max(float(loads.max()) for loads in relative_loads)
+    for column, (walk, loads) in enumerate(zip(walks, relative_loads, strict=True)):
         axes = figure.add_subplot(grid[0, column])
-        _draw_ranks(axes, walk.strategy, _relative_loads(walk, typical_step), highest)
+        _draw_ranks(axes, walk.strategy, loads, highest)
         if column == 0:
             axes.set_ylabel(f"load of each rank in step {typical_step}\n(mean of the ranks = 1)")
     axes = figure.add_subplot(grid[1, :])
@@ -99,14 +91,3 @@ def _draw_ranks(axes: "Axes", strategy: str, loads: NDArray[np.float64], highest
     axes.set_xlabel("rank")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
-
-
-def _relative_loads(walk: Walk, step: int) -> NDArray[np.float64]:
-    """Return the load of each rank after balancing, over their mean: float64 [W]."""
-    loads = walk.metrics[step].after
-    return loads / max(float(loads.mean()), 1.0)
-
-
-def _typical_step(metrics: Sequence[StepMetrics]) -> int:
-    """Return the step with the median imbalance before balancing."""
-    return int(np.argsort([step.ratio_before for step in metrics], kind="stable")[len(metrics) // 2])

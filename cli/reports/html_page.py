@@ -8,15 +8,7 @@ from evenrank.core.errors import ConfigError, DataError, escape_controls
 
 
 def page_path(subject: Path, chosen: Path | None) -> Path:
-    """Return the path of the page about a dataset or a log.
-
-    Args:
-        subject: the dataset's folder, or the log.
-        chosen: the path that the user asks for; None: NAME-report.html, next to the subject.
-
-    Raises:
-        ConfigError: `chosen` is a folder, is inside the dataset, which may contain nothing else, or is the log.
-    """
+    """Return the path of the page about a dataset or a log: the chosen one, or NAME-report.html next to the subject."""
     is_dataset = subject.is_dir()
     page = chosen
     if page is None:
@@ -34,11 +26,7 @@ def page_path(subject: Path, chosen: Path | None) -> Path:
 
 
 def write_page(page: Path, html: str) -> None:
-    """Write the page atomically: an existing file is replaced by the complete page or not at all.
-
-    Raises:
-        DataError: it could not be written.
-    """
+    """Write the page atomically: an existing file is replaced by the complete page or not at all."""
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(page, html)

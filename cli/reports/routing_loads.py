@@ -20,18 +20,16 @@ _MAX_ROWS = 1 << 62  # of a KeyMap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingLoads:
-    """The load of the busiest rank over the mean of all ranks, for several numbers of ranks."""
+    """The load of the busiest rank over the mean of all ranks, for each of `ranks`, the numbers of ranks."""
 
     num_embeddings: int
     ranks: Sequence[int]
     ids: Mapping[str, Sequence[float]]
-    """Per mode, one value for each number of ranks: load is the number of distinct ids that occur."""
+    """Per mode, where load is the number of distinct ids that occur."""
     lookups: Mapping[str, Sequence[float]]
-    """The same where load is the number of events."""
+    """Per mode, where load is the number of events."""
     most_frequent: Sequence[float]
-    """One value for each number of ranks: the events of the most frequent id over the mean events of a rank. A rank has
-    all lookups of an id, so `lookups` is at least this in any mode.
-    """
+    """Events of the most frequent id over the mean of the ranks: a lower bound of `lookups` in any mode."""
 
 
 def routing_loads(
@@ -42,14 +40,10 @@ def routing_loads(
     ranks: Sequence[int] = _RANKS,
     on_ranks: Callable[[int], None] = lambda world_size: None,
 ) -> RoutingLoads | None:
-    """Count the distinct ids and the events of each rank, in each mode; None if there are none, or no such table.
+    """Count the distinct ids and the events of each rank, in each mode.
 
-    Args:
-        ids: [n], distinct, in 0..num_embeddings-1.
-        counts: [n], events of each.
-        num_embeddings: rows of the table. Vocabularies of more than 2^62 rows are hashes, which index no table.
-        ranks: numbers of ranks.
-        on_ranks: called with each number of ranks before counting.
+    `ids` [n] are distinct, with `counts` [n] events each; `on_ranks` is called with each number of ranks before
+    counting. None if there are no ids, or more than 2^62 embeddings: ids that are hashes index no table.
     """
     if not len(ids) or num_embeddings > _MAX_ROWS:
         return None

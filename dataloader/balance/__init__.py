@@ -1,7 +1,8 @@
-"""Balanced batches: who trains which sample of a step, and moving it there.
+"""Balanced batches: assign the samples of a step to ranks, and move them there.
 
-Start at `balancer.py`. A step's lengths become costs (`cost.py`), ranks all-gather them (`control/`), every rank
-computes the same assignment (`partition/`), and one collective moves the samples (`exchange/`).
+Start at `balancer.py`. A step's lengths become costs (`cost.py`), ranks all-gather them (`ranks/`), every rank
+computes the same assignment (`partition/`), and one collective moves the samples (`exchange/`). Where every rank can
+read every sample, nothing moves (`no_exchange.py`).
 """
 
 import importlib
@@ -12,8 +13,15 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import Cost, HSTUCost, SelfAttentionCost
 from evenrank.dataloader.balance.measured_cost import MeasuredCost
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, summarize
-from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem, register_strategy
-from evenrank.dataloader.balance.partition.strategies import Assignment, TokenLimitWarning, lower_bound, partition
+from evenrank.dataloader.balance.partition.strategies import (
+    STRATEGIES,
+    Assignment,
+    PartitionProblem,
+    TokenLimitWarning,
+    lower_bound,
+    partition,
+    register_strategy,
+)
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.balancer import Balancer, Handle
@@ -39,16 +47,9 @@ __all__ = [
 ]
 
 
-# By the module that defines them. Imported when they are used: they need torch, which takes seconds to import, and
-# planning and costs do without.
-_MODULES = {
-    "Balancer": "balancer",
-    "Handle": "balancer",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    # Imported when they are used: they need torch, which takes seconds to import, and planning and costs do without.
+    if name not in ("Balancer", "Handle"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with naming_extras():
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.balancer"), name)

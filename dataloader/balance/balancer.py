@@ -14,7 +14,6 @@ loader failed, takes part in the all-gathers like any other, so no rank waits fo
 import contextlib
 import dataclasses
 import enum
-import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,25 +24,23 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from evenrank.core.errors import ConfigError, RankError, one_line
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep, StepInFlight
 from evenrank.dataloader.balance.ranks.connection import Connection
-from evenrank.dataloader.balance.ranks.consistency import HandshakeResult, RankReport, validate_reports
-from evenrank.dataloader.balance.ranks.handshake import handshake
+from evenrank.dataloader.balance.ranks.handshake import HandshakeResult, RankReport, handshake
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.balance.source import LoaderAdapter
 from evenrank.dataloader.balance.step_planner import PlannedStep, StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
-from evenrank.dataloader.balance.writers import StepLogger
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.dataloader.state.node import EpochNode
 from evenrank.dataloader.state.snapshots import Position
 
-# A step on its way through a Balancer's `start`, `launch` and `finish`.
+Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 class State(enum.StrEnum):
@@ -56,89 +53,55 @@ class State(enum.StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Handle:
-    """A step on its way through `start`, `launch` and `finish`."""
+    """A step between `start` and `finish`."""
 
     state: State = State.STARTED
-    """The last thing that was done to it."""
 
     planned: Future[PlannedStep]
-    """Its plan, made in the background."""
-
+    """The plan, made in the background."""
     in_flight: StepInFlight | None = None
-    """Its exchange, once it is launched; None if no rank has batches left."""
-
+    """The exchange, once it is launched; None if no rank has batches left."""
     waited_seconds: float = 0.0
     """Time that the training thread waited for the plan."""
-
     exchange_seconds: float = 0.0
     """Time to pack, to wait for the collective and to unpack, on the training thread."""
 
+    def check(self, call: str, needed: State) -> None:
+        """Check that a call comes after the one that it needs, and once.
 
-def check_state(handle: Handle, state: State, rule: str) -> None:
-    """Check that this was the last thing done to a step.
-
-    Raises:
-        ConfigError: it was not; the message has the rule, which begins with a verb.
-
-    """
-    if handle.state != state:
-        raise ConfigError(f"a step {rule}; this one is {handle.state}")
-
-
-def drain(handles: Iterable[Handle]) -> None:
-    """Wait for plans, and for collectives on the CPU, so that the collectives of all ranks stay in step.
-
-    Their results no longer matter. On a GPU, collectives follow each other on their stream without the host.
-    """
-    for handle in handles:
-        with contextlib.suppress(Exception):
-            handle.planned.result()
-        if handle.in_flight is not None and handle.in_flight.work is not None:
-            with contextlib.suppress(RuntimeError):
-                handle.in_flight.work.wait()
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.state != needed:
+            found = "only started" if self.state == State.STARTED else f"already {self.state}"
+            raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
 
 
-# The arguments of a Balancer: checked on each rank and compared between ranks, before any process group is created.
-
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
-
-
-def check_arguments(
-    batches: Iterable[Batch], config: BalanceConfig, *, device: torch.device | str | None, members: Members
+def _check_on_all_ranks(
+    batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
 ) -> tuple[ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
-    """Check this rank's arguments and compare them between ranks.
+    """Check this rank's arguments and compare them between ranks, before any process group is created.
 
     Collective: every rank must call this.
 
     Raises:
         ConfigError: the arguments are invalid on this rank.
         RankError: they are invalid on another rank, or differ between ranks.
-
     """
-    exchange_device, source, num_batches, error = None, None, None, None
-    shared: dict[str, Any] = {}
+    exchange_device, source, report, error = None, None, None, None
     try:
         config.check(exchanges=True)
         source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + 1)
         num_batches = source.length()
         exchange_device = make_device(device)
-        shared = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
+        report = RankReport(
+            settings=config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type},
+            hardware=exchange_device.hardware,
+            num_batches=num_batches,
+        )
     except Exception as raised:  # reported to all ranks
         error = raised
-    report = RankReport(
-        error=None if error is None else one_line(error),
-        settings=shared,
-        hardware=None if exchange_device is None else exchange_device.hardware,
-        num_batches=num_batches,
-        host=socket.gethostname(),
-    )
-    try:
-        settled = handshake(report, validate_reports, members, config.timeout)
-    except RankError:
-        if error is not None:
-            raise error from None
-        raise
+    settled = handshake(report, error, members, config.timeout)
     assert source is not None
     assert exchange_device is not None
     return exchange_device, source, settled
@@ -147,27 +110,25 @@ def check_arguments(
 class Balancer(EpochNode[Batch], Generic[Batch]):
     """Balances every step over the ranks of a process group; iterate over it instead of over the loader.
 
-    The samples of a step, over all ranks, are the same as before balancing, each once; only who trains which sample
-    changes. Every rank of the group must create its Balancer and iterate over it in the same way.
+    A step has the same samples as before balancing, each once; only the ranks that train them change. Every rank of
+    the group must create its Balancer and iterate over it in the same way.
 
     Args:
-        batches: this rank's batches, dataclasses derived from JaggedBatch with one schema; iterated over once per
-            epoch. Ranks may have different numbers of batches.
+        batches: this rank's batches on the CPU, pinned or not: dataclasses derived from JaggedBatch, with one schema;
+            iterated over once per epoch. Ranks may have different numbers of batches.
         config: how steps are balanced.
-        group: the data-parallel ranks, over which samples are balanced: a process group, or a device mesh of one
-            dimension such as `mesh["dp"]`. It is never communicated over itself. None: the default process group or,
-            without one, this process alone. Ranks and logs count the ranks of this group. A rank that passes
-            another group cannot be asked; the others wait for it until `timeout`.
-        device: where batches are exchanged and where the balanced batches are: None or `cpu`, over Gloo, or a CUDA
-            device, over NCCL. The batches of the loader are on the CPU in either case, pinned or not. The exchange of
-            the next step starts when the current stream, and the device's default stream, have completed the work
-            enqueued so far. Buffers are allocated on a background thread, so capture CUDA graphs with
-            `capture_error_mode="thread_local"`.
+        device: where batches are exchanged and the balanced batches are: None or `cpu`, over Gloo, or a CUDA device,
+            over NCCL. The exchange of the next step starts once the current stream and the device's default stream
+            have completed the work enqueued so far. Buffers are allocated on a background thread, so capture CUDA
+            graphs with `capture_error_mode="thread_local"`.
+        group: the data-parallel ranks: a process group, or a device mesh of one dimension such as `mesh["dp"]`. Its
+            members get communicators of their own. None: the default process group or, without one, this process
+            alone. Ranks in messages and logs are those of this group. If a rank passes another group, the others wait
+            for it until `timeout`.
 
     Raises:
-        ConfigError: an option is out of range.
-        RankError: an option is out of range on another rank, or differs between ranks.
-
+        ConfigError: an option or the loader is invalid.
+        RankError: one is on another rank, or an option differs between ranks.
     """
 
     def __init__(
@@ -184,15 +145,12 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         suppress_fx_tracing_warning()  # before the batches of any other loader
         warm_up()
         members = members_of(group, config.timeout)
-        self._device, self._source, settled = check_arguments(batches, config, device=device, members=members)
-        self._num_steps = settled.num_steps
-        log = None
-        if config.log_every is not None and members.rank == 0:
-            log = StepLogger(every=config.log_every, window=config.log_window)
-        self._observers = [observe for observe in (log, config.on_step) if observe is not None]
+        self._device, self._source, result = _check_on_all_ranks(batches, config, device, members)
+        self._num_steps = result.num_steps
+        self._observe = config.observer(members.rank)
         self._connection = Connection(
             members,
-            hosts=settled.hosts,
+            hosts=result.hosts,
             timeout=config.timeout,
             backend=self._device.backend,
             use_in_thread=self._device.use_in_thread,
@@ -219,7 +177,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             TypeError: the loader of a rank does not know how many batches it has.
-
         """
         if self._num_steps is None:
             raise TypeError("the loader has no length, on this rank or on another one")
@@ -230,10 +187,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             TypeError: the loader does not know them.
-
         """
-        remaining = self._source.remaining_batches()
-        if remaining is None:
+        if (remaining := self._source.remaining_batches()) is None:
             raise TypeError("the loader has no remaining_batches")
         return remaining
 
@@ -251,7 +206,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
                 self._await_plan(started[0])
                 self._unpack(launched[0])
                 launched.append(self.launch(started.popleft()))
-                self._note_hand_out(launched[0], is_last=launched[1].in_flight is None)
+                self._record_position(launched[0], is_last=launched[1].in_flight is None)
                 # User code can raise on one rank alone, so it runs after the collective was launched on all ranks.
                 yield self._hand_out(launched.popleft())
         except RankError as error:
@@ -261,11 +216,11 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             raise
         except Exception as error:  # possibly on this rank alone
             # All ranks have launched the same steps, so these can complete.
-            drain([*launched, *started])
+            _drain([*launched, *started])
             self._connection.fail(error)
             raise
         finally:
-            drain([*launched, *started])
+            _drain([*launched, *started])
 
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
@@ -275,7 +230,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             ConfigError: the Balancer is closed.
-
         """
         self._connection.check_open()
         if batch is not None:
@@ -291,9 +245,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         Raises:
             RankError: a rank failed, or ranks are inconsistent; on every rank, with the failed rank's message.
             ConfigError: the step has been launched already.
-
         """
-        check_state(handle, State.STARTED, "can be launched once, after it is started")
+        handle.check("launch", State.STARTED)
         prepared = self._await_plan(handle)
         handle.state = State.LAUNCHED
         if prepared is not None:
@@ -308,13 +261,12 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             ConfigError: the step has not been launched, or has been finished already.
-
         """
-        check_state(handle, State.LAUNCHED, "can be finished once, after it is launched")
+        handle.check("finish", State.LAUNCHED)
         self._unpack(handle)
         if handle.in_flight is None:
             return None
-        self._note_hand_out(handle, is_last=False)
+        self._record_position(handle, is_last=False)
         try:
             return self._hand_out(handle)
         except Exception as error:
@@ -324,18 +276,17 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
         """Return the position after the batch handed out last, or after another one.
 
-        Reading ahead does not show. The state is that of the loader if its `state_dict` takes `after` as well, such as
-        a Loader's; it resumes on any number of ranks. The state of any other loader is the one it had when the batch
-        was pulled from it; every rank has to save and load its own, on the same number of ranks.
+        If the loader's `state_dict` takes `after` as well, as a Loader's does, this is its state, which resumes on any
+        number of ranks. Otherwise it is the state that the loader had when the batch was pulled; every rank saves and
+        loads its own, on the same number of ranks.
 
         Args:
-            after: a batch that was handed out, of which only `epoch` and `position` are used. Pass the one trained last
-                if something pulls batches ahead of training. None: the one handed out last.
+            after: a batch that was handed out; only its `epoch` and `position` are used. Pass the one trained last if
+                something pulls batches ahead of training. None: the one handed out last.
 
         Raises:
             ConfigError: the loader has no state.
             StateError: the batch was handed out too long ago.
-
         """
         return self._source.state_after(self._handed_out if after is None else Position(after.epoch, after.position))
 
@@ -345,7 +296,6 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         Raises:
             ConfigError: the loader has no state.
             StateError: the state does not match the loader.
-
         """
         self._source.load_state(state)
         self._handed_out = None
@@ -383,8 +333,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
                 self._exchange.finish(handle.in_flight)
             handle.exchange_seconds += time.perf_counter() - started
 
-    def _note_hand_out(self, handle: Handle, *, is_last: bool) -> None:
-        """Make the position after a step that of `state_dict`."""
+    def _record_position(self, handle: Handle, *, is_last: bool) -> None:
+        """Make `state_dict` return the position after a step."""
         batch = handle.planned.result().batch
         assert batch is not None
         self._handed_out = Position(batch.epoch, batch.position)
@@ -395,12 +345,9 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         assert handle.in_flight is not None
         batch = handle.in_flight.prepared.balanced_batch()
         metrics = handle.planned.result().metrics
-        if self._observers and metrics is not None:
-            metrics = dataclasses.replace(
-                metrics, exchange_seconds=handle.exchange_seconds, waited_seconds=handle.waited_seconds
-            )
-            for observe in self._observers:
-                observe(metrics)
+        if self._observe is not None and metrics is not None:
+            exchanged, waited = handle.exchange_seconds, handle.waited_seconds
+            self._observe(dataclasses.replace(metrics, exchange_seconds=exchanged, waited_seconds=waited))
         return cast(Batch, batch)
 
     def _start_next(self, source: Iterator[Batch]) -> Handle:
@@ -415,3 +362,16 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def _plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
         with self._device.profiled("start"):
             return self._planner.plan(batch, error)
+
+
+def _drain(handles: Iterable[Handle]) -> None:
+    """Wait for plans, and for collectives on the CPU, whose results no longer matter, so that all ranks stay in step.
+
+    On a GPU, collectives follow each other on their stream without the host.
+    """
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            handle.planned.result()
+        if handle.in_flight is not None and handle.in_flight.work is not None:
+            with contextlib.suppress(RuntimeError):
+                handle.in_flight.work.wait()

@@ -9,13 +9,14 @@ from typing import Any
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.cost import Cost, describe_cost
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.partition.registry import STRATEGIES
 from evenrank.dataloader.balance.partition.strategies import (
     DEFAULT_STRATEGY,
     DEFAULT_TOLERANCE,
+    STRATEGIES,
     OnOverflow,
     check_options,
 )
+from evenrank.dataloader.balance.writers import StepLogger
 
 EXCHANGES = ("all-to-all", "all-gather")
 
@@ -26,61 +27,48 @@ _PER_RANK = ("timeout", "on_step", "log_every", "log_window")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """How steps are balanced over the ranks; the same on all ranks, except for the last four options.
+    """Options of balancing; the same on all ranks, except for the last four.
 
-    A Balancer, or `build_loader`, checks the options, so that a mistake on one rank is reported on all ranks.
+    A Balancer or `build_loader` checks them, so that a mistake on one rank is reported on all ranks.
     """
 
     cost: Cost
-    """What a sample costs; see `evenrank.dataloader.balance.cost`."""
-
+    """The cost of a sample; see `evenrank.dataloader.balance.cost`."""
     strategy: str = DEFAULT_STRATEGY
     """`lpt-swap` balances best; `min-move` moves the fewest tokens that bring the ranks within `tolerance`;
     `karmarkar-karp` is the baseline; `none` moves nothing; or one of your own (`register_strategy`)."""
-
     tolerance: float = DEFAULT_TOLERANCE
     """Relative tolerance, from 0 to below 1: a heaviest load of (1 + tolerance) * lower bound is good enough."""
-
     max_tokens_per_rank: int | None = None
     """Limit to the tokens of a rank in a step, so that it fits in device memory; None: no limit. The tokens of a sample
     are `cost.tokens(lengths)` if the cost has that method, else the sum of its lengths over all keys."""
-
     on_overflow: OnOverflow = "raise"
     """Where that limit cannot be kept: `raise` on all ranks, or `warn` and exceed it."""
-
     pack: bool = False
     """`build_loader` only. Each step has as many samples as fit `max_tokens_per_rank`, at most the loader's
     `batch_size` per rank, so the number of samples varies and the rest of the rows are padding. A sample that is longer
     than the limit raises or, with `on_overflow="warn"`, has a rank to itself, apart from samples without tokens.
     `drop_last` leaves out a last step that has room for more samples."""
-
     window: int = 1
-    """`build_loader` only. Steps whose samples may change steps among themselves, so that fewer of them wait for
-    samples that make their ranks uneven. 1: samples stay in their steps."""
-
+    """`build_loader` only. Number of consecutive steps whose samples may change steps among themselves, so that fewer
+    steps wait for a long sample. 1: samples stay in their steps."""
     exchange: str = "all-to-all"
     """`Balancer` only. The collective that moves samples: `all-to-all`, or `all-gather`, which moves more bytes and
     gives the same batches."""
-
     batch_size: int | None = None
-    """`Balancer` only. Rows of every balanced batch, at least those of the loader's batches, which are padded to it;
-    None: those of the longest batch of any rank so far."""
-
+    """`Balancer` only. Rows of every balanced batch, padding included, at least as many as the loader's batches have;
+    None: the rows of the longest batch of any rank so far."""
     lookahead: int = 2
     """`Balancer` only. Steps whose metadata is gathered ahead of the step that trains, at least 1. On a GPU each
-    of them takes device memory of four times its batch; with `all-gather`, of three batches and those of all ranks."""
-
+    of them takes device memory of four times its batch; with `all-gather`, of three batches and one of every rank."""
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective or a comparison waits for other ranks."""
-
     on_step: Callable[[StepMetrics], None] | None = field(default=None, compare=False)
     """Called on the training thread with the metrics of each step, before its batch is handed out; see
     `evenrank.dataloader.balance.writers`. With no exchange, samples that change ranks count as moved and the times of
     gathering and exchanging are 0."""
-
     log_every: int | None = None
-    """Rank 0 logs a line for people every so many steps; None: no lines."""
-
+    """Steps from one line for people in the log of rank 0 to the next; None: no lines."""
     log_window: tuple[int, int] | None = None
     """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
 
@@ -88,11 +76,10 @@ class BalanceConfig:
         """Check the options.
 
         Args:
-            exchanges: for a Balancer, which exchanges samples; otherwise for a loader that balances itself.
+            exchanges: for a Balancer, which exchanges samples; False: for `build_loader`.
 
         Raises:
             ConfigError: an option is out of range, contradicts another one, or has no effect.
-
         """
         check_options(
             tolerance=self.tolerance, max_tokens_per_rank=self.max_tokens_per_rank, on_overflow=self.on_overflow
@@ -126,6 +113,20 @@ class BalanceConfig:
                     raise ConfigError(
                         f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
                     )
+
+    def observer(self, rank: int) -> Callable[[StepMetrics], None] | None:
+        """Return the function to call with the metrics of each step on a rank; None if nothing observes them."""
+        has_log = self.log_every is not None and rank == 0
+        log = StepLogger(every=self.log_every or 1, window=self.log_window) if has_log else None
+        observers = [observe for observe in (log, self.on_step) if observe is not None]
+        if not observers:
+            return None
+
+        def observe(metrics: StepMetrics) -> None:
+            for observer in observers:
+                observer(metrics)
+
+        return observe
 
     @property
     def partition_options(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Lengths -> what a sample costs to train, as integers.
+"""Lengths -> the cost of training each sample, as integers.
 
 A cost is any callable that takes the lengths and the numbers of candidates of a batch's samples, and returns int64:
 
     cost({"item_id": [12, 0, 7], "action": [12, 0, 7], ...}, num_candidates=[1, 0, 1]) -> [c0, c1, c2]
 
-Costs are integers so that every rank computes the same plan from the gathered costs, whatever its floating-point unit
-rounds. They are shifted right by a number of bits that follows from the configuration alone, so that the costs of a
-whole step add up below 2^62.
+Costs are integers so that rounding cannot make ranks plan differently. They are shifted right by a number of bits that
+follows from the configuration alone, so that the costs of a whole step add up below 2^62. `HSTUCost` and
+`SelfAttentionCost` are the floating-point operations of a model.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ MAX_TOKENS = (1 << 31) - 1
 
 
 class Cost(Protocol):
-    """What a sample costs, in any unit: only ratios matter."""
+    """The cost of a sample, in any unit: only ratios matter."""
 
     def __call__(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
@@ -46,7 +46,6 @@ class Cost(Protocol):
 
         Returns:
             int64 [B], none negative.
-
         """
         ...
 
@@ -80,7 +79,6 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
 
     Raises:
         ConfigError: the cost returns anything but integers 0..2^31-1, one for each sample.
-
     """
     if not isinstance(cost, CountsTokens):
         total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
@@ -97,10 +95,9 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
 
 
 def cost_shift(cost: Cost, samples_per_step: int) -> int:
-    """Return by how many bits costs are shifted right so that those of a whole step add up within 62 bits.
+    """Return the number of bits that costs are shifted right so that those of a whole step add up within 62 bits.
 
-    It follows from the configuration alone, so it is the same on all ranks and in all steps. A cost without a
-    `max_cost` is not shifted.
+    A cost without a `max_cost` is not shifted.
     """
     if not isinstance(cost, BoundsCosts):
         return 0
@@ -115,13 +112,13 @@ def scaled_costs(
     num_real: int,
     samples_per_step: int,
 ) -> NDArray[np.int64]:
-    """Call `cost` for the rows of a batch, check what it returns, and scale it so that costs can be summed.
+    """Call `cost` for the rows of a batch, check its result, and scale it so that costs can be summed.
 
     Args:
-        cost: what a sample costs.
+        cost: of a sample.
         lengths: per jagged key, int64 [B].
         num_candidates: int64 [B].
-        num_real: how many of the first rows are samples.
+        num_real: the number of first rows that are samples; the others are padding.
         samples_per_step: rows of all ranks in a step, whose costs are summed.
 
     Returns:
@@ -129,7 +126,6 @@ def scaled_costs(
 
     Raises:
         ConfigError: the costs are not integers, one is negative, or so large that a step could overflow.
-
     """
     costs = np.asarray(cost(_copied(lengths), num_candidates.copy()))
     if costs.shape != num_candidates.shape or costs.dtype.kind not in "iu":
@@ -150,19 +146,22 @@ def scaled_costs(
     return scaled
 
 
+def describe_cost(cost: object) -> str:
+    """Return a description of a cost that is the same in all processes for equal costs."""
+    text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
 def _copied(lengths: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-    """Return copies for a user's function, which may work in place: the same lengths say where histories begin."""
+    """Return copies for a user's function, which may work in place."""
     return {key: lengths_of_key.copy() for key, lengths_of_key in lengths.items()}
-
-
-# Costs that follow from the shape of a model: the floating-point operations of a sample's tokens.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCost(ABC):
     """Base of costs that depend on the numbers of a sample's history and candidate tokens.
 
-    The tokens of a sample are, in this order, the values of the `contextual` keys, then those of `history_key`, with
+    The tokens of a sample are, in this order, the values of the `contextual` keys and of `history_key`, with
     each action after its item if actions are interleaved. The last `num_candidates` values of `history_key` are the
     candidates, together with their actions if the batch has them; everything else is the history.
     """
@@ -170,16 +169,12 @@ class TokenCost(ABC):
     interleave_actions: bool
     """Each action is a token of its own after its item. A batch has actions whether or not a model reads them, so this
     does not follow from the batch."""
-
     contextual: tuple[str, ...] = ()
     """Keys whose values are tokens in front of the history."""
-
     history_key: str = ITEM_ID
     """Key whose values are the tokens of the history; `semantic_id` for a SemanticIdBatch."""
-
     max_tokens: int = 131_072
     """Largest number of tokens of one sample; sets the scale on which costs are summed without overflow."""
-
     _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     def __post_init__(self) -> None:
@@ -200,7 +195,6 @@ class TokenCost(ABC):
         Raises:
             ConfigError: the batch lacks a key whose values are tokens, a sample has more candidates than values of
                 `history_key`, or a cost would overflow.
-
         """
         tokens = self.tokens(lengths)
         candidates = self.candidate_tokens(lengths, num_candidates)
@@ -227,11 +221,10 @@ class TokenCost(ABC):
     def candidate_tokens(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return how many of each sample's tokens are candidates: int64 [B]; the others are the history.
+        """Return the number of candidate tokens of each sample: int64 [B]; the others are the history.
 
         Raises:
             ConfigError: a sample has more candidates than values of `history_key`.
-
         """
         history_items = lengths[self.history_key] - num_candidates
         if int(history_items.min(initial=0)) < 0:
@@ -242,7 +235,7 @@ class TokenCost(ABC):
             )
         if not self.interleave_actions:
             return num_candidates
-        # Actions are those of the first items: of the history alone, or of the candidates as well.
+        # Actions belong to the first items: to the history alone, or to candidates as well.
         tokens: NDArray[np.int64] = num_candidates + np.clip(lengths[ACTION] - history_items, 0, num_candidates)
         return tokens
 
@@ -278,103 +271,82 @@ def attended_pairs(history: NDArray[np.int64], candidates: NDArray[np.int64], *,
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HSTUCost(TokenCost):
-    """Floating-point operations of the forward and backward pass through an HSTU encoder (Zhai et al., 2024).
+class LayerCost(TokenCost):
+    """Base of the floating-point operations of the forward and backward pass through equal attention layers.
 
-    For a sample with s tokens in p attended pairs (see `attended_pairs`), width d = `hidden` and w = `heads *
-    head_dim`, the matrix products of a layer take, with 2 operations for a multiplication and an addition,
+    For a sample with s tokens in p attended pairs (see `attended_pairs`) and w = `heads * head_dim`, the matrix
+    products of the forward pass of a layer take, with 2 operations for a multiplication and an addition,
 
-        U, V, Q, K projections   s rows, d -> 4 w      8 s d w
         scores Q K^T             p pairs, over w       2 p w
         weighted values          p pairs, over w       2 p w
-        output projection        s rows, w -> d        2 s w d
+        products of tokens       see the model         s * `operations_per_token`
 
-    in the forward pass, and twice that in the backward pass: each product A B needs the gradients of A and of B, of the
-    same size. Norms, gates and activations are linear in s and small next to the projections; they are left out.
+    and twice that in the backward pass: each product A B needs the gradients of A and of B. Norms, gates and
+    activations are linear in s and small next to these products; they are left out.
     """
 
     hidden: int
     """Width of the residual stream."""
-
     heads: int
     """Attention heads of a layer."""
-
     head_dim: int
-    """Width of a head, for U, V, Q and K alike."""
-
+    """Width of a head, for queries, keys and values alike."""
     layers: int
     """Number of layers."""
-
     causal: bool = True
     """Each token of the history attends to earlier ones only, and the kernel skips the others."""
-
     _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")
+
+    @property
+    @abstractmethod
+    def operations_per_token(self) -> int:
+        """Operations of the products of a layer's forward pass that do not depend on other tokens."""
 
     def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the operations of samples with these numbers of history and candidate tokens, of the same shape."""
-        width = self.heads * self.head_dim
-        projections = (history + candidates) * (10 * self.hidden * width)
-        attention = attended_pairs(history, candidates, causal=self.causal) * (2 * width)
-        return (projections + attention) * (3 * self.layers)
+        attention = attended_pairs(history, candidates, causal=self.causal) * (2 * self.heads * self.head_dim)
+        return ((history + candidates) * self.operations_per_token + attention) * (3 * self.layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SelfAttentionCost(TokenCost):
-    """Floating-point operations of the forward and backward pass through a transformer: SASRec, semantic-id models.
+class HSTUCost(LayerCost):
+    """Floating-point operations of the forward and backward pass through an HSTU encoder (Zhai et al., 2024).
 
-    For a sample with s tokens in p attended pairs (see `attended_pairs`), width d = `hidden`, w = `heads *
-    head_dim` and a feed-forward network of inner width f = int(`ffn_multiplier` * d), the matrix products of a layer
-    take, with 2 operations for a multiplication and an addition,
+    With d = `hidden` and w = `heads * head_dim`, each of a layer's s tokens takes, besides attention (see `LayerCost`),
 
-        Q, K, V projections      s rows, d -> 3 w      6 s d w
-        scores Q K^T             p pairs, over w       2 p w
-        weighted values          p pairs, over w       2 p w
+        U, V, Q, K projections   s rows, d -> 4 w      8 s d w
         output projection        s rows, w -> d        2 s w d
-        feed-forward             s rows, d -> f -> d   4 s d f
-
-    in the forward pass, and twice that in the backward pass, as for `HSTUCost`. The scores of one head are over
-    `head_dim`, so those of all heads are over w. Norms, softmax and activations are left out.
     """
 
-    hidden: int
-    """Width of the residual stream."""
+    @property
+    def operations_per_token(self) -> int:
+        """Operations of the projections of a token in a layer's forward pass."""
+        return 10 * self.hidden * self.heads * self.head_dim
 
-    heads: int
-    """Attention heads of a layer."""
 
-    head_dim: int
-    """Width of a head."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfAttentionCost(LayerCost):
+    """Floating-point operations of the forward and backward pass through a transformer: SASRec, semantic-id models.
 
-    layers: int
-    """Number of layers."""
+    With d = `hidden`, w = `heads * head_dim` and a feed-forward network of inner width f = int(`ffn_multiplier` * d),
+    each of a layer's s tokens takes, besides attention (see `LayerCost`),
+
+        Q, K, V projections      s rows, d -> 3 w      6 s d w
+        output projection        s rows, w -> d        2 s w d
+        feed-forward             s rows, d -> f -> d   4 s d f
+    """
 
     interleave_actions: bool = False
     """Each action is a token of its own after its item; SASRec and semantic-id models have no tokens for actions."""
-
     ffn_multiplier: float
     """Inner width of the feed-forward network as a multiple of `hidden`, rounded down: 4, or 8/3."""
 
-    causal: bool = True
-    """Each token of the history attends to earlier ones only, and the kernel skips the others."""
-
-    _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")
-
     def __post_init__(self) -> None:
-        TokenCost.__post_init__(self)
+        LayerCost.__post_init__(self)
         if not 0 < self.ffn_multiplier < math.inf:
             raise ConfigError(f"ffn_multiplier must be positive and finite, got {self.ffn_multiplier}")
 
-    def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the operations of samples with these numbers of history and candidate tokens, of the same shape."""
-        width = self.heads * self.head_dim
-        tokens = history + candidates
-        projections = 8 * tokens * self.hidden * width
-        attention = 2 * attended_pairs(history, candidates, causal=self.causal) * width
-        feed_forward = 4 * tokens * self.hidden * int(self.ffn_multiplier * self.hidden)
-        return 3 * self.layers * (projections + attention + feed_forward)
-
-
-def describe_cost(cost: object) -> str:
-    """Return a description of a cost that is the same in all processes for equal costs."""
-    text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    @property
+    def operations_per_token(self) -> int:
+        """Operations of the projections and the feed-forward network of a token in a layer's forward pass."""
+        return 8 * self.hidden * self.heads * self.head_dim + 4 * self.hidden * int(self.ffn_multiplier * self.hidden)

@@ -20,7 +20,7 @@ _FORMAT, _VERSION = "evenrank measured cost", 1
 _MIN_STEPS = 20
 # Spread of the steps' sums from the 5th to the 95th percentile, as a fraction of their median.
 _MIN_SPREAD = 0.02
-# Fraction of the variance of sum(p) that sum(t) does not explain: what lengths that deviate by 5 % leave.
+# Fraction of the variance of sum(p) that sum(t) must leave unexplained: as much as lengths that deviate by 5 %.
 _MIN_UNEXPLAINED = 1e-3
 _MIN_R2 = 0.8  # without outliers
 _MAX_OUTLIERS = 0.25  # of the steps
@@ -35,30 +35,24 @@ _ITERATIONS = 50  # of reweighting: enough to find outliers, which does not take
 class MeasuredCost(TokenCost):
     """Seconds of a sample with t tokens in p pairs, b t + c p, as integers in units of 2^-`fraction_bits` seconds.
 
-    p is twice the number of attended pairs where attention is causal (see `attended_pairs`): h^2 + k (2 h + 1) with h
-    history and k candidate tokens, which is t^2 without candidates. A file that was fitted to t^2 is read with the same
-    b and c; if the timed steps had candidates, fit it again.
+    p is twice the number of causally attended pairs (see `attended_pairs`): h^2 + k (2 h + 1) with h history and k
+    candidate tokens, which is t^2 without candidates.
 
-    Create it with `fit`, store it with `save`, and `load` the same file on all ranks; a Balancer checks that ranks have
-    the same cost. `fit` chooses the unit such that a sample of `max_tokens` costs about 2^60: with the default of
-    131,072 tokens, rounding b and c changes no sample's cost by more than 1 part in 2^24.
+    Create it with `fit`, store it with `save`, and `load` the same file on all ranks, which compare it. `fit` chooses
+    the unit such that a sample of `max_tokens` costs about 2^60: with the default of 131,072 tokens, rounding b and c
+    changes no sample's cost by more than 1 part in 2^24.
     """
 
     linear: int
     """b, per token."""
-
     quadratic: int
     """c, per unit of p: the pair of a token with itself, or half a pair of two tokens."""
-
     fraction_bits: int
     """The unit of b and c is 2^-fraction_bits seconds."""
-
     seconds_per_step: float
     """a, the seconds of a step that do not depend on its samples; not part of a sample's cost."""
-
     steps: int
     """Number of steps that were fitted."""
-
     r2: float
     """Fraction of the variance of their times that the fit explains, outliers excluded."""
 
@@ -97,12 +91,9 @@ class MeasuredCost(TokenCost):
         """Fit the cost to measured steps: seconds = a + b sum(t) + c sum(p), summed over the samples of a step.
 
         Time the forward and backward pass of one rank, between two synchronizations of its device and before gradients
-        are reduced: a synchronous step lasts as long as its slowest rank, which says little about a rank's own samples.
-        Use steps that are not balanced (`strategy="none"`), because balanced ones are too similar. Leave out the
-        first steps, which compile and allocate. Far too long times, such as those of steps that wrote a checkpoint, do
-        no harm up to a quarter of the steps.
-
-        a does not depend on who trains which sample, so it is not part of a sample's cost.
+        are reduced: a synchronous step lasts as long as its slowest rank. Use steps that are not balanced
+        (`strategy="none"`), because balanced ones are too similar. Leave out the first steps, which compile and
+        allocate. Up to a quarter of the times may be far too long, such as those of steps that wrote a checkpoint.
 
         Args:
             lengths: per step, the tokens of this rank's samples, as `tokens` of any `TokenCost` counts them: integers
@@ -110,52 +101,25 @@ class MeasuredCost(TokenCost):
             seconds: [N], of each step.
             candidates: how many of the tokens in `lengths` are candidates, as `candidate_tokens` of any `TokenCost`
                 counts them, of the same shape; None if no sample has candidates.
-            history_key: this and the next two say which values of a batch are tokens, as in every `TokenCost`; they
-                must count the same tokens as `lengths` and `candidates`.
-            interleave_actions: see `history_key`.
-            contextual: see `history_key`.
+            history_key: as in every `TokenCost`; it must count the same tokens as `lengths` and `candidates`.
+            interleave_actions: like `history_key`.
+            contextual: like `history_key`.
             max_tokens: tokens of the longest sample that can occur.
 
         Raises:
-            ConfigError: the fit would be poor; the message says why and what to measure instead.
-
+            ConfigError: the fit would be poor; the message says why, and which steps to time instead.
         """
         if max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
         times = np.asarray(seconds, dtype=np.float64)
-        if times.ndim != 1 or len(times) != len(lengths):
-            raise ConfigError(f"there must be one time for each step, got {len(lengths)} steps and {times.shape} times")
-        if len(times) < _MIN_STEPS:
-            raise ConfigError(f"{len(times)} steps are too few to fit a cost; time at least {_MIN_STEPS}")
-        wrong = np.flatnonzero(~(np.isfinite(times) & (times > 0)))
-        if len(wrong):
-            raise ConfigError(
-                f"times must be positive and finite: {len(wrong)} of {len(times)} are not, the first {times[wrong[0]]} "
-                f"seconds of step {wrong[0]}; time these steps again or leave them out"
-            )
+        _check_times(times, len(lengths))
         steps = [np.asarray(step) for step in lengths]
         if candidates is None:
             candidates = [np.zeros_like(step) for step in steps]
         sums = _sums(steps, [np.asarray(step) for step in candidates], max_tokens)
         _check_variation(sums)
         coefficients = _fit_non_negative(sums, times)
-        r2, outliers = _explained(sums @ coefficients, times)
-        remedy = (
-            "time the forward and backward pass alone, synchronize the device before and after, and leave out the "
-            "first steps"
-        )
-        if coefficients[1:].max() == 0:
-            raise ConfigError(f"the time of the {len(times)} steps does not grow with tokens; {remedy}")
-        if r2 < _MIN_R2:
-            raise ConfigError(
-                f"tokens explain {r2:.0%} of the variance of the {len(times)} times, at least {_MIN_R2:.0%} is needed; "
-                f"{remedy}"
-            )
-        if outliers > _MAX_OUTLIERS * len(times):
-            raise ConfigError(
-                f"{outliers} of {len(times)} times are far from what the tokens of their steps explain, at most "
-                f"{_MAX_OUTLIERS:.0%} may be; {remedy}"
-            )
+        r2 = _check_fit(sums, coefficients, times)
         a, b, c = coefficients.tolist()
         fraction_bits = _COST_BITS - math.ceil(math.log2(b * max_tokens + c * max_tokens**2))
         return cls(
@@ -176,7 +140,6 @@ class MeasuredCost(TokenCost):
 
         Raises:
             DataError: the file cannot be written.
-
         """
         target = Path(path)
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
@@ -191,7 +154,6 @@ class MeasuredCost(TokenCost):
 
         Raises:
             DataError: the file is missing or malformed; the message names the file and the field.
-
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -221,6 +183,19 @@ def _checked_value(values: dict[str, Any], entry: Any, path: Path | str) -> Any:
     if not is_valid:
         raise DataError(f"{path}: {entry.name} has the wrong type, {value!r}; fit the cost again")
     return tuple(value) if entry.name == "contextual" else value
+
+
+def _check_times(times: NDArray[np.float64], num_steps: int) -> None:
+    if times.ndim != 1 or len(times) != num_steps:
+        raise ConfigError(f"there must be one time for each step, got {num_steps} steps and {times.shape} times")
+    if num_steps < _MIN_STEPS:
+        raise ConfigError(f"{num_steps} steps are too few to fit a cost; time at least {_MIN_STEPS}")
+    wrong = np.flatnonzero(~(np.isfinite(times) & (times > 0)))
+    if len(wrong):
+        raise ConfigError(
+            f"times must be positive and finite: {len(wrong)} of {num_steps} are not, the first {times[wrong[0]]} "
+            f"seconds of step {wrong[0]}; time these steps again or leave them out"
+        )
 
 
 def _sums(
@@ -254,7 +229,6 @@ def _sums(
 
 
 def _check_candidates(number: int, candidates: NDArray[np.integer], tokens: NDArray[np.integer]) -> None:
-    """Raise ConfigError if the candidates of a step are not counts of some of its samples' tokens."""
     if candidates.shape != tokens.shape or (candidates.size and candidates.dtype.kind not in "iu"):
         raise ConfigError(
             f"candidates must be integers of the same shape as lengths, {tokens.shape} in step {number}; it has "
@@ -269,7 +243,7 @@ def _check_candidates(number: int, candidates: NDArray[np.integer], tokens: NDAr
 
 
 def _check_variation(sums: NDArray[np.float64]) -> None:
-    """Raise ConfigError if the steps are too similar to tell the three coefficients apart."""
+    """Check that the steps differ enough to tell the three coefficients apart."""
     tokens, pairs = sums[:, 1], sums[:, 2]
     spread = min(_spread(tokens), _spread(pairs))
     if spread < _MIN_SPREAD:  # sums that hardly vary cannot be told from the constant a
@@ -293,12 +267,7 @@ def _spread(values: NDArray[np.float64]) -> float:
 
 
 def _fit_non_negative(sums: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Fit times = sums @ (a, b, c) with non-negative coefficients: set negative ones to 0 and fit the others again.
-
-    Returns:
-        float64 [3].
-
-    """
+    """Fit times = sums @ (a, b, c) with non-negative coefficients: set negative ones to 0 and fit the others again."""
     coefficients = np.zeros(3)
     columns = [0, 1, 2]
     while columns:
@@ -339,10 +308,25 @@ def _inliers(errors: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray
     return inlier
 
 
-def _explained(predicted: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[float, int]:
-    """Return the explained fraction of the variance of `times`, outliers excluded, and the number of outliers."""
-    errors = times - predicted
+def _check_fit(sums: NDArray[np.float64], coefficients: NDArray[np.float64], times: NDArray[np.float64]) -> float:
+    """Check that a fit is good, and return the explained fraction of the variance of `times`, outliers excluded."""
+    errors = times - sums @ coefficients
     inlier = _inliers(errors, times)
     variance = float(np.var(times[inlier]))
     r2 = 1.0 - float(np.mean(errors[inlier] ** 2)) / variance if variance > 0 else 0.0
-    return r2, int((~inlier).sum())
+    outliers = int((~inlier).sum())
+    if coefficients[1:].max() == 0:
+        problem = f"the time of the {len(times)} steps does not grow with tokens"
+    elif r2 < _MIN_R2:
+        problem = f"tokens explain {r2:.0%} of the variance of the {len(times)} times, at least {_MIN_R2:.0%} is needed"
+    elif outliers > _MAX_OUTLIERS * len(times):
+        problem = (
+            f"{outliers} of {len(times)} times are far from the fit to the tokens of their steps, at most "
+            f"{_MAX_OUTLIERS:.0%} may be"
+        )
+    else:
+        return r2
+    raise ConfigError(
+        f"{problem}; time the forward and backward pass alone, synchronize the device before and after, and leave out "
+        "the first steps"
+    )

@@ -1,14 +1,14 @@
-"""What balancing did, in one step or in many: loads before and after, what moved, and how long it took.
+"""Metrics of balancing, of one step or of many: loads before and after, moved samples, and times.
 
-The fields of `MetricsSummary` are declared once, with how steps combine, a label and a unit. The log, TensorBoard and
-the table of `evenrank metrics` derive from that declaration.
+The fields of `MetricsSummary` are declared once: how steps combine, a label and a unit. The log, TensorBoard and the
+table of `evenrank metrics` derive from that declaration.
 """
 
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,62 +22,45 @@ class StepMetrics:
 
     epoch: int
     """Epoch of the step."""
-
     step: int
     """Number of the step within the iteration."""
-
     before: NDArray[np.int64]
     """[W]: load of each rank before balancing: the cost of the samples that it loaded."""
-
     after: NDArray[np.int64]
     """[W]: load of each rank after balancing: the cost of the samples that it trains."""
-
     lower_bound: int
     """A load that the heaviest rank has at least, whatever the assignment."""
-
     samples: int
     """Samples of all ranks."""
-
     moved_samples: int
     """Samples that are trained on another rank than the one that loaded them."""
-
     tokens: int
     """Tokens of all ranks' samples; see `cost.count_tokens`."""
-
     moved_tokens: int
     """Tokens of the samples that moved."""
-
     sample_bytes: int
     """Bytes of all ranks' samples, in every field, without padding and alignment."""
-
     moved_bytes: int
     """Bytes of the samples that moved."""
-
     gather_seconds: float = 0.0
     """Time of the metadata all-gather, on this rank, in the background."""
-
     plan_seconds: float = 0.0
     """Time to plan the step, on this rank, in the background."""
-
     exchange_seconds: float = 0.0
     """Time to pack, to wait for the collective and to unpack, on this rank's training thread; on a GPU, to enqueue
     these."""
-
     waited_seconds: float = 0.0
     """Time that this rank's training thread waited for a plan that was not ready."""
 
     @property
     def ratio_before(self) -> float:
         """Heaviest load over the lower bound, before balancing; 1 if no sample costs anything."""
-        return self._ratio(self.before)
+        return int(self.before.max()) / self.lower_bound if self.lower_bound else 1.0
 
     @property
     def ratio_after(self) -> float:
         """Heaviest load over the lower bound, after balancing; 1 if no sample costs anything."""
-        return self._ratio(self.after)
-
-    def _ratio(self, loads: NDArray[np.int64]) -> float:
-        return int(loads.max()) / self.lower_bound if self.lower_bound else 1.0
+        return int(self.after.max()) / self.lower_bound if self.lower_bound else 1.0
 
 
 def measure_step(
@@ -91,14 +74,7 @@ def measure_step(
 ) -> StepMetrics:
     """Compare a step before and after balancing; the times remain 0.
 
-    Args:
-        assignment: who trains which sample.
-        costs: int64 [W, B], of each sample, 0 for padding.
-        tokens: int64 [W, B], of each sample, 0 for padding.
-        sample_bytes: int64 [W, B], of each sample, 0 for padding.
-        epoch: of the step.
-        step: its number.
-
+    `costs`, `tokens` and `sample_bytes` are int64 [W, B], a value for each sample and 0 for padding.
     """
     moved = assignment.moved
     return StepMetrics(
@@ -126,6 +102,11 @@ class Unit(enum.Enum):
     SECONDS = enum.auto()
 
 
+_AS_IN_A_STEP = (
+    *("ratio_before", "ratio_after", "moved_bytes", "samples", "tokens", "sample_bytes"),
+    *("gather_seconds", "plan_seconds", "exchange_seconds", "waited_seconds"),
+)
+
 _Combine = Callable[[str, Sequence["MetricsSummary"]], Any]
 
 
@@ -133,7 +114,7 @@ def _values(name: str, summaries: Sequence["MetricsSummary"]) -> NDArray[np.floa
     return np.array([getattr(summary, name) for summary in summaries], dtype=np.float64)
 
 
-def _total(name: str, summaries: Sequence["MetricsSummary"]) -> int:
+def _sum(name: str, summaries: Sequence["MetricsSummary"]) -> int:
     return int(_values(name, summaries).sum())
 
 
@@ -168,15 +149,9 @@ def _metric(
     default: float = 0.0,
     log_key: str | None = None,
 ) -> Any:
-    """Declare a field of `MetricsSummary`.
+    """Declare a field: how summaries combine, and its label and unit in tables, if it is shown there.
 
-    Args:
-        combine: how the values of several summaries become one.
-        label: what tables call it; None for fields that only the combination of others needs.
-        unit: of the value, if it has a label.
-        default: value without any steps.
-        log_key: key in the log, if it is not the field's name.
-
+    `default` is the value without any steps, `log_key` the key in the log if it is not the field's name.
     """
     return field(default=default, metadata={"combine": combine, "label": label, "unit": unit, "log_key": log_key})
 
@@ -185,54 +160,38 @@ def _metric(
 class MetricsSummary:
     """One or more steps in a few numbers. A synchronous step lasts as long as its heaviest rank."""
 
-    steps: int = _metric(_total, default=0)
+    steps: int = _metric(_sum, default=0)
     """Number of steps."""
-
     ratio_before: float = _metric(_mean, "load before balancing (heaviest rank / lower bound)", Unit.RATIO, default=1.0)
     """Heaviest load over the lower bound before balancing, mean over steps."""
-
     ratio_after: float = _metric(_mean, "load after balancing", Unit.RATIO, default=1.0)
     """Heaviest load over the lower bound after balancing, mean over steps."""
-
     worst_after: float = _metric(_max, "worst load after balancing", Unit.RATIO, default=1.0)
     """Heaviest load over the lower bound after balancing, maximum over steps."""
-
     speedup: float = _metric(_speedup, "expected speed-up", Unit.SPEEDUP, default=1.0)
-    """Sum over steps of the heaviest load before balancing, over the same after: what the cost model expects."""
-
+    """Sum over steps of the heaviest load before balancing, divided by the sum after: expected by the cost model."""
     moved_samples: float = _metric(_fraction_of("samples"), "samples moved to another rank", Unit.FRACTION)
     """Fraction of the samples that are trained on another rank than the one that loaded them."""
-
     moved_tokens: float = _metric(_fraction_of("tokens"), "tokens moved", Unit.FRACTION)
     """Fraction of the tokens whose samples moved."""
-
     moved_bytes: float = _metric(_mean, "bytes moved per step", Unit.BYTES)
     """Bytes of the samples that moved, of all ranks, mean per step."""
-
     gather_seconds: float = _metric(_mean, "in the background: metadata all-gather", Unit.SECONDS)
     """Time of the metadata all-gather, mean per step."""
-
     plan_seconds: float = _metric(_mean, "in the background: plan", Unit.SECONDS)
     """Time to plan a step, mean per step."""
-
     exchange_seconds: float = _metric(_mean, "exposed: exchange", Unit.SECONDS)
     """Time of the exchange on the training thread, mean per step."""
-
     waited_seconds: float = _metric(_mean, "exposed: wait for plans", Unit.SECONDS)
     """Time that the training thread waited for plans, mean per step."""
-
     heaviest_before: float = _metric(_mean)
     """Heaviest load before balancing, mean per step."""
-
     heaviest_after: float = _metric(_mean)
     """Heaviest load after balancing, mean per step."""
-
     samples: float = _metric(_mean)
     """Samples of all ranks, mean per step."""
-
     tokens: float = _metric(_mean)
     """Tokens of all ranks' samples, mean per step."""
-
     sample_bytes: float = _metric(_mean, log_key="bytes")
     """Bytes of all ranks' samples, mean per step."""
 
@@ -260,70 +219,11 @@ def _summarize_step(step: StepMetrics) -> MetricsSummary:
     heaviest_before, heaviest_after = int(step.before.max()), int(step.after.max())
     return MetricsSummary(
         steps=1,
-        ratio_before=step.ratio_before,
-        ratio_after=step.ratio_after,
         worst_after=step.ratio_after,
         speedup=heaviest_before / heaviest_after if heaviest_after else 1.0,
         moved_samples=step.moved_samples / step.samples if step.samples else 0.0,
         moved_tokens=step.moved_tokens / step.tokens if step.tokens else 0.0,
-        moved_bytes=step.moved_bytes,
-        gather_seconds=step.gather_seconds,
-        plan_seconds=step.plan_seconds,
-        exchange_seconds=step.exchange_seconds,
-        waited_seconds=step.waited_seconds,
         heaviest_before=heaviest_before,
         heaviest_after=heaviest_after,
-        samples=step.samples,
-        tokens=step.tokens,
-        sample_bytes=step.sample_bytes,
+        **{name: getattr(step, name) for name in _AS_IN_A_STEP},
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogRecord(MetricsSummary):
-    """A line of the log: the last few steps summarized, and the loads of the last of them. W is the number of ranks."""
-
-    epoch: int
-    """Epoch of the last step."""
-
-    step: int
-    """Number of the last step, which restarts at 0 with each epoch and after each resume."""
-
-    seen: int
-    """Steps that the writer had seen, the last one included."""
-
-    before: NDArray[np.int64]
-    """[W]: load of each rank in the last step before balancing."""
-
-    after: NDArray[np.int64]
-    """[W]: load of each rank in the last step after balancing."""
-
-    lower_bound: int
-    """Lower bound of the heaviest load in the last step."""
-
-    @classmethod
-    def of(cls, steps: Sequence[StepMetrics], *, seen: int) -> Self:
-        """Return the record of at least one step."""
-        last = steps[-1]
-        summary = summarize(steps)
-        return cls(
-            **{entry.name: getattr(summary, entry.name) for entry in dataclasses.fields(summary)},
-            epoch=int(last.epoch),
-            step=int(last.step),
-            seen=seen,
-            before=last.before,
-            after=last.after,
-            lower_bound=int(last.lower_bound),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as an object of JSON: numbers and lists of integers."""
-        values = {log_key(entry): getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        lists = {name: value.tolist() for name, value in values.items() if isinstance(value, np.ndarray)}
-        first = {name: values[name] for name in ("epoch", "step", "seen")}
-        return first | {name: value for name, value in values.items() if name not in first} | lists
-
-
-def log_key(entry: "dataclasses.Field[Any]") -> str:
-    """Return the key in the log of a field of `LogRecord`."""
-    return entry.metadata.get("log_key") or entry.name

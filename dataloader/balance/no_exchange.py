@@ -1,11 +1,10 @@
-"""`Sampler`: balance with no exchange, where every rank can read every sample.
+"""`LocalPlanner`: balance with no exchange, where every rank can read every sample.
 
 A step is planned from the lengths of its samples, which the store knows without reading them, by the same partition as
 a Balancer's. So each rank comes to the same assignment alone, and reads just the samples that it trains.
 """
 
 import hashlib
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,9 +16,10 @@ from numpy.typing import NDArray
 from evenrank.core.hashing import mix64
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
-from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.exchange.plan import sample_bytes
+from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import partition, real_rows
-from evenrank.dataloader.balance.step_windows import assign_to_steps, measure_assignment
+from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
 from evenrank.dataloader.batches.schema import BatchSchema
@@ -28,14 +28,10 @@ from evenrank.dataloader.collate.gather import SampleLengths
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalPlan:
-    """What a rank trains in a step."""
+    """The samples that a rank trains in a step."""
 
     indices: NDArray[np.int64]
     """[n]: its samples, as indices into all that were planned together, ascending."""
-    costs: NDArray[np.int64]
-    """[n]: of each of its samples, scaled as the loads in `metrics`, so that they add up to them."""
-    tokens: NDArray[np.int64]
-    """[n]: of each of its samples; see `cost.count_tokens`."""
     num_rows: int
     """Rows of its batch, padding included."""
     world_loss_tokens: int
@@ -43,10 +39,10 @@ class LocalPlan:
     plan_hash: int
     """Hash of which rank trains which sample."""
     metrics: StepMetrics | None
-    """What balancing did; None if it was not measured."""
+    """None if the step was not measured."""
 
 
-class Sampler:
+class LocalPlanner:
     """Plans the steps of one rank. It keeps nothing between steps, so any thread may plan any step.
 
     Args:
@@ -57,25 +53,21 @@ class Sampler:
 
     Raises:
         ConfigError: an option is out of range, or the strategy is unknown.
-
     """
 
     def __init__(self, config: BalanceConfig, schema: BatchSchema, *, rank: int, world_size: int) -> None:
         config.check(exchanges=False)
         warm_up()
-        self._cost = config.cost
-        self._config = config
+        self._config = replace(config, on_step=None)  # which often cannot be pickled
         self._schema = schema
         self._rank = rank
         self._world_size = world_size
         slots = np.arange(world_size * schema.batch_size, dtype=np.uint64)
         self._multipliers = mix64(slots) | np.uint64(1)  # of `_hash`
-        self._max_tokens = config.max_tokens_per_rank if config.pack else None  # a longer sample counts as this many
 
     def count_tokens(self, samples: SampleLengths) -> NDArray[np.int64]:
         """Return the tokens of n samples: int64 [n]; see `cost.count_tokens`."""
-        num_samples = len(samples.num_candidates)
-        return count_tokens(self._cost, _by_name(samples), num_samples)
+        return count_tokens(self._config.cost, _by_name(samples), len(samples.num_candidates))
 
     def plan(
         self,
@@ -90,49 +82,41 @@ class Sampler:
         """Plan consecutive steps.
 
         Args:
-            samples: in blocks of any size, those of all ranks in all these steps, in the order of their positions.
+            samples: of all ranks in all these steps, in blocks of any size, in the order of their positions.
             steps: their numbers.
-            num_loaded: int64 [steps, W], how many of these each rank would load without balancing, rank by rank.
+            num_loaded: int64 [steps, W], the number of samples that each rank would load without balancing, rank by
+                rank.
             sample_ids: int64 [n], of all these samples.
             epoch: of the steps.
             is_measured: return metrics, too.
 
         Raises:
-            ConfigError: the cost or the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
-
+            ConfigError: the cost or the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
         """
         started = time.perf_counter()
-        blocks = [self._cost_of(block, with_lengths=is_measured) for block in samples]
-        of_all = [_joined(values) for values in zip(*blocks, strict=True)]
+        known = self._known(samples, with_lengths=is_measured)
         seconds = (time.perf_counter() - started) / len(steps)
         planned, first = [], 0
         for step, loaded in zip(steps, num_loaded, strict=True):
             end = first + int(loaded.sum())
-            of_step = _Samples(*(values[..., first:end] for values in of_all))
-            planned.append(
-                self._plan_step(
-                    of_step,
-                    loaded,
-                    first,
-                    sample_ids=sample_ids[first:end],
-                    seconds=seconds,
-                    epoch=epoch,
-                    step=step,
-                    is_measured=is_measured,
-                )
-            )
+            of_step = _Known(*(values[..., first:end] for values in known))
+            plan = self._plan_step(of_step, loaded, sample_ids[first:end], is_measured=is_measured)
+            metrics = plan.metrics
+            if metrics is not None:
+                metrics = replace(metrics, epoch=epoch, step=step, plan_seconds=seconds + metrics.plan_seconds)
+            planned.append(replace(plan, indices=first + plan.indices, metrics=metrics))
             first = end
         return planned
 
     def assign_to_steps(
         self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
     ) -> NDArray[np.int64]:
-        """Assign the samples of a window to its steps; see `window.assign_to_steps`.
+        """Assign the samples of a window to its steps; see `step_windows.assign_to_steps`.
 
         Args:
-            samples: in blocks of any size, those of full steps, in the order of their positions.
-            num_samples: how many they are.
-            seed: of what is left to chance.
+            samples: of full steps, in blocks of any size, in the order of their positions.
+            num_samples: the number of all of them.
+            seed: of random choices, another one for each window.
             epoch: of the window.
 
         Returns:
@@ -140,13 +124,11 @@ class Sampler:
 
         Raises:
             ConfigError: see `plan`.
-
         """
-        blocks = [self._cost_of(block, with_lengths=False, num_summed=num_samples) for block in samples]
-        of_all = _Samples(*(_joined(values) for values in zip(*blocks, strict=True)))
+        known = self._known(samples, with_lengths=False, num_summed=num_samples)
         return assign_to_steps(
-            of_all.costs,
-            of_all.tokens,
+            known.costs,
+            known.tokens,
             num_steps=num_samples // (self._world_size * self._schema.batch_size),
             world_size=self._world_size,
             config=self._config,
@@ -161,78 +143,71 @@ class Sampler:
 
         Args:
             samples: of all ranks, in the order of their positions.
-            num_loaded: int64 [W], how many of these each rank would load.
+            num_loaded: int64 [W], the number of samples that each rank would load.
 
         Raises:
             ConfigError: see `plan`.
-
         """
-        of_step = self._cost_of(samples, with_lengths=False)
-        digest = hashlib.sha256(of_step.costs.tobytes() + of_step.tokens.tobytes())
+        known = self._known([samples], with_lengths=False)
+        digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._config.max_tokens_per_rank is None:
             is_real = real_rows(self._schema.batch_size, self._world_size, num_loaded)
-            costs, tokens = (_in_rows(values, is_real, is_full=False) for values in (of_step.costs, of_step.tokens))
+            costs, tokens = (_in_rows(values, is_real) for values in (known.costs, known.tokens))
             assignment = partition(
                 costs, self._world_size, tokens=tokens, num_real=num_loaded, **self._config.partition_options
             )
             digest.update(assignment.rank_of.tobytes())
         return digest.hexdigest()[:16]
 
-    def _cost_of(self, samples: SampleLengths, *, with_lengths: bool, num_summed: int | None = None) -> "_Samples":
-        """Return what is needed of samples, with costs that can be summed over `num_summed` or, if None, a step."""
-        num_samples, of_keys, by_key = len(samples.num_candidates), samples.of_keys, _by_name(samples)
-        num_slots = num_summed or self._world_size * self._schema.batch_size
-        candidates = samples.num_candidates
-        return _Samples(
-            costs=scaled_costs(self._cost, by_key, candidates, num_real=num_samples, samples_per_step=num_slots),
-            tokens=count_tokens(self._cost, by_key, num_samples),
-            loss_tokens=loss_tokens(self._schema.loss_key, of_keys, np.ones(num_samples, dtype=np.bool_)),
-            lengths=np.array([*of_keys.values()] if with_lengths else np.empty((0, num_samples)), dtype=np.int64),
+    def _known(
+        self, samples: Iterable[SampleLengths], *, with_lengths: bool, num_summed: int | None = None
+    ) -> "_Known":
+        """Return costs that can be summed over `num_summed` samples (None: over a step) and the rest of `_Known`."""
+        cost, num_slots = self._config.cost, num_summed or self._world_size * self._schema.batch_size
+        blocks = []
+        for block in samples:
+            num_samples, by_name = len(block.num_candidates), _by_name(block)
+            blocks.append(
+                _Known(
+                    costs=scaled_costs(
+                        cost, by_name, block.num_candidates, num_real=num_samples, samples_per_step=num_slots
+                    ),
+                    tokens=count_tokens(cost, by_name, num_samples),
+                    loss_tokens=loss_tokens(self._schema.loss_key, block.of_keys, np.ones(num_samples, dtype=np.bool_)),
+                    lengths=np.array(
+                        [*block.of_keys.values()] if with_lengths else np.empty((0, num_samples)), dtype=np.int64
+                    ),
+                )
+            )
+        return (
+            blocks[0] if len(blocks) == 1 else _Known(*(np.concatenate(v, axis=-1) for v in zip(*blocks, strict=True)))
         )
 
     def _plan_step(
-        self,
-        samples: "_Samples",
-        num_loaded: NDArray[np.int64],
-        first: int,
-        *,
-        sample_ids: NDArray[np.int64],
-        seconds: float,
-        epoch: int,
-        step: int,
-        is_measured: bool,
+        self, known: "_Known", num_loaded: NDArray[np.int64], sample_ids: NDArray[np.int64], *, is_measured: bool
     ) -> LocalPlan:
-        """Plan a step, given its samples, those of each rank, the index of the first, and how long their costs took."""
+        """Plan the step that has these samples; its number is left to the caller."""
         started = time.perf_counter()
-        shape = self._world_size, self._schema.batch_size
-        is_full = len(samples.costs) == math.prod(shape)
-        num_real = None if is_full else num_loaded
-        is_real = real_rows(shape[1], shape[0], num_real)
-        costs, tokens = (_in_rows(values, is_real, is_full=is_full) for values in (samples.costs, samples.tokens))
-        within = tokens if self._max_tokens is None else np.minimum(tokens, self._max_tokens)
-        assignment = partition(costs, shape[0], tokens=within, num_real=num_real, **self._config.partition_options)
+        config, world_size, batch_size = self._config, self._world_size, self._schema.batch_size
+        num_real = None if len(known.costs) == world_size * batch_size else num_loaded
+        is_real = real_rows(batch_size, world_size, num_real)
+        costs, tokens = (_in_rows(values, is_real) for values in (known.costs, known.tokens))
+        # Where steps are packed, a sample that is longer than the limit has a rank to itself.
+        limit = config.max_tokens_per_rank
+        limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
+        assignment = partition(costs, world_size, tokens=limited, num_real=num_real, **config.partition_options)
         trained_by = assignment.rank_of[is_real]
         indices = np.flatnonzero(trained_by == self._rank)
-        plan_seconds = seconds + time.perf_counter() - started
+        plan_seconds = time.perf_counter() - started
         metrics = None
         if is_measured:
-            metrics = measure_assignment(
-                assignment,
-                self._schema,
-                costs=costs,
-                tokens=tokens,
-                lengths=_in_rows(samples.lengths, is_real, is_full=is_full).reshape(-1, is_real.size),
-                num_real=num_real,
-                epoch=epoch,
-                step=step,
-            )
+            num_bytes = _in_rows(sample_bytes(self._schema, known.lengths), is_real)
+            metrics = measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes)
             metrics = replace(metrics, plan_seconds=plan_seconds)
         return LocalPlan(
-            indices=first + indices,
-            costs=samples.costs[indices],
-            tokens=samples.tokens[indices],
-            num_rows=self._schema.batch_size,
-            world_loss_tokens=int(samples.loss_tokens.sum()),
+            indices=indices,
+            num_rows=batch_size,
+            world_loss_tokens=int(known.loss_tokens.sum()),
             plan_hash=self._hash(sample_ids, trained_by),
             metrics=metrics,
         )
@@ -247,31 +222,21 @@ class Sampler:
         return int(np.dot(words.view(np.uint64), self._multipliers[: len(words)])) >> 1
 
 
-class _Samples(NamedTuple):
-    """What is needed of n samples to plan them."""
+class _Known(NamedTuple):
+    """The values of n samples that are known without reading them."""
 
-    costs: NDArray[np.int64]
-    """[n]."""
-    tokens: NDArray[np.int64]
-    """[n]."""
-    loss_tokens: NDArray[np.int64]
-    """[n]."""
-    lengths: NDArray[np.int64]
-    """[K, n], or [0, n] if nothing is measured, which alone needs them."""
+    costs: NDArray[np.int64]  # [n]
+    tokens: NDArray[np.int64]  # [n]
+    loss_tokens: NDArray[np.int64]  # [n]
+    lengths: NDArray[np.int64]  # [K, n], or [0, n] where nothing is measured
 
 
-def _joined(blocks: tuple[NDArray[np.int64], ...]) -> NDArray[np.int64]:
-    """Return blocks [..., m] one after the other: int64 [..., n]."""
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=-1)
-
-
-def _in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_], *, is_full: bool) -> NDArray[np.int64]:
-    """Return values [..., n] of samples as int64 [..., W, B], with zeros at padding; a view if all rows are full."""
-    shape = (*values.shape[:-1], *is_real.shape)
-    if is_full:
-        return values.reshape(shape)
-    in_rows = np.zeros(shape, dtype=np.int64)
-    in_rows[..., is_real] = values
+def _in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the values [n] of samples as int64 [W, B], with zeros at padding; a view if there is none."""
+    if len(values) == is_real.size:
+        return values.reshape(is_real.shape)
+    in_rows = np.zeros(is_real.shape, dtype=np.int64)
+    in_rows[is_real] = values
     return in_rows
 
 

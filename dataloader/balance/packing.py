@@ -1,7 +1,7 @@
 """Packing: steps of as many samples as fit a number of tokens per rank.
 
-A step takes the longest prefix of the remaining order that fits, so what is left of an epoch is still a position. Its
-end follows from the tokens of the samples alone, by a rule that is the same on every rank:
+A step takes a prefix of the remaining order, so the rest of an epoch is still a position. Its end follows from the
+tokens of the samples alone, by a rule that is the same on every rank:
 
 1. The step has at most W * B samples, and W * N tokens, for W ranks of at most B samples and N tokens each.
 2. A prefix fits if no rank exceeds N when its samples, longest first, go to the rank with the fewest tokens that has
@@ -29,27 +29,27 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
 from evenrank.dataloader.balance.partition.strategies import OnOverflow, TokenLimitWarning
-from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens, tokens_by_rank
+from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens
 from evenrank.datasets.order import StepSchedule
 
-# Samples whose tokens are in memory at a time. Those after the last step of a window are read again with the next one.
-_SAMPLES_PER_WINDOW = 1 << 18
-_STEPS_PER_WINDOW = 8  # at least
+# Samples whose tokens are in memory at a time. Those after the last step of a block are read again with the next one.
+_SAMPLES_PER_BLOCK = 1 << 18
+_STEPS_PER_BLOCK = 8  # at least
 _MAX_TOTAL = 1 << 62  # of int64, so that one more sample does not overflow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedSchedule(StepSchedule):
-    """Steps of any numbers of positions, of which each rank would load equally many, but for one."""
+    """Steps of different sizes; without balancing each rank would load an equal share of one, within one sample."""
 
     world_size: int
     """Number of data-parallel ranks."""
     start: int
-    """Positions that were consumed before the first step."""
+    """Position before the first step."""
     ends: NDArray[np.int64]
-    """[num_steps]: positions that are consumed after each step, ascending."""
+    """[num_steps]: position after each step, ascending."""
 
     @property
     def num_steps(self) -> int:
@@ -57,7 +57,7 @@ class PackedSchedule(StepSchedule):
         return len(self.ends)
 
     def position_after(self, step: int) -> int:
-        """Return how many positions are consumed after this step."""
+        """Return the position after this step."""
         return int(self.ends[step])
 
     def first_position(self, step: int, rank: int) -> int:
@@ -66,7 +66,7 @@ class PackedSchedule(StepSchedule):
         return first + rank * (size // self.world_size) + min(rank, size % self.world_size)
 
     def num_loaded(self, step: int) -> NDArray[np.int64]:
-        """Return how many positions each rank has in a step."""
+        """Return the number of positions of each rank in a step."""
         size = self._first_and_size(step)[1]
         return size // self.world_size + (np.arange(self.world_size) < size % self.world_size)
 
@@ -78,17 +78,12 @@ class PackedSchedule(StepSchedule):
 def clip_tokens(
     tokens: NDArray[np.int64], max_tokens: int, on_overflow: OnOverflow, name: Callable[[int], str]
 ) -> NDArray[np.int64]:
-    """Return the tokens that samples count as when they are packed: at most `max_tokens`, which fill a rank.
+    """Return tokens [n] with those of longer samples set to `max_tokens`, which fill a rank of their own.
 
-    Args:
-        tokens: int64 [n].
-        max_tokens: limit to the tokens of a rank.
-        on_overflow: what to do about longer samples: `raise`, or `warn` and give each a rank of its own.
-        name: returns the name of a sample, by its index.
+    `name` returns the name of a sample by its index, for the message.
 
     Raises:
-        ConfigError: a sample is longer, with `raise`.
-
+        ConfigError: a sample is longer, and `on_overflow` is `raise`.
     """
     longest = int(np.argmax(tokens))
     if tokens[longest] <= max_tokens:
@@ -127,34 +122,30 @@ def pack(
         batch_size: limit to the samples of a rank, B.
         max_tokens: limit to the tokens of a rank, N.
         drop_last: leave out a last step that has room: fewer than W * B samples, and fewer than W * N tokens.
-
     """
-    window_size = max(_SAMPLES_PER_WINDOW, _STEPS_PER_WINDOW * world_size * batch_size)
+    block_size = max(_SAMPLES_PER_BLOCK, _STEPS_PER_BLOCK * world_size * batch_size)
     max_tokens = min(max_tokens, _MAX_TOTAL // world_size)
     ends = [np.empty(0, dtype=np.int64)]
     first = start
     while first < num_samples:
-        window_end = min(first + window_size, num_samples)
-        tokens = tokens_at(np.arange(first, window_end, dtype=np.int64))
-        is_last = window_end == num_samples
-        ends_in_window, has_room = _pack_window(tokens, world_size, batch_size, max_tokens, is_last)
+        block_end = min(first + block_size, num_samples)
+        tokens = tokens_at(np.arange(first, block_end, dtype=np.int64))
+        is_last = block_end == num_samples
+        ends_in_block, has_room = _pack_block(tokens, world_size, batch_size, max_tokens, is_last)
         if is_last and drop_last and has_room:
-            ends_in_window = ends_in_window[:-1]
-        ends.append(first + ends_in_window)
+            ends_in_block = ends_in_block[:-1]
+        ends.append(first + ends_in_block)
         first = num_samples if is_last else int(ends[-1][-1])
     return PackedSchedule(world_size=world_size, start=start, ends=np.concatenate(ends))
 
 
 @compiled
-def _pack_window(
+def _pack_block(
     tokens: NDArray[np.int64], world_size: int, batch_size: int, max_tokens: int, is_last: bool
 ) -> tuple[NDArray[np.int64], bool]:
-    """Plan the steps that end within a window, which has at least W * B samples unless it is the last.
+    """Return the end of each step within a block of samples, and whether the last one has room for more samples.
 
-    Returns:
-        The end of each step within the window: int64 [steps], ascending; and whether the last one, if the epoch ends
-        with it, has room.
-
+    A block has at least W * B samples unless it is the last of the epoch.
     """
     max_samples, max_total = world_size * batch_size, world_size * max_tokens
     ends = np.empty(len(tokens), dtype=np.int64)
@@ -207,4 +198,4 @@ def _fits(
     first_by_tokens = order[order < num_samples]
     first_tokens = tokens[:num_samples]
     rank_of = assign_by_tokens(first_tokens, first_by_tokens, world_size, batch_size)
-    return bool(tokens_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)
+    return bool(sums_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)

@@ -1,7 +1,7 @@
 """The background part of a step: all-gather its metadata, plan it, prepare its exchange, and confirm the plan.
 
-Every rank takes part in every all-gather, even if its loader failed or has no more batches. So no rank waits for one
-that left, and an error reaches all ranks.
+Every rank takes part in every all-gather, even if its loader failed or has no more batches, so that no rank waits for
+one that left, and an error reaches all ranks.
 """
 
 import dataclasses
@@ -17,17 +17,11 @@ from evenrank.core.errors import one_line
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
-from evenrank.dataloader.balance.exchange.plan import Plan, make_plan
-from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.balance.partition.strategies import partition
-from evenrank.dataloader.balance.ranks.consistency import (
-    check_batch,
-    check_headers,
-    check_settings,
-    common_schema,
-    raise_reported_errors,
-    report_schema,
-)
+from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
+from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
+from evenrank.dataloader.balance.partition.strategies import partition, real_rows
+from evenrank.dataloader.balance.ranks.common_schema import check_batch, common_schema, report_schema
+from evenrank.dataloader.balance.ranks.consistency import check_headers, check_settings, raise_reported_errors
 from evenrank.dataloader.balance.ranks.metadata import (
     STATUS_FAILED,
     STATUS_OK,
@@ -40,7 +34,6 @@ from evenrank.dataloader.balance.ranks.metadata import (
     hash63,
 )
 from evenrank.dataloader.balance.ranks.plan_check import confirm
-from evenrank.dataloader.balance.step_windows import measure_assignment
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import BatchSchema, lengths_of
@@ -51,34 +44,30 @@ class PlannedStep:
     """A step after planning. All fields are None if no rank has batches left."""
 
     plan: Plan | None = None
-    """What this rank does."""
-
+    """What this rank sends and receives."""
     batch: JaggedBatch | None = None
-    """This rank's batch, an empty one if it has no more."""
-
+    """This rank's batch before balancing; empty if it has no more."""
     prepared: PreparedStep | None = None
     """Its exchange, ready to be launched."""
-
     metrics: StepMetrics | None = None
-    """What the plan achieves."""
+    """Loads and moved samples; the times of the exchange are 0."""
 
 
 class StepPlanner:
     """Plans one step after the other, together with all other ranks.
 
     Args:
-        identity: returns what this rank's loader must have in common with those of all others, by name.
+        rank_invariants: returns the settings of this rank's loader that must be the same on all ranks, by name.
         config: how steps are balanced; the same on all ranks.
         all_gather: of all ranks.
-        prepare: prepares the exchange of a batch; what it raises reaches all ranks before anything is sent.
+        prepare: prepares the exchange of a batch; its errors reach all ranks before anything is sent.
         rank: this rank.
         world_size: the number of ranks.
-
     """
 
     def __init__(
         self,
-        identity: Callable[[], Mapping[str, Any]],
+        rank_invariants: Callable[[], Mapping[str, Any]],
         *,
         config: BalanceConfig,
         all_gather: MetadataAllGather,
@@ -86,7 +75,7 @@ class StepPlanner:
         rank: int,
         world_size: int,
     ) -> None:
-        self._identity = identity
+        self._rank_invariants = rank_invariants
         self._config = config
         self._all_gather = all_gather
         self._prepare = prepare
@@ -100,12 +89,11 @@ class StepPlanner:
 
         Args:
             batch: this rank's batch, on the CPU; None once it has no more.
-            error: what the loader raised instead.
+            error: the loader's, if it has raised one instead.
 
         Raises:
             RankError: a rank failed, ranks are inconsistent, or have planned differently.
             ConfigError: `max_tokens_per_rank` cannot be kept; on all ranks.
-
         """
         started = time.perf_counter()
         if self._schema is None:
@@ -143,20 +131,20 @@ class StepPlanner:
         return planned
 
     def _plan(self, schema: BatchSchema, step: StepMetadata, *, epoch: int, number: int) -> tuple[Plan, StepMetrics]:
-        """Return this rank's plan for a step, and what it achieves."""
+        """Return this rank's plan for a step, and its metrics."""
         started = time.perf_counter()
         assignment = partition(
             step.costs, len(step.costs), tokens=step.tokens, num_real=step.num_real, **self._config.partition_options
         )
         plan = make_plan(schema, step, assignment, self._rank)
         plan_seconds = time.perf_counter() - started
-        metrics = measure_assignment(
+        is_real = real_rows(schema.batch_size, self._world_size, step.num_real)
+        lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
+        metrics = measure_step(
             assignment,
-            schema,
             costs=step.costs,
             tokens=step.tokens,
-            lengths=step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), step.costs.size),  # [K, W * B]
-            num_real=step.num_real,
+            sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
             epoch=epoch,
             step=number,
         )
@@ -164,17 +152,17 @@ class StepPlanner:
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
-        identity, error = self._try_identity(error)
-        reports = all_gather_objects(self._all_gather, (report_schema(batch, error), identity))
+        invariants, error = self._try_invariants(error)
+        reports = all_gather_objects(self._all_gather, (report_schema(batch, error), invariants))
         raise_reported_errors([report.error for report, _ in reports])
-        # A setting that differs is named itself, rather than what it does to the batches.
-        check_settings([identity for _, identity in reports])
+        # Settings first: a setting that differs can make the schemas differ.
+        check_settings([invariants for _, invariants in reports])
         return common_schema([report for report, _ in reports], self._config.batch_size)
 
-    def _try_identity(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
-        """Return this rank's identity, and the error to report to all ranks."""
+    def _try_invariants(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
+        """Return this rank's invariants, and the error to report to all ranks."""
         try:
-            return self._identity(), error
+            return self._rank_invariants(), error
         except Exception as raised:
             return {}, error or raised
 
@@ -185,13 +173,11 @@ class StepPlanner:
 
         Returns:
             This rank's batch, padded to the batch size of all ranks, and the metadata.
-
         """
         num_rows = 0 if batch is None else batch.batch_size
-        costs: NDArray[np.int64] = np.zeros(schema.batch_size, dtype=np.int64)
-        tokens: NDArray[np.int64] = np.zeros(schema.batch_size, dtype=np.int64)
+        costs = tokens = np.zeros(schema.batch_size, dtype=np.int64)
         lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
-        identity, error = self._try_identity(error)
+        invariants, error = self._try_invariants(error)
         if batch is not None and error is None:
             try:
                 check_batch(batch, schema, max_batch_size=self._config.batch_size)
@@ -210,14 +196,14 @@ class StepPlanner:
             epoch=0 if batch is None else batch.epoch,
             step=0 if batch is None else batch.step,
             position=0 if batch is None else batch.position,
-            loader_hash=hash63({name: value for name, value in identity.items() if name != "rank"}),
+            loader_hash=hash63({name: value for name, value in invariants.items() if name != "rank"}),
         )
         message = encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
         step = decode(self._all_gather.all_gather(message), schema)
         if (step.header("status") != STATUS_OK).any():
             raise_reported_errors(all_gather_objects(self._all_gather, None if error is None else one_line(error)))
         if (step.header("loader_hash") != header.loader_hash).any():
-            check_settings(all_gather_objects(self._all_gather, identity))
+            check_settings(all_gather_objects(self._all_gather, invariants))
         check_headers(step)
         longest = int(step.header("num_rows").max())
         if longest > schema.batch_size:  # its lengths did not fit into this rank's message, or another's

@@ -1,11 +1,11 @@
-"""Windows of several steps, whose samples may change steps, so that an epoch waits less for its heaviest ranks.
+"""Windows of several steps whose samples may change steps, so that an epoch waits less for its heaviest ranks.
 
 A sample that costs more than the mean of the ranks makes its step last as long as it does, whoever trains it. So the
 samples of the S steps of a window are assigned to these steps before each is balanced over its W ranks:
 
-1. The partition of the ranks assigns them to S * W bins, as if these were the ranks of one step.
-2. Bins with the heaviest loads go to one step, the next W to another, and so on: what a step waits for is its heaviest
-   bin, so heavy ones are together. Bins whose loads are about equal are mixed, so that steps differ by chance alone.
+1. The partition assigns them to S * W bins, as if these were the ranks of one step.
+2. The W heaviest bins go to one step, the next W to another, and so on: a step waits for its heaviest bin, so heavy
+   bins are together. Bins of about equal load are mixed, so that steps differ by chance alone.
 3. The steps come in a random order, so that no window begins with its heaviest step.
 
 W = 2, B = 2, S = 2: with the costs 9 1 1 1, 9 1 1 1 of two steps, each step has a rank with a load of 10. As a window,
@@ -19,10 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.exchange.plan import sample_bytes
-from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows
-from evenrank.dataloader.batches.schema import BatchSchema
+from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.datasets.order import SampleOrder, permute
 
 # Loads count as equal within this fraction of their mean. A step with bins of 0.99 to 1.01 times the mean waits 1 % for
@@ -32,22 +29,22 @@ _EQUAL_WITHIN = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """Which positions of an epoch belong to the same window."""
+    """The windows of the positions of an epoch."""
 
     start: int
     """First position of the first window."""
     first_end: int
-    """Past the first windows, which have what was left of another one when a job resumed, up to the end of a step. The
-    next one begins here."""
+    """End of the first windows: they have the pending samples of a window that a job was resumed in, up to the end of a
+    step."""
     end: int
-    """Past the last full step; the positions of a step that is not full stay in it."""
+    """End of the last full step; a step that is not full has no window."""
     samples_per_step: int
     """Positions of a full step."""
     steps: int
     """Steps of a window; the last one may have fewer."""
 
     def bounds(self, position: int) -> tuple[int, int]:
-        """Return the first position of the window that has a position, and the one past its last; equal past `end`."""
+        """Return the start and the end of the window that has this position; from `end` on, the position twice."""
         if position >= self.end:
             return position, position
         size = self.steps * self.samples_per_step
@@ -57,14 +54,7 @@ class Windows:
 
 
 class WindowedOrder:
-    """An order in which the samples of each window come step by step, as they were assigned.
-
-    Args:
-        order: the order before.
-        windows: of its positions.
-        assign_window: returns the indices of the samples between two positions of an order, step by step.
-
-    """
+    """An order in which the samples of each window come step by step, as `assign_window` assigns them."""
 
     def __init__(self, order: SampleOrder, windows: Windows, assign_window: "AssignWindow") -> None:
         self.windows = windows
@@ -77,7 +67,7 @@ class WindowedOrder:
         return self._order.num_samples
 
     def positions(self, places: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the positions, in the order before, of those at these places: int64 of the same shape."""
+        """Return the positions in the underlying order of the samples at these places: int64 of the same shape."""
         positions = places.copy()
         left = np.flatnonzero(places < self.windows.end)
         while len(left):
@@ -94,7 +84,7 @@ class WindowedOrder:
         return self._order.rows(self.positions(positions, seed=seed, epoch=epoch), seed=seed, epoch=epoch)
 
     def fingerprint(self) -> tuple[object, ...]:
-        """Return everything besides seed, epoch and costs that the order depends on."""
+        """Return everything that the order depends on, besides seed, epoch and costs."""
         return (*self._order.fingerprint(), "windows", self.windows)
 
 
@@ -124,15 +114,14 @@ def assign_to_steps(
         num_steps: S.
         world_size: W.
         config: the options of the partition.
-        seed: of what is left to chance, another one for each window.
+        seed: of random choices, another one for each window.
         epoch: of the window.
 
     Returns:
         The indices of the samples, step by step, ascending in each: int64 [n].
 
     Raises:
-        ConfigError: the strategy returns what it must not, or `max_tokens_per_rank` cannot be kept.
-
+        ConfigError: the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
     """
     num_bins = num_steps * world_size
     # Nothing moves between ranks here, so tokens matter for the limit alone.
@@ -153,41 +142,3 @@ def _shuffled(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return 0..count-1 in a random order."""
     # Of a few elements alone, `permute` yields some orders more often than others.
     return np.argsort(permute(np.arange(count), 1 << 62, seed=seed, epoch=epoch))
-
-
-# Assigning the samples of a step to ranks, and what that achieves: one rank's view of all, from costs and lengths.
-
-
-def measure_assignment(
-    assignment: Assignment,
-    schema: BatchSchema,
-    *,
-    costs: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    num_real: NDArray[np.int64] | None,
-    epoch: int,
-    step: int,
-) -> StepMetrics:
-    """Return what an assignment achieves; the times remain 0.
-
-    Args:
-        assignment: from `partition`, with these costs, tokens and numbers of samples.
-        schema: of the batches.
-        costs: as there.
-        tokens: as there.
-        lengths: int64 [K, W * B], of all ranks' rows.
-        num_real: as there.
-        epoch: of the step.
-        step: its number.
-
-    """
-    is_real = real_rows(schema.batch_size, len(costs), num_real)
-    return measure_step(
-        assignment,
-        costs=costs,
-        tokens=tokens,
-        sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
-        epoch=epoch,
-        step=step,
-    )

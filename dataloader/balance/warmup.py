@@ -1,6 +1,5 @@
-"""Compile what planning and exchanging call, before a step needs it."""
+"""Compile the loops of planning and exchanging before a step needs them."""
 
-import functools
 import threading
 
 import numpy as np
@@ -8,7 +7,7 @@ import numpy as np
 from evenrank.dataloader.balance.exchange.cpu_copy import copy_ranges
 from evenrank.dataloader.balance.partition.strategies import partition
 
-# Ours. What a user's strategy raises is left to a step, where ranks are known to have the same one.
+# A user's own strategy may raise, which a step reports on all ranks.
 _STRATEGIES = ("karmarkar-karp", "lpt-swap", "min-move")
 
 # Just below the 32 MiB up to which glibc raises its thresholds; see mallopt(3), M_MMAP_THRESHOLD.
@@ -19,18 +18,16 @@ _LOCK = threading.Lock()
 
 
 def warm_up() -> None:
-    """Call every compiled function once, with the dtypes that a step has.
+    """Call every compiled function once, with the dtypes that a step has, so that a background thread compiles nothing.
 
-    Afterwards planning in a background thread never holds the GIL for long. It takes seconds on the first run after an
-    installation, and milliseconds once the compiled functions are cached on disk.
+    It takes seconds on the first run after an installation, and milliseconds once the functions are cached on disk.
     """
     costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
-    plans = [functools.partial(partition, costs, 2, strategy=strategy, tokens=tokens) for strategy in _STRATEGIES]
-    # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
-    plans.append(functools.partial(plans[0], max_tokens_per_rank=160))
     with _LOCK:
-        for plan in plans:
-            plan()
+        for strategy in _STRATEGIES:
+            partition(costs, 2, strategy=strategy, tokens=tokens)
+        # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
+        partition(costs, 2, tokens=tokens, max_tokens_per_rank=160)
         # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With
         # low ones, the arrays of a plan cause page faults in every step: a third of its time for 1,024 ranks.
         large_block = np.empty(_LARGE_BLOCK, dtype=np.uint8)

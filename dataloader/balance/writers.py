@@ -1,15 +1,11 @@
-"""Write the metrics of a training job: to a file of JSON lines, or to TensorBoard.
+"""Write the metrics of a training job: to a file of JSON lines, to TensorBoard, or as text for people.
 
-A writer is the `on_step` of a Balancer, usually on rank 0 only, because only the times differ between ranks:
+A writer is the `on_step` of a `BalanceConfig`, usually on rank 0 only, because only the times differ between ranks:
 
-    with JsonLines("out/balance.jsonl") as log, Balancer(loader, cost=cost, on_step=log) as balancer:
+    with JsonLines("out/balance.jsonl") as log, Balancer(loader, BalanceConfig(cost=cost, on_step=log)) as balancer:
         ...
 
-`on_step` is one function; for two writers, pass one that calls both:
-
-    def on_step(metrics):
-        log(metrics)
-        board(metrics)
+For two writers, pass a function that calls both.
 """
 
 import contextlib
@@ -25,11 +21,10 @@ from types import TracebackType
 from typing import Self
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.log_reader import is_beginning_of_record, parse_record
-from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, shown_fields, summarize
+from evenrank.dataloader.balance.log_schema import LogRecord
+from evenrank.dataloader.balance.metrics import StepMetrics, shown_fields, summarize
 
-_BLOCK = 1 << 16  # bytes
-_MAX_LINE = 1 << 26  # bytes, far more than a record of a million ranks has
+_log = logging.getLogger("evenrank")
 
 
 class _Writer(ABC):
@@ -51,7 +46,6 @@ class _Writer(ABC):
         Raises:
             ConfigError: the writer is closed.
             DataError: a record is due and could not be written; the writer is closed now.
-
         """
         if self._closed:
             raise ConfigError(f"this {type(self).__name__} is closed; create a new one")
@@ -86,11 +80,9 @@ class _Writer(ABC):
 class JsonLines(_Writer):
     """Appends one line of JSON per record to a file; `evenrank metrics FILE` shows it.
 
-    A line has the fields of `LogRecord`: a summary of the steps, and the loads of each rank in the last of them. It
-    takes about 700 bytes, and 30 more for each rank.
-
-    Each line is passed to the operating system at once, so a job that is killed loses none. An existing log is
-    continued; if its last line is incomplete, because a job was killed while it wrote, that line is removed first.
+    `log_schema.py` has the fields of a line, which takes about 700 bytes, and 30 more for each rank. Each line is
+    passed to the operating system at once, so a job that is killed loses none. An existing file is continued on a new
+    line.
 
     Args:
         path: of the file; missing parent folders are created.
@@ -99,8 +91,7 @@ class JsonLines(_Writer):
 
     Raises:
         ConfigError: `every` or `window` is below 1.
-        DataError: the file cannot be written, or is not such a log.
-
+        DataError: the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: int = 1, window: int = 1) -> None:
@@ -108,13 +99,11 @@ class JsonLines(_Writer):
         try:
             with contextlib.suppress(FileExistsError):  # if the parent is a file, opening the log reports it
                 self._path.parent.mkdir(parents=True)
-            # Unbuffered, so that nothing is lost when the process is killed.
-            self._file = FileIO(self._path, "a+")
-            try:
-                _remove_incomplete_line(self._file, self._path)
-            except BaseException:
-                self._file.close()
-                raise
+            self._file = FileIO(self._path, "a+")  # unbuffered, so that nothing is lost when the process is killed
+            if end := self._file.seek(0, os.SEEK_END):
+                self._file.seek(end - 1)
+                if self._file.read(1) != b"\n":  # the writer before was killed
+                    self._file.write(b"\n")
         except OSError as error:
             raise DataError(f"{self._path} cannot be written: {_reason(error)}; choose another file") from error
 
@@ -144,7 +133,6 @@ class TensorBoard(_Writer):
     Raises:
         ConfigError: `every` or `window` is below 1, or the package `tensorboard` is missing.
         DataError: the folder cannot be written.
-
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
@@ -172,71 +160,10 @@ class TensorBoard(_Writer):
             self._scalars.add_scalar(f"balance/{entry.name}", getattr(summary, entry.name), self._seen)
 
 
-def _remove_incomplete_line(file: FileIO, path: Path) -> None:
-    """Truncate an incomplete last line, so that the next record starts on a line of its own.
-
-    The first and the last complete line must be records, and an incomplete one the beginning of a record; the lines
-    between them are not read, because logs can be large.
-
-    Raises:
-        DataError: the file is not a log; it is left unchanged.
-
-    """
-    end = file.seek(0, os.SEEK_END)
-    *complete, incomplete = _last_lines(file, end)
-    if incomplete.endswith(b"}"):  # only the newline is missing
-        complete.append(incomplete)
-    elif not is_beginning_of_record(incomplete):
-        raise _not_a_log(path)
-    for line in {_first_line(file), *complete[-1:]} if complete else ():
-        try:
-            parse_record(line)
-        except ValueError as error:
-            raise _not_a_log(path) from error
-    if incomplete.endswith(b"}"):
-        file.write(b"\n")
-    else:
-        file.truncate(end - len(incomplete))
-
-
-def _first_line(file: FileIO) -> bytes:
-    """Return the first line without its newline, or its first bytes if it is too long for a record."""
-    file.seek(0)
-    line = b""
-    while b"\n" not in line and len(line) < _MAX_LINE and (block := file.read(_BLOCK)):
-        line += block
-    return line.partition(b"\n")[0]
-
-
-def _last_lines(file: FileIO, end: int) -> list[bytes]:
-    """Return the last complete line, if there is one, and what follows it; if they are too long, only their ends."""
-    start, text = end, b""
-    while start > 0 and text.count(b"\n") < 2 and len(text) < 2 * _MAX_LINE:
-        size = min(max(_BLOCK, len(text)), start)  # doubling, so that the time is linear
-        start = file.seek(start - size)
-        text = file.read(size) + text
-    return text.split(b"\n")[-2:]
-
-
-def _not_a_log(path: Path) -> DataError:
-    return DataError(f"{path} exists and is not a log of balancing metrics; choose another file")
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-# A line for people in the log: what balancing did in a step.
-#
-# epoch 0 step 100: load max-min 1.2e9 -> 3.4e6 (imbalance 41.2% -> 0.2%, 1.352 -> 1.001 x lower bound), moved 12,345
-# of 98,765 tokens, plan 1.2 ms, exchange 0.4 ms
-
-
-_log = logging.getLogger("evenrank")
-
-
 def log_line(metrics: StepMetrics) -> str:
-    """Describe a step in one line: before balancing -> after balancing.
+    """Describe a step in one line, before balancing -> after balancing.
+
+    epoch 0 step 100: load max-min 1.2e9 -> 3.4e6 (imbalance 41.2% -> 0.2%, 1.352 -> 1.001 x lower bound), moved ...
 
     Loads are in units of the cost. The imbalance is (max - min) / max, the part of the step that the lightest rank
     waits for the heaviest. The lower bound is that of the heaviest load.
@@ -261,14 +188,12 @@ class StepLogger:
 
     Steps are counted from 0 over all epochs, as they are handed out.
 
-    Lines are visible although Python logs only warnings by default: unless the logger `evenrank` has a level, it gets
-    the level INFO before the first line, and if neither it nor the root logger has a handler, one that writes to
-    standard error.
+    Lines are visible although Python logs only warnings by default: before the first line, the logger `evenrank` gets
+    the level INFO unless it has one, and a handler that writes to standard error if there is none.
 
     Args:
         every: steps from one line to the next, at least 1; there is a line for the steps 0, every, 2 * every, ...
         window: (start, stop): there are lines for the steps start..stop-1 only; None: for all steps.
-
     """
 
     def __init__(self, *, every: int, window: tuple[int, int] | None = None) -> None:
@@ -293,6 +218,10 @@ def _make_visible() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
         _log.addHandler(handler)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _short(load: int) -> str:

@@ -32,25 +32,14 @@ class LossKey(NamedTuple):
     field: str
     """Name of a KeyedJaggedTensor of the batch."""
     key: str
-    """One of its keys."""
     skip: int = 0
-    """Leading tokens of each row that have no loss, 0 or 1. It is 1 where tokens are predicted from their predecessors,
-    because the first token of a row has none."""
+    """Leading tokens of each row that have no loss: 1 where tokens are predicted from their predecessors, else 0."""
 
 
 def loss_tokens(
     loss_key: LossKey | None, lengths: Mapping[tuple[str, str], NDArray[np.int64]], is_real: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return the loss tokens of each row: max(length - skip, 0), or 1 without a key; 0 for padding.
-
-    Args:
-        loss_key: of the batch.
-        lengths: per field and key, int64 of any shape.
-        is_real: bool of the same shape, whether a row is a sample.
-
-    Returns:
-        int64 of the same shape.
-    """
+    """Return the loss tokens of each row, given lengths by field and key, all of one shape; 0 where it is not real."""
     if loss_key is None:
         return is_real.astype(np.int64)
     return np.where(is_real, np.maximum(lengths[loss_key.field, loss_key.key] - loss_key.skip, 0), 0)
@@ -84,13 +73,11 @@ def dense(
     Args:
         fill: value of its padding rows.
         default: of the field.
-        dtype: of the tensor that a JaggedCollate makes; None: that of the first sample's array or tensor;
-            Python's floats become float32.
-        shape: of a row that a JaggedCollate makes; None: that of the first sample's value.
+        dtype: for a JaggedCollate; None: that of the first sample's array or tensor; Python's floats become float32.
+        shape: of a row, for a JaggedCollate; None: that of the first sample's value.
     """
-    return field(
-        default=default, metadata={"fill": fill, "dtype": dtype, "shape": None if shape is None else tuple(shape)}
-    )
+    row_shape = None if shape is None else tuple(shape)
+    return field(default=default, metadata={"fill": fill, "dtype": dtype, "shape": row_shape})
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -116,24 +103,19 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     loss_tokens: int = host(0)
     """Loss tokens of this rank's batch."""
     world_loss_tokens: int | None = host(None)
-    """Loss tokens of all ranks, in this step or, behind `training.accumulate`, in all steps that are accumulated; None
-    before a Balancer has counted them.
-    """
+    """Loss tokens of all ranks in this step, or in all that `training.accumulate` joins; None before a Balancer."""
     world_task_tokens: Tensor | None = host(None)
     """The same for each task: integers [tasks], on the device that trains, from `training.accumulate`; None: each loss
-    token counts for all tasks.
-    """
+    token counts for all tasks."""
     dp_size: int | None = host(None)
-    """Ranks of the Balancer's group, over which the loss tokens are counted; None before a Balancer."""
+    """Ranks over which the loss tokens are counted; None before a Balancer."""
     plan_hash: int | None = host(None)
-    """63-bit hash of which rank trains which sample in this step, where each rank plans alone; equal on all ranks. None
-    where they confirm their plans, or nothing is balanced."""
+    """63-bit hash of which rank trains which sample, equal on all ranks, where each plans alone; otherwise None."""
     max_lengths: Mapping[str, int] | None = host(None)
     """Longest row of each key; named as by `BatchSchema.lengths_by_key`."""
     length_limits: Mapping[str, int] | None = host(None)
     """Longest that a row of each key can be in any batch of any rank, for buffers and CUDA graphs of a fixed size;
-    names as in `max_lengths`. Keys without a known limit are left out; None: no key has one.
-    """
+    named as `max_lengths`, without keys that have no known limit. None: no key has one."""
 
     def loss_key(self) -> LossKey | None:
         """Return the key whose lengths count the loss tokens; None: each sample is one loss token."""
@@ -155,23 +137,18 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 
     @classmethod
     def without_samples(
-        cls,
-        batch_size: int,
-        tensors: Mapping[str, Any],
-        fill_values: Mapping[str, float],
-        loss_key: LossKey | None,
+        cls, batch_size: int, tensors: Mapping[str, Any], fill_values: Mapping[str, float], loss_key: LossKey | None
     ) -> Self:
         """Return a batch of padding only, given the `tensors()`, `fill_values()` and `loss_key()` of its schema."""
         return cls(batch_size=batch_size, num_real=0, **tensors)
 
     def index_select(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Self:
-        """Return the batch of these rows, in this order, over all fields; on a GPU, this synchronizes.
+        """Return the batch of these rows, in this order; on a GPU, this synchronizes.
 
-        `loss_tokens` and `max_lengths` are of these rows; the other metadata are kept.
+        `loss_tokens` and `max_lengths` are of these rows; other metadata are kept.
 
         Args:
-            rows: [n], each in 0..batch_size-1; a row may occur several times or not at all, but padding only after
-                the last sample.
+            rows: [n], each in 0..batch_size-1, in any order and number, but padding only after the last sample.
 
         Raises:
             IndexError: a row is out of range.
@@ -217,10 +194,15 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on another device; host-side caches and metadata are kept, without synchronization."""
         target = torch.device(device)
-        moved = self._map(lambda value: _move(value, target, non_blocking))
-        if self.world_task_tokens is None:
+
+        def move(value: Any) -> Any:
+            moved = value.to(target, non_blocking=non_blocking)
+            if isinstance(moved, KeyedJaggedTensor) and moved is not value:
+                moved._jt_dict = None  # cached by `to_dict`; TorchRec passes it on with tensors of the old device
             return moved
-        return moved.replace(world_task_tokens=self.world_task_tokens.to(target, non_blocking=non_blocking))
+
+        task_tokens = self.world_task_tokens
+        return self._map(move).replace(world_task_tokens=None if task_tokens is None else move(task_tokens))
 
     def clone(self) -> Self:
         """Return a batch whose tensors share no memory with those of this one."""
@@ -232,21 +214,12 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Record for the caching allocator that `stream` uses the batch's tensors."""
-        for _, value in self.tensors():
+        for value in (*(value for _, value in self.tensors()), self.world_task_tokens):
             if value is not None:
                 value.record_stream(stream)
-        if self.world_task_tokens is not None:
-            self.world_task_tokens.record_stream(stream)
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         return self.replace(**{name: function(value) for name, value in self.tensors() if value is not None})
-
-
-def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
-    moved = value.to(device, non_blocking=non_blocking)
-    if isinstance(moved, KeyedJaggedTensor) and moved is not value:
-        moved._jt_dict = None  # cached by `to_dict`; TorchRec passes it on with tensors of the old device
-    return moved
 
 
 def _clone(value: Any) -> Any:
@@ -328,8 +301,8 @@ def keyed_jagged_tensor(
         keys: names of the K features.
         values: [sum(lengths)], key-major: all rows of the first key, then all of the second.
         lengths: int64 or int32 [K, B].
-        weights: one per value, or None.
-        length_per_key: the sums of `lengths` over rows, if they are known already.
+        weights: one per value.
+        length_per_key: the sums of `lengths` over rows, if known.
     """
     suppress_fx_tracing_warning()
     if length_per_key is None:
@@ -346,15 +319,7 @@ def keyed_jagged_tensor(
 
 
 def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[KeyedJaggedTensor, NDArray[np.integer]]:
-    """Return the rows of all K keys, and their lengths on the host; on a GPU, this synchronizes.
-
-    Args:
-        value: B rows in each key.
-        rows: int64 [n], each in 0..B-1, in any order and number.
-
-    Returns:
-        A KeyedJaggedTensor of n rows on the same device, and its lengths [K, n].
-    """
+    """Return these rows [n] of all K keys, and their lengths [K, n] on the host; on a GPU, this synchronizes."""
     device, weights = value.values().device, value.weights_or_none()
     lengths = value.lengths().view(len(value.keys()), -1).cpu().numpy()
     begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
@@ -368,15 +333,13 @@ def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[Keye
 
 def longest_rows(lengths: Mapping[tuple[str, str], NDArray[np.integer]]) -> dict[str, int]:
     """Return the longest row of each key, named by `name_keys`, given lengths per field and key."""
-    return {
-        name: int(lengths_of_key.max(initial=0))
-        for name, lengths_of_key in zip(name_keys(tuple(lengths)), lengths.values(), strict=True)
-    }
+    longest = (int(lengths_of_key.max(initial=0)) for lengths_of_key in lengths.values())
+    return dict(zip(name_keys(tuple(lengths)), longest, strict=True))
 
 
 def name_keys(jagged_keys: Sequence[tuple[str, str]]) -> list[str]:
     """Return one name per field and key: the key, or `field.key` if an earlier field has the same key."""
     names: list[str] = []
     for field_name, key in jagged_keys:
-        names.append(key if key not in names else f"{field_name}.{key}")
+        names.append(f"{field_name}.{key}" if key in names else key)
     return names

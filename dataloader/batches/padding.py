@@ -24,7 +24,7 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     """Return the batch padded to `batch_size` rows: length 0 in every key, the fill value in dense fields.
 
     Raises:
-        ConfigError: the batch has more rows than `batch_size`.
+        ConfigError: the batch has more rows.
     """
     num_padding = batch_size - batch.batch_size
     if num_padding < 0:
@@ -35,8 +35,7 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     padded: dict[str, Any] = {}
     for name, value in batch.tensors():
         if isinstance(value, KeyedJaggedTensor):
-            lengths = value.lengths().view(len(value.keys()), -1).numpy()
-            lengths = np.pad(lengths, ((0, 0), (0, num_padding)))
+            lengths = np.pad(value.lengths().view(len(value.keys()), -1).numpy(), ((0, 0), (0, num_padding)))
             padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, value.weights_or_none())
         elif isinstance(value, Tensor):
             padded[name] = torch.cat([value, value.new_full((num_padding, *value.shape[1:]), fills[name])])
@@ -75,15 +74,14 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
     Args:
         samples: of any type that `collate` accepts; iterated over once per iteration over the batches.
         batch_size: rows of every batch.
-        collate: makes a batch of 1..batch_size samples, with one row each; of none, if `num_batches` asks for batches
-            and there are no samples at all: `JaggedCollate` then needs each dtype and shape.
+        collate: makes a batch of up to batch_size samples, with one row each; of none, if there are no samples at all
+            but `num_batches` asks for batches: `JaggedCollate` then needs each dtype and shape.
         drop_last: leave out a last group that is smaller than `batch_size`.
-        num_batches: yield empty batches after the last sample until there are this many, so that ranks with fewer
-            samples take as many steps as the others. A Balancer does so itself.
+        num_batches: yield empty batches after the last sample until there are this many, so that all ranks take as
+            many steps. A Balancer does so itself.
 
     Raises:
-        ConfigError: `batch_size` is below 1. While iterating: `collate` has made more rows, or cannot make a batch of
-            no samples.
+        ConfigError: `batch_size` is below 1; while iterating, `collate` has made more rows or no batch of no samples.
     """
 
     def __init__(
@@ -104,13 +102,8 @@ class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-
         self._num_batches = num_batches
 
     def __len__(self) -> int:
-        """Return the number of batches.
-
-        Raises:
-            TypeError: the samples have no length.
-        """
-        num_samples = len(cast(Sized, self._samples))
-        num_full, num_left = divmod(num_samples, self._batch_size)
+        """Return the number of batches; raises a TypeError if the samples have no length."""
+        num_full, num_left = divmod(len(cast(Sized, self._samples)), self._batch_size)
         return max(num_full + (num_left > 0 and not self._drop_last), self._num_batches or 0)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -18,7 +18,6 @@ class FieldSpec:
     """The properties of a field that must be the same on all ranks."""
 
     name: str
-    """Name of the field."""
     keys: tuple[str, ...] | None
     """Keys of a KeyedJaggedTensor; None for a dense tensor."""
     dtype: torch.dtype | None
@@ -26,9 +25,7 @@ class FieldSpec:
     shape: tuple[int, ...] = ()
     """Of one row of a dense tensor, or of one value of a jagged tensor."""
     lengths_dtype: torch.dtype | None = None
-    """Of the lengths of a jagged tensor; None for a dense tensor."""
     weights_dtype: torch.dtype | None = None
-    """Of the weights, one per value; None if there are none."""
     fill: float = 0
     """Value of the padding rows of a dense tensor."""
 
@@ -38,15 +35,13 @@ class BatchSchema:
     """The properties of batches that all ranks share; they are compared before the first step."""
 
     batch_type: type[JaggedBatch]
-    """Class of the batches."""
     batch_size: int
     """Rows of a batch, per rank."""
     fields: tuple[FieldSpec, ...]
     """The tensor fields, in declared order."""
     loss_key: LossKey | None
-    """See `JaggedBatch.loss_key`."""
     length_limits: tuple[tuple[str, int], ...] = ()
-    """`JaggedBatch.length_limits`, by name."""
+    """By name, sorted."""
 
     @property
     def jagged_keys(self) -> tuple[tuple[str, str], ...]:
@@ -54,7 +49,7 @@ class BatchSchema:
         return tuple((spec.name, key) for spec in self.fields for key in spec.keys or ())
 
     def lengths_by_key(self, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Name the rows of lengths [K, ...] by their keys, see `name_keys`."""
+        """Return the rows of lengths [K, ...], named by `name_keys`."""
         return dict(zip(name_keys(self.jagged_keys), lengths, strict=True))
 
     def max_lengths(self, lengths: NDArray[np.int64]) -> dict[str, int]:
@@ -147,12 +142,7 @@ def _check_on_cpu(name: str, tensor: Tensor) -> None:
 
 
 def check_contents(batch: JaggedBatch) -> None:
-    """Check that lengths match the numbers of values, because compiled copies do not check bounds, and their limits.
-
-    Raises:
-        ValueError: they do not match, a row is longer than its limit, or `num_real` is out of range; the message names
-            the field or the key.
-    """
+    """Raise a ValueError if lengths do not match values, whose compiled copies check no bounds, or exceed limits."""
     if not 0 <= batch.num_real <= batch.batch_size:
         raise ValueError(f"num_real must be between 0 and batch_size = {batch.batch_size}, got {batch.num_real}")
     lengths_by_key: dict[tuple[str, str], NDArray[np.integer]] = {}
@@ -188,6 +178,4 @@ def lengths_of(batch: JaggedBatch) -> NDArray[np.int64]:
         for _, value in batch.tensors()
         if isinstance(value, KeyedJaggedTensor)
     ]
-    if not rows:
-        return np.zeros((0, batch.batch_size), dtype=np.int64)
-    return np.concatenate(rows).astype(np.int64, copy=False)
+    return np.concatenate([np.zeros((0, batch.batch_size), dtype=np.int64), *rows]).astype(np.int64, copy=False)

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-_WARNS = "is_fx_tracing_warning"
-
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
@@ -27,18 +25,18 @@ def outside_inference_mode() -> Iterator[None]:
 def suppress_fx_tracing_warning() -> None:
     """Silence a harmless `torch.fx` warning triggered by TorchRec; call this before building a batch.
 
-    Since PyTorch 2.13 the first KeyedJaggedTensor of each process causes it. PyTorch gives it once per process, so it
-    is given now and dropped. The filter lets through all other records, and is removed after the call.
+    Since PyTorch 2.13 the first KeyedJaggedTensor of a process causes it. PyTorch gives it once per process, so it is
+    given now and dropped. The filter lets through all other records, and is removed after the call.
     """
     from torch.fx import _symbolic_trace
 
-    warn = getattr(_symbolic_trace, _WARNS, None)
+    warn = getattr(_symbolic_trace, "is_fx_tracing_warning", None)
     if warn is None:  # in other versions
         return
     log, this_thread = logging.getLogger(_symbolic_trace.__name__), threading.get_ident()
 
     def is_other(record: logging.LogRecord) -> bool:
-        return record.funcName != _WARNS or record.thread != this_thread
+        return record.funcName != "is_fx_tracing_warning" or record.thread != this_thread
 
     log.addFilter(is_other)
     try:

@@ -21,7 +21,6 @@ class StoreRows(NamedTuple):
     """The samples that come from one store."""
 
     store: SequenceStore
-    """Where the events are."""
     rows: NDArray[np.int64]
     """[m]: rows of the store."""
     sample_indices: NDArray[np.int64]
@@ -29,18 +28,7 @@ class StoreRows(NamedTuple):
 
 
 def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64]) -> list[StoreRows]:
-    """Group samples by the store that they come from.
-
-    Args:
-        stores: whose rows are numbered consecutively: the second's follow the first's.
-        sample_ids: int64 [n], such row numbers.
-
-    Returns:
-        At least one group; without samples, an empty group of the first store.
-
-    Raises:
-        IndexError: a row number is out of range.
-    """
+    """Group samples [n], numbered consecutively through all stores, by store; without samples, into an empty one."""
     ends = np.cumsum([len(store) for store in stores])
     if len(sample_ids) and not 0 <= int(sample_ids.min()) <= int(sample_ids.max()) < ends[-1]:
         raise IndexError(
@@ -58,7 +46,7 @@ def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64
 
 
 class HistorySpans(NamedTuple):
-    """The history and the candidates of n samples, as indices into the events of their stores.
+    """Where histories and candidates of n samples are among the events of their stores: int64 [n] each.
 
     events          a b c d e f g         max_history_length = 3, max_num_candidates = 2
                         ^     ^   ^
@@ -67,22 +55,16 @@ class HistorySpans(NamedTuple):
     """
 
     begins: NDArray[np.int64]
-    """[n]: where the history begins."""
     history_ends: NDArray[np.int64]
-    """[n]: where the history ends and the candidates begin."""
     ends: NDArray[np.int64]
-    """[n]: where the candidates end."""
 
 
 def find_spans(
-    groups: Sequence[StoreRows], num_samples: int, *, max_history_length: int, max_num_candidates: int
+    groups: Sequence[StoreRows], num_samples: int, max_history_length: int, max_num_candidates: int
 ) -> HistorySpans:
     """Find each sample's candidates, its last events, and the newest `max_history_length` events before them.
 
     A row with a number of targets has at most that many candidates, because the events before them were trained on.
-
-    Raises:
-        IndexError: a row has fewer events than candidates.
     """
     spans = HistorySpans(*np.empty((3, num_samples), dtype=np.int64))
     for store, rows, sample_indices in groups:
@@ -95,27 +77,22 @@ def find_spans(
 
 
 class ItemTokens(NamedTuple):
-    """The tokens of items: the codes of each, one per level, with an offset added to each level."""
+    """The tokens of items: the codes of each [items, levels], -1 without a code, plus an offset for each level."""
 
     codes: NDArray[np.int32]
-    """[items, levels]; -1 for items without a code."""
     level_offsets: NDArray[np.int64]
-    """[levels]."""
 
 
 class KeyValues(NamedTuple):
-    """The values of one key of n samples: a slice of a column of each sample's store."""
+    """The values of one key of n samples: of each, a slice of a column of its store, given by begin and size."""
 
     column: str
-    """A list column of events, or a column of users."""
     begins: NDArray[np.int64]
-    """[n]: where the slice begins."""
     sizes: NDArray[np.int64]
-    """[n]: elements of the slice."""
     tokens: ItemTokens | None = None
     """Replaces each element, an item, by its tokens."""
     is_of_user: bool = False
-    """Whether it is a column of users."""
+    """Whether it is a column of users rather than events."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -136,40 +113,34 @@ def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> Ke
 
 
 class Gathered(NamedTuple):
-    """The values of some keys in G batches."""
+    """The values of some keys in G batches, one after the other; their views, and the longest row of each key [G]."""
 
     values: NDArray[np.int64]
-    """Of all batches, one after the other."""
     tensors: list[KeyedJaggedTensor]
-    """[G]: views of `values`."""
     max_lengths: list[dict[str, int]]
-    """[G]: the longest row of each key."""
 
 
 def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_size: int, num_batches: int) -> Gathered:
-    """Copy values into one array, batch after batch and key after key, in one compiled pass per key and store.
+    """Copy the samples' values into one array, batch after batch and key after key; rows after the last are padding.
 
     batch_size = 2, lengths {"sex": [1 1 1], "item_id": [2 0 3]}, two batches, the second with one padding row:
 
         values    s0 s1 | i0 i0 | s2 | i2 i2 i2
                   batch 0       | batch 1
-
-    Args:
-        groups: the n samples.
-        keys: by name; each batch takes the values of the next `batch_size` samples.
-        batch_size: rows of each batch.
-        num_batches: G; rows after the last sample are padding.
-
-    Raises:
-        IndexError: an item has no tokens.
     """
     lengths = np.stack([pad_rows(values.lengths, batch_size, num_batches) for values in keys.values()], axis=1)
     out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
     out = np.empty(int(lengths.sum()), dtype=np.int64)
-    for index, values in enumerate(keys.values()):
-        _copy_values(groups, values, out_begins[:, index].reshape(-1), out)
+    for index, (column, begins, sizes, tokens, is_of_user) in enumerate(keys.values()):
+        begins_of_key = out_begins[:, index].reshape(-1)
+        for store, _, samples in groups:
+            elements = (store.rows if is_of_user else store.events)[column]
+            if tokens is None:
+                _copy_elements(elements, samples, begins, sizes, begins_of_key, out)
+            elif not _copy_tokens(elements, samples, begins, sizes, begins_of_key, *tokens, out):
+                raise IndexError("a row has an item without a code; it is not a sample")
     num_values: list[list[int]] = lengths.sum(axis=2).tolist()
-    parts = torch.from_numpy(out).split([sum(num_values_of_batch) for num_values_of_batch in num_values])
+    parts = torch.from_numpy(out).split(list(map(sum, num_values)))
     return Gathered(
         values=out,
         tensors=[
@@ -185,19 +156,6 @@ def pad_rows(column: NDArray[np.int64], batch_size: int, num_batches: int, *, fi
     rows = np.full(num_batches * batch_size, fill, dtype=np.int64)
     rows[: len(column)] = column
     return rows.reshape(num_batches, batch_size)
-
-
-def _copy_values(
-    groups: Sequence[StoreRows], values: KeyValues, out_begins: NDArray[np.int64], out: NDArray[np.int64]
-) -> None:
-    """Copy the values of sample i to out[out_begins[i]] and after."""
-    column, begins, sizes, tokens, is_of_user = values
-    for store, _, sample_indices in groups:
-        elements = (store.rows if is_of_user else store.events)[column]
-        if tokens is None:
-            _copy_elements(elements, sample_indices, begins, sizes, out_begins, out)
-        elif not _copy_tokens(elements, sample_indices, begins, sizes, out_begins, *tokens, out):
-            raise IndexError("a row has an item without a code; it is not a sample")
 
 
 @compiled
@@ -281,6 +239,6 @@ class SampleLengths:
     """The lengths of n samples as they are trained, known before batches are made."""
 
     of_keys: Mapping[tuple[str, str], NDArray[np.int64]]
-    """Per field and key of the batch, in its order, int64 [n]: after truncation, in tokens, with candidates."""
+    """Per field and key of the batch, in its order, [n]: after truncation, in tokens, with candidates."""
     num_candidates: NDArray[np.int64]
     """[n]; zeros for batches without candidates."""

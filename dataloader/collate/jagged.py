@@ -23,8 +23,7 @@ from evenrank.dataloader.batches.batch import (
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 
-# Dtypes of Python's numbers, as in torch by default.
-_NARROWED: dict[str, Any] = {"d": np.float32, "D": np.complex64}
+_NARROWED: dict[str, Any] = {"d": np.float32, "D": np.complex64}  # dtypes of Python's numbers, as in torch by default
 
 
 class Jagged(NamedTuple):
@@ -51,11 +50,8 @@ class CollatedBatch(JaggedBatch):
     """A batch of a JaggedCollate. Its tensors are attributes, such as `batch.features` and `batch.label`."""
 
     values: dict[str, KeyedJaggedTensor | Tensor | None] = host()
-    """The tensors by name."""
     fills: Mapping[str, float] = host()
-    """The fill value of the padding rows of every tensor."""
     counted: LossKey | None = host(None)
-    """What `loss_key` returns."""
 
     def loss_key(self) -> LossKey | None:
         """Return the loss key that the JaggedCollate was given."""
@@ -76,11 +72,7 @@ class CollatedBatch(JaggedBatch):
 
     @classmethod
     def without_samples(
-        cls,
-        batch_size: int,
-        tensors: Mapping[str, Any],
-        fill_values: Mapping[str, float],
-        loss_key: LossKey | None,
+        cls, batch_size: int, tensors: Mapping[str, Any], fill_values: Mapping[str, float], loss_key: LossKey | None
     ) -> Self:
         """Return a batch of padding only, as `JaggedBatch.without_samples`."""
         return cls(batch_size=batch_size, num_real=0, values=dict(tensors), fills=dict(fill_values), counted=loss_key)
@@ -119,19 +111,15 @@ class JaggedCollate:
     """
 
     def __init__(
-        self,
-        declarations: Mapping[str, Any],
-        *,
-        batch_size: int | None = None,
-        loss_key: LossKey | None = None,
+        self, declarations: Mapping[str, Any], *, batch_size: int | None = None, loss_key: LossKey | None = None
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self._batch_size = batch_size
         self._loss_key = loss_key
-        self._keys: dict[str, list[str]] = {}  # of each jagged field
-        self._dtypes: dict[str, torch.dtype] = {}  # of each jagged field
-        self._limits: dict[str, int] = {}  # of jagged keys, whose names are unique
+        self._keys: dict[str, list[str]] = {}  # by jagged field
+        self._dtypes: dict[str, torch.dtype] = {}  # by jagged field
+        self._limits: dict[str, int] = {}  # by jagged key
         self._dense: dict[str, Mapping[str, Any]] = {}
         for name, declaration in declarations.items():
             if isinstance(declaration, Jagged):
@@ -205,7 +193,7 @@ def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 def _concatenate(
     column: Sequence[Any], name: str, dtype: torch.dtype, max_length: int | None
 ) -> tuple[Tensor, NDArray[np.int64]]:
-    """Return all samples' values, one after the other, and how many each sample has: int64 [n]."""
+    """Return all samples' values, and how many each sample has: int64 [n]."""
     arrays = [np.atleast_1d(_as_array(value, name, index, dtype)) for index, value in enumerate(column)]
     for index, array in enumerate(arrays):
         if array.ndim != 1:
@@ -245,7 +233,7 @@ def _as_tensor(value: Any, name: str, index: int, dtype: torch.dtype | None) -> 
 
 
 def _is_of_python(value: Any) -> bool:
-    """Return whether neither a value nor any part of it has a dtype of its own."""
+    """Return whether no part of a value has a dtype of its own."""
     if isinstance(value, list | tuple):
         return all(map(_is_of_python, value))
     return not isinstance(value, Tensor | np.ndarray | np.generic)

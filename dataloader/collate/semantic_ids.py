@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batches.batch import SemanticIdBatch
-from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues, StoreRows, find_spans
+from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues
 from evenrank.dataloader.collate.sequences import LABEL, Collate, check_user_ids
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
@@ -64,22 +63,20 @@ class CodeTable:
         return np.cumsum([0, *self.codebook_sizes])[:-1]
 
     def has_code(self, items: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which items have a code: bool, of the same shape. Items beyond the table have none."""
+        """Return whether each item has a code: bool, of the same shape. Items beyond the table have none."""
         in_table = (items >= 0) & (items < len(self.codes))
         has_code: NDArray[np.bool_] = in_table & (self.codes[np.where(in_table, items, 0), 0] != _NO_CODE)
         return has_code
 
     def describe(self) -> str:
         """Return the sizes of the table and a hash of its contents; equal for equal tables."""
-        levels = self.codes.shape[1]
+        items, levels = self.codes.shape
         digest = hashlib.sha256(np.ascontiguousarray(self.codes, dtype="<i4").tobytes()).hexdigest()
-        return f"{levels} levels of {len(self.codes)} items, codebook_sizes {list(self.codebook_sizes)}, {digest[:16]}"
+        return f"{levels} levels of {items} items, codebook_sizes {list(self.codebook_sizes)}, {digest[:16]}"
 
 
 def read_codes(path: Path | str, codebook_sizes: Sequence[int] | None = None) -> CodeTable:
-    """Read an integer table [levels, items] from a `.pt` or `.npy` file; -1 means no code.
-
-    Files are read without unpickling objects, so no code in them is ever run.
+    """Read an integer table [levels, items] from a `.pt` or `.npy` file, without running code from it; -1: no code.
 
     Args:
         path: of the file.
@@ -141,14 +138,15 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
     label                             c1 c2 d1 d2   (if `history_labels`)
     """
 
+    _batch_type = SemanticIdBatch
+
+    max_num_candidates: int = 1
     table: CodeTable
-    """The codes of the items."""
     label_offsets: bool
     """Whether labels are tokens, with the offsets of their levels, rather than codes."""
     history_labels: bool
     """Whether the events of a history have labels too, except for its first."""
     candidate_feature: bool
-    """Whether the tokens of the target are a feature."""
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows without a target, and those whose history or target contains an item without a code."""
@@ -161,7 +159,7 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
         }
 
     def filters(self) -> tuple[object, ...]:
-        """Return the settings that decide which rows are samples, and the codes, with which weights are trained."""
+        """Return the history's length, which decides which rows are samples, and the codes of the trained weights."""
         return ("codes", self.max_history_length, self.table.describe())
 
     def _rows_without_codes(self, store: SequenceStore) -> NDArray[np.int64]:
@@ -173,9 +171,6 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
             rows = np.searchsorted(store.offsets, events, side="right") - 1
             rows_of_chunks.append(np.unique(rows[events >= first_shown[rows]]))
         return np.unique(np.concatenate(rows_of_chunks))
-
-    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> HistorySpans:
-        return find_spans(groups, num_samples, max_history_length=self.max_history_length, max_num_candidates=1)
 
     def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
         begins, history_ends, ends = spans
@@ -198,6 +193,3 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
         if self.candidate_feature:
             limits[CANDIDATE_ID] = levels
         return limits | {LABEL: (max(self.max_history_length, 1) if self.history_labels else 1) * levels}
-
-    def _make_batch(self, **fields: Any) -> SemanticIdBatch:
-        return SemanticIdBatch(**fields)

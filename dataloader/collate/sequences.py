@@ -1,9 +1,9 @@
 """Samples of stores -> batches: the base `Collate`, and `SequenceCollate` for histories and candidates."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +33,11 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 class Collate(ABC, Generic[Batch]):
     """Makes batches of samples, and decides which rows are samples."""
 
+    _batch_type: ClassVar[Callable[..., Any]]
+
     max_history_length: int
     """Events of a history; longer histories keep their newest ones."""
+    max_num_candidates: int
     user_id: bool
     """Whether `user_id` is a feature."""
 
@@ -43,45 +46,31 @@ class Collate(ABC, Generic[Batch]):
 
     @abstractmethod
     def unusable(self, store: SequenceStore) -> Mapping[str, NDArray[np.int64]]:
-        """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons.
-
-        Raises:
-            DataError: a row has a user id that cannot be a feature.
-        """
+        """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons."""
 
     @abstractmethod
     def filters(self) -> tuple[object, ...]:
-        """Return the settings that decide which rows are samples, and the codes; part of the loader's fingerprint.
-
-        Cut-offs and labels are left out: a job may go on with others.
-        """
+        """Return the settings of the loader's fingerprint: those that decide which rows are samples, and the codes."""
 
     def lengths(self, groups: Sequence[StoreRows], num_samples: int) -> SampleLengths:
         """Return how long the rows of these samples are in a batch, without making it."""
-        spans = self._find_spans(groups, num_samples)
-        features, labels = self._find_features(groups, spans), self._label_values(spans)
+        spans, features, labels = self._find(groups, num_samples)
         of_keys = {("features", name): values.lengths for name, values in features.items()}
         if labels is not None:
             of_keys["labels", LABEL] = labels.lengths
         no_candidates = np.zeros(num_samples, dtype=np.int64)
-        return SampleLengths(
-            of_keys=of_keys, num_candidates=self._dense_columns(spans).get("num_candidates", no_candidates)
-        )
+        num_candidates = self._dense_columns(spans).get("num_candidates", no_candidates)
+        return SampleLengths(of_keys=of_keys, num_candidates=num_candidates)
 
     def __call__(
         self, groups: Sequence[StoreRows], sample_ids: NDArray[np.int64], *, batch_size: int, num_batches: int = 1
     ) -> list[Batch]:
-        """Make batches of samples, in order; rows after the last sample are padding.
+        """Make batches of samples [n], in order; rows after the last sample are padding.
 
-        Args:
-            groups: the samples by store; at least one group, because the stores name the contextual features.
-            sample_ids: int64 [n], n <= num_batches * batch_size: the ids that batches give the samples.
-            batch_size: rows of each batch.
-            num_batches: how many to make.
+        At least one group is needed, because the stores name the contextual features.
         """
         num_samples = len(sample_ids)
-        spans = self._find_spans(groups, num_samples)
-        features, labels = self._find_features(groups, spans), self._label_values(spans)
+        spans, features, labels = self._find(groups, num_samples)
         gathered = {"features": gather(groups, features, batch_size, num_batches)}
         if labels is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
@@ -91,13 +80,12 @@ class Collate(ABC, Generic[Batch]):
             gathered["labels"] = gather(groups, {LABEL: labels}, batch_size, num_batches)
             self._finish_labels(gathered["labels"].values)
         loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
-        dense = {"sample_ids": pad_rows(sample_ids, batch_size, num_batches, fill=-1)}
-        for name, column in self._dense_columns(spans).items():
-            dense[name] = pad_rows(column, batch_size, num_batches)
-        tensors = {name: torch.from_numpy(rows) for name, rows in dense.items()}
+        columns = self._dense_columns(spans).items()
+        tensors = {name: torch.from_numpy(pad_rows(column, batch_size, num_batches)) for name, column in columns}
+        tensors["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
         limits = context_limits(groups[0].store, user_id=self.user_id) | self._length_limits()
         return [
-            self._make_batch(
+            self._batch_type(
                 batch_size=batch_size,
                 num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens[batch],
@@ -112,11 +100,8 @@ class Collate(ABC, Generic[Batch]):
         ]
 
     @abstractmethod
-    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> HistorySpans: ...
-
-    @abstractmethod
     def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
-        """Return the values of the features that are made from events, by key."""
+        """Return the features that are made from events, by key."""
 
     @abstractmethod
     def _label_values(self, spans: HistorySpans) -> KeyValues | None: ...
@@ -125,9 +110,6 @@ class Collate(ABC, Generic[Batch]):
     def _length_limits(self) -> dict[str, int]:
         """Return the longest that a row of each key made from events, or of the labels, can be."""
 
-    @abstractmethod
-    def _make_batch(self, **fields: Any) -> Batch: ...
-
     def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
         return {}
@@ -135,9 +117,14 @@ class Collate(ABC, Generic[Batch]):
     def _finish_labels(self, values: NDArray[np.int64]) -> None:
         """Change the gathered labels in place."""
 
-    def _find_features(self, groups: Sequence[StoreRows], spans: HistorySpans) -> dict[str, KeyValues]:
+    def _find(
+        self, groups: Sequence[StoreRows], num_samples: int
+    ) -> tuple[HistorySpans, dict[str, KeyValues], KeyValues | None]:
+        """Return the samples' histories and candidates, their features by key, and their labels."""
+        spans = find_spans(groups, num_samples, self.max_history_length, self.max_num_candidates)
         names = context_limits(groups[0].store, user_id=self.user_id)
-        return {name: find_context(groups, name, len(spans.ends)) for name in names} | self._event_values(spans)
+        context = {name: find_context(groups, name, num_samples) for name in names}
+        return spans, context | self._event_values(spans), self._label_values(spans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +140,8 @@ class SequenceCollate(Collate[SequenceBatch]):
         item_id               c d e f g     action  c d e     label  f g
     """
 
-    max_num_candidates: int
-    """Candidates of a sample."""
+    _batch_type = SequenceBatch
+
     num_tasks: int
     """Above 1: labels keep this many low bits. Above 0 without candidates: the history has labels."""
     candidate_actions: bool
@@ -181,14 +168,6 @@ class SequenceCollate(Collate[SequenceBatch]):
     def filters(self) -> tuple[object, ...]:
         """Return the settings that decide which rows are samples."""
         return ("candidates", self.max_num_candidates)
-
-    def _find_spans(self, groups: Sequence[StoreRows], num_samples: int) -> HistorySpans:
-        return find_spans(
-            groups,
-            num_samples,
-            max_history_length=self.max_history_length,
-            max_num_candidates=self.max_num_candidates,
-        )
 
     def _has_candidates(self) -> dict[str, bool]:
         """Return whether each key that is made from events includes the candidates."""
@@ -224,9 +203,6 @@ class SequenceCollate(Collate[SequenceBatch]):
         if self.max_num_candidates or self.num_tasks:
             limits[LABEL] = self.max_num_candidates or self.max_history_length
         return limits
-
-    def _make_batch(self, **fields: Any) -> SequenceBatch:
-        return SequenceBatch(**fields)
 
 
 def context_limits(store: SequenceStore, *, user_id: bool) -> dict[str, int]:

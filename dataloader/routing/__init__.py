@@ -6,5 +6,5 @@
 
 from evenrank.core import optional_imports
 
-# Imported at their first use: some names need torch, and reports compute the loads of ranks without it.
+# At their first use: some names need torch, and reports compute the loads of ranks without it.
 __getattr__, __dir__, __all__ = optional_imports.attach_stub(__name__, __file__)

@@ -1,7 +1,7 @@
 """The keys of a KeyedJaggedTensor: replaced by rows of tables, or grouped by the rank that owns them."""
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,22 +23,21 @@ def map_features(features: KeyedJaggedTensor, key_maps: Mapping[str, KeyMap]) ->
     On a GPU this waits for the device, because it checks the keys; map on the CPU, where batches are made.
 
     Args:
-        features: with integer values, on any device.
+        features: with integer values.
         key_maps: of some of its features, by name.
 
     Raises:
         ConfigError: there is no such feature, or its dtype cannot hold all rows.
         DataError: a key is not in the table.
     """
-    names = features.keys()
+    names, varies = features.keys(), features.variable_stride_per_key()
     if unknown := [name for name in key_maps if name not in names]:
         raise ConfigError(f"key_maps has {unknown[0]!r}, which is no feature; there are {', '.join(names)}")
     ends = features.offset_per_key()
     values = features.values().clone()
-    for name, begin, end in zip(names, ends, ends[1:], strict=False):
+    for name, (begin, end) in zip(names, pairwise(ends), strict=True):
         if name in key_maps:
             values[begin:end] = key_maps[name](values[begin:end])
-    varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=names,
         values=values,
@@ -67,13 +66,12 @@ def bucketize(
         bucketized      [1 | 2 | 2 3 | 4]
         permutation     [2 0 3 4 1]
 
-    On a GPU with Triton it does not wait for the device, except the first time with these routings; without Triton, the
-    CPU groups the keys.
+    On a GPU it does not wait for the device, except the first time with these routings; without Triton, the CPU groups.
 
     Args:
         kjt: int32 or int64 values, [n]; the same stride for all K keys, B.
         world_size: number of ranks, W.
-        routings: of each key; may have others.
+        routings: by key; may have others.
         bucketize_pos: replace the weights by each value's index in its original row, of the values' dtype.
 
     Returns:
@@ -85,7 +83,8 @@ def bucketize(
         ConfigError: a key has no routing, strides vary, values are no integers, `world_size` is out of range, or
             positions would replace weights.
     """
-    features = _check(kjt, world_size, routings, bucketize_pos)
+    _check(kjt, world_size, routings, bucketize_pos)
+    features = tuple(routings[name] for name in kjt.keys())  # noqa: SIM118
     weights = kjt.weights_or_none()
     weights = None if weights is None else weights.detach().contiguous()
     keys, lengths, offsets = kjt.values().contiguous(), kjt.lengths().view(-1), kjt.offsets()
@@ -94,12 +93,18 @@ def bucketize(
             keys, lengths, offsets, features, world_size, weights=weights, positions=bucketize_pos
         )
     else:
-        owners, owned_rows = _find_owners(keys.cpu().numpy(), kjt.length_per_key(), features, world_size)
+        host_keys = keys.cpu().numpy()
+        owners, owned_rows = np.empty(len(keys), dtype=np.int64), np.empty_like(host_keys)
+        for (begin, end), routing in zip(pairwise(kjt.offset_per_key()), features, strict=True):
+            owners[begin:end], owned_rows[begin:end] = owners_and_rows(host_keys[begin:end], world_size, routing)
         grouped_lengths, places = _group(owners, lengths.long().cpu().numpy(), world_size)
         new_lengths = torch.from_numpy(grouped_lengths).to(lengths)
         permutation = torch.from_numpy(places).to(keys.device)
         rows = torch.empty_like(keys).index_copy_(0, permutation, torch.from_numpy(owned_rows).to(keys.device))
-        extra = _positions(lengths, offsets, keys) if bucketize_pos else weights
+        extra = weights
+        if bucketize_pos:
+            starts = torch.repeat_interleave(offsets[:-1], lengths, output_size=len(keys))
+            extra = (torch.arange(len(keys), device=keys.device) - starts).to(keys.dtype)
         if extra is not None:
             extra = torch.empty_like(extra).index_copy_(0, permutation, extra)
     bucketized = KeyedJaggedTensor(
@@ -108,10 +113,7 @@ def bucketize(
     return bucketized, permutation
 
 
-def _check(
-    kjt: KeyedJaggedTensor, world_size: int, routings: Mapping[str, Routing], bucketize_pos: bool
-) -> tuple[Routing, ...]:
-    """Return the routings in the order of the keys, after checking all arguments."""
+def _check(kjt: KeyedJaggedTensor, world_size: int, routings: Mapping[str, Routing], bucketize_pos: bool) -> None:
     check_routing(world_size, "roundrobin", None)
     gpu_bucketize.check_keys(kjt.values())
     if missing := sorted(set(kjt.keys()) - set(routings)):
@@ -122,26 +124,6 @@ def _check(
         )
     if bucketize_pos and kjt.weights_or_none() is not None:
         raise ConfigError("bucketize_pos=True would replace the weights of the batch; drop either of them")
-    return tuple(routings[name] for name in kjt.keys())  # noqa: SIM118
-
-
-def _find_owners(
-    keys: NDArray[Any], lengths: list[int], features: tuple[Routing, ...], world_size: int
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return the owner of each key, int64 [n], and its row there, of the keys' dtype [n], given lengths of features."""
-    owners, rows = np.empty(len(keys), dtype=np.int64), np.empty_like(keys)
-    start = 0
-    for length, routing in zip(lengths, features, strict=True):
-        part = slice(start, start + length)
-        owners[part], rows[part] = owners_and_rows(keys[part], world_size, routing)
-        start += length
-    return owners, rows
-
-
-def _positions(lengths: Tensor, offsets: Tensor, keys: Tensor) -> Tensor:
-    """Return each key's index in its row: [n], of the keys' dtype."""
-    starts = torch.repeat_interleave(offsets[:-1], lengths, output_size=len(keys))
-    return (torch.arange(len(keys), device=keys.device) - starts).to(keys.dtype)
 
 
 @compiled

@@ -13,7 +13,6 @@ from evenrank.dataloader.routing.key_map import KeyMap
 
 DIST_TYPE = "dist_type"
 """Name of the entry."""
-
 _log = logging.getLogger("evenrank")
 _CONTINUOUS = {"mode": "continuous"}
 
@@ -30,7 +29,7 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
         saved: the entry; None if the checkpoint has none: then all features count as `continuous`.
         key_maps: of this job.
         source: of the entry, for messages, such as "the checkpoint".
-        notify: whether to log a notice, to the logger `evenrank`, if there is no entry; one rank is enough.
+        notify: whether to log, to the logger `evenrank`, that there is no entry; one rank is enough.
 
     Raises:
         StateError: a feature has another map, or the entry is damaged.
@@ -45,8 +44,10 @@ def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source
     entries = json.loads(dist_type(key_maps))
     for name in sorted({*saved_entries, *entries}):
         before, now = saved_entries.get(name, _CONTINUOUS), entries.get(name, _CONTINUOUS)
-        different = {entry for entry in _decisive(before, now) if before.get(entry) != now.get(entry)}
-        if different:
+        # Of continuous maps, only entries that both have must be equal.
+        both = before["mode"] == now["mode"] == "continuous"
+        decisive = {*before} & {*now} if both else {*before, *now}
+        if different := {entry for entry in decisive if before.get(entry) != now.get(entry)}:
             constants = " with other constants" if different == {"constants"} else ""
             raise StateError(
                 f"{source} stores {name} with routing {_show(before)}, but this job uses {_show(now)}{constants}; use "
@@ -76,13 +77,6 @@ def read_dist_type(saved: str | None, *, source: str) -> dict[str, KeyMap]:
             )
         key_maps[name] = key_map
     return key_maps
-
-
-def _decisive(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return the names of entries that must be equal: all, or between continuous maps those that both have."""
-    if before["mode"] == now["mode"] == "continuous":
-        return {*before} & {*now}
-    return {*before, *now}
 
 
 def _parse(saved: str, source: str) -> dict[str, dict[str, Any]]:

@@ -68,15 +68,15 @@ def bucketize_with_kernels(
     weights: Tensor | None,
     positions: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Group the keys of a batch on a GPU by (rank, feature, row), in their order.
+    """Group the keys [n] of a batch on a GPU by (rank, feature, row), in their order; see `bucketize`.
 
     Args:
         keys: int32 or int64 [n].
-        lengths: integers [K * B], keys of each row.
-        offsets: integers [K * B + 1], where rows start, and n.
-        routings: of each feature: K.
+        lengths: integers [K * B].
+        offsets: integers [K * B + 1].
+        routings: of each of the K features.
         world_size: number of ranks, W.
-        weights: of each key: [n], or None.
+        weights: [n]; None with positions.
         positions: whether to return each key's index in its original row in place of weights.
 
     Returns:
@@ -97,27 +97,13 @@ def bucketize_with_kernels(
     grid = (triton.cdiv(batch_size, _TILE_KEYS // chunk), len(routings))
     with torch.cuda.device_of(keys):
         _count[grid](
-            *(keys, offsets, table, new_lengths, groups, rows, permutation, num_rows, batch_size, world_size),
-            tile_keys=_TILE_KEYS,
-            chunk=chunk,
+            *(keys, offsets, table, new_lengths, groups, rows, permutation, num_rows, batch_size, world_size, chunk),
             num_warps=_COUNT_WARPS,
             num_stages=1,  # without pipelining: a chunk reads the counts that the one before it has written
         )
-        # `extra` is not written if there are neither weights nor positions, but a pointer has to be given.
+        group_ends = torch.cumsum(new_lengths, 0)
         _move[(triton.cdiv(num_keys, _BLOCK),)](
-            torch.cumsum(new_lengths, 0),
-            groups,
-            rows,
-            new_rows,
-            permutation,
-            offsets,
-            rows if weights is None else weights,
-            new_rows if extra is None else extra,
-            num_keys,
-            num_rows,
-            has_weights=weights is not None,
-            has_positions=positions,
-            block=_BLOCK,
+            *(group_ends, groups, rows, new_rows, permutation, offsets, weights, extra, num_keys, num_rows, _BLOCK)
         )
     return new_lengths, new_rows, extra, permutation
 
@@ -128,6 +114,7 @@ if triton is not None:
     _HASH = tl.constexpr(MODES.index("hash_roundrobin"))
     _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = (tl.constexpr(multiplier) for multiplier in HASH_MULTIPLIERS)
     _SHIFT = tl.constexpr(HASH_SHIFT)
+    _TILE = tl.constexpr(_TILE_KEYS)
 
     @triton.jit
     def _owners_and_rows(keys, routing, world_size):
@@ -167,65 +154,29 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["num_rows", "batch_size", "world_size"])
     def _count(
-        keys,
-        offsets,
-        table,
-        lengths,
-        groups,
-        rows,
-        places,
-        num_rows,
-        batch_size,
-        world_size,
-        tile_keys: tl.constexpr,
-        chunk: tl.constexpr,
+        keys, offsets, table, lengths, groups, rows, places, num_rows, batch_size, world_size, chunk: tl.constexpr
     ):
         """Count the keys of each group in `lengths`, which are 0 before, and find each key's group, row and place."""
-        tile_rows: tl.constexpr = tile_keys // chunk
+        tile_rows: tl.constexpr = _TILE // chunk
         routing = table + 2 * tl.program_id(1)
         end = (tl.program_id(1).to(tl.int64) + 1) * batch_size  # of the rows of this feature
         first = end - batch_size + tl.program_id(0) * tile_rows
         row = first + tl.arange(0, tile_rows)
         row_ends = tl.load(offsets + row + 1, mask=row < end, other=0)
         longest = tl.max(row_ends - tl.load(offsets + row, mask=row < end, other=0), axis=0)
-        if longest <= tile_keys:
-            _count_rows(
-                keys,
-                offsets,
-                routing,
-                lengths,
-                groups,
-                rows,
-                places,
-                first,
-                end,
-                num_rows,
-                world_size,
-                tile_rows,
-                chunk,
-            )
+        if longest <= _TILE:
+            _count_rows(keys, offsets, routing, lengths, groups, rows, places, first, end, num_rows, world_size, chunk)
         else:  # in chunks with the others, one long row would take as many of them as it has keys
             for one in range(first, first + tile_rows):
                 _count_rows(
-                    keys, offsets, routing, lengths, groups, rows, places, one, end, num_rows, world_size, 1, tile_keys
+                    keys, offsets, routing, lengths, groups, rows, places, one, end, num_rows, world_size, _TILE
                 )
 
     @triton.jit
     def _count_rows(
-        keys,
-        offsets,
-        routing,
-        lengths,
-        groups,
-        rows,
-        places,
-        first,
-        end,
-        num_rows,
-        world_size,
-        tile_rows: tl.constexpr,
-        chunk: tl.constexpr,
+        keys, offsets, routing, lengths, groups, rows, places, first, end, num_rows, world_size, chunk: tl.constexpr
     ):
+        tile_rows: tl.constexpr = _TILE // chunk
         row = (first + tl.arange(0, tile_rows))[:, None]
         starts = tl.load(offsets + row, mask=row < end, other=0).to(tl.int64)
         ends = tl.load(offsets + row + 1, mask=row < end, other=0).to(tl.int64)
@@ -251,21 +202,9 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["num_keys", "num_rows"])
     def _move(
-        group_ends,
-        groups,
-        rows,
-        new_rows,
-        places,
-        offsets,
-        weights,
-        extra,
-        num_keys,
-        num_rows,
-        has_weights: tl.constexpr,
-        has_positions: tl.constexpr,
-        block: tl.constexpr,
+        group_ends, groups, rows, new_rows, places, offsets, weights, extra, num_keys, num_rows, block: tl.constexpr
     ):
-        """Add the start of each key's group to its place, and move its row and weight or position there."""
+        """Add the start of each key's group to its place, and move its row and weight, or else position, there."""
         index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         is_key = index < num_keys
         group = tl.load(groups + index, mask=is_key, other=0)
@@ -273,8 +212,8 @@ if triton is not None:
         place = start + tl.load(places + index, mask=is_key, other=0)
         tl.store(places + index, place, mask=is_key)
         tl.store(new_rows + place, tl.load(rows + index, mask=is_key, other=0), mask=is_key)
-        if has_weights:
+        if weights is not None:
             tl.store(extra + place, tl.load(weights + index, mask=is_key, other=0), mask=is_key)
-        if has_positions:
+        elif extra is not None:
             row_start = tl.load(offsets + group % num_rows, mask=is_key, other=0)
             tl.store(extra + place, (index - row_start).to(extra.dtype.element_ty), mask=is_key)

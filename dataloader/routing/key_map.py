@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 Integers = TypeVar("Integers", "NDArray[Any]", "Tensor")
 
-_MAX_ROWS = 1 << 62
-
 # Round keys, different for each round: the first hexadecimal digits of pi.
 ROUND_KEYS = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 CONSTANTS = *ROUND_KEYS, *MIX_MULTIPLIERS, *MIX_SHIFTS
@@ -66,33 +64,25 @@ class KeyMap:
 
     def __post_init__(self) -> None:
         check_routing(self.world_size, self.mode, self.num_embeddings)
-        if self.num_embeddings is None or self.num_embeddings > _MAX_ROWS:
+        if self.num_embeddings is None or self.num_embeddings > 1 << 62:
             raise ConfigError(
                 f"num_embeddings of a KeyMap must be an integer from 1 to 2^62, got {self.num_embeddings}"
             )
 
     def __call__(self, keys: Integers) -> Integers:
-        """Return the row of each key.
-
-        Args:
-            keys: integers of any shape, a NumPy array or a tensor on any device.
-
-        Returns:
-            Integers of the same shape and dtype, of the same kind, on the same device.
+        """Return the row of each key, an array or a tensor as the keys are, of the same shape, dtype and device.
 
         Raises:
             ConfigError: the dtype cannot hold all rows.
             DataError: a key is not in 0..num_embeddings-1.
         """
         self._check(keys, "key")
-        rows: Integers = self._apply(self._bijection().rows, keys)
-        return rows
+        return keys if self.is_identity else _apply(self._bijection().rows, keys)
 
     def inverse(self, rows: Integers) -> Integers:
-        """Return the key of each row, of the same shape, dtype, kind and device; raises the same errors as a call."""
+        """Return the key of each row; the inverse of a call, with the same types and errors."""
         self._check(rows, "row")
-        keys: Integers = self._apply(self._bijection().keys, rows)
-        return keys
+        return rows if self.is_identity else _apply(self._bijection().keys, rows)
 
     @property
     def is_identity(self) -> bool:
@@ -113,17 +103,7 @@ class KeyMap:
             return RoundRobin.of(self.num_embeddings, self.world_size)
         return Permutation.of(self.num_embeddings)
 
-    def _apply(self, function: Callable[[NDArray[np.int64]], NDArray[np.int64]], values: Any) -> Any:
-        """Apply a function of int64 arrays [n] to an array, or on the CPU to a tensor."""
-        if self.is_identity:
-            return values
-        if isinstance(values, np.ndarray):
-            results = function(values.reshape(-1).astype(np.int64, copy=False))
-            return results.astype(values.dtype, copy=False).reshape(values.shape)
-        return values.new_tensor(function(values.long().cpu().numpy().reshape(-1))).reshape(values.shape)
-
     def _check(self, values: Any, kind: str) -> None:
-        is_array = isinstance(values, np.ndarray)
         limit = _largest_value(values)
         if limit is None:
             raise ConfigError(
@@ -135,7 +115,7 @@ class KeyMap:
                 f"the {kind}s of a table with num_embeddings={self.num_embeddings} can be larger than {values.dtype} "
                 "holds; convert them to int64"
             )
-        if not (values.size if is_array else values.numel()):
+        if not all(values.shape):
             return
         least, greatest = int(values.min()), int(values.max())
         if least < 0 or greatest >= self.num_embeddings:
@@ -143,6 +123,14 @@ class KeyMap:
                 f"the {kind}s of a table with num_embeddings={self.num_embeddings} are 0 to {self.num_embeddings - 1}, "
                 f"got {least if least < 0 else greatest}; set num_embeddings to the largest key + 1"
             )
+
+
+def _apply(function: Callable[[NDArray[np.int64]], NDArray[np.int64]], values: Integers) -> Integers:
+    """Apply a function of int64 arrays [n] to an array, or on the CPU to a tensor."""
+    if isinstance(values, np.ndarray):
+        results = function(values.reshape(-1).astype(np.int64, copy=False))
+        return results.astype(values.dtype, copy=False).reshape(values.shape)
+    return values.new_tensor(function(values.long().cpu().numpy().reshape(-1))).reshape(values.shape)
 
 
 def _largest_value(values: Any) -> int | None:
@@ -164,12 +152,9 @@ class RoundRobin(NamedTuple):
     f + 1 ranks take a key each, in the others f.
     """
 
-    range_rows: int
-    """b."""
-    full_ranks: int
-    """f."""
-    last_rows: int
-    """l."""
+    range_rows: int  # b
+    full_ranks: int  # f
+    last_rows: int  # l
 
     @classmethod
     def of(cls, num_embeddings: int, world_size: int) -> "RoundRobin":
@@ -191,20 +176,16 @@ class RoundRobin(NamedTuple):
         return np.where(turn < self.last_rows, turn * (self.full_ranks + 1) + rank, late_keys)
 
     @property
-    def _num_early(self) -> int:
-        """Keys of the rounds in which f + 1 ranks take part."""
+    def _num_early(self) -> int:  # keys of the rounds in which f + 1 ranks take part
         return self.last_rows * (self.full_ranks + 1)
 
 
 class Permutation(NamedTuple):
     """The permutation of mode `hash_roundrobin`; see the top of this file."""
 
-    num_rows: int
-    """N, from 1 to 2^62."""
-    bits: int
-    """a: A is 2^a."""
-    size: int
-    """B."""
+    num_rows: int  # N
+    bits: int  # a
+    size: int  # B
 
     @classmethod
     def of(cls, num_rows: int) -> "Permutation":

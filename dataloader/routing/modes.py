@@ -26,14 +26,9 @@ _LIMIT = 1 << 63  # so that every rank and row is an int64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """How the rows of one table are distributed over ranks.
-
-    Raises:
-        ConfigError: the mode is unknown, or `num_embeddings` is missing or out of range.
-    """
+    """How the rows of one table are distributed over ranks; raises a ConfigError if a field is out of range."""
 
     mode: Mode
-    """One of MODES."""
     num_embeddings: int | None = None
     """Rows of the table; `continuous` needs it, and the other modes ignore it."""
 
@@ -52,7 +47,9 @@ def check_routing(world_size: int, mode: Mode, num_embeddings: int | None) -> No
         raise ConfigError(f"the routing mode must be one of {', '.join(MODES)}, got {mode!r}")
     if mode == "continuous" and num_embeddings is None:
         raise ConfigError("mode 'continuous' assigns ranges of rows, so it needs num_embeddings, the table's rows")
-    given = {"world_size": world_size} | ({} if num_embeddings is None else {"num_embeddings": num_embeddings})
-    for name, value in given.items():
+    for name, value in (
+        ("world_size", world_size),
+        ("num_embeddings", 1 if num_embeddings is None else num_embeddings),
+    ):
         if type(value) is not int or not 1 <= value < _LIMIT:
             raise ConfigError(f"{name} must be an integer of at least 1 and below 2^63, got {value!r}")

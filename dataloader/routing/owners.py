@@ -1,39 +1,21 @@
 """Which rank owns a key, by mode (see `modes.py`), and the row of the key in the shard of its owner."""
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing.modes import (
-    HASH_MULTIPLIERS,
-    HASH_SHIFT,
-    Mode,
-    Routing,
-    check_routing,
-    rows_per_rank,
-)
+from evenrank.dataloader.routing.modes import HASH_MULTIPLIERS, HASH_SHIFT, Mode, Routing, check_routing, rows_per_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Integer = TypeVar("Integer", bound=np.integer[Any])
+Keys = TypeVar("Keys", "NDArray[Any]", "Tensor")
 
 
-@overload
-def owner_rank(
-    keys: NDArray[np.integer[Any]], world_size: int, mode: Mode, num_embeddings: int | None = None
-) -> NDArray[np.int64]: ...
-
-
-@overload
-def owner_rank(keys: "Tensor", world_size: int, mode: Mode, num_embeddings: int | None = None) -> "Tensor": ...
-
-
-def owner_rank(
-    keys: "NDArray[np.integer[Any]] | Tensor", world_size: int, mode: Mode, num_embeddings: int | None = None
-) -> "NDArray[np.int64] | Tensor":
+def owner_rank(keys: Keys, world_size: int, mode: Mode, num_embeddings: int | None = None) -> Keys:
     """Return the rank that owns each key.
 
     Args:
@@ -43,7 +25,7 @@ def owner_rank(
         num_embeddings: rows of the table; `continuous` needs it.
 
     Returns:
-        int64 of the same shape, in 0..world_size-1; for a tensor a tensor on the same device.
+        int64 of the same shape, in 0..world_size-1; of a tensor, on the same device.
 
     Raises:
         ConfigError: the mode is unknown, an argument is missing or out of range, or keys are no integers.
@@ -78,13 +60,9 @@ def hash_keys(keys: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
 def owners_and_rows(
     keys: NDArray[Integer], world_size: int, routing: Routing
 ) -> tuple[NDArray[np.int64], NDArray[Integer]]:
-    """Return the rank that owns each key, and its row in the shard of that rank.
+    """Return each key's owner, int64 of the same shape, and its row there, of the keys' dtype.
 
-    Returns:
-        Owners, int64 of the same shape; rows, of the same shape and dtype. In `hash_roundrobin` a row is the key.
-
-    Raises:
-        ConfigError: keys are no integers.
+    In `hash_roundrobin` a row is the key.
     """
     size = np.uint64(world_size)
     if routing.mode == "hash_roundrobin":

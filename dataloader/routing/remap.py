@@ -30,17 +30,14 @@ _PART_BYTES = 256 << 20
 
 
 def remap(table: Tensor, before: KeyMap | None, after: KeyMap | None) -> Tensor:
-    """Return a table in which `after` finds the rows that `before` finds in this one: new[after(k)] = old[before(k)].
+    """Return a new table in which `after` finds the rows that `before` finds in this: new[after(k)] = old[before(k)].
 
     Apply it to the weights and to the optimizer state by row alike.
 
     Args:
-        table: [num_embeddings, ...], in one piece, on any device.
+        table: [num_embeddings, ...], on any device.
         before: of the job that has trained it; None: `continuous`, key k in row k.
         after: of the job that goes on with it; None: `continuous`.
-
-    Returns:
-        A new tensor of the same shape, dtype and device.
 
     Raises:
         ConfigError: a KeyMap is for a table of another size.
@@ -70,22 +67,21 @@ def remap_checkpoint(
 
     Entries `dist_type`, such as that of the loader's state, are replaced by `dist_type(after)`; the loader keeps its
     position. The new checkpoint appears with all of its contents, or not at all. Everything is in host memory at once.
-    Only files of torch.distributed.checkpoint are read.
 
     Args:
-        source: folder of the checkpoint, saved by any number of ranks; it stays as it is.
+        source: folder of the checkpoint, saved by any number of ranks.
         target: folder to write, which must not exist yet.
         tables: by feature, the names in the checkpoint of the tensors [num_embeddings, ...] of its table, none if it
             has no table, including those of the optimizer, such as `...item_id.momentum1` of row-wise Adagrad. Features
             that share a table name the same tensors.
-        before: by feature, as for `remap`; a feature that is not named is `continuous`.
+        before: by feature; a feature that is not named is `continuous`.
         after: by feature.
         values: replaces or adds entries by name, such as `{"dist_type": dist_type(after)}` where there was none.
 
     Raises:
-        ConfigError: the target exists, the checkpoint has no such tensor, `tables` lacks a feature whose KeyMap
-            changes, features that share a table change differently, a KeyMap is for a table of another size, or an
-            entry `dist_type` differs from `before`, or a new value of one from `after`.
+        ConfigError: the target exists; the checkpoint has no such tensor, or a `dist_type` other than `before`;
+            `tables` lacks a feature whose KeyMap changes; features that share a table change differently; a KeyMap is
+            for a table of another size; or a `dist_type` in `values` differs from `after`.
         StateError: an entry `dist_type` is damaged.
         DataError: the checkpoint is damaged or missing, or the new one cannot be written.
     """
@@ -144,7 +140,6 @@ def _dist_types(entries: Mapping[str, Any]) -> list[str]:
 
 
 def _check_entry(entry: str, key_maps: Mapping[str, KeyMap], argument: str, *, source: str) -> None:
-    """Raise a ConfigError unless an entry `dist_type` has the key maps of an argument."""
     saved = read_dist_type(entry, source=source)
     for feature in sorted({*saved, *key_maps}):
         in_entry, passed = _describe(saved.get(feature)), _describe(key_maps.get(feature))
@@ -163,7 +158,7 @@ def _describe(key_map: KeyMap | None) -> str:
 
 
 def read_metadata(source: Path) -> Metadata:
-    """Return the metadata of a checkpoint, whose `state_dict_metadata` has the entries by name; else a DataError."""
+    """Return the metadata of a checkpoint, whose `state_dict_metadata` has the entries by name."""
     try:
         return FileSystemReader(source).read_metadata()
     except Exception as error:  # it is a pickle, so anything
@@ -204,26 +199,19 @@ def _write(target: Path, entries: dict[str, Any], paths: Mapping[str, Any]) -> N
 
 
 class _InParts(DefaultSavePlanner):
-    """Writes large tensors in parts, because a rank that loads a few rows reads whole parts.
-
-    Args:
-        paths: place of each entry in the nested state dict that was saved.
-    """
+    """Writes large tensors in parts, because a rank that loads a few rows reads whole parts."""
 
     def __init__(self, paths: Mapping[str, Any]) -> None:
         super().__init__()
         self._paths = dict(paths)
 
     def create_local_plan(self) -> SavePlan:
-        """Return the default plan, of the entries as they were named, with several items for a large tensor."""
         plan = super().create_local_plan()
-        self.plan = dataclasses.replace(
-            plan, items=[part for item in plan.items for part in _parts(item)], planner_data=self._paths
-        )
+        items = [part for item in plan.items for part in _parts(item)]
+        self.plan = dataclasses.replace(plan, items=items, planner_data=self._paths)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor or bytes of an item."""
         if write_item.type != WriteItemType.SHARD:
             return super().resolve_data(write_item)
         assert write_item.tensor_data is not None

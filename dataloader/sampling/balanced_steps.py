@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.memo import Memo
 from evenrank.dataloader.balance.config import BalanceConfig
-from evenrank.dataloader.balance.no_exchange import Sampler
+from evenrank.dataloader.balance.no_exchange import LocalPlanner
 from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
 from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows
 from evenrank.dataloader.batches.batch import JaggedBatch
@@ -39,7 +39,7 @@ class BalancedStepSampler(StepSampler[Batch]):
         super().__init__(stores, collate, shape)
         (empty,) = self.collate([StepSamples(np.empty(0, dtype=np.int64), {})])
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
-        self._planner = Sampler(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
+        self._planner = LocalPlanner(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
 
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
         """Return a hash of the costs and the plan of a first step."""

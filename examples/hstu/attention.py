@@ -92,7 +92,6 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
 
     Returns:
         [tokens, heads, head_dim], in the dtype of `value`.
-
     """
     queries, keys, values = (sequences.pad(tensor).transpose(1, 2) for tensor in (query, key, value))
     scores = queries @ keys.transpose(-1, -2) / math.sqrt(query.shape[-1])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,9 +29,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from hstu.equal_rows import EqualRows
-from hstu.initial_values import fill_rows
-
 
 class Embeddings(nn.Module):
     """Embedding tables with the interface of `torchrec.EmbeddingCollection`, of which `shard` shards the large ones.
@@ -40,7 +38,6 @@ class Embeddings(nn.Module):
         min_sharded_rows: tables with at least so many rows are sharded, the others replicated.
         device: where the tables to shard are created; with `meta`, each rank creates its rows in `shard`, and no table
             is ever in one piece.
-
     """
 
     def __init__(
@@ -142,14 +139,13 @@ def shard(
         fused: FBGEMM's options of the sharded tables, which backward updates: `optimizer` (an EmbOptimType; on the CPU
             EXACT_SGD or an Adagrad), `learning_rate`, and so on.
         group: the data-parallel ranks, over NCCL if the device is a GPU; None: the default process group. Beside
-            `hstu.parallel.tensor_parallel`, one dimension of the device mesh, which divides the tables and, by
+            `hstu.layer.tensor_parallel`, one dimension of the device mesh, which divides the tables and, by
             `fully_shard`, all other parameters: DistributedDataParallel does not take those that are DTensors. These
             other parameters must then be the same on all its ranks.
         cached: keep the sharded tables in host memory, and rows in use in a cache on the device, which the pipeline
             `prefetch` fills ahead.
         seed: of tables on the device `meta`. Their initial values depend on it, the table and the row alone, not on the
             number of ranks: see `fill_rows`.
-
     """
     ranks = group.get_group() if isinstance(group, DeviceMesh) else group or dist.group.WORLD
     assert ranks is not None
@@ -233,7 +229,75 @@ def make_optimizer(
     Args:
         model: from `shard`. Its sharded tables are updated during backward; stepping passes their learning rate on.
         dense: makes the optimizer of all other parameters, as `lambda parameters: Adam(parameters, lr=1e-3)`.
-
     """
     others = dict(in_backward_optimizer_filter(model.named_parameters()))
     return CombinedOptimizer([model.fused_optimizer, KeyedOptimizerWrapper(others, dense)])
+
+
+BLOCK_ROWS = 1 << 16
+"""Rows that are drawn together; where a part begins or ends within a block, the rest of the block is discarded."""
+
+
+@torch.no_grad()
+def fill_rows(rows: Tensor, table: EmbeddingConfig, *, first_row: int, seed: int) -> None:
+    """Fill rows of a table, in place, with values that depend on the seed, the table's name and the row alone.
+
+    The table is drawn in blocks, each from a random generator of its own, so any part can be drawn without the rest.
+    On CPU and GPU these are different values. The random states are left as they were.
+
+    Args:
+        rows: [n, embedding_dim], on any device.
+        table: whose `init_fn` is called with blocks of up to `BLOCK_ROWS` rows.
+        first_row: of the table, which is the first of `rows`.
+        seed: at least 0.
+    """
+    assert table.init_fn is not None
+    on_gpu = rows.device.type == "cuda"
+    with torch.random.fork_rng([rows.device] if on_gpu else []):
+        # Not torch.manual_seed, which seeds all devices, of which one is restored.
+        generator = torch.cuda.default_generators[rows.device.index] if on_gpu else torch.default_generator
+        for block in range(first_row // BLOCK_ROWS, -(-(first_row + len(rows)) // BLOCK_ROWS)):
+            generator.manual_seed(_seed_of(seed, table.name, block))
+            start = block * BLOCK_ROWS
+            drawn = rows.new_empty(min(BLOCK_ROWS, table.num_embeddings - start), table.embedding_dim)
+            table.init_fn(drawn)
+            begin, end = max(start, first_row), min(start + len(drawn), first_row + len(rows))
+            rows[begin - first_row : end - first_row] = drawn[begin - start : end - start]
+
+
+def _seed_of(seed: int, name: str, block: int) -> int:
+    """Return a seed of 32 bits, all that the generator of the CPU uses."""
+    return int(np.random.SeedSequence((seed, block, *name.encode())).generate_state(1)[0])
+
+
+EQUAL_ROWS = 1024
+"""Of each key, on every rank: enough for all multiprocessors, and few enough for their lengths to be quickly sent."""
+
+
+class EqualRows(nn.Module):
+    """The ids of a batch in many rows of equal length; no parameters, so that pipelines can run it a batch ahead.
+
+        samples     a b c d e f | g            h i |                  2 keys, 2 samples
+        equal rows  a b c | d e | f g          h | i |                3 rows
+
+    FBGEMM's and TorchRec's kernels divide their work by rows, so that a row of 4,096 ids takes one group of threads far
+    longer than all others need together. Ids are looked up one by one, in the same order, however they are divided.
+    """
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return features with the same values of each key, and `EQUAL_ROWS` rows instead of samples.
+
+        With the lengths of the keys known to the host, this does not wait for the device.
+        """
+        counts = features.length_per_key()
+        row = torch.arange(EQUAL_ROWS, device=features.values().device)
+        # The first rows get what is left over.
+        lengths = [(row < count % EQUAL_ROWS).to(features.lengths().dtype) + count // EQUAL_ROWS for count in counts]
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            lengths=torch.cat(lengths),
+            stride=EQUAL_ROWS,
+            length_per_key=counts,
+            offset_per_key=features.offset_per_key(),
+        )

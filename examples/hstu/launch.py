@@ -20,7 +20,6 @@ class Kernel:
 
     Args:
         function: by `triton.jit`, whose constants come after its arguments.
-
     """
 
     def __init__(self, function: Any) -> None:
@@ -34,7 +33,6 @@ class Kernel:
             grid: how many programs along each axis.
             arguments: the first one is a tensor. Given by position, unlike the rest.
             constants: those of the kernel, and options such as `num_warps`.
-
         """
         first = arguments[0]
         assert isinstance(first, Tensor)

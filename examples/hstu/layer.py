@@ -2,19 +2,117 @@
 
 U, V, Q, K = SiLU(linear(LayerNorm(X)))
 X + linear(dropout(LayerNorm(attention(Q, K, V)) * U))
+
+To save memory, the backward pass can compute activations again, by the same operations, to the same bits:
+
+    LayerNorm -> linear     `torch.utils.checkpoint`, which keeps the output of the linear alone
+    SiLU -> attention       `recompute_saved`: whatever implements attention keeps views of the SiLU's output, and
+                            must not run twice, so only what it keeps is replaced
+
+`tensor_parallel` divides the heads among ranks that have the same batches; everything else is replicated:
+
+    every rank        LayerNorm(X)                                  a copy of all tokens, at full width
+    its own heads     linear -> SiLU -> attention -> norm -> gate   `uvqk` by columns, `output_norm` by columns
+    its own heads     linear                                        `output` by rows; the sum over ranks is X's update
 """
 
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Protocol, TypeVar, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from evenrank.core.errors import ConfigError
+from evenrank.training import Flops, ModelFlops, hstu_work
 from hstu import unfused
 from hstu.attention import Sequences
-from hstu.attentions import ATTENTIONS
-from hstu.config import HSTUConfig
-from hstu.pointwise import Pointwise, pointwise_for
-from hstu.recompute import keep_linear_alone, recompute_saved
+from hstu.config import ATTENTIONS, HSTUConfig
+
+
+class Pointwise(Protocol):
+    """The functions that the modules `unfused` and `fused` have in common; `unfused` says what they do."""
+
+    def norm(self, tokens: Tensor, update: Tensor | None, module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after an update, and LayerNorm of it."""
+        ...
+
+    def activate(self, projected: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return U, V, Q and K."""
+        ...
+
+    def gate(self, attended: Tensor, u: Tensor, module: nn.Module) -> Tensor:
+        """Return LayerNorm(attended), gated by U."""
+        ...
+
+
+def pointwise_for(tokens: Tensor, *, fused: bool) -> Pointwise:
+    """Return the module `fused` if it is asked for and has kernels for these tokens, else `unfused`."""
+    if not (fused and tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16, torch.float32)):
+        return unfused
+    from hstu import fused as kernels  # Triton comes with PyTorch for CUDA alone
+
+    return kernels
+
+
+Output = TypeVar("Output")
+
+
+_LINEAR = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+def keep_linear_alone(function: Callable[[Tensor], Output], values: Tensor) -> Output:
+    """Return function(values), keeping for the backward pass only its argument and what its linear layers return."""
+    contexts = partial(create_selective_checkpoint_contexts, _LINEAR)
+    result: Output = checkpoint(function, values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return result
+
+
+def recompute_saved(output: Tensor, function: Callable[[], Tensor]) -> AbstractContextManager[None]:
+    """Within it, what is kept of `output` or of its views for the backward pass is computed again there.
+
+    Args:
+        output: what `function` has returned; may itself be a view.
+        function: computes it from values that are kept in any case.
+    """
+    storage = output.untyped_storage().data_ptr()
+
+    @cache  # all views share one tensor, which lives until the backward pass has used the last of them
+    def again() -> Tensor:
+        with torch.no_grad():
+            return function()
+
+    def pack(saved: Tensor) -> "Tensor | _View":
+        # Subclasses, such as DTensor, have no storage of their own; all empty tensors have the same one.
+        if type(saved) is not Tensor or not saved.numel() or saved.untyped_storage().data_ptr() != storage:
+            return saved
+        return _View(saved.size(), saved.stride(), saved.storage_offset(), again)
+
+    def unpack(packed: "Tensor | _View") -> Tensor:
+        return packed.make() if isinstance(packed, _View) else packed
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A view of a tensor that is computed when it is needed."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    compute: Callable[[], Tensor]
+
+    def make(self) -> Tensor:
+        return self.compute().as_strided(self.size, self.stride, self.offset)
+
 
 NORM_EPS = 1e-6  # attention divides by max_length, so short samples give LayerNorm small values
 
@@ -25,7 +123,6 @@ class HSTUAttention(nn.Module):
     Args:
         name: of the implementation in `ATTENTIONS`.
         scale_length: what attention weights are divided by.
-
     """
 
     def __init__(self, name: str, scale_length: int) -> None:
@@ -70,11 +167,10 @@ class HSTULayer(nn.Module):
 
         Returns:
             The next `tokens` and `update`.
-
         """
         pointwise = pointwise_for(tokens, fused=self.fused_norms)
         if pointwise is not unfused and self.is_plain(update):
-            from hstu.fused_layer import options_for, whole_layer  # Triton comes with PyTorch for CUDA alone
+            from hstu.fused import options_for, whole_layer  # Triton comes with PyTorch for CUDA alone
 
             if (options := options_for(self, tokens, update, sequences)) is not None:
                 return whole_layer(self, tokens, update, options)
@@ -116,3 +212,94 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def attention_flops(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
+    """Return the FLOPs of a call of an HSTUAttention, as kernels are quoted: the backward has 2.5 times the forward's.
+
+    Args:
+        layer: the HSTUAttention.
+        arguments: of its `forward`, by name.
+    """
+    sequences = arguments["sequences"]
+    history = sequences.lengths - sequences.num_candidates
+    work = hstu_work(history, sequences.num_contextual, sequences.num_candidates, predictions=0)
+    heads, head_dim = arguments["query"].shape[1:]
+    return ModelFlops(per_token=0, per_pair=4 * heads * head_dim).of(work).with_recomputed_scores()
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the heads of all HSTU layers of a model among the ranks of a mesh, in place.
+
+    The parameters that are divided become DTensors. All others are set to those of the mesh's first rank; they have the
+    same gradients on all its ranks, as long as the batches are the same. For that, let a Balancer work on the other
+    dimension of the device mesh: `Balancer(..., group=mesh["dp"])` and `tensor_parallel(model, mesh["tp"])`. Give its
+    ranks different seeds after that, so that they do not drop the same units of their heads.
+
+    Collective: every rank of the mesh must call this.
+
+    Args:
+        model: with HSTULayers, on the device of the mesh.
+        mesh: of one dimension.
+
+    Raises:
+        ConfigError: a layer's heads cannot be divided equally.
+    """
+    layers = [module for module in model.modules() if isinstance(module, HSTULayer)]
+    for layer in layers:
+        if layer.heads % mesh.size():
+            raise ConfigError(f"{layer.heads} heads cannot be divided among {mesh.size()} ranks; use a divisor")
+    for layer in layers:
+        parallelize_module(layer, mesh, {"uvqk": ColwiseParallel(), "output": RowwiseParallel()})
+        assert isinstance(layer.output_norm, nn.LayerNorm)
+        layer.output_norm = ShardedLayerNorm(layer.output_norm, mesh)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
+
+
+class ShardedLayerNorm(nn.Module):
+    """A LayerNorm of rows whose columns are on several ranks; its statistics are those of whole rows.
+
+    Args:
+        norm: with the same parameters, at full width.
+        mesh: the ranks among which columns are divided.
+    """
+
+    def __init__(self, norm: nn.LayerNorm, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        self.mesh = mesh
+        self.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Shard(0)]))
+        self.bias = nn.Parameter(distribute_tensor(norm.bias.detach(), mesh, [Shard(0)]))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the normalized values: like `values`, this rank's columns [tokens, width / ranks]."""
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        centered = wide - self._row_means(wide)
+        normed = centered * (self._row_means(centered.square()) + self.eps).rsqrt()
+        weight, bias = (cast(DTensor, parameter).to_local() for parameter in (self.weight, self.bias))
+        return (normed * weight + bias).to(values.dtype)
+
+    def _row_means(self, columns: Tensor) -> Tensor:
+        """Return the mean of each row over all ranks: [tokens, 1]."""
+        # Of DTensors, the backward pass would exchange whole rows where it adds the gradients of the mean to theirs.
+        sums: Tensor = _SumOverRanks.apply(columns.sum(1, keepdim=True), self.mesh.get_group())  # type: ignore[no-untyped-call]
+        return sums / (columns.shape[1] * self.mesh.size())
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group; each rank goes on with it differently, so gradients add up too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -13,8 +13,7 @@ from evenrank.dataloader import SequenceBatch
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.training import label_bits
 from hstu.config import HSTUConfig
-from hstu.encoder import HSTUEncoder
-from hstu.tokens import lay_out, values_of
+from hstu.encoder import HSTUEncoder, lay_out, values_of
 
 
 class HSTURanking(nn.Module):
@@ -24,11 +23,10 @@ class HSTURanking(nn.Module):
 
     Args:
         embeddings: from a KeyedJaggedTensor to a JaggedTensor [values, embedding_dim] per feature, as
-            `torchrec.EmbeddingCollection`; see `hstu.tables`.
+            `torchrec.EmbeddingCollection`; see `hstu.config`.
         config: the shape of the encoder.
         num_tasks: logits per label.
         targets: from labels int64 [n] to what the tasks should predict, 0 to 1 [n, num_tasks]; None: the action's bits.
-
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class HSTURanking(nn.Module):
 
         Raises:
             ConfigError: the batch has no labels, or it or the tables lack a feature.
-
         """
         result: tuple[Tensor, Tensor] = self.dense(batch, self.embeddings(batch.features))
         return result

@@ -1,7 +1,9 @@
 """`HSTURetrieval`: predicts each next item of the history among random ones."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, normalize
@@ -10,11 +12,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.datasets.schema import ITEM_ID
-from hstu.config import HSTUConfig
-from hstu.encoder import HSTUEncoder
-from hstu.negatives import UniformNegatives, with_items, without_values
-from hstu.tables import NEGATIVE_ID
-from hstu.tokens import TokenLayout, check_embedded, lay_out, offsets_of, values_of
+from hstu.config import NEGATIVE_ID, HSTUConfig
+from hstu.encoder import HSTUEncoder, TokenLayout, check_embedded, lay_out, offsets_of, values_of
 
 
 class HSTURetrieval(nn.Module):
@@ -25,13 +24,12 @@ class HSTURetrieval(nn.Module):
     embedding of an item, divided by the temperature.
 
     Args:
-        embeddings: as for `HSTURanking`, with a feature `negative_id` in the table of the items; see `hstu.tables`.
+        embeddings: as for `HSTURanking`, with a feature `negative_id` in the table of the items; see `hstu.config`.
         config: the shape of the encoder.
         num_items: of the table of the items.
         num_negatives: of each step, for all its samples on all ranks.
         temperature: of the softmax.
         seed: of the negatives.
-
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class HSTURetrieval(nn.Module):
 
         Raises:
             ConfigError: the batch has labels, so that its loss tokens are others, or it or the tables lack a feature.
-
         """
         features = self.negatives(batch)
         result: tuple[Tensor, Tensor] = self.dense(batch, features, self.embeddings(features))
@@ -81,7 +78,6 @@ class HSTURetrieval(nn.Module):
         Returns:
             int64 [n], for the samples with an item before their last one that is no candidate, in order: 1 and how many
             other items have no lower score. Scores are compared in float32, also under autocast.
-
         """
         features = with_items(batch.features, batch.features.values()[:0])
         embeddings = values_of(self.embeddings(features))
@@ -138,7 +134,6 @@ class RetrievalHead(nn.Module):
         Args:
             batch: whose tokens they are.
             vectors: per feature, the embedding of each of its values: [values, embedding_dim].
-
         """
         layout = lay_out(batch, self.config, predicts_history=torch.ones_like(batch.num_candidates, dtype=torch.bool))
         return layout, self.encoder(layout.arrange(vectors), layout.sequences)
@@ -152,3 +147,65 @@ class RetrievalHead(nn.Module):
 def _unit(vectors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return vectors [n, width], in another dtype, divided by their lengths."""
     return normalize(vectors.to(dtype), dim=-1)
+
+
+class UniformNegatives(nn.Module):
+    """Draws the negatives of a step, and adds them to the batch's features.
+
+    They depend on the seed and on where in the data the step is, which all ranks have in common. So a sample is trained
+    against the same items on whichever rank, and a resumed job draws as if it had never stopped.
+
+    They are rows of the table of the items: where a KeyMap has renumbered these, other items, just as uniform.
+
+    It has no parameters: with `pipeline_postproc=True` TorchRec's pipelines run it ahead, with the lookup.
+
+    Args:
+        num_items: negatives are drawn from 0..num_items-1, uniformly and with repetition.
+        count: negatives of a step.
+        seed: of the draws; the same on all ranks.
+    """
+
+    def __init__(self, num_items: int, count: int, seed: int) -> None:
+        super().__init__()
+        for name, value in (("num_items", num_items), ("num_negatives", count)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        self.num_items = num_items
+        self.count = count
+        self.seed = seed
+
+    def forward(self, batch: SequenceBatch) -> KeyedJaggedTensor:
+        """Return the features of the batch, and the negatives as `negative_id`."""
+        device = batch.features.values().device
+        entropy = np.random.SeedSequence((self.seed, batch.epoch, batch.position)).generate_state(1, np.uint64)
+        generator = torch.Generator(device).manual_seed(int(entropy[0] >> 1))
+        negatives = torch.randint(self.num_items, (self.count,), generator=generator, device=device)
+        return with_items(batch.features, negatives)
+
+
+def with_items(features: KeyedJaggedTensor, items: Tensor) -> KeyedJaggedTensor:
+    """Return features and, as the values of a further key `negative_id`, items [n], all in the first row."""
+    in_first_row = torch.zeros_like(features.lengths()[: features.stride()])
+    in_first_row[:1] = len(items)
+    length_per_key = [*features.length_per_key(), len(items)]
+    return KeyedJaggedTensor(
+        keys=[*features.keys(), NEGATIVE_ID],
+        values=torch.cat([features.values(), items]),
+        lengths=torch.cat([features.lengths(), in_first_row]),
+        stride=features.stride(),
+        length_per_key=length_per_key,
+        offset_per_key=[0, *accumulate(length_per_key)],
+    )
+
+
+def without_values(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return features of the same keys whose rows are all empty."""
+    num_keys = len(features.keys())
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values()[:0],
+        lengths=torch.zeros_like(features.lengths()),
+        stride=features.stride(),
+        length_per_key=[0] * num_keys,
+        offset_per_key=[0] * (num_keys + 1),
+    )

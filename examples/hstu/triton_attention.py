@@ -86,7 +86,6 @@ def triton_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
 
     Raises:
         ConfigError: the dtype or the head_dim is none of these, or a kernel needs more than the GPU has.
-
     """
     if query.shape[-1] not in HEAD_DIMS:
         raise ConfigError(f"head_dim must be one of {HEAD_DIMS} for Triton attention, got {query.shape[-1]}")

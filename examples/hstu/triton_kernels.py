@@ -84,7 +84,6 @@ def _seen_keys(first, length, contextual, history, ROWS: tl.constexpr, COLUMNS: 
         seen: how many more of the history they see in part.
         own: the first of the blocks with the keys of these queries themselves, if these have candidates.
         total: how many blocks with all of these.
-
     """
     whole = tl.minimum(first, history) // COLUMNS
     end = tl.where(first < contextual, history, tl.minimum(history, first + ROWS))

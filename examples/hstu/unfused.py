@@ -14,7 +14,6 @@ def norm(tokens: Tensor, update: Tensor | None, module: nn.LayerNorm) -> tuple[T
 
     Returns:
         The residual stream; LayerNorm of it. Both [tokens, hidden].
-
     """
     stream = tokens if update is None else tokens + update
     return stream, module(stream)
@@ -29,7 +28,6 @@ def activate(projected: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor, 
 
     Returns:
         U, as `gate` takes it; V, Q and K, which are views of one tensor. All [tokens, heads, head_dim].
-
     """
     heads = projected.shape[-1] // (4 * head_dim)  # of this rank
     u, v, q, k = silu(projected).unflatten(-1, (heads, 4, head_dim)).unbind(-2)
@@ -46,7 +44,6 @@ def gate(attended: Tensor, u: Tensor, module: nn.Module) -> Tensor:
 
     Returns:
         [tokens, heads * head_dim].
-
     """
     normed: Tensor = module(attended.flatten(-2))
     return (normed.view_as(u) * u).flatten(-2)

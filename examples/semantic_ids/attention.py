@@ -23,7 +23,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
 
     Returns:
         [tokens, heads, head_dim].
-
     """
     # PyTorch has kernels for jagged causal attention on CUDA alone, and none for float64.
     is_jagged = query.is_cuda and query.dtype != torch.float64
@@ -66,7 +65,6 @@ def beam_attention(
 
     Returns:
         [B * beams * codes, heads, head_dim].
-
     """
     own_query, own_key, own_value = (
         tensor.view(len(lengths), -1, *query.shape[1:]).transpose(1, 2) for tensor in (query, key, value)

@@ -27,7 +27,6 @@ class Catalogue:
 
     Raises:
         ConfigError: no item has a code.
-
     """
 
     def __init__(self, table: CodeTable, device: torch.device | str = "cpu") -> None:
@@ -53,7 +52,6 @@ class Catalogue:
 
         Returns:
             -1 where no item has such codes.
-
         """
         size, keys = self.codebook_sizes[level], self._keys[level]
         wanted = prefixes[..., None] * size + torch.arange(size, device=prefixes.device)
@@ -104,7 +102,6 @@ def beam_search(model: SemanticIdModel, batch: SemanticIdBatch, catalogue: Catal
 
     Raises:
         ConfigError: `beams` is below 1, or the catalogue has other codebooks than the model.
-
     """
     if beams < 1:
         raise ConfigError(f"beams must be at least 1, got {beams}")

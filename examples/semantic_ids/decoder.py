@@ -30,7 +30,6 @@ class Decoder(nn.Module):
             tokens: [tokens, hidden].
             positions: int64 [tokens]: place of each token in its sample.
             attends: the attention of each layer.
-
         """
         angles = positions[:, None] * self.frequencies
         rotation = (angles.cos()[:, None], angles.sin()[:, None])  # [tokens, 1, head_dim / 2]

@@ -48,7 +48,6 @@ class SemanticIdModel(nn.Module):
 
         Raises:
             ConfigError: the batch lacks a feature, or has another number of codes per item.
-
         """
         levels = self.config.levels
         layout = lay_out(batch, (*self.config.contextual, SEMANTIC_ID, BOS, CANDIDATE_ID))

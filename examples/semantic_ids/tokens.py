@@ -74,7 +74,6 @@ def lay_out(batch: SemanticIdBatch, names: Sequence[str]) -> TokenLayout:
 
     Raises:
         ConfigError: the batch lacks a feature, or the lengths of its longest rows.
-
     """
     if batch.max_lengths is None:
         raise ConfigError("the batch has no max_lengths; iterate over a loader of evenrank or a Balancer")

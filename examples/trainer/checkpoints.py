@@ -52,7 +52,6 @@ class Checkpoints:
         keep: number of checkpoints to keep, at least 1.
         settings: what a job must keep to continue from a checkpoint, saved with each; values that JSON can hold.
         key_maps: which row of its table has which key, by feature; saved and kept too.
-
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Checkpoints:
 
         Raises:
             StateError: the checkpoint is of another job, or damaged.
-
         """
         on_all_ranks(lambda: check_files(path, dist.get_rank(), dist.get_world_size()))
         on_all_ranks(lambda: self._check_settings(path))
@@ -109,7 +107,6 @@ class Checkpoints:
 
         Raises:
             DataError: the last checkpoint could not be written, on any rank.
-
         """
         if step == self._last_step:
             return
@@ -129,7 +126,6 @@ class Checkpoints:
 
         Raises:
             DataError: it could not be written, on any rank.
-
         """
         if self._pending is None:
             return
@@ -182,7 +178,6 @@ class _ChecksumWriter(FileSystemWriter):
 
     Attributes:
         checksums: on rank 0, once all ranks have written: of their files, by name.
-
     """
 
     checksums: Mapping[str, str] = MappingProxyType({})
@@ -242,7 +237,6 @@ def check_files(path: Path, rank: int = 0, ranks: int = 1) -> None:
 
     Raises:
         StateError: one of them is missing or damaged.
-
     """
     with _naming(path):
         checksums = _read_json(path / _CHECKSUMS)
@@ -262,7 +256,6 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     Raises:
         StateError: there is no such file, or it is damaged.
-
     """
     with _naming(path):
         return _read_json(path / _SETTINGS)

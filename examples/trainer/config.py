@@ -4,14 +4,18 @@ The fields of the record are the only list of settings: the command line and the
 """
 
 import dataclasses
+import inspect
+import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from evenrank.core.errors import ConfigError
+import typer
+
+from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE
 from evenrank.dataloader.routing.modes import MODES
 
@@ -60,7 +64,6 @@ class TrainConfig:
 
     Raises:
         ConfigError: a setting is of the wrong type or out of range.
-
     """
 
     data: str | None = setting(
@@ -228,7 +231,6 @@ class TrainConfig:
 
         Raises:
             ConfigError: one does not, so that it would be ignored.
-
         """
         for name in given:
             if (other := self._excluded_by(name)) is not None:
@@ -283,7 +285,6 @@ def read_config(file: Path | None, options: Mapping[str, Any]) -> TrainConfig:
 
     Raises:
         ConfigError: the file cannot be read, has an unknown key, or a setting is wrong.
-
     """
     settings = {} if file is None else _read_toml(file)
     settings |= {name: value for name, value in options.items() if value is not None}
@@ -323,3 +324,44 @@ def _check(name: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> None:
     # Not `value < at_least`, which is false for NaN.
     if limits["at_least"] is not None and value is not None and not value >= limits["at_least"]:
         raise ConfigError(f"{name} must be at least {limits['at_least']}, got {value!r}")
+
+
+_CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        help="TOML file with settings, under the names of these options; options override it.", metavar="FILE"
+    ),
+]
+
+
+def command_of(run: Callable[[TrainConfig], None]) -> Callable[..., None]:
+    """Return a command for Typer that calls `run` with the settings; its help is the docstring of `run`.
+
+    Each option is None unless it is given, so that the file's settings, then the defaults, apply.
+    """
+
+    def command(config: Path | None = None, **options: Any) -> None:
+        try:
+            run(read_config(config, options))
+        except EvenrankError:
+            # All ranks have the same errors, or a RankError with that of another one; torchrun sets RANK.
+            if os.environ.get("RANK", "0") == "0":
+                raise
+            raise typer.Exit(2) from None
+
+    types = types_of_settings()
+    options = [
+        _parameter(entry.name, types[entry.name], entry.default, entry.metadata["help"], entry.metadata["choices"])
+        for entry in dataclasses.fields(TrainConfig)
+    ]
+    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
+    command.__signature__ = inspect.Signature([config, *options])  # type: ignore[attr-defined]
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _parameter(name: str, kind: Any, default: Any, text: str, choices: tuple[str, ...]) -> inspect.Parameter:
+    shown = f" [{', '.join(choices)}]" if choices else ""
+    shown += "" if default is None else f" [default: {default}]"
+    annotation = Annotated[kind | None, typer.Option(help=text + shown, show_default=False)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -59,7 +59,6 @@ def balance_config(
 
     Raises:
         DataError: the file of the cost is missing or malformed.
-
     """
     return BalanceConfig(
         cost=cost if config.cost is None else MeasuredCost.load(Path(config.cost)),
@@ -81,12 +80,16 @@ def open_loader(
         ConfigError: a setting does not fit the data.
         DataError: the dataset is missing or damaged.
         RankError: one of these on another rank.
-
     """
     own = balance if config.balance == NO_EXCHANGE else None
     return on_all_ranks(
         lambda: build_loader(
-            data, read, rank=world.data_rank, world_size=world.data_size, balance=own, group=own and world.data
+            data,
+            read,
+            rank=world.data_rank,
+            world_size=world.data_size,
+            balance=own,
+            group=None if own is None else world.data,
         )
     )
 
@@ -105,7 +108,6 @@ def check_names(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: there is no such strategy or exchange.
-
     """
     STRATEGIES.check(config.strategy)
     if config.balance not in ("none", NO_EXCHANGE, *EXCHANGES):

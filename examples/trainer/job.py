@@ -21,10 +21,9 @@ from trainer.config import TrainConfig
 from trainer.data import Batches, balance_config, check_names, find_data, open_batches, open_loader
 from trainer.lock import FolderLock
 from trainer.logs import JobLog
-from trainer.loop import Training
+from trainer.loop import StopSignals, Training
 from trainer.monitors import Monitors
 from trainer.parallel import distribute
-from trainer.stop import StopSignals
 from trainer.tasks import Task, make_task
 from trainer.world import World, divide, join_world, on_all_ranks
 
@@ -34,7 +33,6 @@ def run_job(config: TrainConfig) -> None:
 
     Raises:
         typer.Exit: a signal has stopped the job; the code is 128 + its number.
-
     """
     quiet()
     check_names(config)

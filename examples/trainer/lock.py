@@ -23,7 +23,6 @@ class FolderLock:
 
     Raises:
         DataError: another process holds the lock, or the file system has no locks.
-
     """
 
     def __init__(self, folder: Path) -> None:

@@ -25,7 +25,6 @@ class JobLog:
 
     Raises:
         ConfigError: the package `tensorboard` is missing.
-
     """
 
     def __init__(self, out: Path, *, is_first: bool, tensorboard: bool) -> None:
@@ -62,7 +61,6 @@ class JobLog:
             kind: `train` or `eval`, the first part of the scalars' names.
             step: optimizer steps so far.
             values: by name.
-
         """
         if self._file is not None:
             shown = {name: value if math.isfinite(value) else None for name, value in values.items()}  # NaN is no JSON

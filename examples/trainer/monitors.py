@@ -38,7 +38,6 @@ class Monitors:
         model: that is trained.
         log: where to report.
         eval_every: steps between evaluations, which begin a new interval of reports.
-
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Monitors:
 
         Raises:
             RankError: the loss of the step before was NaN or infinite on some rank.
-
         """
         self._num_steps += 1
         loss_sums = done.output[0].detach()
@@ -97,7 +95,6 @@ class Monitors:
 
         Raises:
             RankError: the loss of the last step was NaN or infinite on some rank.
-
         """
         self._stall.disarm()
         self._finite.finish()

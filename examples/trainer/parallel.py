@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from hstu.embeddings import make_optimizer, shard
-from hstu.parallel import tensor_parallel
+from hstu.layer import tensor_parallel
 from trainer.config import TrainConfig
 from trainer.world import World
 
@@ -22,7 +22,6 @@ class Parallel:
     Attributes:
         model: to be called with batches.
         optimizer: of all its parameters.
-
     """
 
     model: nn.Module

@@ -1,21 +1,95 @@
-"""What a job learns: a model, the batches that it reads, and how it is measured."""
+"""`make_task`: the model of a job, its batches and its metrics: ranking and retrieval with HSTU, or semantic ids."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import LoaderConfig, SemanticIdBatch, SemanticIdConfig, random_codes
 from evenrank.dataloader.balance import Cost
+from evenrank.dataloader.collate.semantic_ids import CodeTable, read_codes
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.routing import KeyMap
-from evenrank.datasets.schema import read_manifest
+from evenrank.datasets.schema import ITEM_ID, USER_ID, Manifest, read_manifest
+from evenrank.training import BinaryAUC, RankingMetrics, batch_work, decoder_flops, hstu_flops, label_bits, run_pipeline
 from evenrank.training.attention_timing import LayerFlops
-from evenrank.training.flops import ModelFlops, Work
+from evenrank.training.flops import ModelFlops, Work, causal_work
+from evenrank.training.pipelines import Pipeline
+from hstu.config import HSTUConfig, feature_of, tables
+from hstu.embeddings import Embeddings
+from hstu.layer import HSTUAttention, attention_flops
+from hstu.ranking import HSTURanking, at_least
+from hstu.retrieval import HSTURetrieval
+from semantic_ids.beam_search import Catalogue, beam_search
+from semantic_ids.config import DecoderConfig
+from semantic_ids.decoder import DecoderLayer
+from semantic_ids.model import SemanticIdModel
 from trainer.config import TrainConfig
-from trainer.evaluate import Evaluation
+from trainer.data import Batches
+from trainer.routing import make_key_maps
 from trainer.world import World
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation(ABC):
+    """A model and the batches of a split."""
+
+    model: nn.Module
+    """What is trained."""
+    pipeline: Pipeline[Any]
+    """Of the model."""
+    batches: Batches[Any]
+
+    @torch.no_grad()
+    def run(self) -> dict[str, float]:
+        """Return the metrics by name, the same on all ranks. Collective: every rank must call this."""
+        self.model.eval()
+        metrics = self._measure()
+        self.model.train()
+        return metrics
+
+    @abstractmethod
+    def _measure(self) -> dict[str, float]: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class AUCEvaluation(Evaluation):
+    """The AUC of each task over all labels."""
+
+    auc: BinaryAUC
+    targets: Callable[[Tensor], Tensor]
+    """From labels [n] to what each task should predict, [n, tasks]."""
+
+    def _measure(self) -> dict[str, float]:
+        self.auc.reset()
+        for step in run_pipeline(self.pipeline, self.batches):
+            _, logits = step.output
+            self.auc.update(logits, self.targets(step.batch.labels.values()))
+        values = self.auc.compute()
+        return {"auc": values[0]} if len(values) == 1 else {f"auc_{task}": value for task, value in enumerate(values)}
+
+
+@dataclass(kw_only=True, slots=True)
+class RankingEvaluation(Evaluation):
+    """Recall@K and NDCG@K of the last item of each sample among all items."""
+
+    metrics: RankingMetrics
+    places: Callable[[Any], Tensor]
+    """From a batch to the place of each target in its ranking: 1 is the best, 0 means that it was not found."""
+
+    def _measure(self) -> dict[str, float]:
+        self.metrics.reset()
+        device = next(self.model.parameters()).device
+        for batch in self.batches:
+            self.metrics.update(self.places(batch.to(device, non_blocking=True)))
+        return {name: value for name, value in self.metrics.compute().items() if not name.startswith("mrr")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,18 +122,172 @@ class Task:
     """What decides on its batches besides the settings, by content: a job that resumes must keep it."""
 
 
+def ranking(config: TrainConfig, manifest: Manifest, world: World) -> Task:
+    """Predict the action of each event of the history from those before it; measured by AUC."""
+    shape = _shape(config, manifest)
+    # A batch has whole actions for one task, and their low bits for several.
+    is_single = config.num_tasks == 1
+    targets = at_least(config.positive_action) if is_single else partial(label_bits, num_tasks=config.num_tasks)
+    configs = tables(manifest.vocabulary_sizes, shape)
+    key_maps = _key_maps(config, configs, world)
+    model = HSTURanking(_embeddings(config, configs), shape, num_tasks=config.num_tasks, targets=targets)
+    auc = BinaryAUC(config.num_tasks, group=world.data, device=world.device)
+    return Task(
+        read=partial(LoaderConfig, user_id=config.user_id, num_tasks=config.num_tasks, key_maps=key_maps),
+        key_maps=key_maps,
+        model=model,
+        dense=model.dense,
+        num_tasks=config.num_tasks,
+        evaluation=partial(AUCEvaluation, auc=auc, targets=targets),
+        **_flops_and_work(config, shape, head=(config.hidden, config.hidden, config.num_tasks)),
+    )
+
+
+def retrieval(config: TrainConfig, manifest: Manifest, world: World) -> Task:
+    """Predict the next item; measured by the place of each sample's last item among all items."""
+    if config.pipeline != "none":
+        raise ConfigError(
+            f"the evaluation of retrieval looks items up outside the pipeline {config.pipeline!r}; use --pipeline none"
+        )
+    shape = _shape(config, manifest)
+    configs = tables(manifest.vocabulary_sizes, shape, retrieval=True)
+    key_maps = _key_maps(config, configs, world)
+    # Negatives, and all items of an evaluation, are rows of the table: whatever the routing, each item has one.
+    model = HSTURetrieval(
+        _embeddings(config, configs),
+        shape,
+        num_items=manifest.vocabulary_sizes[ITEM_ID],
+        num_negatives=config.num_negatives,
+        seed=config.seed,
+    )
+    return Task(
+        read=partial(LoaderConfig, user_id=config.user_id, key_maps=key_maps),
+        key_maps=key_maps,
+        model=model,
+        dense=model.dense,
+        num_tasks=1,
+        evaluation=partial(
+            RankingEvaluation,
+            metrics=RankingMetrics((config.k,), group=world.data, device=world.device),
+            places=model.places_of_targets,
+        ),
+        **_flops_and_work(config, shape, head=(config.hidden, config.embedding_dim)),
+    )
+
+
+def _key_maps(config: TrainConfig, configs: list[EmbeddingConfig], world: World) -> dict[str, KeyMap]:
+    """Return which row has which key, of the tables that `_embeddings` shards."""
+    large = [table for table in configs if table.num_embeddings >= config.min_sharded_rows]
+    rows = {feature_of(table.name): table.num_embeddings for table in large}
+    return make_key_maps(rows if config.embeddings == "sharded" else {}, config.routing, world.data_size)
+
+
+def _embeddings(config: TrainConfig, configs: list[EmbeddingConfig]) -> nn.Module:
+    if config.embeddings == "sharded":
+        # Too large for the memory of one process, perhaps.
+        return Embeddings(configs, min_sharded_rows=config.min_sharded_rows, device="meta")
+    replicated: nn.Module = EmbeddingCollection(tables=configs)
+    return replicated
+
+
+def _shape(config: TrainConfig, manifest: Manifest) -> HSTUConfig:
+    contextual = (*((USER_ID,) if config.user_id else ()), *manifest.contextual)
+    return HSTUConfig(
+        max_length=len(contextual) + 2 * config.max_history_length,
+        contextual=contextual,
+        embedding_dim=config.embedding_dim,
+        hidden=config.hidden,
+        heads=config.heads,
+        head_dim=config.hidden // config.heads,
+        layers=config.layers,
+        dropout=config.dropout,
+        attention=config.attention,
+        fused_norms=config.fused_norms,
+        recompute=config.recompute,
+    )
+
+
+def _flops_and_work(config: TrainConfig, shape: HSTUConfig, *, head: tuple[int, ...]) -> dict[str, Any]:
+    """Return the fields of a Task that say what there is to compute."""
+    return {
+        "attention": HSTUAttention,
+        "attention_flops": attention_flops,
+        "cost": shape.cost(),
+        "flops": hstu_flops(
+            hidden=shape.hidden,
+            heads=shape.heads // config.tensor_parallel,  # of this rank
+            head_dim=shape.head_dim,
+            layers=shape.layers,
+            embedding=(shape.embedding_dim, shape.hidden, shape.hidden),
+            head=head,
+        ),
+        "work": partial(batch_work, interleave_actions=shape.interleave_actions, contextual=shape.contextual),
+    }
+
+
+def semantic_ids(config: TrainConfig, manifest: Manifest, world: World) -> Task:
+    """Predict the codes of each next item; measured by the place of the last item in a beam search."""
+    table = _code_table(config, manifest)
+    contextual = (*((USER_ID,) if config.user_id else ()), *manifest.contextual)
+    shape = DecoderConfig(
+        codebook_sizes=table.codebook_sizes,
+        contextual={name: manifest.vocabulary_sizes[name] for name in contextual},
+        hidden=config.hidden,
+        heads=config.heads,
+        layers=config.layers,
+        dropout=config.dropout,
+    )
+    model = SemanticIdModel(shape)
+    catalogue = Catalogue(table, world.device)
+    return Task(
+        read=partial(
+            SemanticIdConfig, codes=table, user_id=config.user_id, history_labels=True, candidate_feature=True
+        ),
+        key_maps={},
+        kept={"codes": table.describe()},  # not the file's path, or the seed that draws them
+        model=model,
+        dense=model,
+        attention=DecoderLayer,
+        attention_flops=None,
+        num_tasks=shape.levels,
+        cost=shape.cost(),
+        flops=decoder_flops(
+            hidden=shape.hidden,
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            layers=shape.layers,
+            ffn_hidden=shape.ffn_multiplier * shape.hidden,
+            head=(shape.hidden, max(shape.codebook_sizes)),
+        ),
+        work=_semantic_id_work,
+        evaluation=partial(
+            RankingEvaluation,
+            metrics=RankingMetrics((config.k,), device=world.device),
+            places=lambda batch: beam_search(model, batch, catalogue, beams=config.k).places_of_targets(batch),
+        ),
+    )
+
+
+def _code_table(config: TrainConfig, manifest: Manifest) -> CodeTable:
+    if config.codes is not None:
+        return read_codes(config.codes)
+    num_items = manifest.vocabulary_sizes[ITEM_ID]
+    return random_codes(num_items, levels=config.code_levels, codebook_size=config.codebook_size, seed=config.seed)
+
+
+def _semantic_id_work(batch: SemanticIdBatch) -> Work:
+    """Count the tokens of each sample: the values of all features, and the one that begins a candidate."""
+    tokens = batch.features.lengths().view(-1, batch.batch_size).sum(dim=0) + 1
+    return causal_work(tokens, predictions=batch.loss_tokens)
+
+
 def make_task(config: TrainConfig, data: Path, world: World) -> Task:
     """Return what a job learns, from its dataset. Collective: every rank must call this.
 
     Raises:
         ConfigError: a setting does not fit the data, or another setting.
         DataError: the dataset, or the file of codes, is missing or malformed.
-
     """
-    # Imported here, because each of them imports this module.
-    from trainer.hstu_tasks import ranking, retrieval
-    from trainer.semantic_id_task import semantic_ids
-
     make = semantic_ids if config.model == "semantic-ids" else {"ranking": ranking, "retrieval": retrieval}[config.task]
     manifest = read_manifest(data)
     task = make(config, manifest, world)

@@ -71,7 +71,6 @@ def divide(world: World, tensor_parallel: int) -> World:
 
     Raises:
         ConfigError: there is no whole number of groups of `tensor_parallel` ranks.
-
     """
     if tensor_parallel == 1:
         return world
@@ -92,7 +91,6 @@ def on_all_ranks(function: Callable[[], Result]) -> Result:
         DataError: it raised an OSError on this rank.
         RankError: it raised on another rank, and not on this one.
         Exception: what it raised on this rank.
-
     """
     result: Result | None = None
     error: Exception | None = None
@@ -117,6 +115,5 @@ def on_first_rank(function: Callable[[], None]) -> None:
 
     Raises:
         Exception: see `on_all_ranks`.
-
     """
     on_all_ranks(function if dist.get_rank() == 0 else lambda: None)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from attention_timing import KERNEL_BACKWARD, CudaTimer, Heads, parse_dtype, require_cuda, time_passes
 from evenrank.cli.main import run_command
 from evenrank.datasets.distributions import Lognormal
-from hstu.attentions import ATTENTIONS
+from hstu.config import ATTENTIONS
 
 IMPLEMENTATIONS = ("triton", "padded")
 SKEWED = Lognormal(mean=1024, std=1024, high=4096)

@@ -10,7 +10,7 @@ import torch
 
 from evenrank.core.errors import ConfigError
 from hstu.attention import Sequences
-from hstu.attentions import Attention
+from hstu.config import Attention
 
 WARM_UP, RUNS = 10, 50
 MIN_RUNS = 3
@@ -107,7 +107,6 @@ def time_passes(
 
     Raises:
         torch.OutOfMemoryError: they do not fit.
-
     """
     sizes = torch.tensor(lengths)
     none = torch.zeros(len(lengths), dtype=torch.int64, device=device)
@@ -133,7 +132,6 @@ def require_cuda() -> None:
 
     Raises:
         ConfigError: there is none.
-
     """
     if not torch.cuda.is_available():
         raise ConfigError("this benchmark times a CUDA device, and there is none; run it on a host with a GPU")
@@ -144,7 +142,6 @@ def parse_dtype(name: str) -> torch.dtype:
 
     Raises:
         ConfigError: attention has no such dtype.
-
     """
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:

@@ -40,12 +40,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
-from evenrank.dataloader.balance.config import BalancerSettings, PartitionSettings
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan
-from evenrank.dataloader.balance.ranks.metadata import make_all_gather
+from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, members_of
 from evenrank.dataloader.balance.step_planner import StepPlanner
 from evenrank.dataloader.balance.warmup import warm_up
@@ -73,14 +72,13 @@ def batches_of(batch_size: int, steps: int) -> RandomBatches[SequenceBatch]:
 
 def plan_steps(batch_size: int, steps: int, strategy: str) -> list[tuple[SequenceBatch, Plan]]:
     """All-gather and plan steps, as a Balancer does in the background."""
-    settings = BalancerSettings(partition=PartitionSettings(strategy=strategy, tolerance=TOLERANCE))
-    all_gather = make_all_gather(members_of(None, TIMEOUT), None, TIMEOUT)
+    config = BalanceConfig(cost=COST, strategy=strategy, tolerance=TOLERANCE)
+    all_gather = MetadataAllGather(members_of(None, TIMEOUT), None, TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_cpu = Exchange(COLLECTIVES["all-to-all"](), None, make_device(None), world_size=world_size)
     planner = StepPlanner(
         dict,
-        cost=COST,
-        settings=settings,
+        config=config,
         all_gather=all_gather,
         prepare=on_cpu.prepare,
         rank=rank,
@@ -176,7 +174,6 @@ def per_field(field: KeyedJaggedTensor, rows: Tensor, counts: tuple[list[int], l
         rows: to send, by destination.
         counts: rows sent to each rank, and rows received from each rank.
         group: of all ranks.
-
     """
     num_keys = len(field.keys())
     send_counts, receive_counts = counts

@@ -19,7 +19,6 @@ def save(path: Path, kind: tuple[str, int], content: Mapping[str, Any], *, inden
         kind: name and version of the format.
         content: what JSON can have.
         indent: of its lines; None: it is one line.
-
     """
     name, version = kind
     files.write_text(path, json.dumps({"format": name, "version": version, **content}, indent=indent) + "\n")
@@ -37,7 +36,6 @@ def load(path: Path, kind: tuple[str, int], parse: Callable[[dict[str, Any]], Re
 
     Raises:
         DataError: the file is missing, damaged, or of another format or version.
-
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -15,10 +15,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from end_to_end import runner, slurm
+from end_to_end import runner
 from end_to_end.experiments import Experiments, read_experiments
-from end_to_end.plan import Plan, check_names, make_plan
-from end_to_end.tasks import WorkerTask, tasks_of
+from end_to_end.tasks import Plan, WorkerTask, check_names, make_plan, tasks_of
 from evenrank.cli.main import run_command
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing.modes import MODES
@@ -103,9 +102,9 @@ def train(
     if dry_run:
         _print_commands(plan.to_run, cluster, time_limit * 60)
     elif cluster:
-        slurm.check_sbatch()
+        runner.check_sbatch()
         plan.start()
-        slurm.submit(plan.to_run, cluster, limit_seconds=time_limit * 60)
+        runner.submit(plan.to_run, cluster, limit_seconds=time_limit * 60)
         print("when they have ended, --report-only writes the table and the plots")
     else:
         check_names(plan.to_run)
@@ -141,7 +140,7 @@ def _cluster(
     gpus_per_node: int | None,
     partition: str | None,
     account: str | None,
-) -> slurm.Cluster | None:
+) -> runner.Cluster | None:
     """Return the hosts of --runner slurm; None: this host."""
     if with_runner is Runner.TORCHRUN:
         if nodes > 1 or gpus_per_node or partition or account:
@@ -149,7 +148,7 @@ def _cluster(
         return None
     if gpus is not None or gpus_per_node is None:
         raise ConfigError("--runner slurm takes --gpus-per-node, and not --gpus; change the options")
-    return slurm.Cluster(nodes=nodes, gpus_per_node=gpus_per_node, partition=partition, account=account)
+    return runner.Cluster(nodes=nodes, gpus_per_node=gpus_per_node, partition=partition, account=account)
 
 
 def _gpus(asked: int | None, table: Experiments, *, dry_run: bool) -> int:
@@ -191,21 +190,21 @@ def _print_plan(plan: Plan) -> None:
             print(f"# again: {task.title}, because {reason}")
 
 
-def _print_commands(tasks: Sequence[WorkerTask], cluster: slurm.Cluster | None, limit_seconds: float) -> None:
+def _print_commands(tasks: Sequence[WorkerTask], cluster: runner.Cluster | None, limit_seconds: float) -> None:
     before: str | None = None
     for task in tasks:
         if cluster is None:
             print(f"# {task.title}\n{shlex.join(runner.torchrun(task))}")
             continue
-        script = slurm.script_of(task, cluster, limit_seconds=limit_seconds)
-        print(f"# {slurm.script_file(task)}\n{script}\n{shlex.join(slurm.sbatch_command(task, before))}\n")
+        script = runner.script_of(task, cluster, limit_seconds=limit_seconds)
+        print(f"# {runner.script_file(task)}\n{script}\n{shlex.join(runner.sbatch_command(task, before))}\n")
         before = f"<job of {task.title}>"
 
 
 def _report(folder: Path, table: Experiments) -> None:
     if not folder.is_dir():
         raise ConfigError(f"there are no results in {folder}; run the table first, or choose its folder with --out")
-    from end_to_end.report import write_report  # imported here, because matplotlib takes a second
+    from end_to_end.reports.report import write_report  # imported here, because matplotlib takes a second
 
     write_report(folder, table)
 

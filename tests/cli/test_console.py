@@ -1,7 +1,6 @@
 """What is printed contains no characters that a terminal obeys, wherever it comes from."""
 
 import json
-import logging
 import re
 import signal
 import sys
@@ -56,15 +55,6 @@ def test_a_command_that_fails_prints_one_printable_line(
     assert line.isprintable()
     assert line.startswith("error: ")
     assert rf"a\r\nb{ESCAPED}" in line
-
-
-def test_warnings_are_hidden_only_inside_the_context(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("evenrank")
-    with console.without_warnings("evenrank"):
-        log.warning("inside")
-        log.error("an error")
-    log.warning("after")
-    assert caplog.messages == ["an error", "after"]
 
 
 def test_progress_is_escaped_and_without_markup(

@@ -71,7 +71,7 @@ def _parameters() -> Iterator[tuple[str, str | None]]:
         app.command()(command)
         for parameter in typer.main.get_command(app).params:
             option = max(parameter.opts, key=len)
-            if option not in ("--help", "--by-date", "--drop-last"):  # flags, which take no value
+            if option not in ("--help", "--by-date", "--drop-last", "--overwrite"):  # flags, which take no value
                 yield name, option if option.startswith("--") else None
 
 

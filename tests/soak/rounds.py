@@ -2,11 +2,10 @@
 
 import enum
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
-from evenrank.dataloader.balance.config import ExchangeName
+from evenrank.dataloader.balance.config import EXCHANGES
 
 
 class Fault(enum.StrEnum):
@@ -51,7 +50,7 @@ class Round:
     first: Shape
     resumed: Shape
     strategy: str
-    exchange: ExchangeName
+    exchange: str
     lookahead: int
     gradients: bool
     """All-reduce over the default group in each step, as of gradients."""
@@ -91,7 +90,7 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
         first=first,
         resumed=resumed if loader in ELASTIC else first,
         strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"])),
-        exchange=get_args(ExchangeName)[int(rng.integers(2))],
+        exchange=EXCHANGES[int(rng.integers(2))],
         lookahead=int(rng.integers(1, 5)),
         gradients=bool(rng.random() < 0.5),
         fault=fault,

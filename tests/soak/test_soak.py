@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from evenrank.dataloader import merge_stream_states
+from tests.conftest import make_small_dataset
 from tests.soak.rounds import Fault, Round, Shape, draw_round
-from tests.soak.worker import LIMIT, contents_of, make_loader, run_rank
+from tests.soak.worker import LIMIT, Datasets, contents_of, make_loader, run_rank
 
 _GPU_ROUNDS = 24
 _GPU_FAULTS = (Fault.NONE, Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.MODEL_RAISES, Fault.LEAVES)
@@ -35,7 +36,7 @@ class Job:
     """The processes of a job, and what they have written."""
 
     def __init__(
-        self, plan: Round, shape: Shape, folder: Path, data: Path, other_data: Path, states: Sequence[Any] | None
+        self, plan: Round, shape: Shape, folder: Path, datasets: Datasets, states: Sequence[Any] | None = None
     ) -> None:
         folder.mkdir()
         # CUDA cannot be used after a fork. Without it, importing once suffices.
@@ -44,10 +45,7 @@ class Job:
             context.set_forkserver_preload(["tests.soak.worker"])
         self._plan, self._folder = plan, folder
         self.processes: list[BaseProcess] = [
-            context.Process(
-                target=run_rank,
-                args=(plan, shape, rank, folder, data, other_data, None if states is None else states[rank]),
-            )
+            context.Process(target=run_rank, args=(plan, shape, rank, folder, datasets, states and states[rank]))
             for rank in range(shape.world_size)
         ]
         for process in self.processes:
@@ -125,32 +123,30 @@ def _alive_in_groups(groups: set[int | None]) -> list[str]:
 
 def _check_ends(plan: Round, job: Job) -> None:
     """Check the exit code and the error of each rank."""
+    ends_well = not job.had_fault or plan.fault in (Fault.NONE, Fault.STOPPED, Fault.SAME_DATA, Fault.ALL_LEAVE)
     for rank, code in enumerate(job.exit_codes):
         error = job.error(rank)
-        is_culprit = rank == plan.culprit
-        if not job.had_fault or plan.fault in (Fault.NONE, Fault.STOPPED, Fault.SAME_DATA, Fault.ALL_LEAVE):
-            assert (code, error) == (0, {"error": None}), (rank, code, error)
-        elif plan.fault == Fault.KILLED and is_culprit:
+        name, message = (error["error"], error.get("message", "")) if error else (None, "")
+        end = rank, code, error
+        fault = plan.fault if rank == plan.culprit else None
+        if ends_well or fault == Fault.LEAVES:
+            assert (code, error) == (0, {"error": None}), end
+        elif fault == Fault.KILLED:
             assert code == -signal.SIGKILL
         elif plan.fault in (Fault.COST_RAISES, Fault.LOADER_RAISES):
-            assert error is not None
-            assert (code, error["error"]) == (1, "RankError"), (rank, code, error)
-            assert error["message"].startswith(f"rank {plan.culprit} failed: InjectedError"), error
-        elif plan.fault in (Fault.MODEL_RAISES, Fault.ON_STEP_RAISES) and is_culprit:
-            assert error is not None
-            assert (code, error["error"]) == (1, "InjectedError"), (rank, code, error)
-        elif plan.fault == Fault.DISK_FULL and is_culprit:
-            assert error is not None
+            assert (code, name) == (1, "RankError"), end
+            assert message.startswith(f"rank {plan.culprit} failed: InjectedError"), end
+        elif fault in (Fault.MODEL_RAISES, Fault.ON_STEP_RAISES):
+            assert (code, name) == (1, "InjectedError"), end
+        elif fault == Fault.DISK_FULL:
             assert code == 1
-            assert "no space left" in error["message"].lower(), error
-        elif plan.fault == Fault.LEAVES and is_culprit:
-            assert (code, error) == (0, {"error": None}), (rank, code, error)
+            assert "no space left" in message.lower(), end
         elif plan.device == "cuda" and error is None:
             # The host waited for the GPU, and that for a lost rank, until NCCL's watchdog ended the process.
             assert code == -signal.SIGABRT
         else:  # it has noticed, unless it needed nothing more of the culprit
             assert error is not None
-            assert (code, error["error"]) in {(0, None), *((1, name) for name in _LOST)}, (rank, code, error)
+            assert (code, name) in {(0, None), *((1, name) for name in _LOST)}, end
 
 
 def _states_to_resume(plan: Round, job: Job) -> list[Any]:
@@ -186,21 +182,23 @@ def _files(data: Path) -> dict[str, bytes]:
     }
 
 
-def _play(plan: Round, folder: Path, datasets: Mapping[str, Path]) -> None:
+def _play(plan: Round, folder: Path, datasets: Datasets) -> None:
     """Run a job with its fault, then the one that resumes it, and compare what they trained with the epoch."""
     folder.mkdir()
     data = folder / "data"
-    shutil.copytree(datasets["data"], data)
+    original = datasets["data"]
+    shutil.copytree(original, data)
     expected, files = _epoch(plan, data), _files(data)
-    job = Job(plan, plan.first, folder / "first", data, datasets["other"], None)
+    datasets = {**datasets, "data": data}
+    job = Job(plan, plan.first, folder / "first", datasets)
     _check_ends(plan, job)
     trained = job.samples(job.num_steps)
     if plan.fault == Fault.OTHER_DATA:
         shutil.rmtree(data)
-        shutil.copytree(datasets["data"], data)
+        shutil.copytree(original, data)
     assert _files(data) == files
     if trained != expected:  # otherwise the state is that of the next epoch
-        resumed = Job(plan, plan.resumed, folder / "resumed", data, datasets["other"], _states_to_resume(plan, job))
+        resumed = Job(plan, plan.resumed, folder / "resumed", datasets, _states_to_resume(plan, job))
         assert set(resumed.exit_codes) == {0}, [resumed.error(rank) for rank in range(plan.resumed.world_size)]
         trained += resumed.samples(resumed.num_steps)
     assert trained == expected
@@ -208,52 +206,32 @@ def _play(plan: Round, folder: Path, datasets: Mapping[str, Path]) -> None:
     shutil.rmtree(folder)
 
 
-def _play_rounds(
-    folder: Path, datasets: Mapping[str, Path], *, seed: int, seconds: float, rounds: int, **options: Any
+@pytest.fixture(scope="module")
+def datasets(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Datasets:
+    """Return a dataset, and another one with the same users and other histories."""
+    return {"data": small_dataset, "other": make_small_dataset(tmp_path_factory.mktemp("other") / "data", seed=8)}
+
+
+@pytest.mark.timeout(0)  # each round has a limit
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="states of processes are read in /proc")
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.multi_gpu)]
+)
+def test_random_faults_lose_no_sample_and_hang_no_rank(
+    tmp_path: Path, datasets: Datasets, pytestconfig: pytest.Config, device: str
 ) -> None:
+    options = {"faults": tuple(Fault)} if device == "cpu" else {"faults": _GPU_FAULTS, "device": device, "max_ranks": 2}
+    rounds = 10**9 if device == "cpu" else _GPU_ROUNDS
+    seconds, seed = pytestconfig.getoption("soak_seconds"), pytestconfig.getoption("soak_seed")
     started = time.monotonic()
     played: Counter[str] = Counter()
     while time.monotonic() < started + seconds and played.total() < rounds:
         number = played.total()
         plan = draw_round(seed, number, **options)
         try:
-            _play(plan, folder / str(number), datasets)
+            _play(plan, tmp_path / str(number), datasets)
         except Exception as error:
-            error.add_note(f"in round {number} of seed {seed}: {plan}; its logs are in {folder / str(number)}")
+            error.add_note(f"in round {number} of seed {seed}: {plan}; its logs are in {tmp_path / str(number)}")
             raise
         played[str(plan.fault)] += 1
         _log.info("%d rounds in %.0f s: %s", played.total(), time.monotonic() - started, dict(played))
-
-
-@pytest.fixture(scope="module")
-def datasets(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a dataset, and another one with the same users and other histories."""
-    from evenrank.datasets.distributions import Lognormal, Zipf
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    other = tmp_path_factory.mktemp("other") / "data"
-    synthetic = SyntheticConfig(
-        num_users=300, lengths=Lognormal(mean=12, std=14, low=0, high=60), items=Zipf(exponent=1.05, high=500)
-    )
-    preprocess(PreprocessConfig(dataset="synthetic", out=other, seed=8, synthetic=synthetic))
-    return {"data": small_dataset, "other": other}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(0)  # each round has a limit
-@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="states of processes are read in /proc")
-def test_random_faults_lose_no_sample_and_hang_no_rank(
-    tmp_path: Path, datasets: dict[str, Path], pytestconfig: pytest.Config
-) -> None:
-    seconds, seed = pytestconfig.getoption("soak_seconds"), pytestconfig.getoption("soak_seed")
-    _play_rounds(tmp_path, datasets, seed=seed, seconds=seconds, rounds=10**9, faults=tuple(Fault))
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.timeout(0)
-def test_random_faults_on_gpus_lose_no_sample_and_hang_no_rank(
-    tmp_path: Path, datasets: dict[str, Path], pytestconfig: pytest.Config
-) -> None:
-    seconds, seed = pytestconfig.getoption("soak_seconds"), pytestconfig.getoption("soak_seed")
-    options = {"faults": _GPU_FAULTS, "device": "cuda", "max_ranks": 2}
-    _play_rounds(tmp_path, datasets, seed=seed, seconds=seconds, rounds=_GPU_ROUNDS, **options)

@@ -39,6 +39,9 @@ NUM_RANDOM_BATCHES = 12
 TIMEOUT = timedelta(minutes=30)
 LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
 SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
+Datasets = Mapping[str, Path]
+"""Folders: `data`, on which a job trains, and `other`, with the same users and other histories."""
+State = Mapping[str, Any]
 STREAM = StreamConfig(num_shards=7, buffer_rows=16, open_shards=2)
 
 
@@ -70,17 +73,17 @@ class Injector:
         if self.is_due(fault, step):
             raise InjectedError(str(fault))
 
-    def hit(self, step: int, data: Path, other_data: Path) -> None:
+    def hit(self, step: int, datasets: Datasets) -> None:
         """Have the faults of a process and of its files, if they happen in this step."""
         if self.is_due(Fault.KILLED, step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.is_due(Fault.STOPPED, step) or self.is_due(Fault.STOPPED_LONG, step):
             os.kill(os.getpid(), signal.SIGSTOP)
-        for fault, source in ((Fault.SAME_DATA, data), (Fault.OTHER_DATA, other_data)):
+        for fault, source in ((Fault.SAME_DATA, "data"), (Fault.OTHER_DATA, "other")):
             if self.is_due(fault, step):
-                copy = shutil.copytree(source, self._folder / "copy")
-                data.rename(self._folder / "replaced")
-                copy.rename(data)
+                copy = shutil.copytree(datasets[source], self._folder / "copy")
+                datasets["data"].rename(self._folder / "replaced")
+                copy.rename(datasets["data"])
 
 
 class OwnSamples(torch.utils.data.Dataset[dict[str, Any]]):
@@ -107,15 +110,14 @@ def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Inje
         return batch
 
     config = LoaderConfig(batch_size=shape.batch_size, num_workers=shape.workers, prefetch=3, seed=plan.seed)
+    place: Any = {"rank": rank, "world_size": shape.world_size}
     match plan.loader:
         case "Loader":
-            return build_loader(data, config, rank=rank, world_size=shape.world_size, transform=transform)
+            return build_loader(data, config, transform=transform, **place)
         case "StreamLoader":
-            return build_stream_loader(
-                data, config, STREAM, rank=rank, world_size=shape.world_size, transform=transform
-            )
+            return build_stream_loader(data, config, STREAM, transform=transform, **place)
         case "RandomBatches":
-            return RandomBatches(config, num_batches=NUM_RANDOM_BATCHES, rank=rank, world_size=shape.world_size)
+            return RandomBatches(config, num_batches=NUM_RANDOM_BATCHES, **place)
     return StatefulDataLoader(
         OwnSamples(injector),
         batch_size=shape.batch_size,
@@ -134,16 +136,14 @@ def contents_of(batch: Any) -> Iterator[tuple[int, list[int]]]:
         yield int(sample), rows[index].tolist()
 
 
-def run_rank(
-    plan: Round, shape: Shape, rank: int, folder: Path, data: Path, other_data: Path, state: Mapping[str, Any] | None
-) -> None:
+def run_rank(plan: Round, shape: Shape, rank: int, folder: Path, datasets: Datasets, state: State | None) -> None:
     """Train an epoch, or the rest of one; write what was trained, and what ended it, to `folder/rank R`."""
     os.setpgid(0, 0)  # so that processes that it leaves behind can be found
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT - 10)  # where a rank hangs
     with (folder / f"rank {rank}").open("w") as log:
         try:
-            _train(plan, shape, rank, folder, data, other_data, state, log)
+            _train(plan, shape, rank, folder, datasets, state, log)
         except Exception as error:
             _write(log, {"error": type(error).__name__, "message": one_line(error)})
             sys.exit(1)
@@ -151,14 +151,7 @@ def run_rank(
 
 
 def _train(
-    plan: Round,
-    shape: Shape,
-    rank: int,
-    folder: Path,
-    data: Path,
-    other_data: Path,
-    state: Mapping[str, Any] | None,
-    log: Any,
+    plan: Round, shape: Shape, rank: int, folder: Path, datasets: Datasets, state: State | None, log: Any
 ) -> None:
     # On a GPU a lost rank is noticed by the timeout alone if the host waits for the device.
     is_noticed_late = plan.fault == Fault.STOPPED_LONG or plan.device == "cuda"
@@ -187,7 +180,7 @@ def _train(
         metrics_log(metrics)
 
     with Balancer(
-        make_loader(plan, shape, rank, data, injector),
+        make_loader(plan, shape, rank, datasets["data"], injector),
         BalanceConfig(
             cost=cost,
             strategy=plan.strategy,
@@ -211,7 +204,7 @@ def _train(
                 dist.all_reduce(torch.ones(16))
             saved = base64.b64encode(pickle.dumps(balancer.state_dict())).decode()
             _write(log, {"samples": list(contents_of(batch)), "state": saved})
-            injector.hit(step, data, other_data)
+            injector.hit(step, datasets)
     dist.destroy_process_group()
 
 

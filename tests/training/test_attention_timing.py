@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from evenrank.core.errors import ConfigError
 from evenrank.training import AttentionTracker, Flops, LayerTiming, gather_timings
 from hstu.attention import Sequences
-from hstu.layer import HSTUAttention
-from hstu.work import attention_flops
+from hstu.layer import HSTUAttention, attention_flops
 from tests.ranks import RankPool
 
 FORWARD, BACKWARD = 2.0, 3.0  # milliseconds of the layers below

@@ -30,10 +30,9 @@ from evenrank.training import (
     hstu_work,
 )
 from hstu.attention import Sequences
-from hstu.config import HSTUConfig
+from hstu.config import HSTUConfig, tables
 from hstu.ranking import HSTURanking
 from hstu.retrieval import HSTURetrieval
-from hstu.tables import tables
 
 HIDDEN, HEADS, HEAD_DIM = 16, 2, 12
 

@@ -1,4 +1,4 @@
-"""A batch as one buffer: where its rows are in it, and a new batch as views of one buffer. On any device.
+"""A batch as one buffer, on any device: the layout of its rows, and a new batch as views of one buffer.
 
 All offsets follow from the plan, on the host; nothing is read back from a device.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
-from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, make_read_only, row_bytes
+from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, row_bytes
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import FieldSpec
 
@@ -27,21 +27,14 @@ class RowLayout:
 
     starts: NDArray[np.int64]
     """[S, B]: start of each row in each section."""
-
     section_starts: NDArray[np.int64]
     """[S]: start of each section, also where there are no rows."""
-
     num_bytes: NDArray[np.int64]
     """[S, B]: bytes of each row in each section; 0 for padding, even where dense tensors reserve space for it."""
-
     tensor_starts: NDArray[np.int64]
     """[T]: start of each tensor."""
-
     tensor_bytes: NDArray[np.int64]
     """[T]: bytes of each tensor, padding rows included."""
-
-    def __post_init__(self) -> None:
-        make_read_only(self)  # as the plan is
 
     @property
     def total_bytes(self) -> int:
@@ -52,11 +45,7 @@ class RowLayout:
 def lay_out_rows(sections: tuple[Section, ...], lengths: NDArray[np.int64], num_real: int) -> RowLayout:
     """Lay the tensors of a batch out one after the other, each aligned.
 
-    Args:
-        sections: S sections of the batch.
-        lengths: int64 [K, B], 0 for padding.
-        num_real: how many of the first rows are samples.
-
+    Given its sections, its lengths, int64 [K, B], and the number of samples, which are its first rows.
     """
     num_bytes = row_bytes(sections, lengths)
     first_sections = [indices[0] for indices in sections_by_tensor(sections)]
@@ -115,7 +104,6 @@ class TensorView:
 
     start: int
     """First element, in elements of `dtype`."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -132,9 +120,7 @@ class TensorView:
 class ViewedBuffer:
     """A buffer from which tensors are taken as views, with one operator call each, because a step has many.
 
-    Args:
-        buffer: uint8, contiguous, at the start of its storage; its size is a multiple of ALIGNMENT.
-
+    It is uint8, contiguous, at the start of its storage; its size is a multiple of ALIGNMENT.
     """
 
     def __init__(self, buffer: Tensor) -> None:
@@ -150,52 +136,34 @@ class ViewedBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JaggedTensorView:
-    """A KeyedJaggedTensor inside a buffer, with the metadata that it caches on the host."""
+    """A KeyedJaggedTensor inside a buffer."""
 
-    keys: list[str]
-    values: TensorView
-    weights: TensorView | None
-    lengths: TensorView
-    offsets: TensorView
-    stride: int
-    length_per_key: list[int]
-    offset_per_key: list[int]
+    tensors: dict[str, TensorView]
+    """Its tensors, by argument of KeyedJaggedTensor."""
+    metadata: dict[str, Any]
+    """Its other arguments: all that it caches on the host, so that using it never synchronizes."""
 
     def of(self, buffer: ViewedBuffer) -> KeyedJaggedTensor:
-        """Return the KeyedJaggedTensor with its host-side caches filled, so that using it never synchronizes."""
-        return KeyedJaggedTensor(
-            keys=self.keys,
-            values=buffer.tensor(self.values),
-            weights=None if self.weights is None else buffer.tensor(self.weights),
-            lengths=buffer.tensor(self.lengths),
-            offsets=buffer.tensor(self.offsets),
-            stride=self.stride,
-            length_per_key=self.length_per_key,
-            offset_per_key=self.offset_per_key,
-        )
+        """Return the KeyedJaggedTensor, as views of a buffer."""
+        return KeyedJaggedTensor(**{name: buffer.tensor(view) for name, view in self.tensors.items()}, **self.metadata)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputLayout:
-    """A balanced batch before it is filled: where its tensors, then its lengths and offsets, are in one buffer."""
+    """The buffer of a balanced batch: its tensors, then its lengths and offsets."""
 
     rows: RowLayout
 
     total_bytes: int
     """Size of the buffer."""
-
     host_data: NDArray[np.uint8]
     """Bytes that the host computes: lengths, offsets, and padding rows of dense tensors."""
-
     host_copies: ByteCopies
     """Copies of `host_data` (source 1) to the buffer."""
-
     dense: dict[str, TensorView]
     """Dense fields by name."""
-
     jagged: dict[str, JaggedTensorView]
     """Jagged fields by name."""
-
     host_fields: dict[str, Any]
     """Fields that stay on the host, by name."""
 
@@ -207,18 +175,15 @@ def lay_out_output(plan: Plan) -> OutputLayout:
     specs = {spec.name: spec for spec in schema.fields}
     views: dict[tuple[str, bool], TensorView] = {}  # by field and whether it is the weights
     host_data = _HostData(buffer_end=rows.total_bytes)
-    tensors = zip(
-        sections_by_tensor(plan.sections), rows.tensor_starts.tolist(), rows.tensor_bytes.tolist(), strict=True
-    )
-    for indices, start, size in tensors:
+    num_rows = plan.lengths.shape[1]
+    extents = zip(rows.tensor_starts.tolist(), rows.tensor_bytes.tolist(), strict=True)
+    for indices, (start, size) in zip(sections_by_tensor(plan.sections), extents, strict=True):
         section = plan.sections[indices[0]]
         spec = specs[section.field]
-        if section.key is None and plan.num_real < plan.num_rows:
-            padding = torch.full(
-                (plan.num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu"
-            )
+        if section.key is None and plan.num_real < num_rows:
+            padding = torch.full((num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu")
             host_data.add(as_bytes(padding).numpy(), end=start + size)
-        views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, plan.num_rows)
+        views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, num_rows)
     jagged: dict[str, JaggedTensorView] = {}
     first_key = 0
     for spec in schema.fields:
@@ -234,7 +199,7 @@ def lay_out_output(plan: Plan) -> OutputLayout:
         dense={name: view for (name, _), view in views.items() if name not in jagged},
         jagged=jagged,
         host_fields={
-            "batch_size": plan.num_rows,
+            "batch_size": num_rows,
             "num_real": plan.num_real,
             "loss_tokens": plan.loss_tokens,
             "world_loss_tokens": plan.world_loss_tokens,
@@ -256,7 +221,6 @@ class _HostData:
 
     Args:
         buffer_end: first byte of the output buffer after its tensors; arrays without an offset of their own follow.
-
     """
 
     def __init__(self, buffer_end: int) -> None:
@@ -306,14 +270,14 @@ def _jagged_view(
         TensorView.at_byte(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
         for values in (flat, np.concatenate([[0], np.cumsum(flat)]))
     )
+    tensors = {"values": views[spec.name, False], "lengths": lengths_view, "offsets": offsets_view}
+    if (weights := views.get((spec.name, True))) is not None:
+        tensors["weights"] = weights
     length_per_key = lengths.sum(axis=1).tolist()
-    return JaggedTensorView(
-        keys=list(spec.keys),
-        values=views[spec.name, False],
-        weights=views.get((spec.name, True)),
-        lengths=lengths_view,
-        offsets=offsets_view,
-        stride=lengths.shape[1],
-        length_per_key=length_per_key,
-        offset_per_key=[0, *itertools.accumulate(length_per_key)],
-    )
+    metadata = {
+        "keys": list(spec.keys),
+        "stride": lengths.shape[1],
+        "length_per_key": length_per_key,
+        "offset_per_key": [0, *itertools.accumulate(length_per_key)],
+    }
+    return JaggedTensorView(tensors=tensors, metadata=metadata)

@@ -1,6 +1,5 @@
 """The collectives that move samples: what they send, how their buffers are laid out, and the calls that start them."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +18,8 @@ class SampleRanges:
 
     starts: NDArray[np.int64]
     """Start of each range in its buffer."""
-
     num_bytes: NDArray[np.int64]
     """Length of each range."""
-
     offsets: NDArray[np.int64]
     """Start of each range within its section of the batch."""
 
@@ -33,24 +30,24 @@ class CollectiveLayout:
 
     pack: ByteCopies
     """Copies from the buffer of the loaded batch (source 0) to the send buffer."""
-
     send_splits: list[int]
     """Bytes of each chunk of the send buffer: one per rank, or one for all ranks."""
-
-    send_bytes: int
-    """Size of the send buffer."""
-
     receive_splits: list[int]
     """[W]: bytes received from each rank."""
-
-    receive_bytes: int
-    """Size of the receive buffer."""
-
     received: SampleRanges
     """Ranges of the receive buffer."""
-
     kept: SampleRanges
     """Ranges of the buffer of the loaded batch."""
+
+    @property
+    def send_bytes(self) -> int:
+        """Size of the send buffer."""
+        return sum(self.send_splits)
+
+    @property
+    def receive_bytes(self) -> int:
+        """Size of the receive buffer."""
+        return sum(self.receive_splits)
 
     def unpack(self, rows: RowLayout) -> ByteCopies:
         """Return the copies from the receive buffer (source 0) and the loaded batch (source 1) to a batch buffer."""
@@ -63,39 +60,11 @@ class CollectiveLayout:
         )
 
 
-class Collective(ABC):
-    """A collective that brings every rank the samples that it trains."""
-
-    @abstractmethod
-    def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
-        """Lay out the buffers for a plan and the loaded batch."""
-
-    @abstractmethod
-    def warmup_layout(self, world_size: int) -> CollectiveLayout:
-        """Lay out 16 meaningless bytes for each rank, enough to connect all ranks."""
-
-    @abstractmethod
-    def start(
-        self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
-    ) -> Work | None:
-        """Start the collective. Collective: every rank must call this.
-
-        Args:
-            layout: of the two buffers.
-            send: uint8 [send_bytes].
-            receive: uint8 [receive_bytes], to be filled.
-            group: all ranks.
-            async_op: return at once what the host waits for; otherwise the collective is enqueued on the current
-                stream, and None is returned.
-
-        """
-
-
-class AllToAll(Collective):
+class AllToAll:
     """One all-to-all sends each rank the samples that it trains: every key and every dense field, as bytes."""
 
     def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
-        """Lay out one chunk per rank.
+        """Lay out one chunk per rank, given the layout of the loaded batch.
 
         Received chunks are in ascending order already, so a section of a chunk is one range. Samples that stay come
         between those of lower and of higher ranks.
@@ -108,9 +77,7 @@ class AllToAll(Collective):
         return CollectiveLayout(
             pack=_pack_rows(rows, plan.send_rows, plan.send_counts, plan.send_offsets),
             send_splits=plan.send_bytes.tolist(),
-            send_bytes=int(plan.send_bytes.sum()),
             receive_splits=plan.receive_bytes.tolist(),
-            receive_bytes=int(plan.receive_bytes.sum()),
             received=SampleRanges(
                 starts=plan.receive_offsets, num_bytes=plan.receive_section_bytes, offsets=offset_of_source
             ),
@@ -122,24 +89,30 @@ class AllToAll(Collective):
         )
 
     def warmup_layout(self, world_size: int) -> CollectiveLayout:
-        """Lay out one chunk per rank."""
+        """Lay out 16 meaningless bytes for each rank, enough to connect all ranks."""
         return _warmup_layout(world_size, world_size)
 
     def start(
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
     ) -> Work | None:
-        """Start the all-to-all."""
+        """Start the collective on two uint8 buffers. Collective: every rank must call this.
+
+        For `async_op` and the result see `FailFastGroup.all_gather`.
+        """
         return group.all_to_all(receive, send, layout.receive_splits, layout.send_splits, async_op=async_op)
 
 
-class AllGather(Collective):
+class AllGather:
     """One all-gather sends all samples to every rank, which keeps those that it trains.
 
     It moves W times as many bytes as the all-to-all; on some networks with few ranks it is faster nevertheless.
     """
 
     def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
-        """Lay out one chunk for all ranks; all ranks' chunks have the size of the largest."""
+        """Lay out one chunk for all ranks, given the layout of the loaded batch.
+
+        The chunks of all ranks have the size of the largest.
+        """
         rank_of, world_lengths = plan.rank_of, plan.world_lengths
         world_size, batch_size = rank_of.shape
         lengths = world_lengths.transpose(1, 0, 2).reshape(world_lengths.shape[1], rank_of.size)  # [K, W * B]
@@ -157,9 +130,7 @@ class AllGather(Collective):
         return CollectiveLayout(
             pack=_pack_rows(rows, np.arange(num_real), np.array([num_real]), offsets[:, plan.rank : plan.rank + 1]),
             send_splits=[max_chunk_bytes],
-            send_bytes=max_chunk_bytes,
             receive_splits=[max_chunk_bytes] * world_size,
-            receive_bytes=world_size * max_chunk_bytes,
             received=SampleRanges(
                 starts=row_starts[:, is_trained_here],
                 num_bytes=trained_bytes,
@@ -169,26 +140,30 @@ class AllGather(Collective):
         )
 
     def warmup_layout(self, world_size: int) -> CollectiveLayout:
-        """Lay out one chunk for all ranks."""
+        """Lay out 16 meaningless bytes for all ranks, enough to connect them."""
         return _warmup_layout(1, world_size)
 
     def start(
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
     ) -> Work | None:
-        """Start the all-gather."""
+        """Start the collective; see `AllToAll.start`."""
         return group.all_gather(receive.split(layout.receive_splits), send, async_op=async_op)
 
 
+Collective = AllToAll | AllGather
+"""Brings every rank the samples that it trains; both give the same batches, bit for bit."""
+
+COLLECTIVES: dict[str, type[AllToAll] | type[AllGather]] = {"all-to-all": AllToAll, "all-gather": AllGather}
+
+
 def _warmup_layout(num_chunks: int, world_size: int) -> CollectiveLayout:
-    total = np.array([num_chunks * ALIGNMENT])
+    start, total = np.zeros(1, dtype=np.int64), np.array([num_chunks * ALIGNMENT])
     nothing = np.zeros((0, 0), dtype=np.int64)
     no_ranges = SampleRanges(starts=nothing, num_bytes=nothing, offsets=nothing)
     return CollectiveLayout(
-        pack=ByteCopies.from_source(0, np.zeros_like(total), np.zeros_like(total), total),
+        pack=ByteCopies.from_source(0, start, start, total),
         send_splits=[ALIGNMENT] * num_chunks,
-        send_bytes=num_chunks * ALIGNMENT,
         receive_splits=[ALIGNMENT] * world_size,
-        receive_bytes=world_size * ALIGNMENT,
         received=no_ranges,
         kept=no_ranges,
     )
@@ -204,7 +179,6 @@ def _pack_rows(
         chunk_rows: int64 [n], the rows to pack, chunk by chunk.
         counts: int64 [C], the number of rows of each chunk.
         offsets: int64 [S, C], the start of each section of each chunk in the send buffer.
-
     """
     chunk_of = np.repeat(np.arange(len(counts)), counts)
     first_of_chunk = np.cumsum(counts) - counts
@@ -212,6 +186,3 @@ def _pack_rows(
     running = np.cumsum(num_bytes, axis=1) - num_bytes
     offset_in_section = running - running[:, first_of_chunk[chunk_of]]
     return ByteCopies.from_source(0, rows.starts[:, chunk_rows], offsets[:, chunk_of] + offset_in_section, num_bytes)
-
-
-COLLECTIVES: dict[str, type[Collective]] = {"all-to-all": AllToAll, "all-gather": AllGather}

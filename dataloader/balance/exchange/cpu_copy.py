@@ -16,13 +16,10 @@ class ByteCopies:
 
     source: NDArray[np.int64]
     """Number of the source buffer of each range."""
-
     source_starts: NDArray[np.int64]
     """Where each range begins in its source buffer."""
-
     target_starts: NDArray[np.int64]
     """Where each range begins in the target buffer."""
-
     num_bytes: NDArray[np.int64]
     """Length of each range, positive."""
 
@@ -71,13 +68,7 @@ def copy_ranges(
     target_starts: NDArray[np.int64],
     num_bytes: NDArray[np.int64],
 ) -> None:
-    """Copy source[source_starts[i] : + num_bytes[i]] to target[target_starts[i] : + num_bytes[i]] for all i.
-
-    Args:
-        source, target: uint8, not overlapping.
-        source_starts, target_starts, num_bytes: int64 [n].
-
-    """
+    """Copy n ranges of `source` to `target`, which do not overlap."""
     for i in range(len(num_bytes)):
         count = num_bytes[i]
         # Indexing slices from 0 on tells the compiler that no index is negative, so it can vectorize the loop.

@@ -1,7 +1,6 @@
 """Where an exchange runs: on the CPU, or on a GPU on a side stream next to the training."""
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,114 +15,58 @@ from evenrank.dataloader.balance.exchange import gpu_copy
 from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies, copy_on_cpu
 
 
-class ExchangeDevice(ABC):
-    """A device, its buffers, and the stream on which an exchange runs."""
+class ExchangeDevice:
+    """The CPU: everything runs in the calling thread, and nothing is copied to a device."""
 
-    device: torch.device
-    """Where balanced batches are."""
-
-    backend: str
+    backend = "gloo"
     """Backend of the process group that connects such devices."""
 
-    hardware: str | None
-    """What identifies the device among those of all hosts; None if several ranks can share it."""
-
-    async_collectives: bool
+    async_collectives = True
     """Collectives return work that the host waits for; otherwise they are enqueued on the current stream."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")  # where balanced batches are
+        self.hardware: str | None = None  # identifies the device among those of all hosts if ranks cannot share it
+
     def use_in_thread(self) -> None:
         """Make this the current device of the calling thread, before it allocates buffers."""
 
-    @abstractmethod
     def profiled(self, name: str) -> AbstractContextManager[Any]:
         """Return a context that appears as a range of this name in a profile."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def side_stream(self, name: str) -> AbstractContextManager[Any]:
         """Return a context that enqueues work on the side stream, as a range of this name in a profile."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
         """Return copies as bytes in the format that `copy` reads from device memory; empty if it reads none."""
-
-    @abstractmethod
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """Allocate a host buffer, uint8 [num_bytes], for `upload`; pinned if the device is a GPU."""
-
-    @abstractmethod
-    def buffer(self, num_bytes: int) -> Tensor:
-        """Allocate a device buffer for the side stream, uint8 [num_bytes]; on any thread."""
-
-    @abstractmethod
-    def upload_buffer(self, host_buffer: Tensor) -> Tensor:
-        """Allocate a device buffer of the size of a host buffer, to which `upload` copies it; on any thread."""
-
-    @abstractmethod
-    def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
-        """Copy a host buffer to the device buffer that `upload_buffer` returned for it."""
-
-    @abstractmethod
-    def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Run copies between device buffers, given their descriptors in device memory."""
-
-    @abstractmethod
-    def hand_over(self, buffers: Sequence[Tensor]) -> None:
-        """Make buffers that were written on the side stream safe to use on the current stream."""
-
-    @abstractmethod
-    def wait_for_training(self) -> None:
-        """Make the side stream wait for the work that was enqueued before the last `hand_over`."""
-
-
-class CpuDevice(ExchangeDevice):
-    """The CPU: everything runs in the calling thread."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.backend = "gloo"
-        self.hardware = None
-        self.async_collectives = True
-
-    def use_in_thread(self) -> None:
-        """Do nothing."""
-
-    def profiled(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
-        return contextlib.nullcontext()
-
-    def side_stream(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
-        return contextlib.nullcontext()
-
-    def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
-        """Return nothing: `copy` reads the copies themselves."""
         return np.empty(0, dtype=np.uint8)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Allocate ordinary memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        """Allocate a host buffer, uint8 [num_bytes], for `upload`; pinned if the device is a GPU."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Allocate ordinary memory."""
+        """Allocate a device buffer for the side stream, uint8 [num_bytes]; on any thread."""
         return self.host_buffer(num_bytes)
 
     def upload_buffer(self, host_buffer: Tensor) -> Tensor:
-        """Return the host buffer itself."""
-        return host_buffer
+        """Allocate an equally sized device buffer, to which `upload` copies a host buffer; on any thread."""
+        return host_buffer  # itself
 
     def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
-        """Do nothing: both are the same buffer."""
+        """Copy a host buffer to the device buffer that `upload_buffer` returned for it."""
 
     def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Copy one range after the other."""
+        """Run copies between device buffers, given their descriptors in device memory."""
         copy_on_cpu(copies, [source.numpy() for source in sources], target.numpy())
 
     def hand_over(self, buffers: Sequence[Tensor]) -> None:
-        """Do nothing."""
+        """Make buffers that were written on the side stream safe to use on the current stream."""
 
     def wait_for_training(self) -> None:
-        """Do nothing."""
+        """Make the side stream wait for the work that was enqueued before the last `hand_over`."""
 
 
 class CudaDevice(ExchangeDevice):
@@ -134,19 +77,20 @@ class CudaDevice(ExchangeDevice):
 
     Raises:
         ConfigError: it does not exist.
-
     """
+
+    backend = "nccl"
+    async_collectives = False
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device is {device}, but PyTorch finds no CUDA device on this host; pass device=None")
         if device.index is not None and device.index >= (count := torch.cuda.device_count()):
             raise ConfigError(f"device is {device}, but this host has {count} CUDA devices; pass cuda:0..{count - 1}")
+        super().__init__()
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self.backend = "nccl"
         # Not the index, which is 0 on all ranks if each of them sees its own device only.
         self.hardware = str(torch.cuda.get_device_properties(self.device).uuid)
-        self.async_collectives = False
         # High priority, so that small kernels of the exchange do not queue behind large ones of the training.
         self._side_stream = torch.cuda.Stream(self.device, priority=-1)
         self._written = torch.cuda.Event()
@@ -235,16 +179,15 @@ def make_device(device: torch.device | str | None) -> ExchangeDevice:
 
     Raises:
         ConfigError: there is no such device, or batches cannot be exchanged on it.
-
     """
     if device is None:
-        return CpuDevice()
+        return ExchangeDevice()
     try:
         target = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device is {device!r}, which PyTorch does not know; pass cpu or cuda") from error
     if target.type == "cpu":
-        return CpuDevice()
+        return ExchangeDevice()
     if target.type == "cuda":
         return CudaDevice(target)
     raise ConfigError(f"device is {device}; batches are exchanged on cpu or cuda")

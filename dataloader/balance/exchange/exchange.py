@@ -1,9 +1,9 @@
 """`Exchange`: carries out a plan. Packs what a rank sends, moves it in one collective, unpacks it into a batch.
 
-    prepare    in the background: write the batch to one host buffer, followed by all that the device needs to know of
-               the plan, and create the tensors of the new batch as views of a buffer that is not filled yet
+    prepare    in the background: write the batch to one host buffer, followed by the descriptors of all copies, and
+               create the tensors of the new batch as views of a buffer that is not filled yet
     launch     upload the host buffer, pack the send buffer, start the collective
-    finish     wait for the collective, then copy what was received and what stayed to the new batch
+    finish     wait for the collective, then copy received and kept samples to the new batch
 
 On a GPU, launch and finish are enqueued on a side stream, and the host never waits.
 
@@ -39,31 +39,23 @@ class PreparedStep:
 
     layout: CollectiveLayout
     """Buffers of the collective."""
-
     unpack: ByteCopies
     """Copies from the receive buffer (source 0) and the device buffer (source 1) to the output buffer."""
-
     host_buffer: Tensor
     """The loaded batch, the host data of the new one, and the descriptors of the two copies."""
-
     device_buffer: Tensor
-    """Where `host_buffer` is uploaded to."""
-
+    """Target of the upload of `host_buffer`."""
     pack_descriptors: Tensor
     """Part of the device buffer."""
-
     unpack_descriptors: Tensor
     """Part of the device buffer."""
-
     send_buffer: Tensor
     receive_buffer: Tensor
 
     output_buffer: Tensor
     """The new batch."""
-
     loaded_batch: JaggedBatch
     """The batch before balancing, on the CPU."""
-
     new_fields: dict[str, Any]
     """Fields of the new batch that differ: views of the output buffer, which is not filled yet."""
 
@@ -78,7 +70,7 @@ class StepInFlight:
 
     prepared: PreparedStep
     work: Work | None
-    """What the host must wait for; None where nothing is, or the stream waits."""
+    """The collective, if the host must wait for it."""
 
 
 class Exchange:
@@ -89,7 +81,6 @@ class Exchange:
         group: all ranks; None if there is only one.
         device: where the exchange runs.
         world_size: the number of ranks.
-
     """
 
     def __init__(

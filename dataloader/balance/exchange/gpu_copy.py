@@ -24,13 +24,7 @@ _NUM_WARPS = 4
 
 
 def tile_descriptors(copies: ByteCopies) -> NDArray[np.int64]:
-    """Split ranges into tiles.
-
-    Returns:
-        int64 [n, 4]: the number of the source buffer, the start in it, the start in the target, and the bytes of each
-        tile.
-
-    """
+    """Split ranges into tiles, int64 [n, 4]: number of the source, start in it, start in the target, bytes."""
     tiles_per_range = -(-copies.num_bytes // _TILE_BYTES)
     range_of = np.repeat(np.arange(len(tiles_per_range)), tiles_per_range)
     first_tile = np.cumsum(tiles_per_range) - tiles_per_range
@@ -50,7 +44,6 @@ def copy_with_kernel(descriptors: Tensor, sources: Sequence[Tensor], target: Ten
         descriptors: the bytes of `tile_descriptors`: uint8 [32 n], on the GPU, aligned to 8 bytes.
         sources: one or two buffers: uint8, on the GPU.
         target: uint8, on the GPU.
-
     """
     if num_tiles := descriptors.numel() // _DESCRIPTOR_BYTES:
         buffers = (descriptors, sources[0], sources[-1], target)

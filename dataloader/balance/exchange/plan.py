@@ -1,4 +1,4 @@
-"""What one rank sends and receives in a step, to the byte: assignment and lengths -> plan.
+"""`Plan`: what one rank sends and receives in a step, to the byte: assignment and lengths -> plan.
 
 Every rank knows the lengths of all samples, so it computes its plan without asking other ranks, and lengths are not
 sent. Samples that stay on their rank are not sent either. What one rank sends to another is a chunk: for each section
@@ -9,11 +9,9 @@ of rows, each section aligned to 16 bytes.
     [item_id 7 3 9 4 | action 1 1 0 2 | ids 5 8][item_id | action | ids]
 """
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +30,10 @@ class Section:
 
     field: str
     """Field of the batch."""
-
     key: int | None
     """Row of the lengths [K, B] that counts the elements, for a jagged key; None for a dense field."""
-
     is_weights: bool = False
     """The elements are the weights of a jagged key, not its values."""
-
     element_bytes: int
     """Bytes of one value or weight of a jagged key, or of one row of a dense field."""
 
@@ -49,67 +44,38 @@ class Plan:
 
     rank: int
     """The rank whose plan it is."""
-
     schema: BatchSchema
     """Schema of all ranks' batches."""
-
     rank_of: NDArray[np.int32]
     """[W, B]: see `Assignment`."""
-
     world_lengths: NDArray[np.int64]
     """[W, K, B]: lengths of all ranks' rows before the exchange."""
-
     sections: tuple[Section, ...]
-    """What a chunk consists of, in order."""
-
+    """Sections of a chunk, in order."""
     kept_rows: NDArray[np.int64]
     """This rank's rows that stay, ascending; they are in no chunk."""
-
     send_rows: NDArray[np.int64]
     """This rank's other rows, by destination, then ascending."""
-
     send_counts: NDArray[np.int64]
     """[W]: rows sent to each rank."""
-
     send_bytes: NDArray[np.int64]
     """[W]: size of the chunk sent to each rank."""
-
     send_offsets: NDArray[np.int64]
     """[S, W]: start of each section of each chunk in the send buffer."""
-
     receive_bytes: NDArray[np.int64]
     """[W]: size of the chunk received from each rank."""
-
     receive_offsets: NDArray[np.int64]
     """[S, W]: start of each section of each chunk in the receive buffer."""
-
     receive_section_bytes: NDArray[np.int64]
     """[S, W]: bytes of each section of each received chunk, without alignment."""
-
     num_real: int
     """Samples of this rank after the exchange."""
-
-    num_rows: int
-    """Rows of this rank's batch after the exchange: B or, without equal counts, its samples."""
-
     lengths: NDArray[np.int64]
-    """[K, num_rows]: lengths of these rows, samples by source rank and row, then padding."""
-
+    """[K, B]: lengths of this rank's rows after the exchange, samples by source rank and row, then padding."""
     loss_tokens: int
     """Loss tokens of this rank after the exchange."""
-
     world_loss_tokens: int
     """Loss tokens of all ranks."""
-
-    def __post_init__(self) -> None:
-        make_read_only(self)  # a registered exchange is given the plan, which is used after it
-
-
-def make_read_only(record: Any) -> None:
-    """Make the arrays of a dataclass read-only."""
-    for entry in dataclasses.fields(record):
-        if isinstance(value := getattr(record, entry.name), np.ndarray):
-            value.flags.writeable = False
 
 
 def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, rank: int) -> Plan:
@@ -132,8 +98,7 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
     is_received = sources != rank
     receive_section_bytes = _section_bytes(sections, trained_lengths[:, is_received], sources[is_received], world_size)
 
-    num_rows = batch_size
-    lengths = np.zeros((world_lengths.shape[1], num_rows), dtype=np.int64)
+    lengths = np.zeros((world_lengths.shape[1], batch_size), dtype=np.int64)
     lengths[:, : len(sources)] = trained_lengths
     send_bytes, send_offsets = lay_out_chunks(send_section_bytes)
     receive_bytes, receive_offsets = lay_out_chunks(receive_section_bytes)
@@ -154,7 +119,6 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
         receive_offsets=receive_offsets,
         receive_section_bytes=receive_section_bytes,
         num_real=len(sources),
-        num_rows=num_rows,
         lengths=lengths,
         loss_tokens=int(tokens[rank_of == rank].sum()),
         world_loss_tokens=int(tokens.sum()),
@@ -163,7 +127,7 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
 
 @functools.cache
 def sections_of(schema: BatchSchema) -> tuple[Section, ...]:
-    """Return what a chunk consists of, in order."""
+    """Return the sections of a chunk, in order."""
     sections: list[Section] = []
     first_key = 0
     for spec in schema.fields:
@@ -205,14 +169,9 @@ def aligned(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def lay_out_chunks(section_bytes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lay chunks out in a buffer, one after the other, with aligned sections.
+    """Lay chunks out in a buffer, one after the other, with aligned sections, given the bytes of each: int64 [S, W].
 
-    Args:
-        section_bytes: int64 [S, W], of each section of each chunk.
-
-    Returns:
-        The size of each chunk, int64 [W], and the start of each section of each chunk in the buffer, int64 [S, W].
-
+    Returns the size of each chunk, int64 [W], and the start of each section in the buffer, int64 [S, W].
     """
     aligned_bytes = aligned(section_bytes)
     chunk_bytes = aligned_bytes.sum(axis=0)

@@ -18,19 +18,9 @@ from evenrank.core.numba_cache import compiled
 
 @compiled
 def karmarkar_karp(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int) -> NDArray[np.int32]:
-    """Assign slots by largest differencing.
-
-    Args:
-        costs: int64 [W * B].
-        order: int64 [W * B], the slots by descending cost.
-        world_size: W.
-
-    Returns:
-        int32 [W * B], the rank of each slot; each rank occurs B times.
-
-    """
+    """Assign slots by largest differencing."""
     num_groups = len(costs) // world_size
-    sums = costs[order].copy().reshape(num_groups, world_size)  # of each part, descending within a group
+    sums = costs[order].reshape(num_groups, world_size)  # of each part, descending within a group
     # Each part is a linked list of slots.
     heads = order.copy().reshape(num_groups, world_size)
     tails = heads.copy()

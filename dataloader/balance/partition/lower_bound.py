@@ -20,14 +20,7 @@ from evenrank.core.numba_cache import compiled
 
 @compiled
 def heaviest_load_bound(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int) -> int:
-    """Return a load that the heaviest rank has at least.
-
-    Args:
-        costs: int64 [W * B].
-        order: int64 [W * B], the slots by descending cost.
-        world_size: W.
-
-    """
+    """Return a load that the heaviest rank has at least."""
     size = len(order)
     batch_size = size // world_size
     bound = np.int64(0)

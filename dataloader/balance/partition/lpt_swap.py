@@ -1,46 +1,51 @@
 """LPT followed by local search, from up to three starts. The best balance of the strategies.
 
-The starts differ in what an open place counts as in `lpt`. The search stops at the first result within the target.
+The starts differ in the cost that an open place counts as in `lpt`. The search stops at the first result within the
+target.
 
-Cost: O(W B log W) and the swaps, of which LPT leaves few. Trade-off: like every partition from scratch it moves most
-samples; `relabel` afterwards keeps some of them on their ranks.
+Local search: the heaviest rank swaps a slot with another rank, until it is light enough or no swap helps. Interchange
+between two ranks, as in Finn and Horowitz, "A linear time approximation algorithm for multiprocessor scheduling", 1979,
+but one slot for one slot, so counts stay equal. The partner is the lightest rank that has a slot to offer. If none of
+the lightest has one, the heaviest rank takes one of the cheapest slots of any rank below the target: a rank with one
+very expensive slot becomes lighter only through cheaper slots next to it, and the lightest ranks need not have these.
+
+Cost: O(W B log W), and O(B + log W) for most swaps, of which LPT leaves few. Trade-off: the search stops in a local
+optimum, so the start matters. Like every partition from scratch it moves most samples; `relabel` afterwards keeps some
+of them on their ranks.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.balance.partition.local_search import local_search
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt
-from evenrank.dataloader.balance.partition.rank_loads import make_rank_loads
+from evenrank.dataloader.balance.partition.rank_loads import (
+    RankLoads,
+    heaviest_rank,
+    hide,
+    lightest_rank,
+    make_rank_loads,
+    show_all,
+    sums_by_rank,
+    swap,
+)
 
 # In the order in which they are tried. Found by trial over lognormal and Zipf lengths and batches of 4 to 128: the
 # first is enough except for some batches of 4 to 16.
 _OPEN_PLACE_PERCENTILES = (5, 0, 25)
+_LIGHTEST_RANKS = 16  # partners that are tried first
+_CHEAPEST_SLOTS = 256  # candidates that are tried if no partner helps
 
 
 @compiled
 def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int, target: int) -> NDArray[np.int32]:
     """Assign slots by LPT and level them by swaps, from another start as long as a rank is above `target`.
 
-    All slots stay if no rank is above `target` before balancing, or if the result would not be lighter.
-
-    Args:
-        costs: int64 [W * B], in rank order.
-        order: int64 [W * B], the slots by descending cost.
-        world_size: W.
-        target: the load that is good enough.
-
-    Returns:
-        int32 [W * B], the rank of each slot: the first result within `target`, else the best.
-
+    Returns the first result within `target`, else the best. All slots stay if no rank is above `target` before
+    balancing, or if the result would not be lighter.
     """
-    batch_size = len(costs) // world_size
-    best = np.empty(len(costs), dtype=np.int32)
-    best_load = np.int64(0)
-    for rank in range(world_size):
-        best[rank * batch_size : (rank + 1) * batch_size] = rank
-        best_load = max(best_load, costs[rank * batch_size : (rank + 1) * batch_size].sum())
+    best = (np.arange(len(costs)) // (len(costs) // world_size)).astype(np.int32)
+    best_load = sums_by_rank(costs, best, world_size).max()
     for percentile in _OPEN_PLACE_PERCENTILES:
         if best_load <= target:
             break
@@ -50,3 +55,106 @@ def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int
         if state.loads.max() < best_load:
             best, best_load = rank_of, state.loads.max()
     return best
+
+
+@compiled
+def local_search(state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], target: int) -> None:
+    """Swap slots of the heaviest rank until no load is above `target`, or no swap makes it lighter."""
+    while True:
+        heavy = heaviest_rank(state)
+        if state.loads[heavy] <= target:
+            return
+        i, light, j = _swap_with_lightest(state, heavy)
+        if i < 0:
+            i, light, j = _swap_for_cheapest(state, costs, order, heavy, target)
+        if i < 0:
+            return
+        swap(state, heavy, i, light, j)
+
+
+@compiled
+def _swap_with_lightest(state: RankLoads, heavy: int) -> tuple[int, int, int]:
+    """Find the best swap of the heaviest rank with the lightest rank that has one to offer.
+
+    Returns an index in slots[heavy], the other rank, and an index in its slots; the first is -1 if there is none.
+    """
+    i, light, j = -1, -1, -1
+    for _ in range(min(_LIGHTEST_RANKS, len(state.loads))):
+        light = lightest_rank(state)
+        gap = state.loads[heavy] - state.loads[light]
+        if gap <= 0:
+            break
+        i, j = _best_swap(state.costs[heavy], state.costs[light], gap)
+        if i >= 0:
+            break
+        hide(state, light)
+    show_all(state)
+    return i, light, j
+
+
+@compiled
+def _best_swap(heavy: NDArray[np.int64], light: NDArray[np.int64], gap: int) -> tuple[int, int]:
+    """Find the swap that makes the loads of two ranks, `gap` apart, most nearly equal.
+
+    Given the costs of each rank's slots, descending; returns an index in each, or -1, -1 if no swap narrows the gap.
+    """
+    best_i, best_j, best_gap = -1, -1, gap
+    j = 0
+    for i in range(len(heavy)):
+        # Moving a difference of gap / 2 would equalize them. As heavy[i] falls, so does the cost sought in `light`.
+        while j < len(light) and 2 * light[j] > 2 * heavy[i] - gap:
+            j += 1
+        for candidate in (j - 1, j):
+            if 0 <= candidate < len(light):
+                new_gap = abs(gap - 2 * (heavy[i] - light[candidate]))
+                if new_gap < best_gap:
+                    best_i, best_j, best_gap = i, candidate, new_gap
+    return best_i, best_j
+
+
+@compiled
+def _swap_for_cheapest(
+    state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], heavy: int, target: int
+) -> tuple[int, int, int]:
+    """Find the best swap of the heaviest rank for one of the cheapest slots of ranks below `target`.
+
+    Returns the same as `_swap_with_lightest`.
+    """
+    best_i, best_slot, best_load = -1, -1, state.loads[heavy]
+    heavy_costs = state.costs[heavy]
+    tried = 0
+    for index in range(len(order) - 1, -1, -1):
+        slot = order[index]
+        other = state.rank_of[slot]
+        if other == heavy or state.loads[other] >= target:
+            continue
+        i = _count_above_half(heavy_costs, 2 * costs[slot] + state.loads[heavy] - state.loads[other])
+        for candidate in (i - 1, i):
+            if 0 <= candidate < len(heavy_costs):
+                difference = heavy_costs[candidate] - costs[slot]
+                load = max(state.loads[heavy] - difference, state.loads[other] + difference)
+                if load < best_load:
+                    best_i, best_slot, best_load = candidate, slot, load
+        tried += 1
+        if tried == _CHEAPEST_SLOTS:
+            break
+    if best_i < 0:
+        return -1, -1, -1
+    light = state.rank_of[best_slot]
+    j = 0
+    while state.slots[light, j] != best_slot:
+        j += 1
+    return best_i, light, j
+
+
+@compiled
+def _count_above_half(costs: NDArray[np.int64], doubled: int) -> int:
+    """Return how many of the descending costs are above `doubled` / 2."""
+    low, high = 0, len(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if 2 * costs[middle] > doubled:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.balance.partition.local_search import local_search
 from evenrank.dataloader.balance.partition.lpt import lpt
+from evenrank.dataloader.balance.partition.lpt_swap import local_search
 from evenrank.dataloader.balance.partition.rank_loads import (
     RankLoads,
     heaviest_rank,
@@ -37,19 +37,7 @@ _OPEN_PLACE_PERCENTILE = 5  # see lpt
 def min_move(
     costs: NDArray[np.int64], tokens: NDArray[np.int64], order: NDArray[np.int64], world_size: int, target: int
 ) -> NDArray[np.int32]:
-    """Swap as few tokens as possible until no load is above `target`.
-
-    Args:
-        costs: int64 [W * B], in rank order.
-        tokens: int64 [W * B], of each slot.
-        order: int64 [W * B], the slots by descending cost.
-        world_size: W.
-        target: the load that is good enough.
-
-    Returns:
-        int32 [W * B], the rank of each slot: the first result within `target`, else the best.
-
-    """
+    """Swap as few tokens as possible until no load is above `target`; return the first such result, else the best."""
     home = (np.arange(len(costs)) // (len(costs) // world_size)).astype(np.int32)
     best, best_load = home, np.int64(-1)
     for start in range(2):
@@ -67,15 +55,7 @@ def min_move(
 
 @compiled
 def _swap_few_tokens(state: RankLoads, costs: NDArray[np.int64], tokens: NDArray[np.int64], target: int) -> None:
-    """Swap slots of the heaviest rank with those of light ranks until no load is above `target`, or no swap is found.
-
-    Args:
-        state: changed in place; the heaviest load never grows.
-        costs: int64 [W * B].
-        tokens: int64 [W * B], of each slot.
-        target: the load that is good enough.
-
-    """
+    """Swap slots of the heaviest rank with light ranks until no load is above `target`, or no swap is found."""
     tokens_per_cost = tokens.sum() / max(costs.sum(), 1)
     while True:
         heavy = heaviest_rank(state)
@@ -107,9 +87,7 @@ def _cheapest_swap(
 ) -> tuple[int, int, float]:
     """Find the swap of two ranks with the lowest score.
 
-    Returns:
-        Index in slots[heavy], index in slots[light], score; -1, -1, infinity if no swap narrows their gap.
-
+    Returns an index in slots[heavy], one in slots[light], and the score; -1, -1, infinity if no swap narrows their gap.
     """
     heavy_slots, light_slots = state.slots[heavy], state.slots[light]
     heavy_costs, light_costs = state.costs[heavy], state.costs[light]

@@ -1,7 +1,14 @@
-"""The working state of swap-based algorithms: the slots and the load of each rank, and which rank is lightest.
+"""The data structures of the algorithms: sorted slots, a tournament tree, and the loads of ranks under swaps.
 
-Slots of a rank are kept sorted by cost, and two tournament trees give the heaviest and the lightest rank, so a swap
-costs O(B + log W). The lightest ranks can be hidden one after the other, to visit them in ascending order of load.
+The tournament tree (Knuth, The Art of Computer Programming, volume 3, section 5.4.1) gives the lightest of W ranks and
+updates the load of any rank in O(log W). It is a complete binary tree in an array: node 1 is the overall winner, nodes
+2k and 2k + 1 play for node k, and rank r is leaf W' + r, where W' is W rounded up to a power of two. An entry is one
+int64 with the load in its high bits and the rank in its low bits, so that one comparison compares loads first and ranks
+second. Where both do not fit, loads lose low bits: very large ones are compared approximately.
+
+`RankLoads` is the working state of swap-based algorithms. Slots of a rank are kept sorted by cost, and two trees give
+the heaviest and the lightest rank, so a swap costs O(B + log W). The lightest ranks can be hidden one after the other,
+to visit them in ascending order of load.
 """
 
 from typing import NamedTuple
@@ -10,15 +17,114 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.balance.partition.lpt import (
-    NO_ENTRY,
-    build,
-    empty_tree,
-    load_shift,
-    make_entry,
-    rank_bits,
-    update,
-)
+
+_ENTRY_BITS = 62
+NO_ENTRY = 1 << _ENTRY_BITS  # loses against every entry
+_INSERTION_SORT_BELOW = 64  # slots, by measurement: shorter inputs do not pay for counting digits
+
+
+@compiled
+def sums_by_rank(values: NDArray[np.int64], rank_of: NDArray[np.int32], world_size: int) -> NDArray[np.int64]:
+    """Return the sum of the values of each rank: int64 [W], given values and ranks of n slots."""
+    sums = np.zeros(world_size, dtype=np.int64)
+    for slot in range(len(values)):
+        sums[rank_of[slot]] += values[slot]
+    return sums
+
+
+@compiled
+def argsort_descending(costs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the slots by descending cost, equal costs by ascending slot: `numpy.argsort(-costs, kind="stable")`.
+
+    A least-significant-digit radix sort with digits of 8 or 11 bits, and insertion sort for short inputs (Knuth, The
+    Art of Computer Programming, volume 3, sections 5.2.5 and 5.2.1). It takes O(n) for each digit of max(costs) -
+    min(costs), several times less than a comparison sort, and two more arrays of n words. `costs` are int64 [n], n at
+    least 1, and may be negative.
+    """
+    size = len(costs)
+    order = np.arange(size)
+    if size <= _INSERTION_SORT_BELOW:
+        for i in range(1, size):
+            slot, j = order[i], i
+            while j > 0 and costs[order[j - 1]] < costs[slot]:
+                order[j] = order[j - 1]
+                j -= 1
+            order[j] = slot
+        return order
+    highest, lowest = costs.max(), costs.min()
+    digit_bits = 8 if size < 4096 else 11  # more bits mean fewer passes, but more counters to clear in each
+    radix = 1 << digit_bits
+    keys = highest - costs
+    next_keys, next_order = np.empty_like(keys), np.empty_like(order)
+    next_index = np.empty(radix, dtype=np.int64)  # per digit: where its next key goes
+    shift = 0
+    while shift < 63 and (highest - lowest) >> shift:  # shifting an int64 by 64 or more is undefined
+        next_index[:] = 0
+        for key in keys:
+            next_index[(key >> shift) & (radix - 1)] += 1
+        total = 0
+        for digit in range(radix):
+            count = next_index[digit]
+            next_index[digit] = total
+            total += count
+        for i in range(size):
+            digit = (keys[i] >> shift) & (radix - 1)
+            index = next_index[digit]
+            next_index[digit] = index + 1
+            next_keys[index] = keys[i]
+            next_order[index] = order[i]
+        keys, next_keys = next_keys, keys
+        order, next_order = next_order, order
+        shift += digit_bits
+    return order
+
+
+@compiled
+def rank_bits(world_size: int) -> int:
+    """Return the number of low bits of an entry that hold the rank."""
+    bits = 0
+    while (1 << bits) < world_size:
+        bits += 1
+    return bits
+
+
+@compiled
+def load_shift(max_load: int, bits: int) -> int:
+    """Return the number of low bits that loads up to `max_load` lose to fit next to a rank of `bits` bits."""
+    shift = 0
+    while max_load >> shift >= 1 << (_ENTRY_BITS - bits):
+        shift += 1
+    return shift
+
+
+@compiled
+def make_entry(load: int, rank: int, bits: int, shift: int) -> int:
+    """Return the entry of a rank; `bits` and `shift` as returned by `rank_bits` and `load_shift`."""
+    return (load >> shift) << bits | rank
+
+
+@compiled
+def empty_tree(bits: int) -> NDArray[np.int64]:
+    """Return a tree without entries: int64 [2 W']. Write entries to tree[W' + rank], then call `build`."""
+    return np.full(2 << bits, NO_ENTRY)
+
+
+@compiled
+def build(tree: NDArray[np.int64]) -> None:
+    """Play all games, given the leaves of `tree`, int64 [2 W']; changed in place."""
+    for node in range(len(tree) // 2 - 1, 0, -1):
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+
+
+@compiled
+def update(tree: NDArray[np.int64], rank: int, entry: int) -> None:
+    """Replace a rank's entry and replay the games on its path to the root; `tree`, int64 [2 W'], changes in place."""
+    node = len(tree) // 2 + rank
+    tree[node] = entry
+    while node > 1:
+        entry = min(entry, tree[node ^ 1])
+        node >>= 1
+        tree[node] = entry
 
 
 class RankLoads(NamedTuple):
@@ -40,15 +146,7 @@ class RankLoads(NamedTuple):
 def make_rank_loads(
     costs: NDArray[np.int64], order: NDArray[np.int64], rank_of: NDArray[np.int32], world_size: int
 ) -> RankLoads:
-    """Return the state of an assignment.
-
-    Args:
-        costs: int64 [W * B].
-        order: int64 [W * B], the slots by descending cost.
-        rank_of: int32 [W * B], each rank B times; not copied, so swaps change it.
-        world_size: W.
-
-    """
+    """Return the state of an assignment. `rank_of` is not copied, so swaps change it."""
     batch_size = len(costs) // world_size
     slots = np.empty((world_size, batch_size), dtype=np.int64)
     slot_costs = np.empty((world_size, batch_size), dtype=np.int64)
@@ -132,65 +230,3 @@ def _replace(slots: NDArray[np.int64], costs: NDArray[np.int64], i: int, slot: i
         slots[i], costs[i] = slots[i + 1], costs[i + 1]
         i += 1
     slots[i], costs[i] = slot, cost
-
-
-# Radix sort of slots by descending cost.
-#
-# A least-significant-digit radix sort with digits of 8 or 11 bits, and insertion sort for short inputs (Knuth, The Art
-# of
-# Computer Programming, volume 3, sections 5.2.5 and 5.2.1). Every strategy starts from this order.
-#
-# Cost: O(n) for each digit of max(costs) - min(costs), with n = W * B, several times faster than a comparison sort.
-# Trade-off: two more arrays of n words, and the time depends on the range of the costs.
-
-
-_INSERTION_SORT_BELOW = 64  # slots, by measurement: shorter inputs do not pay for counting digits
-
-
-@compiled
-def argsort_descending(costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the slots by descending cost, equal costs by ascending slot.
-
-    Args:
-        costs: int64 [n], n at least 1; may be negative.
-
-    Returns:
-        int64 [n], equal to `numpy.argsort(-costs, kind="stable")`.
-
-    """
-    size = len(costs)
-    order = np.arange(size)
-    if size <= _INSERTION_SORT_BELOW:
-        for i in range(1, size):
-            slot, j = order[i], i
-            while j > 0 and costs[order[j - 1]] < costs[slot]:
-                order[j] = order[j - 1]
-                j -= 1
-            order[j] = slot
-        return order
-    highest, lowest = costs.max(), costs.min()
-    digit_bits = 8 if size < 4096 else 11  # more bits mean fewer passes, but more counters to clear in each
-    radix = 1 << digit_bits
-    keys = highest - costs
-    next_keys, next_order = np.empty_like(keys), np.empty_like(order)
-    next_index = np.empty(radix, dtype=np.int64)  # per digit: where its next key goes
-    shift = 0
-    while shift < 63 and (highest - lowest) >> shift:  # shifting an int64 by 64 or more is undefined
-        next_index[:] = 0
-        for key in keys:
-            next_index[(key >> shift) & (radix - 1)] += 1
-        total = 0
-        for digit in range(radix):
-            count = next_index[digit]
-            next_index[digit] = total
-            total += count
-        for i in range(size):
-            digit = (keys[i] >> shift) & (radix - 1)
-            index = next_index[digit]
-            next_index[digit] = index + 1
-            next_keys[index] = keys[i]
-            next_order[index] = order[i]
-        keys, next_keys = next_keys, keys
-        order, next_order = next_order, order
-        shift += digit_bits
-    return order

@@ -23,12 +23,11 @@ def relabel(
     Args:
         part_of: int32 [n], the part of each slot, 0..W-1.
         tokens: int64 [n], of each slot.
-        home: int32 [n], the rank that has each slot, ascending.
+        home: int32 [n], the rank that loaded each slot, ascending.
         world_size: W.
 
     Returns:
         int32 [n], the rank of each slot.
-
     """
     num_slots = len(part_of)
     first_run = np.zeros(world_size, dtype=np.int64)  # of each part, in the arrays of runs

@@ -1,10 +1,12 @@
-"""`partition`: costs -> who trains what, by one of several strategies.
+"""`partition`: costs -> who trains what, by one of the registered strategies.
 
-A pure function on integers, so every rank computes the same assignment from the same input.
+A pure function on integers, so every rank computes the same assignment from the same input. Users register their
+strategies in the same way as those here.
 """
 
 import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -12,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
+from evenrank.core.registry import Registry
+from evenrank.dataloader.balance.partition.karmarkar_karp import karmarkar_karp
 from evenrank.dataloader.balance.partition.lower_bound import heaviest_load_bound
-from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
-from evenrank.dataloader.balance.partition.registry import STRATEGIES, PartitionProblem
+from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
+from evenrank.dataloader.balance.partition.min_move import min_move
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
 from evenrank.dataloader.balance.partition.relabel import relabel
 from evenrank.dataloader.balance.partition.token_limit import balance_within_token_limit
 
@@ -24,6 +29,66 @@ DEFAULT_TOLERANCE: Final = 0.001
 OnOverflow = Literal["raise", "warn"]
 
 _MAX_TOTAL_COST = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionProblem:
+    """Input of a strategy: the n = W * B slots of a step. Slot r * B + j is row j of rank r, a sample or padding."""
+
+    costs: NDArray[np.int64]
+    """[n], 0 for padding."""
+    tokens: NDArray[np.int64] | None
+    """[n], 0 for padding; None if they are not known."""
+    home: NDArray[np.int32]
+    """[n]: the rank that loaded each slot, ascending."""
+    order: NDArray[np.int64]
+    """[n]: the slots by descending cost."""
+    world_size: int
+    """W."""
+    target: int
+    """The load that is good enough."""
+
+
+Strategy = Callable[[PartitionProblem], NDArray[np.int32]]
+"""Returns the rank of each slot: integers [n], in which each rank occurs B times. Every rank calls it, so it must be a
+pure function: the same result for the same problem on all ranks. The problem's arrays are its own: it may write to
+them."""
+
+STRATEGIES: Registry[Strategy] = Registry("strategy", expected="a function of a PartitionProblem", accepts=callable)
+
+
+def register_strategy(name: str) -> Callable[[Strategy], Strategy]:
+    """Return a decorator that makes a function available as `strategy=name`, on every rank that runs it.
+
+    Raises:
+        ConfigError: the name is taken, or what is decorated cannot be called.
+    """
+    return STRATEGIES.register(name)
+
+
+@register_strategy("none")
+def _none(problem: PartitionProblem) -> NDArray[np.int32]:
+    return problem.home
+
+
+@register_strategy("karmarkar-karp")
+def _karmarkar_karp(problem: PartitionProblem) -> NDArray[np.int32]:
+    return _relabelled(problem, karmarkar_karp(problem.costs, problem.order, problem.world_size))
+
+
+@register_strategy("lpt-swap")
+def _lpt_swap(problem: PartitionProblem) -> NDArray[np.int32]:
+    return _relabelled(problem, lpt_swap(problem.costs, problem.order, problem.world_size, problem.target))
+
+
+@register_strategy("min-move")
+def _min_move(problem: PartitionProblem) -> NDArray[np.int32]:
+    tokens = problem.costs if problem.tokens is None else problem.tokens
+    return min_move(problem.costs, tokens, problem.order, problem.world_size, problem.target)
+
+
+def _relabelled(problem: PartitionProblem, part_of: NDArray[np.int32]) -> NDArray[np.int32]:
+    return part_of if problem.tokens is None else relabel(part_of, problem.tokens, problem.home, problem.world_size)
 
 
 class TokenLimitWarning(UserWarning):
@@ -38,16 +103,9 @@ class Assignment:
     """[W, B]: the rank that trains row j of rank r; -1 where that row is padding."""
 
     def loads(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the load of each rank: int64 [W].
-
-        Args:
-            costs: the cost (or the tokens) of each row, int64 [W, B] or [W * B]; padding is ignored.
-
-        """
-        is_real = self.rank_of >= 0
-        return sums_by_rank(
-            costs.reshape(self.rank_of.shape)[is_real], self.rank_of[is_real], world_size=len(self.rank_of)
-        )
+        """Return the load of each rank, int64 [W], given the cost (or tokens) of each row, int64 [W, B] or [W * B]."""
+        is_real = self.rank_of >= 0  # padding has no rank
+        return sums_by_rank(costs.reshape(is_real.shape)[is_real], self.rank_of[is_real], len(is_real))
 
     @property
     def moved(self) -> NDArray[np.bool_]:
@@ -94,19 +152,22 @@ def partition(
     Raises:
         ConfigError: an argument is out of range, the strategy returned no such assignment, or `max_tokens_per_rank`
             could not be kept.
-
     """
     check_options(tolerance=tolerance, max_tokens_per_rank=max_tokens_per_rank, on_overflow=on_overflow)
     if max_tokens_per_rank is not None and tokens is None:
         raise ConfigError("max_tokens_per_rank needs the tokens of the samples")
-    batch_size = rows_per_rank(costs, world_size)
+    if world_size < 1 or costs.size == 0 or costs.size % world_size:
+        raise ConfigError(
+            f"costs must be batch_size for each of world_size ranks, got {costs.size} costs for world_size={world_size}"
+        )
+    batch_size = costs.size // world_size
     is_real = real_rows(batch_size, world_size, num_real)
-    slot_costs = by_slot("costs", costs, is_real)
+    slot_costs = _by_slot("costs", costs, is_real)
     order = argsort_descending(slot_costs)
     bound = int(heaviest_load_bound(slot_costs, order, world_size))
     problem = PartitionProblem(
         costs=slot_costs,
-        tokens=None if tokens is None else by_slot("tokens", tokens, is_real),
+        tokens=None if tokens is None else _by_slot("tokens", tokens, is_real),
         home=np.repeat(np.arange(world_size, dtype=np.int32), batch_size),
         order=order,
         world_size=world_size,
@@ -132,44 +193,21 @@ def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overf
 
 
 def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
-    """Return a load that the heaviest of `world_size` ranks has at least, with B = len(costs) / world_size rows each.
-
-    See `partition/lower_bound.py` for the formula.
+    """Return a load that the heaviest of `world_size` ranks has at least; `partition/lower_bound.py` has the formula.
 
     Args:
         costs: int64 [W * B], padding included as zeros.
         world_size: W.
-
     """
     slot_costs = np.ascontiguousarray(costs.reshape(-1), dtype=np.int64)
     return int(heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size))
 
 
-def rows_per_rank(costs: NDArray[np.int64], world_size: int) -> int:
-    """Return B, given costs of shape [W * B] or [W, B].
-
-    Raises:
-        ConfigError: there are no rows, or another number on some rank.
-
-    """
-    if world_size < 1 or costs.size == 0 or costs.size % world_size:
-        raise ConfigError(
-            f"costs must be batch_size for each of world_size ranks, got {costs.size} costs for world_size={world_size}"
-        )
-    return costs.size // world_size
-
-
 def real_rows(batch_size: int, world_size: int, num_real: NDArray[np.int64] | None) -> NDArray[np.bool_]:
-    """Return which rows are samples: bool [W, B].
-
-    Args:
-        batch_size: B.
-        world_size: W.
-        num_real: int64 [W], how many of each rank's first rows are samples; None: all.
+    """Return which rows are samples, bool [W, B], given the number of samples of each rank, which are its first rows.
 
     Raises:
         ConfigError: `num_real` is out of range.
-
     """
     counts = np.full(world_size, batch_size) if num_real is None else np.asarray(num_real)
     if counts.shape != (world_size,) or counts.min() < 0 or counts.max() > batch_size:
@@ -178,39 +216,19 @@ def real_rows(batch_size: int, world_size: int, num_real: NDArray[np.int64] | No
     return is_real
 
 
-def by_slot(name: str, values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the values of all rows as int64 [W * B], 0 for padding.
-
-    Args:
-        name: what error messages call the values.
-        values: integers [W * B] or [W, B].
-        is_real: bool [W, B].
-
-    Raises:
-        ConfigError: there are more or fewer values, one is negative, or their sum exceeds 2^62.
-
-    """
+def _by_slot(name: str, values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the values of all rows as int64 [W * B], 0 for padding, after checking them."""
     if values.size != is_real.size:
         raise ConfigError(f"{name} must have one value for each of {is_real.size} rows, got {values.size}")
-    by_slot: NDArray[np.int64] = (
-        np.where(is_real, values.reshape(is_real.shape), 0).reshape(-1).astype(np.int64, copy=False)
-    )
-    if int(by_slot.min()) < 0 or float(by_slot.sum(dtype=np.float64)) > _MAX_TOTAL_COST:
-        raise ConfigError(
-            f"{name} must not be negative and must sum to at most 2^62, got {by_slot.min()}..{by_slot.max()}"
-        )
-    return by_slot
-
-
-def sums_by_rank(values: NDArray[np.int64], rank_of: NDArray[np.int32], *, world_size: int) -> NDArray[np.int64]:
-    """Return the sum of the values of each rank: int64 [W], given values and ranks of one shape."""
-    sums = np.zeros(world_size, dtype=np.int64)
-    np.add.at(sums, rank_of, values)
-    return sums
+    slots: NDArray[np.int64] = np.where(is_real, values.reshape(is_real.shape), 0).reshape(-1)
+    slots = slots.astype(np.int64, copy=False)
+    if int(slots.min()) < 0 or float(slots.sum(dtype=np.float64)) > _MAX_TOTAL_COST:
+        raise ConfigError(f"{name} must not be negative and must sum to at most 2^62, got {slots.min()}..{slots.max()}")
+    return slots
 
 
 def _call(strategy: str, problem: PartitionProblem) -> NDArray[np.int32]:
-    """Return what the strategy returns, after checking it: an exchange must not be given rows that do not fit."""
+    """Return the ranks that the strategy assigns, after checking them: each rank must get exactly B slots."""
     num_slots, world_size = len(problem.costs), problem.world_size
     rank_of = STRATEGIES[strategy](problem)
     if not isinstance(rank_of, np.ndarray) or rank_of.shape != (num_slots,) or rank_of.dtype.kind not in "iu":
@@ -236,7 +254,7 @@ def _within_token_limit(
     """Return `rank_of` if it keeps the limit, else an assignment that does, or act as `on_overflow` says."""
     assert problem.tokens is not None
     world_size = problem.world_size
-    most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size=world_size).max())
+    most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size).max())
     if most_tokens <= max_tokens:
         return rank_of
     if may_move:
@@ -244,7 +262,7 @@ def _within_token_limit(
             problem.costs, problem.tokens, problem.order, world_size, max_tokens, problem.target
         )
         rank_of = relabel(rank_of, problem.tokens, problem.home, world_size)
-        most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size=world_size).max())
+        most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size).max())
         if most_tokens <= max_tokens:
             return rank_of
     if on_overflow == "raise":

@@ -22,6 +22,7 @@ from evenrank.dataloader.balance.partition.rank_loads import (
     lightest_rank,
     make_rank_loads,
     show_all,
+    sums_by_rank,
     swap,
 )
 
@@ -39,25 +40,15 @@ def balance_within_token_limit(
 ) -> NDArray[np.int32]:
     """Assign slots such that no rank has more than `max_tokens`, and level the costs within that limit.
 
-    Args:
-        costs: int64 [W * B].
-        tokens: int64 [W * B], of each slot.
-        order: int64 [W * B], the slots by descending cost.
-        world_size: W.
-        max_tokens: of a rank.
-        target: the load that is good enough.
-
-    Returns:
-        int32 [W * B], the rank of each slot. If a rank has more than `max_tokens`, no better assignment was found.
-
+    If a rank of the result has more than `max_tokens`, no better assignment was found.
     """
     by_tokens = argsort_descending(tokens)
     rank_of = lpt_swap(tokens, by_tokens, world_size, max_tokens)
-    tokens_of_rank = tokens_by_rank(tokens, rank_of, world_size)
+    tokens_of_rank = sums_by_rank(tokens, rank_of, world_size)
     if tokens_of_rank.max() > max_tokens:
         # Steps that are packed are within the limit by this assignment, but not always by swaps from other starts.
         by_lpt = assign_by_tokens(tokens, by_tokens, world_size, len(tokens) // world_size)
-        tokens_by_lpt = tokens_by_rank(tokens, by_lpt, world_size)
+        tokens_by_lpt = sums_by_rank(tokens, by_lpt, world_size)
         if tokens_by_lpt.max() <= max_tokens:
             rank_of, tokens_of_rank = by_lpt, tokens_by_lpt
     if tokens_of_rank.max() <= max_tokens:
@@ -70,29 +61,11 @@ def balance_within_token_limit(
 def assign_by_tokens(
     tokens: NDArray[np.int64], order: NDArray[np.int64], world_size: int, batch_size: int
 ) -> NDArray[np.int32]:
-    """Assign each slot, longest first, to the rank with the fewest tokens among those with room.
+    """Assign each of n <= W * B slots, longest first, to the rank with the fewest tokens among those with room.
 
-    Args:
-        tokens: int64 [n], n <= W * B.
-        order: int64 [n], the slots by descending tokens.
-        world_size: W.
-        batch_size: B, the places of a rank.
-
-    Returns:
-        int32 [n], the rank of each slot. Its heaviest rank is the same for the slots in any order, and with empty
-        slots up to W * B of them or without.
-
+    The most tokens of a rank depend neither on the numbering of the slots nor on slots without tokens.
     """
     return lpt_with_room(tokens, order, world_size, batch_size, 0, IGNORE_HOME)
-
-
-@compiled
-def tokens_by_rank(tokens: NDArray[np.int64], rank_of: NDArray[np.int32], world_size: int) -> NDArray[np.int64]:
-    """Return the tokens of each rank: int64 [W], given tokens and ranks of n slots."""
-    tokens_of_rank = np.zeros(world_size, dtype=np.int64)
-    for slot in range(len(tokens)):
-        tokens_of_rank[rank_of[slot]] += tokens[slot]
-    return tokens_of_rank
 
 
 @compiled
@@ -103,16 +76,7 @@ def _swap_within_limit(
     max_tokens: int,
     target: int,
 ) -> None:
-    """Swap slots of the heaviest rank until no load is above `target`, or no swap is found that keeps the limit.
-
-    Args:
-        state: no rank has more than `max_tokens`; changed in place.
-        tokens: int64 [W * B], of each slot.
-        tokens_of_rank: int64 [W]; changed in place.
-        max_tokens: of a rank.
-        target: the load that is good enough.
-
-    """
+    """Swap slots of the heaviest rank until no load is above `target`, or no swap is found that keeps the limit."""
     while True:
         heavy = heaviest_rank(state)
         if state.loads[heavy] <= target:

@@ -1,1 +1,1 @@
-"""The control plane: what ranks tell each other about a step, on the CPU, before any sample moves."""
+"""The control plane: messages between ranks about a step, on the CPU, before any sample moves."""

@@ -7,23 +7,17 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
-from evenrank.dataloader.balance.ranks.metadata import make_all_gather
+from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members, within
-
-# Why a rank left: written to the group's store by the first rank that fails alone, read by those that then lose it.
-
 
 _KEY = "reason"
 _WAIT = timedelta(seconds=2)
 
+Result = TypeVar("Result")
+
 
 class FailureNote:
-    """A note that all ranks share.
-
-    Args:
-        members: the ranks.
-
-    """
+    """Why a rank left: written to the store by the first rank that fails alone, read by those that then lose it."""
 
     def __init__(self, members: Members) -> None:
         self._rank = members.rank
@@ -51,9 +45,6 @@ class FailureNote:
             return None
 
 
-Result = TypeVar("Result")
-
-
 class Connection:
     """The communicators of a Balancer, and the background thread that all-gathers.
 
@@ -71,9 +62,8 @@ class Connection:
 
     Attributes:
         all_gather: of metadata.
-        exchange_group: what the exchange uses; None if there is only one rank. The metadata all-gather and the exchange
-            of different steps overlap, so each has a communicator of its own.
-
+        exchange_group: of the exchange; None if there is only one rank. The metadata all-gather and the exchange of
+            different steps overlap, so each has a communicator of its own.
     """
 
     def __init__(
@@ -86,12 +76,12 @@ class Connection:
         use_in_thread: Callable[[], None],
     ) -> None:
         self._failure_note = FailureNote(members)
-        self._failure: str | None = None  # what closed it
+        self._failure: str | None = None  # the error that closed it
         self._is_closed = False
         # One thread, so that all-gathers of successive steps keep their order.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer", initializer=use_in_thread)
         self.exchange_group: FailFastGroup | None = None
-        self.all_gather = make_all_gather(members, hosts, timeout)
+        self.all_gather = MetadataAllGather(members, hosts, timeout)
         if members.store is not None:
             with self.aborting():
                 self.exchange_group = FailFastGroup(
@@ -99,22 +89,12 @@ class Connection:
                 )
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call a function in the background thread.
-
-        Raises:
-            ConfigError: the connection is closed.
-
-        """
+        """Call a function in the background thread; a ConfigError if the connection is closed."""
         self.check_open()
         return self._background.submit(function, *arguments)
 
     def check_open(self) -> None:
-        """Check that the connection is open.
-
-        Raises:
-            ConfigError: it is closed; the message says after which error.
-
-        """
+        """Raise a ConfigError if the connection is closed; the message has the error that closed it."""
         if self._is_closed:
             after = "" if self._failure is None else f", after {self._failure}"
             raise ConfigError(f"the Balancer is closed{after}; create a new one")
@@ -130,12 +110,7 @@ class Connection:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Close if another rank turns out to be lost, and raise its reason if it has left one.
-
-        Raises:
-            RankError: the reason.
-
-        """
+        """Close if another rank turns out to be lost, and raise its reason as a RankError if it has left one."""
         try:
             yield
         except RankLostError as error:
@@ -157,7 +132,7 @@ class Connection:
         self.abort()
 
     def abort(self) -> None:
-        """Close without waiting: on a GPU, what is in flight may wait for ranks that are lost."""
+        """Close without waiting: on a GPU, collectives in flight may wait for ranks that are lost."""
         if self.exchange_group is not None:
             self.exchange_group.drop()
         self.close()

@@ -1,80 +1,124 @@
-"""What ranks handshake before any process group is created: through the store, by rank 0, with one verdict for all.
+"""Pre-flight handshake: rank 0 validates every rank's report and broadcasts the result.
 
-A rank whose arguments are invalid, or differ from those of the others, would otherwise leave the others waiting in the
-creation of a group. The store needs neither a device nor a backend.
+It comes before any process group is created, through the store, which needs neither a device nor a backend. A rank
+whose arguments are invalid, or differ from those of the others, would otherwise leave them waiting in the creation of a
+group.
 """
 
 import pickle
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from evenrank.core.errors import ConfigError, RankError, first_line, one_line
 from evenrank.dataloader.balance.ranks.consistency import check_settings, raise_reported_errors
+from evenrank.dataloader.balance.ranks.metadata import MAX_RANKS_OF_FLAT_ALL_GATHER
 from evenrank.dataloader.balance.ranks.process_group import Group, Members, members_of, within
 from evenrank.dataloader.state.node import HasRankInvariants
 
-Report = TypeVar("Report")
-Verdict = TypeVar("Verdict")
-
 _WAIT = timedelta(seconds=10)  # at a time, because a client of a TCPStore serves no other thread while it waits
+
+Created = TypeVar("Created", bound=HasRankInvariants)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What a rank reports of the Balancer or loader that it creates."""
+
+    error: str | None = None
+    """Why it cannot be created, in one line; None if it can."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that must be the same on all ranks, by name; see `check_settings`."""
+    hardware: str | None = None
+    """Identifies the device if no other rank can use it."""
+    num_batches: int | None = None
+    """Batches of an epoch of its loader, if the loader knows."""
+    host: str = field(default_factory=lambda: socket.gethostname())
+    """Name of its host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandshakeResult:
+    """What follows from the reports of all ranks."""
+
+    num_steps: int | None
+    """Steps of an epoch: the batches of the rank with the most; None if a loader does not know."""
+    hosts: tuple[str, ...] | None
+    """Host name of each rank if the all-gather is hierarchical."""
+
+
+def validate_reports(reports: Sequence[RankReport]) -> HandshakeResult:
+    """Return what follows from the reports of all ranks.
+
+    Raises:
+        RankError: a rank failed, or ranks are inconsistent.
+    """
+    raise_reported_errors([report.error for report in reports])
+    check_settings([report.settings for report in reports])
+    rank_of_device: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        if report.hardware is not None and (other := rank_of_device.setdefault(report.hardware, rank)) != rank:
+            raise RankError(
+                f"ranks {other} and {rank} use the same GPU of host {report.host}; call "
+                "torch.cuda.set_device(local_rank) first, or pass each rank its own device"
+            )
+    numbers = [report.num_batches for report in reports if report.num_batches is not None]
+    return HandshakeResult(
+        num_steps=max(numbers) if len(numbers) == len(reports) else None,
+        hosts=tuple(report.host for report in reports) if len(reports) > MAX_RANKS_OF_FLAT_ALL_GATHER else None,
+    )
 
 
 def handshake(
-    report: Report,
-    validate: Callable[[Sequence[Report]], Verdict],
-    members: Members,
-    timeout: timedelta,
-    *,
-    of: str = "Balancer",
-) -> Verdict:
-    """Return what `validate` makes of the reports of all ranks. Collective: every rank must call this.
+    report: RankReport | None, error: Exception | None, members: Members, timeout: timedelta, *, of: str = "Balancer"
+) -> HandshakeResult:
+    """Report to rank 0 and return its result. Collective: every rank must call this.
 
     Args:
         report: of this rank; picklable.
-        validate: called on rank 0 with the reports in rank order; what it returns is picklable.
+        error: why this rank has no report.
         members: the ranks.
         timeout: how long to wait for other ranks.
         of: what every rank creates, for the message if one has not.
 
     Raises:
-        RankError: what `validate` raised, on every rank; or a rank did not report in time, or the store is lost.
-
+        RankError: the reports are invalid, on every rank; or a rank did not report in time, or the store is lost.
+        Exception: `error`, on this rank.
     """
+    sent = report or RankReport(error=None if error is None else one_line(error))
     store = members.store
-    if store is None:
-        return validate([report])
-    # Rank 0 names the ranks that are late, so it gets the time to do so.
-    return within(timeout + _WAIT, lambda: _settle(report, validate, members, store, timeout, of))
+    try:
+        if store is None:
+            return validate_reports([sent])
+        # Rank 0 names the ranks that are late, so it gets the time to do so.
+        return within(timeout + _WAIT, lambda: _handshake(sent, members, store, timeout, of))
+    except RankError:
+        if error is not None:
+            raise error from None
+        raise
 
 
-def _settle(
-    report: Report,
-    validate: Callable[[Sequence[Report]], Verdict],
-    members: Members,
-    store: Store,
-    timeout: timedelta,
-    of: str,
-) -> Verdict:
+def _handshake(report: RankReport, members: Members, store: Store, timeout: timedelta, of: str) -> HandshakeResult:
     keys = [f"report/{rank}" for rank in range(members.world_size)]
     store.set(keys[members.rank], _as_text(report))
     deadline = time.monotonic() + timeout.total_seconds()
-    verdict: Verdict | None
-    message: str | None = None
+    result: HandshakeResult | str  # a message if reports are invalid
     if members.rank == 0:
         try:
-            verdict = validate([_get(store, key, rank, deadline, of) for rank, key in enumerate(keys)])
+            result = validate_reports([_get(store, key, rank, deadline, of) for rank, key in enumerate(keys)])
         except Exception as error:  # raised on all ranks below
-            verdict, message = None, one_line(error)
-        store.set("verdict", _as_text((verdict, message)))
+            result = one_line(error)
+        store.set("result", _as_text(result))
     else:
-        verdict, message = _get(store, "verdict", 0, deadline + _WAIT.total_seconds(), of)
-    if message is not None:
-        raise RankError(message)
-    return cast(Verdict, verdict)
+        result = _get(store, "result", 0, deadline + _WAIT.total_seconds(), of)
+    if isinstance(result, str):
+        raise RankError(result)
+    return result
 
 
 def _as_text(value: object) -> str:
@@ -97,23 +141,10 @@ def _get(store: Store, key: str, rank: int, deadline: float, of: str) -> Any:
             )
 
 
-# `create_on_all_ranks`: objects that ranks create on their own, compared through the store.
-
-
-Created = TypeVar("Created", bound=HasRankInvariants)
-
-
-class _Report(NamedTuple):
-    """What a rank tells the others."""
-
-    error: str | None
-    identity: Mapping[str, Any]
-
-
 def create_on_all_ranks(
     make: Callable[[Members], Created], *, group: Group | None, world_size: int, timeout: timedelta
 ) -> Created:
-    """Return what `make` returns, if it does on all ranks, with the same identity.
+    """Return the loader that `make` creates, once it does so on all ranks, with the same rank invariants.
 
     Collective: every rank must call this; without a process group, it only calls `make`.
 
@@ -125,14 +156,13 @@ def create_on_all_ranks(
 
     Raises:
         ConfigError: the group has another number of ranks.
-        RankError: `make` raised on another rank, or identities differ.
-        Exception: what `make` raised on this rank.
-
+        RankError: `make` raised on another rank, or rank invariants differ.
+        Exception: `make` raised it on this rank.
     """
     members = members_of(group, timeout, "loader")
     if members.store is None:
         return make(members)
-    created, error, identity = None, None, {}
+    created, report, error = None, None, None
     try:
         if members.world_size != world_size:
             raise ConfigError(
@@ -140,20 +170,9 @@ def create_on_all_ranks(
                 "together; pass the data-parallel ranks as group, and their number as world_size"
             )
         created = make(members)
-        identity = dict(created.rank_invariants())
+        report = RankReport(settings=dict(created.rank_invariants()))
     except Exception as raised:  # reported to all ranks
         error = raised
-    report = _Report(None if error is None else one_line(error), identity)
-    try:
-        handshake(report, _judge, members, timeout, of="loader")
-    except RankError:
-        if error is not None:
-            raise error from None
-        raise
+    handshake(report, error, members, timeout, of="loader")
     assert created is not None
     return created
-
-
-def _judge(reports: Sequence[_Report]) -> None:
-    raise_reported_errors([report.error for report in reports])
-    check_settings([report.identity for report in reports])

@@ -1,20 +1,19 @@
-"""The wire format of a step's metadata: a fixed header, then cost, tokens and lengths of a rank's samples.
+"""The wire format of a step's metadata, and the all-gather that brings every rank the messages of all.
 
-Its size follows from the batches' schema, so it is all-gathered without exchanging sizes first:
+The size of a message follows from the batches' schema, so it is all-gathered without exchanging sizes first:
 
     header    9 x int64    schema hash, status, ended, num_real, num_rows, epoch, step, position, loader hash
     costs     B x int64
     tokens    B x int32
     lengths   K x B int32  in schema order
 
-It has everything that planning depends on. What a user's function computes, such as costs and tokens, is sent rather
-than computed again by every rank, because the functions of two ranks may differ.
+A message has everything that planning depends on. Results of users' functions, such as costs and tokens, are sent
+rather than computed again by every rank, because the functions of two ranks may differ.
 """
 
 import dataclasses
 import hashlib
 import pickle
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +32,10 @@ HEADER_BYTES = 8 * _HEADER_WORDS
 STATUS_OK = 0
 STATUS_FAILED = 1
 
+# Above this number of ranks the all-gather goes by hosts: a ring would take longer than a step. See "Metadata" in
+# docs/results/exchange.md.
+MAX_RANKS_OF_FLAT_ALL_GATHER = 512
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
@@ -40,28 +43,20 @@ class Header:
 
     schema_hash: int
     """Hash of the batches' schema."""
-
     status: int
     """STATUS_OK or STATUS_FAILED."""
-
     ended: int
     """1 once the rank has no more batches, else 0."""
-
     num_real: int
     """Samples of the rank in this step."""
-
     num_rows: int = 0
     """Rows of the rank's batch before padding; if it has more than the schema, the message lacks its samples."""
-
     epoch: int = 0
     """Epoch of the rank's batch."""
-
     step: int = 0
     """Step of the rank's batch."""
-
     position: int = 0
     """Position of the rank's batch in the epoch."""
-
     loader_hash: int = 0
     """Hash of the loader's identity, which can change when a state is loaded."""
 
@@ -79,16 +74,12 @@ class StepMetadata:
 
     headers: NDArray[np.int64]
     """[W, 9]."""
-
     costs: NDArray[np.int64]
     """[W, B], 0 for padding."""
-
     tokens: NDArray[np.int64]
     """[W, B], 0 for padding."""
-
     lengths: NDArray[np.int64]
     """[W, K, B], 0 for padding."""
-
     messages: NDArray[np.uint8]
     """[W, message size]: all of this as it was received."""
 
@@ -115,15 +106,9 @@ def encode(
     tokens: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> NDArray[np.uint8]:
-    """Return the message of a rank: uint8 [message size].
+    """Return the message of a rank, uint8 [message size], given costs [B], tokens [B] and lengths [K, B], int64.
 
-    Args:
-        header: the fixed part.
-        schema: of the batches; gives K and B.
-        costs: int64 [B].
-        tokens: int64 [B], each below 2^31.
-        lengths: int64 [K, B], each below 2^31.
-
+    Tokens and lengths are below 2^31.
     """
     assert costs.shape == tokens.shape == (schema.batch_size,)
     assert lengths.shape == (len(schema.jagged_keys), schema.batch_size)
@@ -147,87 +132,52 @@ def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepMetadata:
     )
 
 
-# All-gathers of small metadata messages over Gloo, flat or hierarchical: one equally sized message from each rank.
+class MetadataAllGather:
+    """All-gathers of equally sized messages on the CPU, over Gloo.
 
+    A ring over all ranks takes as many hops as ranks. By hosts it takes fewer: messages are gathered within each host,
+    then between the first ranks of the hosts, then broadcast within each host.
 
-# Above this number of ranks the all-gather is hierarchical: a ring over all ranks takes as many hops as ranks.
-MAX_RANKS_OF_FLAT_ALL_GATHER = 512
+    Collective: every rank must call the constructor.
 
+    Args:
+        members: the ranks.
+        hosts: the host name of each rank; None: one ring over all ranks.
+        timeout: how long a collective waits for other ranks.
+    """
 
-class MetadataAllGather(ABC):
-    """An all-gather of messages on the CPU."""
+    def __init__(self, members: Members, hosts: Sequence[str] | None, timeout: timedelta) -> None:
+        self._host_group: FailFastGroup | None = None  # None if there is only one rank
+        self._leader_group: FailFastGroup | None = None  # on the first rank of each of several hosts
+        if members.store is None:
+            return
+        hosts = [""] * members.world_size if hosts is None else hosts
+        self._ranks_by_host = [
+            [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)
+        ]
+        host = next(index for index, ranks in enumerate(self._ranks_by_host) if members.rank in ranks)
+        ranks = self._ranks_by_host[host]
+        self._host_group = FailFastGroup(
+            members.substore(f"metadata/host {host}"), ranks.index(members.rank), len(ranks), timeout
+        )
+        if len(self._ranks_by_host) > 1 and members.rank == ranks[0]:
+            leaders = members.substore("metadata/leaders")
+            self._leader_group = FailFastGroup(leaders, host, len(self._ranks_by_host), timeout)
 
-    @abstractmethod
     def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the messages of all ranks, uint8 [W, n], given this rank's, uint8 [n].
 
         Collective: every rank must call this, with a message of the same size.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Destroy the process groups; closing twice does nothing."""
-
-
-class SingleRankAllGather(MetadataAllGather):
-    """The only rank."""
-
-    def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the message as uint8 [1, n]."""
-        return message[np.newaxis]
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class FlatAllGather(MetadataAllGather):
-    """One all-gather over all ranks."""
-
-    def __init__(self, members: Members, timeout: timedelta) -> None:
-        self._group = FailFastGroup(members.substore("control"), members.rank, members.world_size, timeout)
-
-    def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the messages of all ranks: uint8 [W, n]."""
-        return _all_gather(message, self._group)
-
-    def close(self) -> None:
-        """Destroy the process group."""
-        self._group.close()
-
-
-class HierarchicalAllGather(MetadataAllGather):
-    """Within each host, then between the first ranks of the hosts, then a broadcast within each host.
-
-    Args:
-        members: all ranks.
-        hosts: the host name of each rank.
-        timeout: how long a collective waits for other ranks.
-
-    """
-
-    def __init__(self, members: Members, hosts: Sequence[str], timeout: timedelta) -> None:
-        self._ranks_by_host = [
-            [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)
-        ]
-        host = next(index for index, ranks in enumerate(self._ranks_by_host) if members.rank in ranks)
-        ranks_of_host = self._ranks_by_host[host]
-        self._host_group = FailFastGroup(
-            members.substore(f"control/host {host}"), ranks_of_host.index(members.rank), len(ranks_of_host), timeout
-        )
-        self._leader_group: FailFastGroup | None = None  # on the first rank of each host
-        if members.rank == ranks_of_host[0]:
-            self._leader_group = FailFastGroup(
-                members.substore("control/leaders"), host, len(self._ranks_by_host), timeout
-            )
-
-    def all_gather(self, message: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the messages of all ranks: uint8 [W, n]."""
+        if self._host_group is None:
+            return message[np.newaxis]
         messages_of_host = _all_gather(message, self._host_group)
-        world_size = sum(len(ranks) for ranks in self._ranks_by_host)
-        messages = np.empty((world_size, len(message)), dtype=np.uint8)
+        if len(self._ranks_by_host) == 1:
+            return messages_of_host
+        messages = np.empty((sum(map(len, self._ranks_by_host)), len(message)), dtype=np.uint8)
         if self._leader_group is not None:
             # Hosts may have different numbers of ranks, but the messages of an all-gather have one size.
-            max_ranks = max(len(ranks) for ranks in self._ranks_by_host)
+            max_ranks = max(map(len, self._ranks_by_host))
             padded = np.zeros((max_ranks, len(message)), dtype=np.uint8)
             padded[: len(messages_of_host)] = messages_of_host
             by_host = _all_gather(padded.reshape(-1), self._leader_group).reshape(-1, max_ranks, len(message))
@@ -237,24 +187,10 @@ class HierarchicalAllGather(MetadataAllGather):
         return messages
 
     def close(self) -> None:
-        """Destroy the process groups."""
-        self._host_group.close()
-        if self._leader_group is not None:
-            self._leader_group.close()
-
-
-def make_all_gather(members: Members, hosts: Sequence[str] | None, timeout: timedelta) -> MetadataAllGather:
-    """Return the all-gather for these ranks. Collective: every rank must call this.
-
-    Args:
-        members: the ranks.
-        hosts: the host name of each rank, for a hierarchical all-gather; None: a flat one.
-        timeout: how long a collective waits for other ranks.
-
-    """
-    if members.store is None:
-        return SingleRankAllGather()
-    return FlatAllGather(members, timeout) if hosts is None else HierarchicalAllGather(members, hosts, timeout)
+        """Destroy the process groups; closing twice does nothing."""
+        for group in (self._host_group, self._leader_group):
+            if group is not None:
+                group.close()
 
 
 def all_gather_objects(gather: MetadataAllGather, value: Any) -> list[Any]:

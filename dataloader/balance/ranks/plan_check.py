@@ -1,10 +1,15 @@
-"""`PlanCheck`: compares what ranks have planned where each plans alone, through the store of their process group.
+"""Do all ranks plan the same? `confirm` asks in each step of a Balancer, `PlanCheck` now and then without an exchange.
 
-A cost or a strategy that returns something else on one rank, such as a cost fitted to that rank's own times, leaves out
-some samples and trains others twice, without an error anywhere. Comparing every step would take a collective in each.
-So each rank keeps a running hash of its plans, which is compared without waiting when an epoch begins and when a state
-is asked for, and with all ranks when an epoch ends. The rank that comes first to such a point has nothing to compare
-with; it learns of a difference from the note that the others leave, at the next one.
+`confirm` comes before any sample moves. A rank that planned differently, whatever the cause, would send other bytes
+than its peers expect: samples would be lost, or Gloo would abort the process. A rank that failed to plan would leave
+its peers waiting for bytes.
+
+`PlanCheck` is for ranks that plan alone. A cost or a strategy that returns something else on one rank, such as a cost
+fitted to that rank's own times, leaves out some samples and trains others twice, without an error anywhere. Comparing
+every step would take a collective in each. So each rank keeps a running hash of its plans, which is compared through
+the store: without waiting when an epoch begins and when a state is asked for, and with all ranks when an epoch ends.
+The rank that comes first to such a point has nothing to compare with; it learns of a difference from the note that the
+others leave, at the next one.
 """
 
 import contextlib
@@ -29,14 +34,12 @@ _MASK = (1 << 61) - 1
 
 @dataclass(kw_only=True, slots=True)
 class PlannedIteration:
-    """The plans of one iteration over a loader. One that is abandoned may still be added to by a thread of its own."""
+    """The plans of one iteration over a loader. A thread that reads ahead may add to an abandoned iteration."""
 
     number: int
     """How many iterations this rank has begun, this one included."""
-
     epoch: int
-    """Of the iteration."""
-
+    """Epoch that it iterates over."""
     plans: tuple[int, int] = (0, 0)
     """Steps that were handed out, and a hash of their plans."""
 
@@ -52,7 +55,6 @@ class PlanCheck:
     Args:
         members: the ranks; None, or without a store: nothing is compared.
         timeout: how long the end of an epoch waits for other ranks.
-
     """
 
     def __init__(self, members: Members | None, timeout: timedelta) -> None:
@@ -66,7 +68,6 @@ class PlanCheck:
 
         Raises:
             RankError: they differ.
-
         """
         self._latest = iteration = PlannedIteration(number=self._latest.number + 1, epoch=epoch)
         where = f"at the start of epoch {epoch} with {num_steps} steps"
@@ -78,7 +79,6 @@ class PlanCheck:
 
         Raises:
             RankError: they differ, or a rank has not come in time; on every rank.
-
         """
         if self._members is None or self._process != os.getpid():
             return
@@ -108,7 +108,6 @@ class PlanCheck:
 
         Raises:
             RankError: they differ.
-
         """
         iteration = self._latest
         with contextlib.suppress(RankLostError):  # a state of this rank needs no other one
@@ -143,12 +142,6 @@ class PlanCheck:
             raise RankError(within(timeout, lambda: store.compare_set(_NOTE, "", note)).decode())
 
 
-# The confirmation of a step: ranks compare what each of them has planned, before any sample moves.
-#
-# A rank that planned differently, whatever the cause, would send other bytes than its peers expect: samples would be
-# lost, or Gloo would abort the process. A rank that failed to plan would leave its peers waiting for bytes.
-
-
 def confirm(
     all_gather: MetadataAllGather,
     *,
@@ -158,7 +151,7 @@ def confirm(
     step_name: str,
     strategy: str,
 ) -> None:
-    """Return if all ranks have planned a step alike. Collective: every rank must call this.
+    """Return if all ranks have the same plan of a step. Collective: every rank must call this.
 
     Args:
         all_gather: of all ranks.
@@ -171,7 +164,6 @@ def confirm(
     Raises:
         RankError: another rank failed, or two ranks differ; the message names them.
         Exception: this rank's own error.
-
     """
     words = np.array(
         [

@@ -24,12 +24,8 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError, RankLostError, first_line
 
-# `within`: a deadline for whatever uses the store of a process group, whose own timeouts do not hold.
-#
-# A client of a TCPStore whose timeout has passed tells the server so, and waits for its answer without any limit. If
-# the
-# server's host is stopped or cannot be reached, that is until TCP gives up, which takes a quarter of an hour, or never.
-
+Group = dist.ProcessGroup | DeviceMesh
+"""The ranks that balance together: a process group, or a device mesh of one dimension."""
 
 Result = TypeVar("Result")
 
@@ -37,19 +33,19 @@ _GRACE = timedelta(seconds=2)  # for the timeout of the call itself, whose error
 
 
 def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
-    """Return what `call` returns, or raise 2 seconds after `timeout` if it has not returned until then.
+    """Return the result of a call that uses the store of a process group, or raise 2 seconds after its own timeout.
 
-    It is called in another thread, which cannot be interrupted: it is left behind, with a lock of the store's client,
-    so that other uses of that client miss their deadlines, too. It ends with the process, and does not delay that.
+    The store's timeouts do not hold: a client of a TCPStore whose timeout has passed tells the server so, and waits for
+    its answer without any limit. If the server's host is stopped or cannot be reached, that is until TCP gives up,
+    which takes a quarter of an hour, or never.
 
-    Args:
-        timeout: of the call itself.
-        call: uses the store.
+    The call is made in another thread, which cannot be interrupted: it is left behind, with a lock of the store's
+    client, so that other uses of that client miss their deadlines, too. It ends with the process, and does not delay
+    that.
 
     Raises:
         RankLostError: the call did not return, or the store raised.
-        Exception: what else the call raised.
-
+        Exception: any other error of the call.
     """
     outcome: Future[Result] = Future()
 
@@ -77,25 +73,19 @@ def _no_response(reason: str) -> RankLostError:
     )
 
 
-Group = dist.ProcessGroup | DeviceMesh
-"""The ranks that balance together: a process group, or a device mesh of one dimension."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
     """The ranks that balance together, as seen from one of them."""
 
     rank: int
     """This process's rank among them."""
-
     world_size: int
     """How many there are."""
-
     store: Store | None
     """Shared by them alone; None if there is only one rank, without a process group."""
 
     def substore(self, name: str) -> Store:
-        """Return a part of the store, in which keys of other parts do not exist."""
+        """Return a part of the store with a namespace of its own."""
         assert self.store is not None
         return PrefixStore(name, self.store)
 
@@ -105,7 +95,6 @@ def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
 
     Raises:
         ConfigError: it is not a group of which this process is a rank.
-
     """
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -134,12 +123,11 @@ def members_of(group: Group | None, timeout: timedelta, user: str = "balancer") 
     Args:
         group: None: the default process group or, without one, this process alone.
         timeout: how long to wait for the store of the group, but for no other rank.
-        user: what the ranks are for; calls for one user do not count for another, which some ranks may lack.
+        user: name of the caller; calls of one user do not count for another, which some ranks may lack.
 
     Raises:
         ConfigError: it is not a group of which this process is a rank.
         RankLostError: the store does not respond.
-
     """
     process_group = process_group_of(group)
     if process_group is None:
@@ -180,7 +168,6 @@ class FailFastGroup:
 
     Raises:
         RankLostError: a rank is lost, or did not respond in time.
-
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, backend: str = "gloo") -> None:
@@ -196,9 +183,8 @@ class FailFastGroup:
         Args:
             outputs: as many equally sized tensors as there are ranks.
             tensor: of the same size on all ranks.
-            async_op: return what the caller waits for under `guard`; otherwise the collective is complete (on a GPU:
-                enqueued on the current stream), and None is returned.
-
+            async_op: return the work, for the caller to wait for under `guard`; otherwise the collective is complete
+                (on a GPU: enqueued on the current stream), and None is returned.
         """
         options = AllgatherOptions()
         options.asyncOp = async_op
@@ -211,12 +197,11 @@ class FailFastGroup:
         """Send each rank its part of `tensor`. Collective: every rank must call this.
 
         Args:
-            output: what this rank receives, in rank order.
-            tensor: what it sends, in rank order.
+            output: filled with the parts that this rank receives, in rank order.
+            tensor: the parts that it sends, in rank order.
             output_splits: elements received from each rank.
             splits: elements sent to each rank.
             async_op: see `all_gather`.
-
         """
         options = AllToAllOptions()
         options.asyncOp = async_op
@@ -237,7 +222,6 @@ class FailFastGroup:
 
         Raises:
             RankLostError: a rank is lost or did not answer in time, now or in an earlier collective.
-
         """
         if self._backend is None:
             raise RankLostError("a rank is lost or does not respond, as an earlier error reported; see its own error")
@@ -250,13 +234,13 @@ class FailFastGroup:
             raise lost from None
 
     def close(self) -> None:
-        """Close all connections, on a GPU once what is in flight is complete; closing twice does nothing."""
+        """Close all connections, on a GPU once collectives in flight are complete; closing twice does nothing."""
         if self._backend is not None:
             self._backend.shutdown()
         self.drop()
 
     def drop(self) -> None:
-        """Close all connections, and abort what is in flight on a GPU rather than wait for other ranks."""
+        """Close all connections, and abort collectives in flight on a GPU rather than wait for other ranks."""
         for pending in self._pending:
             pending.work = None
         self._backend = None

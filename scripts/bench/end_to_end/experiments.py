@@ -128,7 +128,6 @@ def read_experiments(path: Path) -> Experiments:
 
     Raises:
         ConfigError: it cannot be read, or something in it is wrong; the message names the file and the run.
-
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -40,7 +40,6 @@ def conclude(task: WorkerTask, code: int, *, limit_seconds: float) -> RunResult:
         task: of the run.
         code: exit code, TIMED_OUT if it was ended for taking longer than the limit.
         limit_seconds: the limit.
-
     """
     if code == 0:
         try:

@@ -26,10 +26,9 @@ from torch.cuda import nccl
 
 import evenrank
 from end_to_end.batches import Source
-from end_to_end.clock import StepClock
 from end_to_end.cost_fit import fit_cost
 from end_to_end.experiments import Workload
-from end_to_end.measure import describe, measure, peak_memory, prepare
+from end_to_end.measure import StepClock, describe, measure, peak_memory, prepare
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask, new_result
 from evenrank.cli import console
@@ -42,9 +41,9 @@ from evenrank.training import device_peaks, make_pipeline, scale_loss
 from evenrank.training.pipelines import Pipeline
 from trainer.config import TrainConfig
 from trainer.data import balance_config
-from trainer.hstu_tasks import ranking
 from trainer.job import quiet, set_precision
 from trainer.parallel import distribute
+from trainer.tasks import ranking
 from trainer.world import World, divide, join_world
 
 
@@ -66,7 +65,6 @@ def measured(task: WorkerTask, world: World) -> RunResult:
 
     Raises:
         ConfigError: torchrun has started another number of processes than the task says.
-
     """
     if world.size != task.gpus:
         raise ConfigError(f"the task is for {task.gpus} processes, not {world.size}; start so many with torchrun")

@@ -148,7 +148,7 @@ def test_the_command_prints_a_table_and_then_the_path_of_the_page(tmp_path: Path
     [
         (["nowhere.jsonl"], "error: nowhere.jsonl cannot be read: No such file or directory; give a file that "),
         (["empty.jsonl"], "error: empty.jsonl has no record yet; the job writes one after every `every` steps"),
-        (["bad.jsonl"], "error: bad.jsonl, line 1 is not a record of balancing metrics: 'step' is missing; give"),
+        (["bad.jsonl"], "error: bad.jsonl has no record; line 1 is not a record of balancing metrics: 'steps' is"),
         (["run.jsonl", "--html", "run.jsonl"], "error: run.jsonl is the log, which the page would replace; choose"),
         (["run.jsonl", "--html", "."], "error: . is a folder; --html needs the name of a file"),
         (["run.jsonl", "--html", "run.jsonl/x.html"], "error: run.jsonl/x.html could not be written: "),

@@ -15,9 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
-from evenrank.dataloader.balance.config import OnOverflow
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.partition.strategies import OnOverflow
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
@@ -114,7 +114,7 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(world=worlds(), is_padded=st.booleans())
 def test_balancing_never_loses_duplicates_or_alters_a_sample(
     ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool
@@ -156,7 +156,7 @@ def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, 
         return seen
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(world=worlds())
 def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: tuple[int, list[list[Step]]]) -> None:
     batch_size, steps = world
@@ -251,21 +251,14 @@ def test_start_launch_and_finish_can_be_called_directly(ranks: RankPool) -> None
 def test_a_step_is_launched_and_finished_once() -> None:
     with Balancer(_batches(0, [[[(1, 1), (1, 1)]]], 2), BalanceConfig(cost=_tokens)) as balancer:
         handle = balancer.start(rich_batch([[(1, 1), (1, 1)]]))
-        with pytest.raises(ConfigError, match="can be finished once, after it is launched; this one is started"):
+        with pytest.raises(ConfigError, match=r"^finish\(\) needs a launched step; this step is only started$"):
             balancer.finish(handle)
         balancer.launch(handle)
-        with pytest.raises(ConfigError, match="can be launched once, after it is started; this one is launched"):
+        with pytest.raises(ConfigError, match=r"^launch\(\) needs a started step; this step is already launched$"):
             balancer.launch(handle)
         assert balancer.finish(handle) is not None
-        with pytest.raises(ConfigError, match="can be finished once, after it is launched; this one is finished"):
+        with pytest.raises(ConfigError, match=r"^finish\(\) needs a launched step; this step is already finished$"):
             balancer.finish(handle)
-
-
-def test_torchs_default_device_does_not_matter() -> None:
-    batches = _batches(0, [[[(3, 1), (2, 1)]]], 1)
-    with torch.device("meta"), Balancer(batches, BalanceConfig(cost=_tokens)) as balancer:
-        (batch,) = balancer
-    assert samples_of(batch) == samples_of(batches[0])
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -1,6 +1,4 @@
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance import MeasuredCost
-from evenrank.dataloader.balance.ranks.consistency import describe_cost
+from evenrank.dataloader.balance.cost import describe_cost
 from evenrank.datasets.distributions import Lognormal
 from tests.dataloader.balance.costs import Ints, count_pairs, write_tokens
 
@@ -112,22 +110,14 @@ def test_steps_without_candidates_are_fitted_as_ever() -> None:
     assert MeasuredCost.fit(steps, times, candidates=steps // 4, interleave_actions=False) != cost
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_and_far_outliers_do_not_bias_the_fit(seed: int) -> None:
-    steps = _steps(2000, seed)
-    times = _times(steps, noise=0.003)
-    times[seed::20] *= 10  # a checkpoint was written
-    cost = MeasuredCost.fit(steps, times, interleave_actions=False)
-    assert (*_seconds(cost), cost.seconds_per_step) == pytest.approx((B, C, A), rel=0.01)
-    assert 0.99 < cost.r2 < 1
-
-
-def test_outliers_among_the_longest_steps_are_found() -> None:
+@pytest.mark.parametrize("are_longest", [False, True])
+def test_noise_and_far_outliers_do_not_bias_the_fit(are_longest: bool) -> None:
     steps = _steps(2000)
     times = _times(steps, noise=0.003)
-    longest = np.argsort(times)[-40:]
-    times[longest] *= 10
-    assert _seconds(MeasuredCost.fit(steps, times, interleave_actions=False)) == pytest.approx((B, C), rel=0.02)
+    times[np.argsort(times)[-40:] if are_longest else slice(0, None, 20)] *= 10  # a checkpoint was written
+    cost = MeasuredCost.fit(steps, times, interleave_actions=False)
+    assert (*_seconds(cost), cost.seconds_per_step) == pytest.approx((B, C, A), rel=0.02)
+    assert 0.99 < cost.r2 < 1
 
 
 def test_steps_can_have_different_numbers_of_samples() -> None:
@@ -139,13 +129,6 @@ def test_steps_can_have_different_numbers_of_samples() -> None:
     )  # an empty rank
 
 
-@pytest.mark.parametrize(("b", "c"), [(B, 0.0), (0.0, C)])
-def test_a_term_that_the_times_lack_is_fitted_as_0(b: float, c: float) -> None:
-    steps = _steps()
-    fitted = _seconds(MeasuredCost.fit(steps, _times(steps, b=b, c=c), interleave_actions=False))
-    assert fitted == pytest.approx((b, c), rel=1e-5, abs=1e-6 * (b or c))
-
-
 def test_coefficients_are_never_negative() -> None:
     steps = _steps()
     cost = MeasuredCost.fit(steps, _times(steps, b=1e-6, c=-1e-11), interleave_actions=False)
@@ -154,21 +137,12 @@ def test_coefficients_are_never_negative() -> None:
     cost = MeasuredCost.fit(steps, _times(steps, b=-1e-8, c=C), interleave_actions=False)
     assert cost.linear == 0
     assert _seconds(cost)[1] == pytest.approx(C, rel=0.1)
+    assert _seconds(MeasuredCost.fit(steps, _times(steps, c=0), interleave_actions=False)) == pytest.approx(
+        (B, 0), rel=1e-5, abs=1e-6 * B
+    )
     cost = MeasuredCost.fit(steps, _times(steps, a=-1e-5), interleave_actions=False)
     assert cost.seconds_per_step == 0
     assert _seconds(cost) == pytest.approx((B, C), rel=0.02)
-
-
-def test_costs_are_proportional_integers_that_can_be_summed() -> None:
-    steps = _steps()
-    cost = MeasuredCost.fit(steps, _times(steps), interleave_actions=True)
-    lengths = {"item_id": np.array([1, 40, 65_536]), "action": np.array([0, 40, 65_536])}
-    costs = cost(lengths, np.zeros(3, dtype=np.int64))
-    assert costs.dtype == np.int64
-    tokens = np.array([1, 80, 131_072])
-    assert costs / costs[-1] == pytest.approx((B * tokens + C * tokens**2) / (B * 2**17 + C * 2**34), rel=1e-6)
-    assert 2**58 < cost.max_cost <= 2**60
-    assert cost.max_cost == costs[-1]
 
 
 @settings(max_examples=100)
@@ -189,7 +163,7 @@ def test_costs_are_proportional_for_every_model(b: float, c: float, tokens: list
     )
     assert seconds == pytest.approx(b * counts + c * counts.astype(np.float64) ** 2, rel=1e-6)
     assert cost.of_tokens(np.array([131_071]), np.array([1])).tolist() == [cost.max_cost]
-    assert cost.max_cost < 2**61
+    assert 2**58 < cost.max_cost < 2**61
 
 
 def test_a_sample_whose_cost_would_wrap_around_is_refused() -> None:
@@ -215,11 +189,6 @@ SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0
             GOOD,
             np.where(np.arange(200) == 3, -1.0, _times(GOOD)),
             "1 of 200 are not, the first -1.0 seconds of step 3; time",
-        ),
-        (
-            GOOD,
-            np.where(np.arange(200) == 3, np.nan, _times(GOOD)),
-            "1 of 200 are not, the first nan seconds of step 3; time",
         ),
         (
             GOOD,
@@ -254,7 +223,7 @@ SIMILAR = np.where(np.arange(16) < np.arange(200)[:, np.newaxis] % 16 + 1, 64, 0
         (
             GOOD,
             _times(GOOD) * np.where(np.arange(200) % 10 < 3, 10, 1),
-            "60 of 200 times are far from what the tokens of their steps explain, at most 25% may be; time the",
+            "60 of 200 times are far from the fit to the tokens of their steps, at most 25% may be; time the",
         ),
     ],
 )
@@ -326,6 +295,7 @@ def _saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"fraction_bits": ...}, "cost.json lacks fraction_bits; fit the cost again"),
         ({"linear": -1}, "cost.json: linear must be finite and not negative, got -1; fit the cost again"),
         ({"linear": 1.5}, r"cost.json: linear has the wrong type, 1.5; fit the cost again"),
         ({"linear": True}, "linear has the wrong type, True"),
@@ -347,7 +317,8 @@ def _saved(tmp_path: Path) -> Path:
 )
 def test_a_file_with_an_invalid_field_is_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = _saved(tmp_path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    values = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
     with pytest.raises(DataError, match=message):
         MeasuredCost.load(path)
 
@@ -365,22 +336,11 @@ def test_a_file_of_a_cost_that_was_fitted_to_squared_tokens_is_read(tmp_path: Pa
     assert cost(lengths, np.array([0, 2])).tolist() == [700 * 11 + 11 * 11**2, 700 * 9 + 11 * (7**2 + 2 * 15)]
 
 
-@pytest.mark.parametrize("field", ["linear", "fraction_bits", "history_key", "r2"])
-def test_a_file_that_lacks_a_field_is_refused_by_name(tmp_path: Path, field: str) -> None:
-    path = _saved(tmp_path)
-    values = json.loads(path.read_text())
-    del values[field]
-    path.write_text(json.dumps(values))
-    with pytest.raises(DataError, match=f"cost.json lacks {field}; fit the cost again"):
-        MeasuredCost.load(path)
-
-
-def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none.json cannot be read as a measured cost: .*No such file"):
-        MeasuredCost.load(tmp_path / "none.json")
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("seconds")
-    with pytest.raises(DataError, match=r"text.json cannot be read as a measured cost: Expecting value"):
-        MeasuredCost.load(tmp_path / "text.json")
+    for name, reason in (("none", "No such file"), ("text", "Expecting value")):
+        with pytest.raises(DataError, match=f"{name}.json cannot be read as a measured cost: .*{reason}"):
+            MeasuredCost.load(tmp_path / f"{name}.json")
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_and_keeps_the_old_one(tmp_path: Path) -> None:
@@ -390,24 +350,5 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_keeps_the_old_one(tmp_
         MeasuredCost.load(path).save(tmp_path / "none" / "cost.json")
     with pytest.raises(DataError, match="could not be written"):
         MeasuredCost.load(path).save(tmp_path)  # a folder
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["cost.json"]
-
-
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_write_that_fails_halfway_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    path = _saved(tmp_path)
-    before = path.read_bytes()
-    other = replace(MeasuredCost.load(path), linear=1)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os if failing == "fsync" else Path, failing, fail)
-        with pytest.raises(DataError, match=r"cost.json could not be written: No space left on device"):
-            other.save(path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["cost.json"]

@@ -54,7 +54,6 @@ def test_a_summary_of_two_steps() -> None:
         moved_tokens=10,
         sample_bytes=320,
         moved_bytes=80,
-        bytes_between_hosts=20,
         gather_seconds=0.25,
     )
     second = dataclasses.replace(
@@ -68,7 +67,7 @@ def test_a_summary_of_two_steps() -> None:
     assert summary.speedup == pytest.approx(16 / 10)
     assert summary.moved_samples == pytest.approx(13 / 16)
     assert summary.moved_tokens == pytest.approx(20 / 80)
-    assert (summary.moved_bytes, summary.bytes_between_hosts, summary.gather_seconds) == (80, 20, 0.5)
+    assert (summary.moved_bytes, summary.gather_seconds) == (80, 0.5)
     assert (summary.heaviest_before, summary.heaviest_after) == (8, 5)
     assert (summary.samples, summary.tokens, summary.sample_bytes) == (8, 40, 320)
 
@@ -89,16 +88,14 @@ def test_steps_that_cost_nothing_are_balanced_perfectly() -> None:
 
 
 def test_a_step_is_measured_before_and_after() -> None:
-    # Row 1 of rank 0 goes to rank 1, on another host; row 0 of rank 1 to rank 0; the last row of rank 1 is padding.
+    # Row 1 of rank 0 goes to rank 1; row 0 of rank 1 to rank 0; the last row of rank 1 is padding.
     assignment = Assignment(rank_of=np.array([[0, 1], [0, -1]], dtype=np.int32))
     costs = np.array([[5, 3], [2, 0]])
-    metrics = measure_step(
-        assignment, costs=costs, tokens=costs * 10, sample_bytes=costs * 100, ranks_per_host=1, epoch=3, step=7
-    )
+    metrics = measure_step(assignment, costs=costs, tokens=costs * 10, sample_bytes=costs * 100, epoch=3, step=7)
     assert (metrics.epoch, metrics.step) == (3, 7)
     assert (metrics.before.tolist(), metrics.after.tolist()) == ([8, 2], [7, 3])
     assert metrics.lower_bound == 5
     assert (metrics.samples, metrics.moved_samples) == (3, 2)
     assert (metrics.tokens, metrics.moved_tokens) == (100, 50)
-    assert (metrics.sample_bytes, metrics.moved_bytes, metrics.bytes_between_hosts) == (1000, 500, 500)
+    assert (metrics.sample_bytes, metrics.moved_bytes) == (1000, 500)
     assert metrics.ratio_before == 8 / 5

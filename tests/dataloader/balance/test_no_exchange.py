@@ -24,7 +24,7 @@ from evenrank.dataloader import (
     build_loader,
     random_codes,
 )
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, no_exchange
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics, no_exchange
 from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.config import ReadConfig
@@ -105,8 +105,10 @@ def check_ways(
             assert step == other
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(1, "lpt-swap"), (2, "karmarkar-karp"), (3, "min-move"), (4, "lpt-swap"), (8, "karmarkar-karp")],
+)
 def test_batches_are_those_of_a_balancer(ranks: RankPool, small_dataset: Path, world_size: int, strategy: str) -> None:
     config = LoaderConfig(batch_size=5, max_history_length=20, user_id=True, num_workers=2, prefetch=3)
     check_ways(ranks, world_size, [(small_dataset, 1.0)], config, strategy=strategy, epochs=2)
@@ -145,8 +147,6 @@ def test_mixtures_are_balanced_too(ranks: RankPool, small_dataset: Path, tmp_pat
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "karmarkar-karp", "equal_counts": False},
-        {"topology": (2, 2)},
         {"strategy": "min-move", "tolerance": 0.1},
         {"max_tokens_per_rank": 400},
         {"strategy": "none"},
@@ -216,7 +216,7 @@ def test_steps_are_the_same_planned_in_parts_or_several_at_once(
 
 
 def test_nothing_is_measured_unless_on_step_is_given(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_exchange, "measure_assignment", None)
+    monkeypatch.setattr(no_exchange, "measure_step", None)
     assert len(list(_loaders(small_dataset, 2)[0])) > 10
     with pytest.raises(TypeError):
         _steps(small_dataset)
@@ -235,8 +235,10 @@ def test_a_transform_is_refused(small_dataset: Path) -> None:
 
 
 def _pickled(rank: int, world_size: int, path: Path) -> list[list[int]]:
-    balance = BalanceConfig(cost=COST, group=dist.group.WORLD, on_step=lambda metrics: None)
-    loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance)
+    balance = BalanceConfig(cost=COST, on_step=lambda metrics: None)
+    loader = build_loader(
+        path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance, group=dist.group.WORLD
+    )
     copy = pickle.loads(pickle.dumps(loader))
     assert [_bits(batch) for batch in copy] == [_bits(batch) for batch in loader]
     return [ids_of(batch) for batch in copy]

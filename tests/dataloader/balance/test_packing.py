@@ -118,11 +118,11 @@ def test_the_rest_of_an_epoch_has_the_steps_that_are_left(problem: tuple[Ints, i
         assert _pack(tokens, *limits, start=end).ends.tolist() == ends[step + 1 :].tolist()
 
 
-def test_steps_do_not_depend_on_the_windows_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_do_not_depend_on_the_blocks_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(0, 90, 3000)
     whole = _pack(tokens, 3, 5, 100).ends
-    monkeypatch.setattr(packing, "_SAMPLES_PER_WINDOW", 1)
-    monkeypatch.setattr(packing, "_STEPS_PER_WINDOW", 1)
+    monkeypatch.setattr(packing, "_SAMPLES_PER_BLOCK", 1)
+    monkeypatch.setattr(packing, "_STEPS_PER_BLOCK", 1)
     assert len(whole) > 200
     assert _pack(tokens, 3, 5, 100).ends.tolist() == whole.tolist()
 
@@ -258,15 +258,6 @@ def test_a_state_after_the_last_step_continues_with_the_next_epoch(small_dataset
     assert next(iter(loader)).epoch == 1
 
 
-def test_mixtures_are_packed_too(small_dataset: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.symlink_to(small_dataset)
-    loaders = _loaders(Mixture(weights={small_dataset: 2.0, other: 1.0}), 2)
-    ranks = [list(loader) for loader in loaders]
-    assert len(ranks[0]) == len(ranks[1]) == len(_loaders(Mixture(weights={small_dataset: 2.0, other: 1.0}), 2)[0])
-    assert sum(batch.num_real for batches in ranks for batch in batches) == loaders[0].num_samples
-
-
 def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 
@@ -319,23 +310,3 @@ def test_a_sample_above_the_budget_can_have_a_rank_of_its_own(small_dataset: Pat
         assert sum(tokens) <= 40 or len(tokens) == 1
         above += sum(tokens) > 40
     assert above == sum(tokens > 40 for tokens in tokens_of.values()) > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens_per_rank": None}, "pack=True needs max_tokens_per_rank"),
-        ({"equal_counts": False, "strategy": "karmarkar-karp"}, "needs equal_counts=True, got False"),
-        ({"topology": (2, 2)}, r"leave out topology=\(2, 2\)"),
-        ({"strategy": "none"}, "needs a strategy that assigns samples to ranks, got 'none'"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_go_with_packing_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BalanceConfig(**{"cost": COST, "max_tokens_per_rank": 10, "pack": True, **options})
-
-
-def test_ranks_compare_whether_they_pack() -> None:
-    packed, fixed = (BalanceConfig(cost=COST, max_tokens_per_rank=10, pack=pack) for pack in (True, False))
-    assert packed.rank_invariants() == fixed.rank_invariants() | {"pack": True}

@@ -1,30 +1,28 @@
 """The samples of a window are assigned to its steps once each, so that what steps wait for is little in all."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.config import PartitionSettings
+from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows, assign_to_steps
 from evenrank.datasets.distributions import Lognormal
 from evenrank.datasets.order import RowOrder, SampleOrder, Samples
+from tests.dataloader.balance.costs import Ints, one_per_sample
 
-Ints = NDArray[np.int64]
 
-
-def _assign(costs: Ints, num_steps: int, world_size: int, *, seed: int = 0, epoch: int = 0, **options: object) -> Ints:
-    settings = PartitionSettings(**options)  # type: ignore[arg-type]
-    tokens = options.pop("tokens", costs)
+def _assign(costs: Ints, num_steps: int, world_size: int, *, seed: int = 0, epoch: int = 0, **options: Any) -> Ints:
     return assign_to_steps(
         costs,
-        tokens,  # type: ignore[arg-type]
+        costs,
         num_steps=num_steps,
         world_size=world_size,
-        settings=settings,
+        config=BalanceConfig(cost=one_per_sample, **options),
         seed=seed,
         epoch=epoch,
     ).reshape(num_steps, -1)
@@ -111,7 +109,7 @@ def test_the_token_limit_holds_for_bins() -> None:
         tokens,
         num_steps=4,
         world_size=4,
-        settings=PartitionSettings(max_tokens_per_rank=limit),
+        config=BalanceConfig(cost=one_per_sample, max_tokens_per_rank=limit),
         seed=0,
         epoch=0,
     ).reshape(4, -1)
@@ -125,16 +123,10 @@ def test_the_token_limit_holds_for_bins() -> None:
             tokens,
             num_steps=4,
             world_size=4,
-            settings=PartitionSettings(max_tokens_per_rank=5),
+            config=BalanceConfig(cost=one_per_sample, max_tokens_per_rank=5),
             seed=0,
             epoch=0,
         )
-
-
-def test_steps_are_full_also_where_ranks_may_have_any_number_of_samples() -> None:
-    costs = np.random.default_rng(0).integers(1, 1000, 4 * 3 * 5)
-    steps = _assign(costs, 4, 3, strategy="karmarkar-karp")
-    assert _assign(costs, 4, 3, strategy="karmarkar-karp", equal_counts=False).tolist() == steps.tolist()
 
 
 def test_bounds_are_those_of_the_window_that_has_a_position() -> None:

@@ -57,10 +57,9 @@ def _loader(path: Path, rank: int, balance: BalanceConfig | None) -> Loader[Sequ
 
 def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
     seen: list[Samples] = []
-    topology = (2, WORLD_SIZE // 2)
     for way in WAYS:
         if way == "no exchange":
-            batches: Any = _loader(path, rank, BalanceConfig(cost=COST, topology=topology))
+            batches: Any = _loader(path, rank, BalanceConfig(cost=COST))
         else:
             batches = Balancer(_loader(path, rank, None), BalanceConfig(cost=COST, exchange=way))
         with contextlib.closing(batches):
@@ -68,30 +67,23 @@ def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
     return seen
 
 
-def _check_exactness(hosts: TwoHosts, path: Path) -> None:
-    with hosts.job(_balance_in_all_ways, path) as job:
+@pytest.mark.parametrize("discipline", [None, "netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
+def test_every_sample_is_trained_once_over_two_hosts_also_with_a_slow_link(
+    make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str | None
+) -> None:
+    hosts = make_hosts()
+    if discipline is not None:
+        hosts.slow_down(discipline)
+    with hosts.job(_balance_in_all_ways, small_dataset) as job:
         by_rank = job.results()
     for failure in by_rank:
         assert not isinstance(failure, RankFailure), failure.trace
-    loaded = [[_samples(batch) for batch in _loader(path, rank, None)] for rank in range(WORLD_SIZE)]
+    loaded = [[_samples(batch) for batch in _loader(small_dataset, rank, None)] for rank in range(WORLD_SIZE)]
     for way in range(len(WAYS)):
         balanced = [seen[way] for seen in by_rank]
         assert balanced != loaded
         for of_ranks, of_loaders in zip(zip(*balanced, strict=True), zip(*loaded, strict=True), strict=True):
             assert sorted(itertools.chain(*of_ranks)) == sorted(itertools.chain(*of_loaders))
-
-
-def test_every_sample_is_trained_once_over_two_hosts(make_hosts: Callable[[], TwoHosts], small_dataset: Path) -> None:
-    _check_exactness(make_hosts(), small_dataset)
-
-
-@pytest.mark.parametrize("discipline", ["netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
-def test_every_sample_is_trained_once_over_a_slow_link(
-    make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str
-) -> None:
-    hosts = make_hosts()
-    hosts.slow_down(discipline)
-    _check_exactness(hosts, small_dataset)
 
 
 def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
@@ -174,7 +166,7 @@ def test_a_link_that_is_cut_while_ranks_create_a_balancer_ends_all_of_them(
     balance = "evenrank.dataloader.balance"
     steps = [
         f"{balance}.balancer.members_of",
-        f"{balance}.arguments.handshake",
+        f"{balance}.balancer.handshake",
         f"{balance}.balancer.Connection",
         f"{balance}.exchange.exchange.Exchange.connect",
     ]

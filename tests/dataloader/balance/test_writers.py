@@ -1,23 +1,33 @@
-"""Metrics as JSON lines and as scalars of TensorBoard: their contents, and that nothing is lost."""
+"""Metrics as JSON lines, as scalars of TensorBoard and as text: their contents, and that nothing is lost."""
 
 import contextlib
+import io
 import json
+import logging
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance import writers
-from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, shown_fields
-from evenrank.dataloader.balance.writers import JsonLines, TensorBoard
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader.balance.log_schema import parse_record
+from evenrank.dataloader.balance.metrics import StepMetrics, shown_fields
+from evenrank.dataloader.balance.writers import JsonLines, StepLogger, TensorBoard, log_line
+from tests.dataloader.balance.costs import one_per_sample
+from tests.dataloader.rich_batch import RichBatch, rich_batch
+from tests.ranks import RankPool
 
 
 def step(
@@ -36,7 +46,6 @@ def step(
         moved_tokens=10,
         sample_bytes=320,
         moved_bytes=80,
-        bytes_between_hosts=20,
         gather_seconds=0.25,
         plan_seconds=0.5 * number,
         exchange_seconds=0.125,
@@ -82,7 +91,6 @@ def test_a_line_has_all_metrics_of_a_step(tmp_path: Path) -> None:
             "moved_samples": 0.25,
             "moved_tokens": 0.25,
             "moved_bytes": 80.0,
-            "bytes_between_hosts": 20.0,
             "gather_seconds": 0.25,
             "plan_seconds": 3.5,
             "exchange_seconds": 0.125,
@@ -116,14 +124,6 @@ def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> N
     assert (second["before"], second["after"]) == ([8, 8], [4, 4])
 
 
-def test_a_window_can_be_shorter_than_the_distance_between_records(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "log.jsonl", every=4, window=1) as log:
-        for metrics in STEPS:
-            log(metrics)
-    (line,) = lines(tmp_path / "log.jsonl")
-    assert (line["seen"], line["steps"], line["heaviest_before"]) == (4, 1, 8)
-
-
 @pytest.mark.parametrize("setting", ["every", "window"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) -> None:
@@ -133,62 +133,18 @@ def test_settings_below_1_are_refused(tmp_path: Path, setting: str, value: int) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("block", [1, 100, 1 << 16])
-def test_a_log_is_continued_after_its_last_complete_line(
-    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writers, "_BLOCK", block)
+def test_an_existing_file_is_continued_on_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, *STEPS[:2])
     text = path.read_bytes()
-    ends = [0, text.index(b"\n") + 1, len(text)]
-    for size in range(len(text) + 1):
+    for size in (0, 1, len(text) // 2, len(text) - 1, len(text)):
         path.write_bytes(text[:size])
         write(path, STEPS[2])
-        # A line that lacks only its newline is complete.
-        complete = sum(size >= end - 1 for end in ends[1:])
-        assert [line["heaviest_before"] for line in lines(path)] == [*[6, 8][:complete], 10], size
-        assert path.read_bytes().startswith(text[: ends[complete]])
-
-
-RECORD = json.dumps(LogRecord.of(STEPS[:1], seen=1).to_json())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "notes",
-        "notes\n",
-        '{"loss": 1}\n',
-        '{"epoch": 0}\nnotes',
-        "\n",
-        "\0\1",
-        '{"epoch": 0, "loss": 1}\n{"epoch": 1, "loss": 0.5}\n',
-        '{"epoch": 0, "loss": 1',
-        '{"epoch": 0, "step": 1, "loss": 1',
-        '{"epoch": 0, "step": "a',
-        '{"epoch": {"of": 1, "step": 2',
-        f"{RECORD}\n\n",
-        f"{RECORD}\n[1]\n",
-        f"{RECORD}\nnotes",
-        f'{RECORD}\n{{"epoch": 1, "xt"',
-        f'{RECORD}\n{{"epoch": 1}}',
-        f"notes\n{RECORD}\n",
-        f"notes\n{RECORD}",
-        f'{RECORD[:-1]}, "more',
-        "[" * 100_000 + "\n",
-        '{"epoch": ' + "9" * 5000 + "\n",
-    ],
-)
-def test_a_file_that_is_not_a_log_is_refused_and_kept(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writers, "_MAX_LINE", 1 << 15)
-    path = tmp_path / "log.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match=r"log\.jsonl exists and is not a log of balancing metrics; choose another"):
-        JsonLines(path)
-    assert path.read_text() == text
+        written = path.read_bytes()
+        assert written.startswith(text[:size])
+        assert parse_record(written.splitlines()[-1]).heaviest_before == 10
+        assert written.count(b"\n") == len(text[:size].splitlines()) + 1
+        assert b"\n\n" not in written
 
 
 @pytest.mark.parametrize(
@@ -236,7 +192,7 @@ def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
     assert [line["seen"] for line in lines(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_a_full_disk_closes_the_log_and_the_next_writer_repairs_it(tmp_path: Path) -> None:
+def test_a_full_disk_closes_the_log_and_the_next_writer_begins_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = JsonLines(path)
     log(STEPS[0])
@@ -253,7 +209,10 @@ def test_a_full_disk_closes_the_log_and_the_next_writer_repairs_it(tmp_path: Pat
     log.close()
     assert not path.read_text().endswith("\n")
     write(path, STEPS[3])
-    assert [(line["epoch"], line["step"]) for line in lines(path)] == [(0, 0), (1, 0)]
+    first, incomplete, last = path.read_bytes().splitlines()
+    assert [(record.epoch, record.step) for record in map(parse_record, (first, last))] == [(0, 0), (1, 0)]
+    with pytest.raises(ValueError, match="it is not JSON"):
+        parse_record(incomplete)
 
 
 def test_tensorboard_gets_every_labelled_metric(tmp_path: Path) -> None:
@@ -304,9 +263,182 @@ def test_a_file_in_place_of_the_folder_is_reported_at_once(tmp_path: Path) -> No
         TensorBoard(tmp_path / "file")
 
 
-def test_json_lines_need_no_optional_packages() -> None:
+def test_importing_needs_no_optional_packages_and_leaves_logging_as_it_is() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard', 'torch'])); "
-        "import evenrank.dataloader.balance.writers"
+        "import logging; from evenrank.dataloader.balance.writers import StepLogger; StepLogger(every=1); "
+        "log = logging.getLogger('evenrank'); "
+        "assert (log.level, log.handlers, logging.getLogger().handlers) == (0, [], [])"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+TEXT_STEP = StepMetrics(
+    epoch=1,
+    step=100,
+    before=np.array([2_500_000_000, 1_250_000_000]),
+    after=np.array([1_874_000_000, 1_876_000_000]),
+    lower_bound=1_875_000_000,
+    samples=64,
+    moved_samples=12,
+    tokens=98_765,
+    moved_tokens=12_345,
+    sample_bytes=1_000_000,
+    moved_bytes=100_000,
+    plan_seconds=0.00123,
+    exchange_seconds=0.0344,
+)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """Return the logger of the package, which is left as it was."""
+    log = logging.getLogger("evenrank")
+    level, handlers = log.level, list(log.handlers)
+    log.setLevel(logging.NOTSET)
+    yield log
+    log.setLevel(level)
+    log.handlers[:] = handlers
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "evenrank"]
+
+
+def test_the_text_of_a_line() -> None:
+    assert log_line(TEXT_STEP) == (
+        "epoch 1 step 100: load max-min 1.2e9 -> 2.0e6 (imbalance 50.0% -> 0.1%, 1.333 -> 1.001 x lower bound), "
+        "moved 12,345 of 98,765 tokens, plan 1.2 ms, exchange 34.4 ms"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "bound", "text"),
+    [
+        ((0, 99_999), (100_000, 0), 50_000, "99,999 -> 1.0e5 (imbalance 100.0% -> 100.0%, 2.000 -> 2.000 x lower"),
+        ((0, 0), (0, 0), 0, "0 -> 0 (imbalance 0.0% -> 0.0%, 1.000 -> 1.000 x lower bound)"),
+    ],
+)
+def test_small_loads_are_written_in_full(
+    before: tuple[int, int], after: tuple[int, int], bound: int, text: str
+) -> None:
+    line = log_line(replace(TEXT_STEP, before=np.array(before), after=np.array(after), lower_bound=bound))
+    assert f"load max-min {text}" in line
+
+
+@pytest.mark.parametrize(
+    ("every", "window", "logged"),
+    [
+        (1, None, range(10)),
+        (4, None, [0, 4, 8]),
+        (1, (3, 6), [3, 4, 5]),
+        (3, (3, 9), [3, 6]),
+        (2, (5, 6), []),
+        (4, (8, 100), [8]),
+    ],
+)
+@pytest.mark.usefixtures("logger")
+def test_every_few_steps_of_a_window_are_logged(
+    every: int, window: tuple[int, int] | None, logged: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    log_step = StepLogger(every=every, window=window)
+    for number in range(10):  # two epochs of five steps
+        log_step(replace(TEXT_STEP, epoch=number // 5, step=number % 5))
+    steps = [f"epoch {number // 5} step {number % 5}:" for number in logged]
+    assert [message.split(" load")[0] for message in _lines(caplog)] == steps
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+
+
+def test_a_line_is_seen_where_nobody_has_configured_logging(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log_step = StepLogger(every=2)
+    assert logger.handlers == []
+    for _ in range(4):
+        log_step(TEXT_STEP)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} evenrank: " + re.escape(log_line(TEXT_STEP)), line)
+    assert len(logger.handlers) == 1
+    assert logging.getLogger().handlers == []
+
+
+def test_a_line_is_seen_where_the_root_logger_shows_only_warnings(
+    monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    written = io.StringIO()
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(written)])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    StepLogger(every=1)(TEXT_STEP)
+    assert written.getvalue() == f"{log_line(TEXT_STEP)}\n"
+    assert logger.handlers == []
+    assert root.level == logging.WARNING
+
+
+def test_a_level_that_the_user_has_set_is_kept(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    for level in (logging.WARNING, logging.DEBUG):
+        logger.setLevel(level)
+        StepLogger(every=1)(TEXT_STEP)
+        assert logger.level == level
+    assert _lines(caplog) == [log_line(TEXT_STEP)]  # at the level DEBUG
+
+
+def _batches(rank: int = 0) -> list[RichBatch]:
+    samples = [[(3, 0), (0, 1)], [(rank, 0), (0, 1)]]
+    return [replace(rich_batch(samples, first_id=10 * rank), step=step) for step in range(4)]
+
+
+@pytest.mark.usefixtures("logger")
+def test_the_lines_of_a_balancer_have_the_metrics_that_on_step_gets(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[StepMetrics] = []
+    with Balancer(
+        _batches(), BalanceConfig(cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7))
+    ) as balancer:
+        for _ in range(2):
+            assert len(list(balancer)) == 4
+    assert len(seen) == 8
+    assert _lines(caplog) == [log_line(seen[number]) for number in (0, 2, 4, 6)]
+
+
+@pytest.mark.usefixtures("logger")
+def test_a_loader_that_balances_logs_too(caplog: pytest.LogCaptureFixture, small_dataset: Path) -> None:
+    seen: list[StepMetrics] = []
+    for rank in (1, 0):
+        balance = BalanceConfig(cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7))
+        loader = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=rank, world_size=2, balance=balance)
+        seen.clear()
+        assert len(list(loader)) > 10
+    assert _lines(caplog) == [log_line(seen[number]) for number in (0, 2, 4, 6)]
+
+
+def _standard_error(rank: int, world_size: int) -> list[str]:
+    """Return what a rank writes, when ranks 1 and 2 of three balance together with different options."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    assert isinstance(group, dist.ProcessGroup)
+    written = io.StringIO()
+    with (
+        contextlib.redirect_stderr(written),
+        Balancer(
+            _batches(rank), BalanceConfig(cost=one_per_sample, log_every=rank, log_window=(1, 3)), group=group
+        ) as balancer,
+    ):
+        root, log = logging.getLogger(), logging.getLogger("evenrank")
+        previous, root.handlers = root.handlers, []
+        try:
+            assert len(list(balancer)) == 4
+        finally:
+            root.handlers, log.handlers = previous, []
+            log.setLevel(logging.NOTSET)
+    return written.getvalue().splitlines()
+
+
+def test_only_the_first_rank_of_the_group_logs(ranks: RankPool) -> None:
+    outside, first, second = ranks.run(3, _standard_error)
+    assert (outside, second) == ([], [])
+    steps = [line.partition("evenrank: ")[2].split(": load")[0] for line in first]
+    assert steps == ["epoch 0 step 1", "epoch 0 step 2"]

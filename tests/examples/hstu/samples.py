@@ -1,10 +1,12 @@
-"""Batches of samples given as lists, random ones, and embedding tables that keep the dtype of tests."""
+"""Sequences, batches of samples given as lists or drawn, and embedding tables that keep the dtype of tests."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingConfig
@@ -12,10 +14,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
-from hstu.config import HSTUConfig
+from hstu.attention import Sequences
+from hstu.config import HSTUConfig, tables
 from hstu.ranking import HSTURanking
 from hstu.retrieval import HSTURetrieval
-from hstu.tables import tables
 
 SIZES = {"user_id": 10, "tags": 6, "item_id": 30, "action": 8}
 CONFIG = HSTUConfig(
@@ -30,6 +32,22 @@ CONFIG = HSTUConfig(
     dropout=0.0,
 )
 NUM_TASKS = 3
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def make_sequences(
+    lengths: Sequence[int], contextual: Sequence[int], candidates: Sequence[int], *, device: str = "cpu"
+) -> Sequences:
+    """Return where samples of the given numbers of tokens are."""
+    counts = torch.tensor([lengths, contextual, candidates], dtype=torch.int64).to(device)
+    offsets = torch.cat([counts.new_zeros(1), counts[0].cumsum(0)])
+    return Sequences(
+        offsets=offsets,
+        num_contextual=counts[1],
+        num_candidates=counts[2],
+        num_tokens=sum(lengths),
+        max_length=max(lengths, default=0),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +97,7 @@ def _jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTens
 def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") -> list[Sample]:
     """Draw samples with histories of 0 to 7 items, and 2 candidates if those are predicted.
 
-    Args:
-        count: of them.
-        seed: of the draw.
-        predict: `candidates`, `candidates-with-actions`, `history` or `next` (item).
-
+    `predict` is `candidates`, `candidates-with-actions`, `history` or `next` (item).
     """
     rng = np.random.default_rng(seed)
 

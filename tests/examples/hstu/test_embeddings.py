@@ -1,15 +1,20 @@
 """Sharded and replicated tables train like those of one process."""
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torchrec import EmbeddingCollection
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 import hstu.embeddings
-from hstu.embeddings import Embeddings
+from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from hstu.embeddings import EQUAL_ROWS, Embeddings, EqualRows, fill_rows
 from tests.ranks import RankPool
 from tests.training.sharded_model import (
     DIM,
@@ -147,3 +152,61 @@ def test_the_lookup_on_the_side_stream_waits_for_its_inputs_and_is_waited_for(bu
     for weight, other in zip(tables.parameters(), plain.parameters(), strict=True):
         assert weight.grad is not None
         torch.testing.assert_close(weight.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5)
+
+
+TABLE_ROWS = 50
+
+
+def _fill(first: int, last: int, *, name: str = "items", seed: int = 3, rows: int = TABLE_ROWS) -> Tensor:
+    table = EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=["item_id"])
+    part = torch.full((last - first, 4), math.nan)
+    fill_rows(part, table, first_row=first, seed=seed)
+    return part
+
+
+@settings(max_examples=40)
+@given(cuts=st.lists(st.integers(0, TABLE_ROWS), max_size=5).map(sorted), block=st.integers(3, TABLE_ROWS + 10))
+def test_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hstu.embeddings, "BLOCK_ROWS", block)
+        parts = [_fill(first, last) for first, last in zip([0, *cuts], [*cuts, TABLE_ROWS], strict=True)]
+        assert torch.equal(torch.cat(parts), _fill(0, TABLE_ROWS))
+
+
+def test_rows_blocks_tables_and_seeds_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hstu.embeddings, "BLOCK_ROWS", 16)
+    drawn = torch.cat([_fill(0, TABLE_ROWS), _fill(0, TABLE_ROWS, name="users"), _fill(0, TABLE_ROWS, seed=4)])
+    assert drawn.unique().numel() > 0.99 * drawn.numel()
+
+
+def test_values_are_those_of_the_tables_own_distribution() -> None:
+    values = _fill(60_000, 75_000, rows=75_000)  # over the end of a block
+    limit = 75_000**-0.5  # TorchRec's default
+    assert float(values.abs().max()) == pytest.approx(limit, rel=1e-3)
+    assert float(values.mean()) == pytest.approx(0, abs=0.02 * limit)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_random_states_of_all_devices_are_left_as_they_were(device: str) -> None:
+    table = EmbeddingConfig(name="items", num_embeddings=TABLE_ROWS, embedding_dim=4, feature_names=["item_id"])
+    before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    fill_rows(torch.empty(TABLE_ROWS, 4, device=device), table, first_row=0, seed=3)
+    for state, was in zip([torch.get_rng_state(), *torch.cuda.get_rng_state_all()], before, strict=True):
+        assert torch.equal(state, was)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_values_stay_where_they_are_and_rows_differ_by_one_at_most(dtype: type[np.integer]) -> None:
+    lengths = np.array([[3000, 1, 0], [0, 0, 0], [2, 3, 5]], dtype=dtype)
+    features = keyed_jagged_tensor(["item", "empty", "user"], torch.arange(lengths.sum()), lengths)
+    divided = EqualRows()(features)
+    assert divided.keys() == features.keys()
+    assert divided.stride() == EQUAL_ROWS
+    assert divided.length_per_key_or_none() == [3001, 0, 10]  # known to the host
+    assert divided.lengths().dtype == features.lengths().dtype
+    for key in features.keys():  # noqa: SIM118
+        assert torch.equal(divided[key].values(), features[key].values())
+        rows = divided[key].lengths()
+        assert int(rows.sum()) == len(features[key].values())
+        assert int(rows.max()) - int(rows.min()) <= 1
+    assert divided["item"].lengths().tolist() == [3] * (3001 - 2 * EQUAL_ROWS) + [2] * (3 * EQUAL_ROWS - 3001)

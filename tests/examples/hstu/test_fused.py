@@ -1,37 +1,48 @@
 """Fused kernels are as close to float64 as torch's operations, and are chosen where they can run."""
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from hstu import unfused
-from hstu.attention import Sequences
 from hstu.config import HSTUConfig
-from hstu.layer import HSTULayer
-from hstu.pointwise import pointwise_for
-from tests.examples.hstu.interpreter import interpret, needs_triton
-from tests.examples.hstu.pointwise_errors import MODES, Results, check, layer, parts
+from hstu.layer import HSTULayer, pointwise_for
+from tests.examples.hstu.exactness import MODES, Results, check, check_bits, check_whole_layers, layer, parts
+from tests.examples.hstu.samples import CONFIG, make_sequences, needs_triton
 
+ROOT = Path(__file__).parents[3]
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
 
 
 @needs_triton
 def test_interpreted_kernels_and_layers_are_as_exact_as_torchs_operations() -> None:
-    interpret("interpreted_fused.py")
+    """In another process, since Triton's interpreter is chosen before kernels are loaded."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT), *sys.path]),
+    }
+    command = [sys.executable, str(Path(__file__).with_name("interpreted.py"))]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @needs_triton
 def test_a_norm_that_is_divided_among_ranks_is_applied_as_it_is() -> None:
     from hstu import fused
 
+    class Double(nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return 2 * values
+
     attended, u = torch.randn(2, 3, 4, 5).unbind(0)
     expected = (2 * attended * nn.functional.silu(u)).flatten(-2)
-    torch.testing.assert_close(fused.gate(attended, u, _Double()), expected)
-
-
-class _Double(nn.Module):
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return 2 * values
+    torch.testing.assert_close(fused.gate(attended, u, Double()), expected)
 
 
 def test_on_the_cpu_operations_are_torchs() -> None:
@@ -65,8 +76,7 @@ def test_results_and_gradients_are_as_exact_as_those_of_torch(mode: str, tokens:
 
 @pytest.mark.gpu
 def test_equal_inputs_give_equal_bits() -> None:
-    first, second = (_parts("autocast", 3000, 256, fused=True) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    check_bits(*(_parts("autocast", 3000, 256, fused=True) for _ in range(2)))
 
 
 @pytest.mark.gpu
@@ -74,41 +84,35 @@ def test_equal_inputs_give_equal_bits() -> None:
 @pytest.mark.parametrize("head_dim", [8, 64])
 def test_a_layer_is_as_exact_as_by_torch_and_recomputes_equal_bits(mode: str, head_dim: int) -> None:
     mine, again, reference = (
-        layer(mode=mode, fused=fused, recompute=recompute, head_dim=head_dim, device="cuda")
+        layer(mode=mode, fused_norms=fused, recompute=recompute, head_dim=head_dim, device="cuda")
         for fused, recompute in ((True, False), (True, True), (False, False))
     )
-    exact = layer(mode=None, fused=False, head_dim=head_dim, device="cuda")
-    check(mine, reference, exact, MODES[mode])
-    assert all(torch.equal(again[name], mine[name]) for name in mine)
+    check(mine, reference, layer(mode=None, fused_norms=False, head_dim=head_dim, device="cuda"), MODES[mode])
+    check_bits(again, mine)
 
 
-def _kept_bytes(dropout: float, *, recompute: bool) -> int:
-    """Return what a layer of 2 heads of 64 keeps of 1,000 tokens for the backward pass."""
-    shape = HSTUConfig(max_length=1000, hidden=128, heads=2, head_dim=64, dropout=dropout, recompute=recompute)
-    module = HSTULayer(shape).cuda()
-    counts = torch.zeros(1, dtype=torch.int64, device="cuda")
-    sequences = Sequences(
-        offsets=torch.tensor([0, 1000], device="cuda"),
-        num_contextual=counts,
-        num_candidates=counts,
-        num_tokens=1000,
-        max_length=1000,
-    )
-    tokens, update = torch.randn(2, 1000, 128, device="cuda", requires_grad=True).unbind()
-    module(tokens, update, sequences)  # allocates workspaces
-    before = torch.cuda.memory_allocated()
-    results = module(tokens, update, sequences)
-    kept = torch.cuda.memory_allocated() - before
-    del results
-    return kept
+@pytest.mark.gpu
+@EACH_MODE
+def test_layers_as_a_whole_have_the_bits_of_layers_by_parts(mode: str) -> None:
+    check_whole_layers(mode=mode, device="cuda", heads=4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["as a whole", "by parts"])
 def test_with_recompute_norm_and_activations_are_not_kept(dropout: float) -> None:
-    saved = _kept_bytes(dropout, recompute=False) - _kept_bytes(dropout, recompute=True)
+    sequences = make_sequences([1000], [0], [0], device="cuda")
+    tokens, update = torch.randn(2, 1000, 128, device="cuda", requires_grad=True).unbind()
+    kept = []
+    for recompute in (False, True):
+        shape = HSTUConfig(max_length=1000, hidden=128, heads=2, head_dim=64, dropout=dropout, recompute=recompute)
+        module = HSTULayer(shape).cuda()
+        module(tokens, update, sequences)  # allocates workspaces
+        before = torch.cuda.memory_allocated()
+        results = module(tokens, update, sequences)
+        kept.append(torch.cuda.memory_allocated() - before)
+        del results
     # float32 of LayerNorm's output and of V, Q and K; the gate keeps U as it was, which is kept in any case.
-    assert saved >= 1000 * (128 + 3 * 128) * 4
+    assert kept[0] - kept[1] >= 1000 * (128 + 3 * 128) * 4
 
 
 @pytest.mark.gpu
@@ -122,3 +126,40 @@ def test_a_constant_row_is_normalized_to_zeros_and_passes_on_the_gradient_of_the
     assert torch.equal(normed, torch.zeros_like(normed))
     assert tokens.grad is not None
     assert torch.equal(tokens.grad, torch.ones_like(tokens))
+
+
+def _change(layer: HSTULayer, change: str) -> None:
+    match change:
+        case "watched":
+            layer.attention.register_forward_hook(lambda *_: None)
+        case "gradients watched":
+            layer.output.register_full_backward_hook(lambda *_: None)
+        case "another output":
+            layer.output = nn.Sequential(layer.output)  # type: ignore[assignment]
+        case "padded":
+            layer.attention.name = "padded"
+        case "unfused":
+            layer.fused_norms = False
+        case "dropout" | "dropout that is off":
+            layer.dropout.p = 0.1
+            layer.train(change == "dropout")
+
+
+@pytest.mark.parametrize("change", ["nothing", "dropout that is off"])
+@pytest.mark.parametrize("other", ["dropout", "watched", "gradients watched", "another output"])
+def test_a_layer_that_computes_something_else_or_is_watched_is_not_plain(change: str, other: str) -> None:
+    layer = HSTULayer(CONFIG)
+    _change(layer, change)
+    assert layer.is_plain(torch.zeros(1, CONFIG.hidden))
+    _change(layer, other)
+    assert not layer.is_plain(torch.zeros(1, CONFIG.hidden))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", ["nothing", "watched", "dropout", "padded", "unfused"])
+def test_plain_layers_are_computed_as_a_whole_if_there_are_kernels(change: str) -> None:
+    layer = HSTULayer(replace(CONFIG, hidden=64, heads=1, head_dim=64, attention="triton")).cuda()
+    _change(layer, change)
+    tokens = torch.randn(5, 64, device="cuda")
+    _, update = layer(tokens, tokens, make_sequences([5], [0], [0], device="cuda"))
+    assert (type(update.grad_fn).__name__ == "_LayerBackward") == (change == "nothing")

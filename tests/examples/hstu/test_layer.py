@@ -1,14 +1,24 @@
-"""A layer against its equations, written out for one token and one head at a time."""
+"""A layer against its equations, one token and head at a time; with activations recomputed; with heads divided."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from hstu.attention import Sequences
-from hstu.layer import NORM_EPS, HSTULayer
-from tests.examples.hstu.samples import CONFIG
+from evenrank.core.errors import ConfigError
+from hstu.config import HSTUConfig
+from hstu.layer import NORM_EPS, HSTULayer, tensor_parallel
+from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, make_retrieval, make_sequences, random_samples
+from tests.ranks import RankPool
 
 
 def _norm(row: Tensor) -> Tensor:
@@ -51,13 +61,7 @@ def test_a_layer_is_its_equations() -> None:
     torch.manual_seed(0)
     layer = HSTULayer(CONFIG).double()
     tokens = torch.randn(9, CONFIG.hidden, dtype=torch.float64)
-    sequences = Sequences(
-        offsets=torch.tensor([0, 6, 6, 9]),
-        num_contextual=torch.tensor([2, 0, 0]),
-        num_candidates=torch.tensor([2, 0, 1]),
-        num_tokens=9,
-        max_length=8,
-    )
+    sequences = make_sequences([6, 0, 3], [2, 0, 0], [2, 0, 1])
     expected = torch.cat([_one_by_one(layer, tokens[:6], 2, 2), _one_by_one(layer, tokens[6:], 0, 1)])
     update = torch.randn_like(tokens)
     torch.testing.assert_close(sum(layer(tokens - update, update, sequences)), expected, rtol=1e-12, atol=1e-12)
@@ -66,14 +70,162 @@ def test_a_layer_is_its_equations() -> None:
 def test_dropout_is_before_the_output() -> None:
     layer = HSTULayer(replace(CONFIG, dropout=0.999999)).double()
     tokens = torch.randn(3, CONFIG.hidden, dtype=torch.float64)
-    sequences = Sequences(
-        offsets=torch.tensor([0, 3]),
-        num_contextual=torch.zeros(1, dtype=torch.int64),
-        num_candidates=torch.zeros(1, dtype=torch.int64),
-        num_tokens=3,
-        max_length=3,
-    )
+    sequences = make_sequences([3], [0], [0])
     stream, update = layer(tokens, torch.zeros_like(tokens), sequences)
     assert torch.equal(stream, tokens)
     torch.testing.assert_close(update, layer.output.bias.expand_as(update))  # nothing but the bias is left
     assert not torch.allclose(layer.eval()(tokens, torch.zeros_like(tokens), sequences)[1], layer.output.bias)
+
+
+JAGGED = replace(CONFIG, attention="triton", head_dim=64)
+WITH_DROPOUT = replace(CONFIG, dropout=0.3, layers=3)
+SAMPLES = random_samples(12)
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes what is allocated within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._bytes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._bytes[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def live_bytes(self, model: nn.Module) -> int:
+        """Return how much is still allocated, besides the model's parameters and their gradients."""
+        owned = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
+        storages = {tensor.untyped_storage()._cdata for tensor in owned if tensor is not None}
+        noted = [entry for storage, entry in self._bytes.items() if storage not in storages]
+        return sum(count for reference, count in noted if not reference.expired())
+
+
+def _train(config: HSTUConfig, *, autocast: bool) -> tuple[Any, list[Tensor], int]:
+    """Return the logits, all gradients, and the bytes kept for the backward pass."""
+    model = make_ranking(config)
+    if autocast:
+        model.float()
+    with _Allocations() as allocations:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss_sums, logits = model(make_batch(SAMPLES))
+            kept = allocations.live_bytes(model)
+        loss_sums.sum().backward()
+        logits = logits.tolist()
+        del loss_sums
+    assert allocations.live_bytes(model) == 0  # what is computed again is freed
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return logits, gradients, kept
+
+
+@pytest.mark.parametrize(("autocast", "itemsize"), [(False, 8), (True, 2)])
+def test_norms_and_activations_are_not_kept_and_gradients_are_equal_bit_for_bit(autocast: bool, itemsize: int) -> None:
+    logits, gradients, kept = _train(WITH_DROPOUT, autocast=autocast)
+    again_logits, again_gradients, again_kept = _train(replace(WITH_DROPOUT, recompute=True), autocast=autocast)
+    assert again_logits == logits
+    for again, gradient in zip(again_gradients, gradients, strict=True):
+        assert torch.equal(again, gradient)
+    num_tokens = sum(make_batch(SAMPLES).features.length_per_key())
+    width = CONFIG.hidden + 4 * CONFIG.heads * CONFIG.head_dim  # of LayerNorm's output and SiLU's
+    assert kept - again_kept >= WITH_DROPOUT.layers * num_tokens * width * itemsize
+
+
+def test_a_graph_can_be_used_twice() -> None:
+    model = make_ranking(replace(CONFIG, recompute=True))
+    loss = model(make_batch(random_samples(4)))[0].sum()
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+Result = tuple[Tensor, dict[str, Tensor]]  # logits, gradients by parameter
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradients[name] = _whole(parameter.grad).clone()
+    return gradients
+
+
+def _run(model: nn.Module, samples: list[Any]) -> Result:
+    loss_sums, logits = model(make_batch(samples).to(next(model.parameters()).device))
+    loss_sums.sum().backward()
+    return logits.detach().cpu(), {name: gradient.cpu() for name, gradient in _gradients(model).items()}
+
+
+def _divided(rank: int, world_size: int, config: HSTUConfig, dtype: torch.dtype, device: str = "cpu") -> Result:
+    model = make_ranking(config).to(dtype)
+    if rank:  # the replicated parameters of the first rank count
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        dist.new_group(backend="nccl")
+    tensor_parallel(model.to(device), init_device_mesh(device, (world_size,)))
+    return _run(model, random_samples(6))
+
+
+def _error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).abs().max())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_logits_and_gradients_agree_with_those_of_one_rank(ranks: RankPool, recompute: bool) -> None:
+    config = replace(CONFIG, recompute=recompute)
+    logits, gradients = _run(make_ranking(config), random_samples(6))
+    for divided_logits, divided_gradients in ranks.run(4 if recompute else 2, _divided, config, torch.float64):
+        torch.testing.assert_close(divided_logits, logits, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(divided_gradients, gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_in_float32_errors_are_like_those_of_one_rank(ranks: RankPool) -> None:
+    exact_logits, exact_gradients = _run(make_ranking(), random_samples(6))
+    logits, gradients = _run(make_ranking().float(), random_samples(6))
+    for divided_logits, divided_gradients in ranks.run(4, _divided, CONFIG, torch.float32):
+        assert divided_logits.dtype == torch.float32
+        assert _error(divided_logits, exact_logits) <= 2 * _error(logits, exact_logits)
+        for name, exact in exact_gradients.items():
+            assert _error(divided_gradients[name], exact) <= 5 * _error(gradients[name], exact), name
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("config", "dtype", "tolerance"), [(CONFIG, torch.float64, 1e-10), (JAGGED, torch.float32, 1e-3)]
+)
+def test_over_nccl_logits_and_gradients_agree_with_those_of_one_rank(
+    config: HSTUConfig, dtype: torch.dtype, tolerance: float
+) -> None:
+    expected = _run(make_ranking(replace(config, attention="padded")), random_samples(6))
+    pool = RankPool()
+    try:
+        for result in pool.run(2, _divided, config, dtype, "cuda"):
+            torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
+    finally:
+        pool.stop()
+
+
+def _ranks_and_refusal(rank: int, world_size: int) -> tuple[list[int], str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = make_retrieval()
+    tensor_parallel(model.dense, mesh)
+    places: list[int] = model.places_of_targets(make_batch(random_samples(6, predict="next"))).tolist()
+    with pytest.raises(ConfigError) as error:
+        tensor_parallel(make_ranking(replace(CONFIG, heads=3)), mesh)
+    return places, str(error.value)
+
+
+def test_retrieval_ranks_are_those_of_one_rank_and_heads_that_cannot_be_divided_are_refused(ranks: RankPool) -> None:
+    expected = make_retrieval().places_of_targets(make_batch(random_samples(6, predict="next"))).tolist()
+    message = "3 heads cannot be divided among 2 ranks; use a divisor"
+    assert ranks.run(2, _ranks_and_refusal) == [(expected, message)] * 2

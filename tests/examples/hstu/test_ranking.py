@@ -1,21 +1,32 @@
-"""What the ranking model's logits depend on, and that it learns."""
+"""The logits of the ranking model, its learning, its steps on GPUs, and the code of the README."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec import EmbeddingCollection
 
 from evenrank.core.errors import ConfigError
 from evenrank.training import label_bits
+from hstu.config import HSTUConfig, tables
 from hstu.ranking import HSTURanking, at_least
-from hstu.tables import tables
-from tests.examples.hstu.samples import CONFIG, NUM_TASKS, SIZES, Sample, make_batch, make_ranking, random_samples
+from tests.examples.hstu.samples import (
+    CONFIG,
+    NUM_TASKS,
+    SIZES,
+    Sample,
+    make_batch,
+    make_ranking,
+    make_retrieval,
+    random_samples,
+)
 
 SAMPLE = Sample(user_id=[3], tags=[1, 2], item_id=[4, 5, 6, 7, 8], action=[1, 2, 3], num_candidates=2, labels=[5, 6])
 
@@ -33,21 +44,13 @@ def _is_equal(logits: Tensor, others: Tensor) -> list[bool]:
     return torch.isclose(logits, others, rtol=1e-12, atol=0).all(1).tolist()
 
 
-def test_a_candidate_does_not_change_the_logits_of_others() -> None:
+def test_candidates_depend_neither_on_each_other_nor_on_their_order_nor_on_actions() -> None:
     logits = _logits(SAMPLE)
     assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 3)))) == [False, True]
     assert _is_equal(logits, _logits(replace(SAMPLE, item_id=_changed(SAMPLE.item_id, 4)))) == [True, False]
-
-
-def test_candidates_are_not_in_an_order() -> None:
-    swapped = replace(SAMPLE, item_id=[4, 5, 6, 8, 7])
-    assert _is_equal(_logits(SAMPLE), _logits(swapped).flip(0)) == [True, True]
-
-
-def test_actions_of_candidates_change_no_logit() -> None:
-    first = replace(SAMPLE, action=[1, 2, 3, 4, 5])
-    second = replace(SAMPLE, action=[1, 2, 3, 0, 1])
-    assert _is_equal(_logits(first), _logits(second)) == [True, True]
+    assert _is_equal(logits, _logits(replace(SAMPLE, item_id=[4, 5, 6, 8, 7])).flip(0)) == [True, True]
+    first, second = (_logits(replace(SAMPLE, action=[1, 2, 3, *actions])) for actions in ([4, 5], [0, 1]))
+    assert _is_equal(first, second) == [True, True]
 
 
 def test_candidates_see_the_whole_history_and_the_context() -> None:
@@ -135,11 +138,6 @@ def test_at_least_is_one_binary_task() -> None:
     assert at_least(7)(torch.tensor([6, 7, 9])).tolist() == [[0], [1], [1]]
 
 
-def test_a_batch_without_labels_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no labels; set max_num_candidates or num_tasks of its LoaderConfig"):
-        make_ranking()(make_batch([Sample(item_id=[1], action=[1])]))
-
-
 def test_training_lowers_the_loss() -> None:
     torch.manual_seed(0)
     model = HSTURanking(EmbeddingCollection(tables=tables(SIZES, CONFIG)), CONFIG, targets=at_least(4))
@@ -156,12 +154,62 @@ def test_training_lowers_the_loss() -> None:
     assert losses[-1] < 0.3
 
 
-def test_targets_of_another_number_of_tasks_are_refused() -> None:
-    model = make_ranking(targets=lambda labels: (labels > 2).float())
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no labels; set max_num_candidates or num_tasks of its LoaderConfig"):
+        make_ranking()(make_batch([Sample(item_id=[1], action=[1])]))
     with pytest.raises(ConfigError, match=r"targets returned \[6\] for 6 labels; it must return \[n, 3\]"):
-        model(make_batch(random_samples(3)))
-
-
-def test_a_model_without_tasks_is_refused() -> None:
+        make_ranking(targets=lambda labels: (labels > 2).float())(make_batch(random_samples(3)))
     with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
         make_ranking(num_tasks=0)
+
+
+PADDED = replace(CONFIG, attention="padded")
+JAGGED = replace(CONFIG, attention="triton", head_dim=64)
+
+
+@pytest.mark.gpu
+def test_automatic_attention_has_kernels_or_pads() -> None:
+    for head_dim, expected in ((CONFIG.head_dim, "padded"), (64, "triton")):
+        batch = make_batch(random_samples(4)).to("cuda")
+        logits = []
+        for attention in ("auto", expected):
+            torch.manual_seed(0)
+            model = make_ranking(replace(CONFIG, attention=attention, head_dim=head_dim))
+            model.embeddings = EmbeddingCollection(tables=tables(SIZES, CONFIG))
+            logits.append(model.float().cuda()(batch)[1])
+        assert torch.equal(*logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("attention", [PADDED, JAGGED], ids=["padded", "triton"])
+@pytest.mark.parametrize("task", ["ranking", "retrieval"])
+def test_a_step_does_not_synchronize(task: str, attention: HSTUConfig, recompute: bool) -> None:
+    config = replace(attention, recompute=recompute, dropout=0.1)
+    retrieval = task == "retrieval"
+    model: nn.Module = make_retrieval(config) if retrieval else make_ranking(config)
+    model.embeddings = EmbeddingCollection(tables=tables(SIZES, config, retrieval=retrieval))
+    model.float().cuda()
+    samples = random_samples(8, predict="next" if retrieval else "candidates")
+    batch = make_batch(samples, rows=10).to("cuda")
+    for mode in ("default", "error"):  # the first step loads libraries
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model(batch)[0].sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+README = Path(__file__).parents[3] / "examples" / "hstu" / "README.md"
+
+
+def test_the_first_block_trains(small_dataset: Path) -> None:
+    (block, *_) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {"path": small_dataset}
+    exec(block, names)
+    assert names["logits"].shape == (names["batch"].loss_tokens, 1)
+    assert all(torch.any(parameter.grad) for parameter in names["model"].dense.encoder.layers.parameters())

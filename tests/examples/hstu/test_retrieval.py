@@ -1,5 +1,6 @@
-"""What the retrieval model predicts from what, the softmax, and the ranks of targets."""
+"""What the retrieval model predicts from what, the softmax, negatives, and the ranks of targets."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from torchrec import EmbeddingCollection
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.routing import KeyMap, remap
-from hstu.retrieval import HSTURetrieval
-from hstu.tables import tables
+from hstu.config import tables
+from hstu.retrieval import HSTURetrieval, UniformNegatives, without_values
 from tests.dataloader.batch_helpers import rows_of
 from tests.examples.hstu.samples import CONFIG, SIZES, Sample, Tables, make_batch, make_retrieval, random_samples
 
@@ -52,21 +53,22 @@ def test_each_next_item_is_predicted_from_the_action_before_it_among_the_negativ
     torch.testing.assert_close(loss_sums, -torch.stack(expected).sum()[None], rtol=1e-10, atol=1e-10)
 
 
-def test_an_item_is_predicted_without_its_future() -> None:
-    model = make_retrieval()
-    before = model(make_batch([SAMPLE]))[1].squeeze(1)
-    changed = replace(SAMPLE, item_id=[4, 5, 6, 9], action=[1, 2, 0, 0])
-    after = model(make_batch([changed]))[1].squeeze(1)
-    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [True, True, False]
-
-
-def test_without_interleaving_an_item_is_predicted_from_the_item_before_it() -> None:
-    model = make_retrieval(replace(CONFIG, interleave_actions=False))
-    before = model(make_batch([SAMPLE]))[1].squeeze(1)
-    after = model(make_batch([replace(SAMPLE, item_id=[4, 8, 6, 7], action=[0, 0, 0, 0])]))[1].squeeze(1)
-    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [False, False, False]
-    after = model(make_batch([replace(SAMPLE, item_id=[4, 5, 9, 7])]))[1].squeeze(1)
-    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == [True, False, False]
+@pytest.mark.parametrize(
+    ("interleave", "items", "actions", "expected"),
+    [
+        (True, [4, 5, 6, 9], [1, 2, 0, 0], [True, True, False]),
+        (False, [4, 8, 6, 7], [0, 0, 0, 0], [False, False, False]),
+        (False, [4, 5, 9, 7], [1, 2, 3, 4], [True, False, False]),
+    ],
+)
+def test_an_item_is_predicted_without_its_future_and_without_interleaving_from_the_item_before_it(
+    interleave: bool, items: list[int], actions: list[int], expected: list[bool]
+) -> None:
+    model = make_retrieval(replace(CONFIG, interleave_actions=interleave))
+    before, after = (
+        model(make_batch([sample]))[1].squeeze(1) for sample in (SAMPLE, replace(SAMPLE, item_id=items, action=actions))
+    )
+    assert torch.isclose(before, after, rtol=1e-12, atol=0).tolist() == expected
 
 
 def test_places_are_the_same_when_keys_are_mapped_to_rows() -> None:
@@ -173,6 +175,42 @@ def test_tables_without_negatives_are_refused() -> None:
         model(make_batch([SAMPLE]))
 
 
-def test_a_temperature_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="temperature must be positive, got 0"):
-        make_retrieval(temperature=0)
+def test_negatives_are_those_of_the_step_whatever_samples_a_rank_has() -> None:
+    draw = UniformNegatives(1000, 50, seed=1)
+    first = make_batch(random_samples(3), rows=4).replace(epoch=2, position=48, step=5)
+    other = make_batch(random_samples(1, seed=1)).replace(epoch=2, position=48, step=0)  # resumed, on another rank
+    negatives = rows_of(draw(first), "negative_id")
+    assert negatives[1:] == [[], [], []]
+    assert len(negatives[0]) == 50
+    assert 0 <= min(negatives[0]) < 100
+    assert 900 <= max(negatives[0]) < 1000
+    assert rows_of(draw(other), "negative_id") == negatives[:1]
+    for changed in (first.replace(epoch=3), first.replace(position=49)):
+        assert rows_of(draw(changed), "negative_id") != negatives
+    assert rows_of(UniformNegatives(1000, 50, seed=2)(first), "negative_id") != negatives
+
+
+def test_the_other_features_stay_as_they_are() -> None:
+    batch = make_batch([Sample(user_id=[1], item_id=[4, 5], action=[6, 7]), Sample(tags=[3])])
+    features = UniformNegatives(10, 3, seed=0)(batch)
+    assert features.keys() == ["user_id", "tags", "item_id", "action", "negative_id"]
+    for key in ("user_id", "tags", "item_id", "action"):
+        assert rows_of(features, key) == rows_of(batch.features, key)
+    assert features.length_per_key() == [1, 1, 2, 2, 3]
+    assert features.lengths().tolist() == [1, 0, 0, 1, 2, 0, 2, 0, 3, 0]
+    empty = without_values(batch.features)
+    assert empty.keys() == batch.features.keys()
+    assert [rows_of(empty, key) for key in ("user_id", "tags", "item_id", "action")] == [[[], []]] * 4
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: UniformNegatives(0, 1, seed=0), "num_items must be at least 1, got 0"),
+        (lambda: UniformNegatives(1, 0, seed=0), "num_negatives must be at least 1, got 0"),
+        (lambda: make_retrieval(temperature=0), "temperature must be positive, got 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()

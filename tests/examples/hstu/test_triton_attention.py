@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenrank.core.errors import ConfigError
 from hstu.attention import Sequences, padded_attention
+from tests.examples.hstu.samples import make_sequences
 
 pytestmark = pytest.mark.gpu
 SCALE_LENGTH = 1000
@@ -22,15 +23,7 @@ Attention = Callable[..., Tensor]
 
 
 def _sequences(lengths: list[int], contextual: list[int], candidates: list[int]) -> Sequences:
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    return Sequences(
-        offsets=offsets.cuda(),
-        num_contextual=torch.tensor(contextual, dtype=torch.int64).cuda(),
-        num_candidates=torch.tensor(candidates, dtype=torch.int64).cuda(),
-        num_tokens=int(sizes.sum()),
-        max_length=max(lengths, default=0),
-    )
+    return make_sequences(lengths, contextual, candidates, device="cuda")
 
 
 def _inputs(sequences: Sequences, heads: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -71,11 +64,10 @@ def _compare(
     sequences: Sequences,
     dtype: torch.dtype,
     few_tokens: bool = False,
-    attention: Attention = triton_attention,
 ) -> None:
     exact = _run(padded_attention, inputs, sequences, torch.float64)
     padded = _run(padded_attention, inputs, sequences, dtype)
-    jagged = _run(attention, inputs, sequences, dtype)
+    jagged = _run(triton_attention, inputs, sequences, dtype)
     tolerances = [FORWARD_TOLERANCE, *[GRADIENT_TOLERANCE] * 3]
     for name, mine, reference, best, tolerance in zip(
         ("output", "query", "key", "value"), jagged, padded, exact, tolerances, strict=True
@@ -93,11 +85,17 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 @HEAD_DIMS
 @BOTH_DTYPES
-def test_results_and_gradients_are_as_exact_as_those_of_the_reference(head_dim: int, dtype: torch.dtype) -> None:
-    lengths = [300, 0, 1, 129, 128, 17, 512, 64]
-    contextual = [2, 0, 1, 0, 128, 3, 200, 1]
-    candidates = [10, 0, 0, 129, 0, 1, 140, 63]
-    _check(_sequences(lengths, contextual, candidates), 3, head_dim, dtype)
+@pytest.mark.parametrize(
+    ("lengths", "contextual", "candidates", "heads"),
+    [
+        ([300, 0, 1, 129, 128, 17, 512, 64], [2, 0, 1, 0, 128, 3, 200, 1], [10, 0, 0, 129, 0, 1, 140, 63], 3),
+        ([8192, 3], [5, 0], [20, 1], 1),
+    ],
+)
+def test_results_and_gradients_are_as_exact_as_those_of_the_reference(
+    head_dim: int, dtype: torch.dtype, lengths: list[int], contextual: list[int], candidates: list[int], heads: int
+) -> None:
+    _check(_sequences(lengths, contextual, candidates), heads, head_dim, dtype)
 
 
 @st.composite
@@ -129,26 +127,15 @@ def test_large_scores_are_as_exact(head_dim: int, dtype: torch.dtype, shift: flo
     _compare(inputs, sequences, dtype)
 
 
-@HEAD_DIMS
-@BOTH_DTYPES
-def test_samples_of_8192_tokens_agree(head_dim: int, dtype: torch.dtype) -> None:
-    _check(_sequences([8192, 3], [5, 0], [20, 1]), 1, head_dim, dtype)
-
-
-def test_equal_inputs_give_equal_bits() -> None:
-    sequences = _sequences([700, 0, 350], [3, 0, 0], [5, 0, 100])
-    inputs = _inputs(sequences, 4, 256, torch.bfloat16)
-    first, second = (_run(triton_attention, inputs, sequences, torch.bfloat16) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def test_a_sample_has_the_same_bits_alone_and_in_a_batch() -> None:
+def test_a_sample_has_the_same_bits_again_and_alone() -> None:
     together = _sequences([90, 333, 4000], [1, 2, 0], [5, 0, 7])
     inputs = _inputs(together, 2, 128, torch.bfloat16)
+    whole, again = (_run(triton_attention, inputs, together, torch.bfloat16) for _ in range(2))
     alone = _sequences([333], [2], [0])
-    whole = _run(triton_attention, inputs, together, torch.bfloat16)
     part = _run(triton_attention, [tensor[90:423] for tensor in inputs], alone, torch.bfloat16)
-    assert all(torch.equal(one[90:423], other) for one, other in zip(whole, part, strict=True))
+    for one, other, of_part in zip(whole, again, part, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one[90:423], of_part)
 
 
 def test_a_nan_stays_in_its_sample() -> None:

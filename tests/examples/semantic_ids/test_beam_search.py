@@ -96,20 +96,13 @@ def test_places_of_targets_are_those_of_their_codes() -> None:
     assert only_padding.places_of_targets(empty).tolist() == []
 
 
-def test_a_catalogue_without_items_is_refused() -> None:
+def test_mistakes_are_refused() -> None:
     with pytest.raises(ConfigError, match="none of the 2 items of the table has a code"):
         Catalogue(_table([-1, -1]))
-
-
-def test_no_beams_are_refused() -> None:
     batch = batch_of(random_samples(2, SIZES, max_history=1), SIZES)
     with pytest.raises(ConfigError, match="beams must be at least 1, got 0"):
         beam_search(_model(), batch, Catalogue(_table([0])), beams=0)
-
-
-@pytest.mark.parametrize("sizes", [(3, 4), (3, 4, 5)])
-def test_a_catalogue_of_other_codebooks_is_refused(sizes: tuple[int, ...]) -> None:
-    batch = batch_of(random_samples(2, SIZES, max_history=1), SIZES)
-    table = CodeTable(codes=np.zeros((1, len(sizes)), dtype=np.int32), codebook_sizes=sizes)
-    with pytest.raises(ConfigError, match=r"catalogue has codebooks of \[3, 4.*, the model of \[3, 4, 2\]; create"):
-        beam_search(_model(), batch, Catalogue(table), beams=2)
+    for sizes in ((3, 4), (3, 4, 5)):
+        other = Catalogue(CodeTable(codes=np.zeros((1, len(sizes)), dtype=np.int32), codebook_sizes=sizes))
+        with pytest.raises(ConfigError, match=r"catalogue has codebooks of \[3, 4.*, the model of \[3, 4, 2\]; create"):
+            beam_search(_model(), batch, other, beams=2)

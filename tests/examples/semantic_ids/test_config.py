@@ -9,11 +9,6 @@ from evenrank.core.errors import ConfigError
 from semantic_ids.config import DecoderConfig
 
 
-def test_levels_follow_from_the_codebooks() -> None:
-    config = DecoderConfig(codebook_sizes=(4, 5, 6), hidden=24, heads=3)
-    assert (config.levels, config.level_offsets, config.head_dim) == (3, (0, 4, 9), 8)
-
-
 def test_the_cost_counts_contextual_tokens_the_history_and_the_candidate() -> None:
     cost = DecoderConfig(codebook_sizes=(4, 5), contextual={"user_id": 9}, hidden=8, heads=2, layers=3).cost()
     lengths = {"user_id": np.array([1]), "semantic_id": np.array([6]), "candidate_id": np.array([2])}

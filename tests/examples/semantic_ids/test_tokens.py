@@ -67,15 +67,6 @@ def test_labels_of_a_loader_follow_the_tokens_that_predict_them(small_dataset: P
     assert checked > 300
 
 
-def test_padding_and_unpadding_keep_the_tokens() -> None:
-    sequences = lay_out(batch_of(SAMPLES, SIZES, batch_size=4, users=[7, 8, 9]), NAMES).sequences
-    tokens = torch.arange(1.0, 20.0)
-    padded = sequences.pad(tokens)
-    assert padded.shape == (4, 8)
-    assert padded[1].tolist() == [9, 10, 11, 12, 0, 0, 0, 0]
-    assert torch.equal(sequences.unpad(padded), tokens)
-
-
 def test_batches_without_what_the_model_needs_are_refused() -> None:
     batch = batch_of(SAMPLES, SIZES)
     with pytest.raises(ConfigError, match="needs the feature 'user_id'; batches have semantic_id, candidate_id;"):

@@ -27,16 +27,14 @@ _STRATEGIES = ("lpt-swap", "min-move", "karmarkar-karp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interruption:
-    """A signal that ends a run of the job."""
+    """A signal that ends a run of the job, once it has written some lines of its log and seconds have passed."""
 
     kills: bool
-    """SIGKILL on all ranks, or on one of them, rather than SIGTERM on one of them."""
+    """SIGKILL, rather than SIGTERM."""
     rank: int
-    """That receives it; -1: all."""
+    """The rank that receives it; -1: all."""
     after_lines: int
-    """Once the run has written so many lines of its log."""
     delay: float
-    """And so many seconds have passed: the moment within a step, an evaluation or a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

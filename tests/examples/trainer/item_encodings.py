@@ -17,7 +17,7 @@ from torchrec import EmbeddingConfig
 import hstu.embeddings
 from evenrank.datasets import read_manifest
 from evenrank.datasets.schema import ITEM_ID, DataFile, content_hash
-from hstu.initial_values import fill_rows
+from hstu.embeddings import fill_rows
 from tests.examples.trainer.jobs import Trained, run
 from trainer.routing import make_key_maps
 
@@ -25,7 +25,6 @@ Ids = NDArray[np.int64]
 
 ENCODINGS: dict[str, Callable[[Ids], Ids]] = {
     "dense": lambda ids: ids,
-    "multiples of 8": lambda ids: 8 * ids,
     "blocks": lambda ids: ids // 50 * 400 + ids % 50,  # 50 ids of every 400 are in use
 }
 
@@ -61,13 +60,7 @@ def _encode_file(out: Path, file: DataFile, encode: Callable[[Ids], Ids]) -> Dat
 def run_encoded(rank: int, world_size: int, options: dict[str, Any], dense: Path, encoding: str) -> Trained:
     """Run a job on this rank; whatever its routing and the ids, an item has the initial values that it has in `dense`.
 
-    Args:
-        rank: of this process.
-        world_size: ranks.
-        options: of the job, on a dataset from `encode_items`.
-        dense: the dataset that it was made from.
-        encoding: in `ENCODINGS`.
-
+    The job is on a dataset that `encode_items` made from `dense` with an encoding.
     """
     sizes = read_manifest(dense).vocabulary_sizes
 

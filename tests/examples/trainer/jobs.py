@@ -1,6 +1,7 @@
-"""Small jobs on the ranks of the tests, and what they trained."""
+"""Small jobs on the ranks of the tests, what they trained, and their logs."""
 
 import dataclasses
+import json
 import os
 import signal
 import warnings
@@ -18,6 +19,7 @@ from trainer.loop import Training
 from trainer.monitors import Monitors
 from trainer.world import World
 
+SHARDED = {"embeddings": "sharded", "min_sharded_rows": 300, "pipeline": "sparse-dist"}
 SETTINGS = {"hidden": 16, "heads": 2, "layers": 1, "max_history_length": 40, "log_every": 4}
 
 
@@ -38,15 +40,9 @@ class CrashError(Exception):
 
 
 def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, signal_at: int = 0) -> Trained:
-    """Run a job on this rank.
+    """Run a job with options that differ from `SETTINGS` on this rank.
 
-    Args:
-        rank: of this process.
-        world_size: ranks.
-        options: settings that differ from `SETTINGS`.
-        crash_at: step after which the job dies on all ranks.
-        signal_at: step after which the last rank receives SIGTERM.
-
+    After step `crash_at` it dies on all ranks; after step `signal_at` the last rank receives SIGTERM.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -101,3 +97,9 @@ def together(parts: list[Trained]) -> tuple[dict[int, list[int]], dict[int, floa
 def settings(out: Path, data: Path, **options: Any) -> dict[str, Any]:
     """Return the options of a job."""
     return {"out": str(out), "data": str(data), **options}
+
+
+def log_lines(out: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of a kind in the log of a job."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]

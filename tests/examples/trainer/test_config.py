@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from evenrank.core.errors import ConfigError
-from trainer.config import TrainConfig, read_config, types_of_settings
-from trainer.options import command_of
+from trainer.config import TrainConfig, command_of, read_config, types_of_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,12 +65,9 @@ RETRIEVAL = {"task": "retrieval"}
     ("mode", "given", "message"),
     [
         (SEMANTIC_IDS, "task", "--task applies to --model hstu, not to --model semantic-ids"),
-        (SEMANTIC_IDS, "num_tasks", "--num-tasks applies to --task ranking, not to --model semantic-ids"),
-        (RETRIEVAL, "num_tasks", "--num-tasks applies to --task ranking, not to --task retrieval"),
         ({"num_tasks": 2}, "positive_action", "--positive-action applies to --num-tasks 1, not to --num-tasks 2"),
         (RETRIEVAL, "positive_action", "--positive-action applies to --num-tasks 1, not to --task retrieval"),
         ({}, "num_negatives", "--num-negatives applies to --task retrieval, not to --task ranking"),
-        (SEMANTIC_IDS, "num_negatives", "--num-negatives applies to --task retrieval, not to --model semantic-ids"),
         ({}, "code_levels", "--code-levels applies to a job without --codes, not to --model hstu"),
         (
             {**SEMANTIC_IDS, "codes": "x.pt"},
@@ -79,15 +76,9 @@ RETRIEVAL = {"task": "retrieval"}
         ),
         ({"balance": "none"}, "strategy", "--strategy applies to --balance other than none, not to --balance none"),
         ({}, "window", "--window applies to --balance no-exchange, not to --balance all-to-all"),
-        (SEMANTIC_IDS, "attention", "--attention applies to --model hstu, not to --model semantic-ids"),
-        (SEMANTIC_IDS, "fused_norms", "--fused-norms applies to --model hstu, not to --model semantic-ids"),
-        (SEMANTIC_IDS, "recompute", "--recompute applies to --model hstu, not to --model semantic-ids"),
-        (SEMANTIC_IDS, "embedding_dim", "--embedding-dim applies to --model hstu, not to --model semantic-ids"),
         (SEMANTIC_IDS, "embeddings", "--embeddings applies to --model hstu, not to --model semantic-ids"),
         ({}, "min_sharded_rows", "--min-sharded-rows applies to --embeddings sharded, not to --embeddings replicated"),
         (SEMANTIC_IDS, "routing", "--routing applies to --embeddings sharded, not to --model semantic-ids"),
-        ({}, "embedding_learning_rate", "applies to --embeddings sharded, not to --embeddings replicated"),
-        (RETRIEVAL, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --task retrieval"),
         (SEMANTIC_IDS, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --model semantic-ids"),
         ({}, "k", "--k applies to --task retrieval or --model semantic-ids, not to --task ranking"),
     ],
@@ -102,14 +93,11 @@ def test_an_option_that_would_be_ignored_is_an_error_even_with_its_default(
     assert str(caught.value).endswith("; leave it out")
 
 
-def test_codes_of_another_model_are_an_error_before_they_are_read() -> None:
-    with pytest.raises(ConfigError, match="--codes applies to --model semantic-ids, not to --model hstu; leave it ou"):
-        TrainConfig(codes="missing.pt")
-
-
-def test_a_file_that_is_missing_is_an_error(toml: Path) -> None:
+def test_a_missing_file_or_codes_of_another_model_are_an_error_before_anything_is_read(toml: Path) -> None:
     with pytest.raises(ConfigError, match=r"settings.toml cannot be read: No such file or directory; check --config"):
         read_config(toml, {})
+    with pytest.raises(ConfigError, match="--codes applies to --model semantic-ids, not to --model hstu; leave it ou"):
+        TrainConfig(codes="missing.pt")
 
 
 def test_every_setting_has_a_default_that_passes_its_own_check_and_a_help() -> None:
@@ -154,18 +142,12 @@ def test_every_setting_is_an_option_with_its_type(toml: Path) -> None:
             given += [f"--{entry.name.replace('_', '-')}", *text]
             expected[entry.name] = value
         tried |= expected.keys()
-        result = CliRunner().invoke(_app(seen), given)
+        app = typer.Typer()
+        app.command()(command_of(seen.append))
+        result = CliRunner().invoke(app, given)
         assert result.exit_code == 0, result.output
         assert seen[-1] == TrainConfig(**expected)
     assert tried == types_of_settings().keys()
-
-
-def _app(seen: list[TrainConfig]) -> Any:
-    import typer
-
-    app = typer.Typer()
-    app.command()(command_of(seen.append))
-    return app
 
 
 def test_the_settings_that_come_with_the_trainer_are_right() -> None:

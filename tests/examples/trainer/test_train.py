@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.lock import FolderLock
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "train.py"
 SMALL = ["--hidden", "8", "--layers", "1", "--embedding-dim", "4", "--max-history-length", "16", "--log-every", "1"]
@@ -96,38 +98,24 @@ def _losses_on_gpus(data: Path, out: Path, num_ranks: int, *arguments: str) -> l
 
 
 @pytest.mark.multi_gpu
-def test_balanced_and_unbalanced_jobs_on_gpus_have_equal_losses(small_dataset: Path, tmp_path: Path) -> None:
-    unbalanced = _losses_on_gpus(small_dataset, tmp_path / "none", 2, "--balance", "none")
-    balanced = _losses_on_gpus(small_dataset, tmp_path / "all-to-all", 2, "--balance", "all-to-all")
-    assert balanced == pytest.approx(unbalanced, rel=1e-3)
-
-
-@pytest.mark.multi_gpu
-def test_heads_divided_between_gpus_give_the_losses_of_one_gpu_and_its_checkpoints_resume(
-    small_dataset: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("num_ranks", "tensor_parallel", "pipeline"),
+    [(2, 1, None), (2, 2, None), (2, 2, "none"), (2, 2, "prefetch"), (4, 2, "sparse-dist")],
+)
+def test_jobs_on_several_gpus_have_the_losses_of_one_gpu_and_their_checkpoints_resume_there(
+    small_dataset: Path, tmp_path: Path, num_ranks: int, tensor_parallel: int, pipeline: str | None
 ) -> None:
-    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1)
-    divided = _losses_on_gpus(small_dataset, tmp_path / "parts", 2, "--tensor-parallel", "2", "--max-steps", "5")
-    assert divided == pytest.approx(whole[:5], rel=1e-3)
-    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1) == pytest.approx(whole, rel=1e-3)
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize(("num_ranks", "pipeline"), [(2, "none"), (2, "prefetch"), (4, "sparse-dist")])
-def test_divided_heads_and_sharded_tables_on_gpus_give_the_losses_of_one_gpu_and_its_checkpoints_resume(
-    small_dataset: Path, tmp_path: Path, num_ranks: int, pipeline: str
-) -> None:
-    """On four GPUs, the rows of tables are divided too."""
+    """Without a pipeline tables are replicated; on four GPUs, the rows of sharded tables are divided too."""
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices, there are {torch.cuda.device_count()}")
-    sharded = ["--embeddings", "sharded", "--min-sharded-rows", "300", "--pipeline", pipeline]
-    batch, divided_batch = ["--batch-size", "32"], ["--batch-size", str(64 // num_ranks), "--tensor-parallel", "2"]
-    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1, *sharded, *batch)
-    divided = _losses_on_gpus(
-        small_dataset, tmp_path / "parts", num_ranks, *sharded, *divided_batch, "--max-steps", "5"
-    )
-    assert divided == pytest.approx(whole[:5], rel=1e-3)
-    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1, *sharded, *batch) == pytest.approx(whole, rel=1e-3)
+    sharded = ["--embeddings", "sharded", "--min-sharded-rows", "300", "--pipeline", str(pipeline)] if pipeline else []
+    alone = [*sharded, "--batch-size", "32"]
+    batch_size = 32 * tensor_parallel // num_ranks
+    divided = [*sharded, "--batch-size", str(batch_size), "--tensor-parallel", str(tensor_parallel)]
+    whole = _losses_on_gpus(small_dataset, tmp_path / "whole", 1, "--balance", "none", *alone)
+    parts = _losses_on_gpus(small_dataset, tmp_path / "parts", num_ranks, *divided, "--max-steps", "5")
+    assert parts == pytest.approx(whole[:5], rel=1e-3)
+    assert _losses_on_gpus(small_dataset, tmp_path / "parts", 1, *alone) == pytest.approx(whole, rel=1e-3)
 
 
 def _rank(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
@@ -139,23 +127,15 @@ def _rank(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
 
 def test_a_second_job_on_a_folder_ends_on_all_ranks_and_names_the_first(small_dataset: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ["--data", str(small_dataset), "--out", str(out), "--batch-size", "2", "--epochs", "1000", *SMALL]
-    with subprocess.Popen([sys.executable, str(SCRIPT), *arguments], env=_environment()) as first:
-        try:
-            deadline = time.monotonic() + 240
-            while not _lines(out) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            first.send_signal(signal.SIGSTOP)  # it holds the lock, and no longer a core
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            with _rank(0, port, *arguments) as second, _rank(1, port, *arguments) as peer:
-                errors = [process.communicate(timeout=240)[1] for process in (second, peer)]
-            assert (second.returncode, peer.returncode, first.poll()) == (2, 2, None)
-            holder = f"process {first.pid} on host {socket.gethostname()}"
-            assert errors == [f"error: {out} is in use by {holder}; wait for it, or choose another folder\n", ""]
-        finally:
-            first.kill()
+    arguments = ["--data", str(small_dataset), "--out", str(out), "--batch-size", "2", *SMALL]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with FolderLock(out), _rank(0, port, *arguments) as second, _rank(1, port, *arguments) as peer:
+        errors = [process.communicate(timeout=240)[1] for process in (second, peer)]
+    assert (second.returncode, peer.returncode) == (2, 2)
+    holder = f"process {os.getpid()} on host {socket.gethostname()}"
+    assert errors == [f"error: {out} is in use by {holder}; wait for it, or choose another folder\n", ""]
 
 
 # Runs a job until it is about to make its data, prints a line, and waits there.
@@ -180,13 +160,6 @@ def test_a_signal_before_training_begins_is_one_line_that_promises_nothing(tmp_p
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (128 + signal.SIGTERM, "error: stopped by SIGTERM\n")
-
-
-def test_an_option_that_would_be_ignored_is_one_line(tmp_path: Path) -> None:
-    failed = _run("--model", "semantic-ids", "--attention", "nonsense", "--out", str(tmp_path / "out"))
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "error: --attention applies to --model hstu, not to --model semantic-ids; leave it out\n"
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path: Path) -> None:

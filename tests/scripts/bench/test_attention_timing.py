@@ -17,7 +17,7 @@ from attention_timing import (
     time_passes,
 )
 from evenrank.core.errors import ConfigError
-from hstu.attentions import ATTENTIONS
+from hstu.config import ATTENTIONS
 
 HEADS = Heads(count=2, head_dim=8, dtype=torch.float32)
 
@@ -34,7 +34,6 @@ def test_flops_are_two_products_for_each_pair() -> None:
     ("ms", "seconds", "expected"),
     [
         (1.0, math.inf, (10, 50)),
-        (0.0, 1.0, (10, 50)),
         (10.0, 0.6, (10, 50)),
         (20.0, 0.6, (5, 25)),
         (1000.0, 0.6, (1, 3)),
@@ -62,16 +61,13 @@ def test_both_passes_are_timed_on_the_lengths() -> None:
     assert passes.both == Times(ms=3.0, runs=48)
 
 
-def test_an_unknown_dtype_is_named() -> None:
+def test_an_unknown_dtype_and_a_host_without_a_device_are_one_line() -> None:
     assert parse_dtype("float32") == torch.float32
     with pytest.raises(ConfigError, match="one of bfloat16, float32, got 'float16'"):
         parse_dtype("float16")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_host_without_a_device_is_told_so() -> None:
-    with pytest.raises(ConfigError, match="run it on a host with a GPU"):
-        require_cuda()
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="run it on a host with a GPU"):
+            require_cuda()
 
 
 @pytest.mark.gpu
@@ -84,7 +80,7 @@ def test_times_on_a_device_have_all_runs_that_fit() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["triton", "triton-by-sample", "padded"])
+@pytest.mark.parametrize("name", ["triton", "padded"])
 def test_every_attention_is_timed_on_a_device(name: str) -> None:
     heads = Heads(count=2, head_dim=64, dtype=torch.bfloat16)
     passes = time_passes(ATTENTIONS[name], [100, 0, 300], heads, timer=CudaTimer(seconds=0.01))

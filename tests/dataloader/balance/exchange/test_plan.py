@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader.balance.exchange.collectives import AllToAll
-from evenrank.dataloader.balance.exchange.device import CpuDevice
+from evenrank.dataloader.balance.exchange.device import ExchangeDevice
 from evenrank.dataloader.balance.exchange.exchange import Exchange
 from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, make_plan, sample_bytes
 from evenrank.dataloader.balance.partition.strategies import Assignment
@@ -64,7 +64,7 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[Ri
     assert all(plan.send_bytes[rank] == 0 for rank, plan in enumerate(plans))  # samples that stay are not sent
 
     # An all-to-all in one process: split the send buffers into chunks, and concatenate them at the receivers.
-    exchange = Exchange(AllToAll(), None, CpuDevice(), world_size=1)
+    exchange = Exchange(AllToAll(), None, ExchangeDevice(), world_size=1)
     prepared = [exchange.prepare(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
     in_flight = [exchange.launch(step) for step in prepared]
     chunks = [

@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 
@@ -35,33 +33,3 @@ def test_no_assignment_is_below_the_bound(world_size: int, batch_size: int) -> N
         assert bound <= optimum
         num_tight += bound == optimum
     assert num_tight >= 15  # of 60
-
-
-@pytest.mark.parametrize(
-    ("costs", "world_size", "bound"),
-    [
-        ([4, 4, 4, 4], 2, 8),  # the mean
-        ([4, 4, 4, 5], 2, 9),  # the mean, rounded up
-        ([9, 1, 2, 3, 3, 1], 2, 10),  # the mean: nothing has to share the rank of the largest
-        ([20, 1, 1], 2, 20),  # the largest
-        ([8, 8, 8, 0], 2, 16),  # of the three largest, two share a rank
-        ([9, 9, 9, 9, 1, 1], 3, 18),
-        ([7], 3, 7),
-        ([0, 0], 2, 0),
-        ([], 2, 0),
-    ],
-)
-def test_without_equal_counts_nothing_has_to_fill_a_rank(costs: list[int], world_size: int, bound: int) -> None:
-    assert lower_bound(np.array(costs, dtype=np.int64), world_size, equal_counts=False) == bound
-
-
-def test_no_assignment_of_any_counts_is_below_the_bound() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        world_size = int(rng.integers(1, 4))
-        costs = (rng.pareto(0.7, int(rng.integers(1, 7))) * 10).astype(np.int64)
-        optimum = min(
-            int(np.bincount(ranks, weights=costs, minlength=world_size).max())
-            for ranks in itertools.product(range(world_size), repeat=len(costs))
-        )
-        assert lower_bound(costs, world_size, equal_counts=False) <= optimum

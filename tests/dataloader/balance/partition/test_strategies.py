@@ -4,8 +4,13 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.partition.registry import STRATEGIES
-from evenrank.dataloader.balance.partition.strategies import Assignment, TokenLimitWarning, lower_bound, partition
+from evenrank.dataloader.balance.partition.strategies import (
+    STRATEGIES,
+    Assignment,
+    TokenLimitWarning,
+    lower_bound,
+    partition,
+)
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
 from tests.dataloader.balance.partition.steps import Step, optimal_heaviest_load, steps
 

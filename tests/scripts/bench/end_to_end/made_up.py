@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from end_to_end.results import Balance, RunResult, Segment, Work
 from trainer.config import TrainConfig
 
+Value = TypeVar("Value")
 PARTS = (np.full((2, 2), 0.1), np.array([[0.7, 0.8], [0.8, 0.6]]), np.array([[0.2, 0.1], [0.1, 0.3]]))
 """Shares of a step of two ranks: before they compute, computing, after it; each [W, steps]."""
 
@@ -82,3 +83,9 @@ def balance(**fields: Any) -> Balance:
         "gather_seconds": np.array([0.002, 0.002]),
     }
     return Balance(**(made | fields))
+
+
+def given(value: Value | None) -> Value:
+    """Return a value that is there."""
+    assert value is not None
+    return value

@@ -26,29 +26,18 @@ def runs_of(file: Path, *tables: str) -> tuple[Run, ...]:
     return read_experiments(file).runs
 
 
-def test_a_run_adds_settings_to_the_run_before_it(file: Path) -> None:
+def test_a_run_has_the_settings_and_keys_of_the_run_that_it_adds_to(file: Path) -> None:
     runs = runs_of(file, SECOND + "settings.heads = 4\n", THIRD + 'settings.balance = "all-to-all"\n')
     assert [run.adds_to for run in runs] == [None, "baseline", "second"]
     assert runs[0].settings == TrainConfig(hidden=32, balance="none")
     assert runs[1].settings == TrainConfig(hidden=32, balance="none", heads=4)
     assert runs[2].settings == TrainConfig(hidden=32, balance="all-to-all", heads=4)
-
-
-def test_a_run_can_add_to_any_run_before_it_or_to_none(file: Path) -> None:
-    second, third = runs_of(
-        file,
-        SECOND + 'adds_to = "none"\nsettings.heads = 4\n',
-        THIRD + 'adds_to = "baseline"\nsettings.layers = 1\n',
-    )[1:]
-    assert (second.adds_to, second.settings) == (None, TrainConfig(hidden=32, heads=4))
-    assert (third.adds_to, third.settings) == ("baseline", TrainConfig(hidden=32, balance="none", layers=1))
-
-
-def test_a_run_has_the_keys_of_the_run_that_it_adds_to(file: Path) -> None:
     keys = 'gpus = 2\nlengths = ["long"]\nitem_rows = 7\ncost = "baseline"\n'
     second, third = runs_of(file, SECOND + keys, THIRD + 'gpus = 1\ncost = "hstu"\n')[1:]
     assert (second.gpus, second.lengths, second.item_rows, second.cost) == (2, ("long",), 7, "baseline")
     assert (third.gpus, third.lengths, third.item_rows, third.cost) == (1, ("long",), 7, "hstu")
+    third = runs_of(file, SECOND, THIRD + 'adds_to = "none"\nsettings.heads = 4\n')[2]
+    assert (third.adds_to, third.settings) == (None, TrainConfig(hidden=32, heads=4))
 
 
 def test_a_run_is_made_for_all_lengths_unless_it_names_some(file: Path) -> None:
@@ -63,7 +52,6 @@ def test_a_run_is_made_for_all_lengths_unless_it_names_some(file: Path) -> None:
         ("steps = ", "is not TOML"),
         (WORKLOAD, "has no [[run]]"),
         ("runs = 1\n" + WORKLOAD + BASELINE, "the file: unknown key 'runs'; known keys are workload, settings, run"),
-        ("[settings]\n" + BASELINE, "[workload]: lengths must name a distribution"),
         (WORKLOAD + "step = 1\n" + BASELINE, "[workload]: unknown key 'step'; known keys are lengths, item_rows"),
         (WORKLOAD + "rounds = 0\n" + BASELINE, "[workload]: rounds must be a whole number of at least 1, got 0"),
         (WORKLOAD + "seed = 1.5\n" + BASELINE, "[workload]: seed must be a whole number of at least 0, got 1.5"),
@@ -72,20 +60,16 @@ def test_a_run_is_made_for_all_lengths_unless_it_names_some(file: Path) -> None:
             "[workload]: steps must be at least rounds, got steps=10 and rounds=11",
         ),
         (WORKLOAD + "item_exponent = nan\n" + BASELINE, "item_exponent must be a number of at least 0, got nan"),
-        (WORKLOAD + 'item_exponent = "1"\n' + BASELINE, "item_exponent must be a number of at least 0, got '1'"),
         (
             '[workload.lengths]\n"A 1" = "zipf"\n' + BASELINE,
             "lengths 'A 1': the name is that of a folder; write it as 'a-1'",
         ),
         ('[workload.lengths]\na = "zpf"\n' + BASELINE, "lengths 'a': unknown distribution 'zpf'"),
-        ('[workload.lengths]\na = "zipf:low=x"\n' + BASELINE, "lengths 'a': low must be int, got 'x'"),
         ("[workload.lengths]\na = 1\n" + BASELINE, "lengths 'a' must be a distribution such as"),
         (WORKLOAD + "[settings]\nhiden = 1\n" + BASELINE, "[settings], settings: unknown key 'hiden'"),
         (WORKLOAD + "[settings]\nhidden = 33\n" + BASELINE, "[settings]: hidden must be a multiple of heads"),
         (WORKLOAD + "[[run]]\ngpus = 1\n", "run 1: name must be text"),
-        (WORKLOAD + '[[run]]\nname = "+"\n', "run 1: name must be text with letters or digits"),
         (WORKLOAD + '[[run]]\nname = "none"\n', "run 1: name must be text with letters or digits, but not 'none'"),
-        (WORKLOAD + '[[run]]\nname = "a\\nb"\n', "run 1: name must be text"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line_with_its_place(file: Path, text: str, message: str) -> None:
@@ -98,14 +82,10 @@ def test_a_mistake_in_the_file_is_one_line_with_its_place(file: Path, text: str,
     [
         ("gpu = 1", "unknown key 'gpu'; known keys are name, adds_to"),
         ('gpus = "1"', "run 'second': gpus must be of type int, got '1'"),
-        ("gpus = 0", "run 'second': gpus must be at least 1, got 0"),
         ("settings.hiden = 1", "run 'second', settings: unknown key 'hiden'; known keys are model, task"),
-        ('settings.out = "x"', "run 'second', settings: unknown key 'out'"),
         ("settings.heads = 5", "run 'second': hidden must be a multiple of heads, got hidden=32 and heads=5"),
         ('adds_to = "third"', "run 'second': adds_to must be 'none' or a run before it (baseline), got 'third'"),
         ('lengths = ["shrt"]', "run 'second': lengths must be names of [workload.lengths] (short, long), got ['shrt']"),
-        ("lengths = []", "run 'second': lengths must be names of"),
-        ("lengths = [[1]]", "run 'second': lengths must be names of"),
         ('cost = "third"', "run 'second': cost must be 'hstu' or a run before it (baseline), got 'third'"),
     ],
 )
@@ -114,26 +94,29 @@ def test_a_mistake_in_a_run_is_one_line_with_its_name(file: Path, keys: str, mes
     check_error(file, message)
 
 
-def test_names_that_differ_only_in_punctuation_are_refused(file: Path) -> None:
-    file.write_text(WORKLOAD + BASELINE + '[[run]]\nname = "+ Baseline"\n')
-    check_error(file, "run '+ Baseline': 'baseline' has the same name as a file; choose another name")
-
-
-def test_a_cost_is_not_fitted_to_a_balanced_run(file: Path) -> None:
-    file.write_text(WORKLOAD + BASELINE + SECOND + 'settings.balance = "all-to-all"\n' + THIRD + 'cost = "second"\n')
-    check_error(file, "run 'third': cost is fitted to the times of 'second', which is balanced; name a run with")
-
-
-def test_a_cost_is_not_fitted_to_a_run_without_the_same_lengths(file: Path) -> None:
-    baseline = BASELINE.replace("settings", 'lengths = ["short"]\nsettings')
-    file.write_text(WORKLOAD + baseline + SECOND + 'cost = "baseline"\nlengths = ["short", "long"]\n')
-    check_error(
-        file, "run 'second': cost is fitted to the times of 'baseline', which does not run with the lengths 'long'"
-    )
-
-
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    check_error(tmp_path / "no.toml", "cannot be read: No such file or directory; check the path")
+@pytest.mark.parametrize(
+    ("baseline", "others", "message"),
+    [
+        (
+            BASELINE,
+            '[[run]]\nname = "+ Baseline"\n',
+            "run '+ Baseline': 'baseline' has the same name as a file; choose another name",
+        ),
+        (
+            BASELINE,
+            SECOND + 'settings.balance = "all-to-all"\n' + THIRD + 'cost = "second"\n',
+            "run 'third': cost is fitted to the times of 'second', which is balanced; name a run with",
+        ),
+        (
+            BASELINE.replace("settings", 'lengths = ["short"]\nsettings'),
+            SECOND + 'cost = "baseline"\nlengths = ["short", "long"]\n',
+            "run 'second': cost is fitted to the times of 'baseline', which does not run with the lengths 'long'",
+        ),
+    ],
+)
+def test_runs_that_do_not_fit_together_are_one_line(file: Path, baseline: str, others: str, message: str) -> None:
+    file.write_text(WORKLOAD + baseline + others)
+    check_error(file, message)
 
 
 def check_error(file: Path, message: str) -> None:
@@ -163,10 +146,6 @@ def test_the_hstu_table_measures_every_part_by_itself() -> None:
         "karmarkar-karp": {"balance", "strategy"},
         "lpt-swap": {"balance"},
         "min-move": {"balance", "strategy"},
-        "fast attention": {"attention"},
-        "fast, karmarkar-karp": {"balance", "strategy"},
-        "fast, lpt-swap": {"balance"},
-        "fast, min-move": {"balance", "strategy"},
         "measured cost": set(),
         "recompute": {"recompute"},
         "tensor parallel 2": {"tensor_parallel"},
@@ -176,19 +155,15 @@ def test_the_hstu_table_measures_every_part_by_itself() -> None:
         "hashed keys": {"routing"},
     }
     assert {run.name for run in experiments.runs if run.adds_to is None} == {"baseline", "padded"}
-    assert by_name["measured cost"].cost == "fast attention"
+    assert by_name["measured cost"].cost == "baseline"
     assert set(experiments.workload.lengths) == {"lognormal", "clipped-zipf"}
 
 
-def test_the_scaling_table_has_both_kinds_of_runs_on_each_number_of_gpus() -> None:
-    runs = shipped("scaling").runs
-    assert [(run.gpus, run.settings.balance) for run in runs] == [
+def test_the_other_tables_have_the_runs_that_they_are_for() -> None:
+    assert [(run.gpus, run.settings.balance) for run in shipped("scaling").runs] == [
         (gpus, balance) for gpus in (1, 2, 4) for balance in ("none", "all-to-all")
     ]
-
-
-def test_the_smoke_table_needs_no_gpu() -> None:
-    for run in shipped("smoke").runs:
+    for run in shipped("smoke").runs:  # needs no GPU
         assert (run.gpus, run.settings.attention, run.settings.pipeline) == (2, "padded", "none")
 
 

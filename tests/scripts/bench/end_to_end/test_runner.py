@@ -1,6 +1,7 @@
-"""Tasks run one after the other; what goes wrong in one is in its result, and the table goes on."""
+"""Tasks run one after the other, here or as SLURM jobs; the failure of one is in its result, and the table goes on."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end.runner import Command, run_tasks, torchrun
-from end_to_end.tasks import WorkerTask
-from tests.scripts.bench.end_to_end.small_tables import make_tasks, result_of
+from end_to_end.outcome import TIMED_OUT
+from end_to_end.results import RunResult
+from end_to_end.runner import Cluster, Command, check_sbatch, run_tasks, script_file, script_of, submit, torchrun
+from end_to_end.tasks import WorkerTask, tasks_of
+from evenrank.core.errors import ConfigError
+from tests.scripts.bench.end_to_end.small_tables import make_table, make_tasks, result_of
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -42,42 +46,28 @@ HANG = "print('waiting', flush=True)\nsignal.pause()"
 def test_results_are_those_of_the_processes_with_a_line_for_each(
     tasks: tuple[WorkerTask, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = run_tasks(tasks, limit_seconds=100, command=stand_in(DONE, "print('noise')\n" + DONE, DONE))
-    assert results == tuple(result_of(task) for task in tasks)
-    assert tasks[1].log.read_text() == "noise\n"
+    out_of_memory = "print('torch.OutOfMemoryError: CUDA out of memory.', file=sys.stderr)\nsys.exit(1)"
+    command = stand_in("print('noise')\n" + DONE, out_of_memory, "raise ValueError('bad luck')")
+    results = run_tasks(tasks, limit_seconds=100, command=command)
+    assert results[0] == result_of(tasks[0])
+    assert [result.failure for result in results] == [None, "out of memory", "ValueError: bad luck"]
+    assert tasks[0].log.read_text() == "noise\n"
     captured = capfd.readouterr()
     assert [line.split(", ")[0::2] for line in captured.out.splitlines()] == [
         ["[1/3] short: baseline", "done"],
-        ["[2/3] short: halved heads", "done"],
-        ["[3/3] short: measured cost", "done"],
+        ["[2/3] short: halved heads", "failed: out of memory"],
+        ["[3/3] short: measured cost", "failed: ValueError: bad luck"],
     ]
     assert captured.err == ""
 
 
 @pytest.mark.processes
-def test_a_failed_run_has_a_reason_and_the_next_one_runs(
-    tasks: tuple[WorkerTask, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    out_of_memory = "print('torch.OutOfMemoryError: CUDA out of memory.', file=sys.stderr)\nsys.exit(1)"
-    programs = (DONE, out_of_memory, "raise ValueError('bad luck')")
-    results = run_tasks(tasks, limit_seconds=100, command=stand_in(*programs))
-    assert [result.failure for result in results] == [None, "out of memory", "ValueError: bad luck"]
-    assert "failed: out of memory\n" in capsys.readouterr().out
-
-
-@pytest.mark.processes
-def test_a_run_that_takes_too_long_is_ended(tasks: tuple[WorkerTask, ...]) -> None:
-    results = run_tasks(tasks[:2], limit_seconds=0.6, command=stand_in(HANG, DONE))
-    assert results[0].failure == "took longer than the limit of 0.01 minutes"
-
-
-@pytest.mark.processes
-def test_a_cost_is_not_fitted_to_a_run_that_failed(tasks: tuple[WorkerTask, ...]) -> None:
-    command = stand_in("sys.exit('gone wrong')", DONE)
-    results = run_tasks((tasks[0], tasks[2]), limit_seconds=100, command=command)
+def test_a_run_that_takes_too_long_is_ended_and_no_cost_is_fitted_to_it(tasks: tuple[WorkerTask, ...]) -> None:
+    results = run_tasks((tasks[0], tasks[2]), limit_seconds=0.6, command=stand_in(HANG, DONE))
+    reason = "took longer than the limit of 0.01 minutes"
     assert [result.failure for result in results] == [
-        "gone wrong",
-        "its cost is fitted to 'baseline', which failed: gone wrong",
+        reason,
+        f"its cost is fitted to 'baseline', which failed: {reason}",
     ]
 
 
@@ -135,3 +125,97 @@ def test_ctrl_c_ends_the_processes_of_a_run(tasks: tuple[WorkerTask, ...], tmp_p
     for file in files:
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)
+
+
+CLUSTER = Cluster(nodes=2, gpus_per_node=2, partition="big one")
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
+    """Put a program on the PATH."""
+    program = folder / "bin" / name
+    program.parent.mkdir(exist_ok=True)
+    program.write_text("#!/bin/bash\n" + script)
+    program.chmod(0o755)
+    if str(program.parent) not in os.environ["PATH"].split(os.pathsep):
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def options_of(script: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    return {name: " ".join(shlex.split(value)) for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_a_job_has_the_hosts_and_the_time_of_its_run(tmp_path: Path) -> None:
+    def script(gpus: int, cluster: Cluster) -> str:
+        task = tasks_of(make_table(tmp_path), tmp_path, gpus=gpus, lengths=["short"])[1]
+        return script_of(task, cluster, limit_seconds=90)
+
+    on_two_hosts = script(4, CLUSTER)
+    assert subprocess.run(["bash", "-n"], input=on_two_hosts, text=True, check=False).returncode == 0
+    assert options_of(on_two_hosts) == {
+        "job-name": "short-halved-heads",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "2",
+        "exclusive": "",
+        "mem": "0",
+        "time": "12",
+        "output": str(tmp_path / "short" / "halved-heads.log"),
+        "partition": "big one",
+    }
+    for gpus, hosts in ((2, ("1", "2")), (8, ("1", "8")), (16, ("2", "8"))):
+        options = options_of(script(gpus, Cluster(nodes=2, gpus_per_node=8)))
+        assert (options["nodes"], options["gpus-per-node"]) == hosts
+    with pytest.raises(ConfigError, match="has 6 processes, which are no multiple of the 4 GPUs of a host"):
+        script(6, Cluster(nodes=2, gpus_per_node=4))
+
+
+@pytest.mark.parametrize(
+    ("srun", "failure"),
+    [
+        ("echo ValueError: bad luck; exit 1", "ValueError: bad luck"),
+        (f"exit {TIMED_OUT}", "took longer than the limit"),
+    ],
+)
+def test_a_job_leaves_a_result_when_its_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, failure: str
+) -> None:
+    folder = tmp_path / "with spaces, 100%j and a 'quote'"
+    folder.mkdir()
+    task = make_tasks(folder)[0]
+    task.save()
+    install(tmp_path, monkeypatch, "scontrol", "echo first; echo second")
+    install(tmp_path, monkeypatch, "srun", f'printf "%s\\n" "$@" > "{tmp_path}/arguments"\n{srun}')
+    script = script_of(task, CLUSTER, limit_seconds=100)
+    assert options_of(script)["output"] == str(task.log).replace("%", "%%")
+    environment = {**os.environ, "SLURM_JOB_ID": "30007", "SLURM_JOB_NODELIST": "hosts[1-2]"}
+    with task.log.open("w") as log:
+        code = subprocess.run(["bash"], input=script, text=True, stdout=log, env=environment, check=False).returncode
+    result = RunResult.load(task.result)
+    assert code == 1
+    assert result.failure is not None
+    assert result.failure.startswith(failure)
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[arguments.index("--rdzv_endpoint") + 1] == "first:30007"
+    assert arguments[-1] == str(task.task_file)
+
+
+@pytest.mark.processes
+def test_jobs_follow_one_another_and_a_refused_one_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = make_tasks(tmp_path)
+    install(tmp_path, monkeypatch, "sbatch", f'echo "$@" >> "{tmp_path}/calls"; echo "$(wc -l < "{tmp_path}/calls");a"')
+    assert submit(tasks, CLUSTER, limit_seconds=60) == ("1", "2", "3")
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        f"--parsable {script_file(tasks[0])}",
+        f"--parsable --dependency=afterany:1 {script_file(tasks[1])}",
+        f"--parsable --dependency=afterany:2 {script_file(tasks[2])}",
+    ]
+    assert script_file(tasks[2]).read_text() == script_of(tasks[2], CLUSTER, limit_seconds=60)
+    refuse = 'case "$*" in *baseline*) echo 5;; *) echo "sbatch: error: no such partition" >&2; exit 1;; esac'
+    install(tmp_path, monkeypatch, "sbatch", refuse)
+    refused = "sbatch refuses 'short: halved heads': sbatch: error: no such partition; jobs 5 are submitted"
+    with pytest.raises(ConfigError, match=f"^{refused}$"):
+        submit(tasks, CLUSTER, limit_seconds=60)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"there is no sbatch on the PATH; .*--dry-run"):
+        check_sbatch()

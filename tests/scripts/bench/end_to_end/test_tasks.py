@@ -1,12 +1,14 @@
 """Tasks say what each run of a table is, and arrive in its processes as they were made."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from end_to_end.tasks import WorkerTask, tasks_of
-from evenrank.core.errors import ConfigError, DataError
-from tests.scripts.bench.end_to_end.small_tables import make_table, make_tasks
+from end_to_end.tasks import WorkerTask, check_names, make_plan, tasks_of
+from evenrank.core.errors import ConfigError
+from tests.scripts.bench.end_to_end.small_tables import make_table, make_tasks, result_of
 
 
 def test_each_run_has_a_task_for_each_of_its_lengths(tmp_path: Path) -> None:
@@ -19,22 +21,15 @@ def test_each_run_has_a_task_for_each_of_its_lengths(tmp_path: Path) -> None:
         "long: measured cost",
     ]
     assert {task.gpus for task in tasks} == {4}
+    chosen = tasks_of(make_table(tmp_path), tmp_path, gpus=2, only=["measured-cost", "baseline"], lengths=["long"])
+    assert [task.title for task in chosen] == ["long: baseline", "long: measured cost"]
     assert tasks[1].result == tmp_path / "short" / "halved-heads.json"
     assert tasks[-1].cost_result == tmp_path / "long" / "baseline.json"
-
-
-def test_a_task_has_the_workload_of_its_run_alone(tmp_path: Path) -> None:
     baseline, halved, _ = make_tasks(tmp_path)
     assert (baseline.workload.item_rows, halved.workload.item_rows) == (50, 7)
     assert (baseline.data_ranks, halved.data_ranks) == (2, 1)
     assert baseline.workload.lengths == {"short": "uniform:low=1,high=9"}
     assert baseline.distribution == "uniform:low=1,high=9"
-
-
-def test_runs_and_lengths_can_be_chosen(tmp_path: Path) -> None:
-    table = make_table(tmp_path)
-    chosen = tasks_of(table, tmp_path, gpus=2, only=["measured-cost", "baseline"], lengths=["long"])
-    assert [task.title for task in chosen] == ["long: baseline", "long: measured cost"]
 
 
 @pytest.mark.parametrize(
@@ -52,26 +47,79 @@ def test_a_choice_that_cannot_run_is_one_line(
     with pytest.raises(ConfigError) as caught:
         tasks_of(make_table(tmp_path), tmp_path, gpus=gpus, only=only, lengths=lengths)
     assert message in str(caught.value)
-
-
-def test_a_run_that_needs_more_gpus_than_there_are_is_one_line(tmp_path: Path) -> None:
     table = make_table(tmp_path, '[workload]\nlengths.a = "zipf"\n[[run]]\nname = "baseline"\ngpus = 4\n')
     with pytest.raises(
-        ConfigError, match=r"run 'baseline' needs 4 GPUs, more than the 2 given; choose other runs with --only"
+        ConfigError, match="'baseline' needs 4 GPUs, more than the 2 given; choose other runs with --only"
     ):
         tasks_of(table, tmp_path, gpus=2)
 
 
-def test_a_loaded_task_is_the_saved_one(tmp_path: Path) -> None:
-    for task in make_tasks(tmp_path):
-        task.save()
-        assert WorkerTask.load(task.task_file) == task
+@pytest.fixture
+def tasks(tmp_path: Path) -> tuple[WorkerTask, ...]:
+    return make_tasks(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "evenrank training benchmark task", "version": 2}'])
-def test_a_damaged_task_is_one_line(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "a.task.json"
-    file.write_text(text)
-    with pytest.raises(DataError, match=r"a\.task\.json .*start the benchmark again") as caught:
-        WorkerTask.load(file)
-    assert "\n" not in str(caught.value)
+def test_complete_results_are_kept_and_others_made_again(tasks: tuple[WorkerTask, ...]) -> None:
+    for task in tasks[:2]:
+        result = result_of(task)  # of a run that would read or write data elsewhere
+        dataclasses.replace(result, settings={**result.settings, "out": "elsewhere"}).save(task.result)
+    plan = make_plan(tasks)
+    assert (plan.kept, plan.to_run, plan.again) == (tasks[:2], tasks[2:], {})
+    result_of(tasks[0], failure="out of memory").save(tasks[0].result)
+    result_of(tasks[2]).save(tasks[2].result)
+    plan = make_plan(tasks)
+    assert plan.to_run == (tasks[0], tasks[2])
+    assert plan.again == {
+        tasks[0].result: "it failed: out of memory",
+        tasks[2].result: "its cost is fitted to 'baseline', which is run again",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"settings": {"seed": 1}}, "settings.seed was 1 and is 0"),
+        ({"workload": {"gone": 1}}, "workload.gone was 1 and is None"),
+        ({"cost": {"name": "MeasuredCost"}}, "cost was 'measured' and is 'of the model'"),
+    ],
+)
+def test_a_result_of_another_task_is_replaced(
+    tasks: tuple[WorkerTask, ...], changes: dict[str, Any], reason: str
+) -> None:
+    result = result_of(tasks[0])
+    values: dict[str, Any] = {name: {**(getattr(result, name) or {}), **change} for name, change in changes.items()}
+    dataclasses.replace(result, **values).save(tasks[0].result)
+    assert make_plan(tasks[:1]).again == {tasks[0].result: reason}
+
+
+@pytest.mark.parametrize("failure", [None, "out of memory"])
+def test_a_cost_without_times_to_fit_to_is_one_line(tasks: tuple[WorkerTask, ...], failure: str | None) -> None:
+    if failure:
+        result_of(tasks[0], failure=failure).save(tasks[0].result)
+    reason = failure or "it has no result"
+    with pytest.raises(ConfigError) as caught:
+        make_plan(tasks[2:])
+    assert f"'measured cost' needs the times of 'baseline' with the lengths 'short': {reason}; " in str(caught.value)
+
+
+def test_results_that_are_replaced_are_set_aside_before_the_first_run(tasks: tuple[WorkerTask, ...]) -> None:
+    """So an interrupted --rerun goes on, without --rerun, with what is left."""
+    for task in tasks:
+        result_of(task).save(task.result)
+    plan = make_plan(tasks, rerun=True)
+    assert plan.to_run == tasks
+    assert set(plan.again.values()) == {"--rerun"}
+    plan.start()
+    assert [task.result.with_suffix(".json.old").exists() for task in tasks] == [True] * 3
+    assert [WorkerTask.load(task.task_file) for task in tasks] == list(tasks)
+    assert make_plan(tasks).to_run == tasks
+
+
+@pytest.mark.parametrize("setting", ["strategy", "balance", "attention", "pipeline"])
+def test_names_that_do_not_exist_are_found_before_anything_runs(tasks: tuple[WorkerTask, ...], setting: str) -> None:
+    check_names(tasks)
+    changed: dict[str, Any] = {setting: "fastest", **({} if setting == "balance" else {"balance": "all-to-all"})}
+    settings = dataclasses.replace(tasks[1].run.settings, **changed)
+    wrong = dataclasses.replace(tasks[1], run=dataclasses.replace(tasks[1].run, settings=settings))
+    with pytest.raises(ConfigError, match=rf"^run '{tasks[1].run.name}': .*fastest"):
+        check_names([tasks[0], wrong])

@@ -14,6 +14,7 @@ from end_to_end.worker import measured
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance import HSTUCost
 from tests.ranks import RankPool
+from tests.scripts.bench.end_to_end import made_up
 from trainer.config import TrainConfig
 from trainer.world import World, divide
 
@@ -81,9 +82,7 @@ def test_all_ranks_have_the_same_result(balanced: list[RunResult], tmp_path: Pat
 def test_balancing_changes_who_trains_a_sample_and_nothing_else(
     balanced: list[RunResult], unbalanced: RunResult
 ) -> None:
-    before, after = unbalanced.balanced, balanced[0].balanced
-    assert before is not None
-    assert after is not None
+    before, after = made_up.given(unbalanced.balanced), made_up.given(balanced[0].balanced)
     for name in ("tokens", "pairs", "predictions", "loads"):
         np.testing.assert_array_equal(getattr(before, name).sum(0), getattr(after, name).sum(0))
     for batch in range(WORKLOAD.num_batches):
@@ -94,9 +93,7 @@ def test_balancing_changes_who_trains_a_sample_and_nothing_else(
 
 def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult) -> None:
     for result in (balanced[0], unbalanced):
-        work, balance = result.balanced, result.balance
-        assert work is not None
-        assert balance is not None
+        work, balance = made_up.given(result.balanced), made_up.given(result.balance)
         np.testing.assert_array_equal(balance.tokens, work.tokens.sum(0))
         np.testing.assert_array_equal(balance.samples, [12, 12, 12])
         np.testing.assert_array_equal(work.tokens, work.sample_tokens.sum(2))
@@ -106,16 +103,12 @@ def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult
         np.testing.assert_array_equal(work.predictions, ((sizes - 1) // 2).sum(2))  # all but the user, every other one
         cost = HSTUCost(**{name: value for name, value in (result.cost or {}).items() if name != "name"})
         np.testing.assert_array_equal(work.loads, cost.of_tokens(sizes, np.zeros_like(sizes)).sum(2))
-    assert unbalanced.balance is not None
-    assert not unbalanced.balance.moved_samples.any()
-    assert balanced[0].balance is not None
-    assert balanced[0].balance.moved_samples.all()
+    assert not made_up.given(unbalanced.balance).moved_samples.any()
+    assert made_up.given(balanced[0].balance).moved_samples.all()
 
 
 def test_even_batches_are_the_same_on_every_rank_and_cost_the_mean(balanced: list[RunResult]) -> None:
-    even, work = balanced[0].even, balanced[0].balanced
-    assert even is not None
-    assert work is not None
+    even, work = made_up.given(balanced[0].even), made_up.given(balanced[0].balanced)
     np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[1])
     np.testing.assert_allclose(even.loads[0], work.loads.mean(0), rtol=0.02)  # rounded to whole events of 6 samples
 
@@ -132,28 +125,19 @@ def test_kinds_of_batches_take_turns_and_go_through_all_batches(balanced: list[R
         np.testing.assert_array_equal(np.diff(segment.batch) % WORKLOAD.num_batches, 1)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}]
-)
-def test_settings_are_those_of_the_training_job(ranks: RankPool, settings: dict[str, Any]) -> None:
-    result = ranks.run(2, run, settings)[0]
-    assert len(result.segments) == 6
-    assert {name: result.settings[name] for name in settings} == settings
-
-
 def test_another_number_of_processes_than_the_task_says_is_an_error() -> None:
     with pytest.raises(ConfigError, match="the task is for 4 processes, not 2; start so many with torchrun"):
         measured(make_task(4, {}), World(rank=0, size=2, device=torch.device("cpu")))
 
 
 def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
-    result = ranks.run(4, run, {"tensor_parallel": 2, "embeddings": "sharded", "strategy": "lpt-swap"})[0]
+    sharded = {"embeddings": "sharded", "min_sharded_rows": 1, "pipeline": "sparse-dist", "routing": "roundrobin"}
+    settings = {"tensor_parallel": 2, "strategy": "lpt-swap", **sharded}
+    result = ranks.run(4, run, settings)[0]
+    assert {name: result.settings[name] for name in settings} == settings
     assert (result.gpus, result.data_ranks) == (4, 2)
-    work, balance = result.balanced, result.balance
-    assert work is not None
-    assert balance is not None
+    work, balance, even = (made_up.given(part) for part in (result.balanced, result.balance, result.even))
     np.testing.assert_array_equal(work.sample_tokens[0], work.sample_tokens[1])
     np.testing.assert_array_equal(work.sample_tokens[2], work.sample_tokens[3])
     np.testing.assert_array_equal(work.loads[::2].T, balance.after)
-    assert result.even is not None
-    np.testing.assert_array_equal(result.even.sample_tokens[0], result.even.sample_tokens[3])
+    np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[3])

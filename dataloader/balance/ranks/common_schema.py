@@ -1,0 +1,72 @@
+"""Agree on one schema of the batches of all ranks before the first step, and hold every later batch to it."""
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenrank.core.errors import ConfigError, RankError, one_line
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.padding import empty_batch
+from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchemaReport:
+    """What a rank reports of its batches before the first step."""
+
+    schema: BatchSchema | None
+    """Schema of its first batch; None if it has none."""
+    error: str | None
+    """Error of its loader, in one line; None if there was none."""
+
+
+def report_schema(batch: JaggedBatch | None, error: Exception | None) -> SchemaReport:
+    """Return the report on a rank's first batch, or on why there is none."""
+    schema = None
+    if batch is not None and error is None:
+        try:
+            schema = schema_of(batch)
+            pickle.dumps(schema)
+            empty_batch(schema)  # needed once this rank has no more batches
+        except Exception as raised:  # reported to all ranks
+            schema, error = None, raised
+    return SchemaReport(schema=schema, error=None if error is None else one_line(error))
+
+
+def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None) -> BatchSchema | None:
+    """Return the schema of all ranks that have batches; None if no rank has any.
+
+    Args:
+        reports: of all ranks, none of which failed.
+        batch_size: of the schema; None: that of the longest batch.
+
+    Raises:
+        RankError: two ranks differ; the message names ranks, fields and values.
+    """
+    known = [(rank, report.schema) for rank, report in enumerate(reports) if report.schema is not None]
+    if batch_size is None:
+        batch_size = max((schema.batch_size for _, schema in known if schema.batch_size), default=1)
+    known = [(rank, dataclasses.replace(schema, batch_size=batch_size)) for rank, schema in known]
+    for (rank, schema), (other_rank, other) in itertools.pairwise(known):
+        if differences := schema.differences(other):
+            raise RankError(f"batches differ between rank {rank} and rank {other_rank}: {'; '.join(differences)}")
+    return known[0][1] if known else None
+
+
+def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> None:
+    """Check that a batch, before padding, has the common schema except for its rows, and lengths that match.
+
+    Raises:
+        ValueError: fields differ, or lengths do not match the contents; the message names the fields.
+        ConfigError: it has more than `max_batch_size` rows.
+    """
+    if differences := schema.differences(dataclasses.replace(schema_of(batch), batch_size=schema.batch_size)):
+        raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
+    if max_batch_size is not None and batch.batch_size > max_batch_size:
+        raise ConfigError(
+            f"a batch has {batch.batch_size} rows, but the Balancer's batch_size is {max_batch_size}; raise it, or "
+            "leave it out"
+        )
+    check_contents(batch)

@@ -1,0 +1,80 @@
+"""The options of balancing: ranges, combinations, the comparison between ranks, and the observers of steps."""
+
+from typing import Any
+
+import pytest
+
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance import BalanceConfig
+from tests.dataloader.balance.costs import one_per_sample
+
+PACK: dict[str, Any] = {"pack": True, "max_tokens_per_rank": 10}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "best"}, "no strategy is called 'best'; known are none, karmarkar-karp, lpt-swap, min-move"),
+        ({"tolerance": -0.1}, "tolerance must be at least 0 and below 1, got -0.1"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank must be at least 1, got 0"),
+        ({"on_overflow": "ignore"}, "on_overflow must be one of raise, warn, got 'ignore'"),
+        ({"log_every": -2}, "log_every must be at least 1, got -2"),
+        (
+            {"log_every": 1, "log_window": (5, 5)},
+            "log_window must be (start, stop) with 0 <= start < stop, got (5, 5)",
+        ),
+        (
+            {"log_every": 1, "log_window": (-1, 5)},
+            "log_window must be (start, stop) with 0 <= start < stop, got (-1, 5)",
+        ),
+        ({"log_window": (2, 5)}, "log_window=(2, 5) needs log_every; log_every=1 logs each of these steps"),
+    ],
+)
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str, exchanges: bool) -> None:
+    with pytest.raises(ConfigError) as raised:
+        BalanceConfig(cost=one_per_sample, **options).check(exchanges=exchanges)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "options", "message"),
+    [
+        (True, {"exchange": "pigeon"}, "exchange must be one of all-to-all, all-gather, got 'pigeon'"),
+        (True, {"lookahead": 0}, "lookahead must be at least 1, got 0"),
+        (True, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        (True, {"window": 4}, "window=4 is an option of build_loader, not of Balancer; leave it out, or use build_l"),
+        (True, PACK, "pack=True is an option of build_loader, not of Balancer; leave it out, or use build_loader"),
+        (False, {"lookahead": 3}, "lookahead=3 is an option of Balancer, not of build_loader; leave it out, or use B"),
+        (False, {"exchange": "all-gather"}, "exchange='all-gather' is an option of Balancer, not of build_loader"),
+        (False, {"window": 0}, "window must be an integer of at least 1, got 0"),
+        (False, {"window": 1.5}, "window must be an integer of at least 1, got 1.5"),
+        (False, {"window": 2, "strategy": "none"}, "window=2 needs a strategy that assigns samples to ranks"),
+        (False, PACK | {"strategy": "none"}, "pack=True needs a strategy that assigns samples to ranks, got 'none'"),
+        (False, PACK | {"window": 2}, "pack=True decides which samples a step has; leave out window=2"),
+        (False, {"pack": True}, "pack=True needs max_tokens_per_rank, the tokens that fit a rank, got None; pass it"),
+    ],
+)
+def test_options_without_effect_or_with_contradictions_are_refused(
+    exchanges: bool, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        BalanceConfig(cost=one_per_sample, **options).check(exchanges=exchanges)
+    assert str(raised.value).startswith(message)
+
+
+def test_ranks_compare_the_options_that_decide_on_batches() -> None:
+    plain = BalanceConfig(cost=one_per_sample)
+    per_rank = BalanceConfig(cost=one_per_sample, on_step=print, log_every=5, log_window=(0, 3))
+    for exchanges in (True, False):
+        assert per_rank.rank_invariants(exchanges=exchanges) == plain.rank_invariants(exchanges=exchanges)
+        assert plain.rank_invariants(exchanges=exchanges)["cost"] == "one_per_sample"
+    packed, fixed = (BalanceConfig(cost=one_per_sample, max_tokens_per_rank=10, pack=pack) for pack in (True, False))
+    assert packed.rank_invariants(exchanges=False) == fixed.rank_invariants(exchanges=False) | {"pack": True}
+
+
+def test_steps_are_observed_by_the_callback_on_every_rank_and_by_the_log_on_the_first() -> None:
+    assert BalanceConfig(cost=one_per_sample).observer(0) is None
+    assert BalanceConfig(cost=one_per_sample, log_every=1).observer(0) is not None
+    assert BalanceConfig(cost=one_per_sample, log_every=1).observer(1) is None
+    assert BalanceConfig(cost=one_per_sample, on_step=print).observer(1) is not None

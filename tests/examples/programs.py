@@ -1,0 +1,77 @@
+"""Runs an example as its reader does, on processes of torchrun, and says what it must print."""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import chain, groupby, islice, repeat
+from pathlib import Path
+
+import torch
+
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.datasets import read_manifest
+from next_item import NextItem
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TUTORIALS = ROOT / "docs" / "tutorials"
+# Losses are printed with 4 digits. A mean over each rank's tokens instead of all of them differs by 2e-4 and more.
+TOLERANCE = 1e-4
+_OUTPUT = re.compile(r'^``` \{ \.text title="Output[^"]*" \}\n(.*?)^```$', re.M | re.S)
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+def run(example: str, data: Path, cwd: Path, *arguments: object, num_ranks: int = 2) -> str:
+    """Return what an example prints; it must succeed, and write nothing to standard error."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(num_ranks)]
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / f"{example}.py"), "--data", str(data), *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # or torchrun says that it sets it
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def numbers_of(line: str) -> list[float]:
+    """Return the numbers in a line, those next to letters, such as that of recall@10, left out."""
+    words = line.replace("%", " ").replace(",", " ").split()
+    return [float(word) for word in words if word.replace(".", "", 1).isdecimal()]
+
+
+def losses_of(output: str) -> dict[int, float]:
+    """Return the printed losses by step."""
+    found = re.findall(r"^step (\d+) \| loss (\d+\.\d+)", output, re.M)
+    assert len(found) == len(dict(found))  # one rank prints
+    return {int(step): float(loss) for step, loss in found}
+
+
+def losses_in_one_process(data: Path, num_steps: int, config: LoaderConfig) -> dict[int, float]:
+    """Return the losses by step of the model that predicts the next item, trained on unbalanced batches."""
+    torch.manual_seed(0)
+    model = NextItem(read_manifest(data).vocabulary_sizes["item_id"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = {}
+    batches = chain.from_iterable(repeat(build_loader(data, config, rank=0, world_size=1)))
+    for step, batch in enumerate(islice(batches, num_steps), start=1):
+        optimizer.zero_grad()
+        loss = model(batch) / batch.loss_tokens
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+    return losses
+
+
+def check_tutorial(page: str, *outputs: str) -> None:
+    """Fail unless a page shows these outputs, but for the numbers and how often a line is repeated."""
+    shown = _OUTPUT.findall((TUTORIALS / f"{page}.md").read_text())
+    assert [_kinds_of_lines(block) for block in shown] == [_kinds_of_lines(output) for output in outputs], page
+
+
+def _kinds_of_lines(text: str) -> list[str]:
+    return [line for line, _ in groupby(_NUMBER.sub("#", line) for line in text.splitlines())]

@@ -1,0 +1,172 @@
+"""The examples of one file train, resume and print as their tutorials show."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenrank.dataloader import LoaderConfig
+from evenrank.datasets import read_manifest
+from tests.examples.programs import (
+    EXAMPLES,
+    TOLERANCE,
+    check_tutorial,
+    losses_in_one_process,
+    losses_of,
+    numbers_of,
+    run,
+)
+
+pytestmark = pytest.mark.examples
+CONFIG = LoaderConfig(batch_size=32, max_history_length=200)
+
+
+@pytest.mark.parametrize(
+    ("library", "example", "page"),
+    [("accelerate", "accelerate_loop", "accelerate"), ("lightning", "lightning_fit", "lightning")],
+)
+def test_the_same_command_resumes_in_the_middle_of_an_epoch(
+    small_dataset: Path, tmp_path: Path, library: str, example: str, page: str
+) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    checkpoints = tmp_path / "checkpoints"
+    options = ["--log-every", 1, "--checkpoints", checkpoints, "--steps", 11, "--save-every", 9]  # epochs have 7 steps
+    first = run(example, small_dataset, tmp_path, *options)
+    if library == "accelerate":
+        assert [path.name for path in checkpoints.iterdir()] == ["step-9"]
+        (checkpoints / "partial").mkdir()  # of a job that was killed while it saved
+        (checkpoints / "partial" / "model.safetensors").write_bytes(b"half")
+    second = run(example, small_dataset, tmp_path, *options)
+    assert losses_of(first) == pytest.approx(losses_in_one_process(small_dataset, 11, CONFIG), abs=TOLERANCE)
+    assert losses_of(first)[11] < 0.95 * losses_of(first)[1]
+    reports, resumed = ([line for line in out.splitlines() if line.startswith("step")] for out in (first, second))
+    assert resumed == reports[9:]  # the samples of these steps, and their losses, to the last digit
+    assert "epoch 1, sample 96" in resumed[0]
+    check_tutorial(page, first, second)
+
+
+def test_an_epoch_is_finished_on_another_number_of_ranks_as_if_never_stopped(
+    small_dataset: Path, tmp_path: Path
+) -> None:
+    options = ["--log-every", 1, "--checkpoint", tmp_path / "checkpoint", "--global-batch-size", 24]
+    first = run("checkpoint_resume", small_dataset, tmp_path, *options, "--steps", 4)
+    second = run("checkpoint_resume", small_dataset, tmp_path, *options, num_ranks=3)
+    uninterrupted = losses_in_one_process(small_dataset, 9, LoaderConfig(batch_size=24, max_history_length=100))
+    assert [*losses_of(first)] == [1, 2, 3, 4]
+    assert losses_of(first) | losses_of(second) == pytest.approx(uninterrupted, abs=TOLERANCE)
+    num_samples = read_manifest(small_dataset).splits["train"].rows
+    assert first.splitlines()[-1] == f"96 of {num_samples} samples were trained exactly once, 0 more often"
+    assert second.splitlines()[0] == "resumed on 3 ranks; 5 of 9 steps are left"
+    assert second.splitlines()[-1] == f"{num_samples} of {num_samples} samples were trained exactly once, 0 more often"
+    check_tutorial("checkpoint-resume", first, second)
+
+
+def test_sasrec_learns_what_is_popular_with_either_attention(small_dataset: Path, tmp_path: Path) -> None:
+    output = run("ddp_sasrec", small_dataset, tmp_path, "--steps", "24", "--attention", "jagged")
+    before, attentions, *steps, after = output.splitlines()
+    padded, jagged = numbers_of(attentions)
+    assert 0 < padded == pytest.approx(jagged, rel=1e-4)
+    losses = [numbers_of(line)[1] for line in steps]
+    # A model that knows nothing has log(1 + 128 negatives) per event.
+    assert losses[-1] < 3.6 < losses[0] < math.log(129)
+    for line in steps:
+        load_before, load_after = numbers_of(line)[2:]
+        assert 1 <= load_after < 1.02 < load_before
+    # Of the last items of other users, among the first 10 of 500 items, and 100. A model whose labels are not shifted
+    # has as low a loss, but recommends what a user has just had.
+    assert [value > chance for value, chance in zip(numbers_of(before), (0.1, 0.4), strict=True)] == [False, False]
+    assert [value > chance for value, chance in zip(numbers_of(after), (0.3, 0.6), strict=True)] == [True, True]
+    check_tutorial("ddp-sasrec", output)
+
+
+def test_a_model_divided_along_both_dimensions_trains_like_one_process(small_dataset: Path, tmp_path: Path) -> None:
+    output = run("fsdp2", small_dataset, tmp_path, "--log-every", 1, "--steps", 14, num_ranks=4)  # two epochs
+    assert losses_of(output) == pytest.approx(losses_in_one_process(small_dataset, 14, CONFIG), abs=TOLERANCE)
+    assert losses_of(output)[14] < 0.95 * losses_of(output)[1]
+    assert output.splitlines()[-1] == "tensor-parallel peers had equal samples in 14 of 14 steps"
+    check_tutorial("fsdp2", output)
+
+
+def test_own_cost_and_strategy_balance_like_the_built_in_ones(small_dataset: Path, tmp_path: Path) -> None:
+    output = run("own_cost_and_strategy", small_dataset, tmp_path, "--steps", "5")
+    lines = (line.partition("|") for line in output.splitlines())
+    results = {name.strip(): numbers_of(result) for name, _, result in lines}
+    unbalanced, _, moved = results["not balanced"]
+    assert unbalanced > 1.1
+    assert moved == 0
+    for name in ("own cost, lpt-swap", "own cost, min-move", "own cost, own strategy"):
+        assert results[name][0] < 1.01, name
+    # It moves samples differently from the built-in strategy that also begins with the heaviest one.
+    assert results["own cost, own strategy"] != results["own cost, lpt-swap"]
+    assert results["own cost, own strategy"][2] > 20
+    check_tutorial("own-cost-and-strategy", output)
+
+
+def test_a_job_with_its_own_dataloader_is_balanced_and_resumes_bit_for_bit(small_dataset: Path, tmp_path: Path) -> None:
+    # An epoch has 7 steps: the checkpoint after step 10 is in the middle of the second.
+    output = run("own_dataloader", small_dataset, tmp_path, "--steps", "20")
+    first, second, resuming, resumed, same = output.splitlines()
+    assert resuming == "resuming after step 10"
+    assert same == "the 10 losses after the checkpoint are the same, bit for bit"
+    losses = [numbers_of(line)[1] for line in (first, second)]
+    assert losses[1] < losses[0] < math.log(501)
+    assert losses[1] < 5.2
+    assert numbers_of(resumed)[:2] == numbers_of(second)[:2]
+    load_before, load_after = numbers_of(first)[2:]
+    assert 1 <= load_after < 1.01 < load_before
+    assert not list(tmp_path.iterdir())
+    check_tutorial("own-dataloader", output)
+
+
+def test_a_table_sharded_by_rows_trains_on_balanced_batches(small_dataset: Path, tmp_path: Path) -> None:
+    output = run("torchrec_dmp", small_dataset, tmp_path, "--log-every", 1, "--steps", 21)  # three epochs
+    losses = losses_of(output)
+    assert [*losses] == [*range(1, 22)]
+    untrained = 2 * math.log(2)  # of scores of 0
+    assert losses[1] == pytest.approx(untrained, abs=0.1)
+    assert losses[21] < 0.8 * untrained
+    loads = re.findall(r"(\d+\.\d+) before balancing, (\d+\.\d+) after", output)
+    before, after = ([float(load) for load in loads_of_steps] for loads_of_steps in zip(*loads, strict=True))
+    assert max(before) > 1.1
+    assert max(after) < 1.05
+    num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
+    assert output.splitlines()[-1] == f"rank 0 has {-(-num_items // 2)} of the {num_items} rows of the table"
+    check_tutorial("torchrec-dmp", output)
+
+
+def test_codes_of_the_next_item_are_learned(small_dataset: Path, tmp_path: Path) -> None:
+    output = run("train_semantic_ids", small_dataset, tmp_path, "--steps", "40")
+    before, *steps, after = output.splitlines()
+    losses = [numbers_of(line)[1] for line in steps]
+    assert losses[1] < losses[0] < math.log(8)  # of 8 codes, all equally likely
+    assert losses[1] < 1.6
+    for line in steps:
+        load_before, load_after = numbers_of(line)[2:]
+        assert 1 <= load_after < 1.02 < load_before
+    assert numbers_of(before)[1] < 0.15 < 0.3 < numbers_of(after)[1]  # Recall@10 of 500 items
+    check_tutorial("semantic-ids", output)
+
+
+# All in one process, because each would import torch.
+WITHOUT_DATA = """
+import runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path, "--data", "missing"]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as exit:
+        print(exit.code)
+"""
+
+
+def test_without_a_dataset_the_examples_say_how_to_make_one_and_exit_with_2(tmp_path: Path) -> None:
+    paths = sorted(map(str, EXAMPLES.glob("*.py")))
+    command = [sys.executable, "-c", WITHOUT_DATA, *paths]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.stdout.split() == ["2"] * len(paths), done.stderr
+    line = "error: missing is not a dataset: no such folder; make one with `evenrank preprocess --out missing`"
+    assert [found for found in done.stderr.splitlines() if found.startswith("error")] == [line] * len(paths)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,102 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenrank.dataloader import LoaderConfig
+from evenrank.datasets import read_manifest
+from evenrank.datasets.schema import SCHEMA_VERSION, Manifest
+from evenrank.training.flops import ModelFlops, mlp_flops
+from hstu.layer import HSTULayer
+from trainer.config import TrainConfig
+from trainer.tasks import Task, ranking, retrieval
+from trainer.world import World
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make", [ranking, retrieval])
+def test_the_model_has_the_shape_and_the_computation_of_the_settings(
+    small_dataset: Path, make: Callable[..., Task]
+) -> None:
+    config = TrainConfig(
+        hidden=16, heads=4, layers=3, recompute=True, attention="padded", dropout=0.25, fused_norms=False
+    )
+    task = make(config, read_manifest(small_dataset), WORLD)
+    layers = [module for module in task.dense.modules() if isinstance(module, HSTULayer)]
+    assert len(layers) == 3
+    for layer in layers:
+        assert (layer.heads, layer.head_dim, layer.recompute, layer.dropout.p) == (4, 4, True, 0.25)
+        assert layer.attention.name == "padded"
+        assert not layer.fused_norms
+        assert isinstance(layer.attention, task.attention)
+
+
+class _DividedWorld(World):
+    """Pairs of ranks, without the process groups of a device mesh."""
+
+    @property
+    def data_size(self) -> int:
+        return self.size // 2
+
+
+@pytest.mark.parametrize("make", [ranking, retrieval])
+def test_the_keys_of_sharded_tables_are_mapped_for_the_data_parallel_ranks_that_have_their_rows(
+    small_dataset: Path, make: Callable[..., Task]
+) -> None:
+    manifest = read_manifest(small_dataset)
+    sizes = manifest.vocabulary_sizes
+    assert sizes["action"] < sizes["user_id"] < sizes["item_id"]
+
+    def found(min_sharded_rows: int, world_size: int = 3) -> dict[str, tuple[int, int]]:
+        config = TrainConfig(
+            user_id=True, embeddings="sharded", min_sharded_rows=min_sharded_rows, routing="roundrobin"
+        )
+        task = make(config, manifest, _DividedWorld(rank=0, size=2 * world_size, device=torch.device("cpu")))
+        read = task.read(batch_size=4)
+        assert dict(read.key_maps) == task.key_maps
+        return {name: (one.num_embeddings, one.world_size) for name, one in task.key_maps.items()}
+
+    assert found(sizes["item_id"]) == {"item_id": (sizes["item_id"], 3)}
+    assert found(sizes["item_id"] + 1) == {}
+    everything = {name: (size, 2) for name, size in sizes.items() if name != "action"}
+    assert found(1, world_size=2) == everything
+
+
+def test_flops_are_those_of_a_ranks_heads(small_dataset: Path) -> None:
+    def flops(config: TrainConfig) -> ModelFlops:
+        return ranking(config, read_manifest(small_dataset), WORLD).flops
+
+    config = TrainConfig(hidden=16, heads=4, layers=3, embedding_dim=8)
+    whole, divided = flops(config), flops(replace(config, tensor_parallel=2))
+    assert divided.per_pair == whole.per_pair // 2
+    all_ranks_alike = mlp_flops((8, 16, 16))
+    assert divided.per_token - all_ranks_alike == (whole.per_token - all_ranks_alike) // 2
+    assert divided.per_prediction == whole.per_prediction
+
+
+def test_a_ranking_model_needs_no_dataset_but_vocabulary_sizes() -> None:
+    """Tables of any size: no rank has a sharded one in full."""
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        dataset="random",
+        sources=(),
+        options={},
+        splits={},
+        contextual=(),
+        extra_events={},
+        vocabulary_sizes={"user_id": 50_000_000, "item_id": 50_000_000, "action": 256},
+        context_labels={},
+        content_hash="",
+    )
+    config = TrainConfig(num_tasks=8, user_id=True, embeddings="sharded", embedding_dim=128)
+    task = ranking(config, manifest, WORLD)
+    tables = {name.split(".")[-2]: (weight.shape, weight.device) for name, weight in task.model.named_parameters()}
+    assert tables["user_id"] == tables["item_id"] == ((50_000_000, 128), torch.device("meta"))
+    assert tables["action"] == ((256, 128), torch.device("cpu"))
+    assert task.num_tasks == 8
+    read = task.read(batch_size=32)
+    assert isinstance(read, LoaderConfig)
+    assert (read.user_id, read.num_tasks) == (True, 8)

@@ -1,0 +1,276 @@
+"""The code of how-to pages and of the explanation of balance with no exchange, run as it stands there."""
+
+import contextlib
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer, SelfAttentionCost, StepMetrics
+from evenrank.datasets import read_manifest
+from evenrank.datasets.distributions import Uniform
+from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
+from tests.checkpoints import resuming
+from tests.checkpoints.resuming import ids_of
+from tests.ranks import RankPool
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN_LOADER = ROOT / "docs" / "how-to" / "own-loader.md"
+CHECKPOINTS = ROOT / "docs" / "how-to" / "checkpoints.md"
+TRAINING = ROOT / "docs" / "how-to" / "training.md"
+NO_EXCHANGE = ROOT / "docs" / "explanation" / "no-exchange.md"
+
+# What the reader of the tutorial has: histories, a model, and a collate function. On 2 ranks all batches are full.
+MY_PROJECT = """
+import torch
+import torch.distributed as dist
+
+class Histories(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        return {"item_id": [(index * i) % 50 for i in range(index * 5 % 17)], "bought": float(index % 3 == 0)}
+
+def collate(samples):
+    items = [torch.tensor(sample["item_id"], dtype=torch.int64) for sample in samples]
+    offsets = torch.tensor([0] + [len(row) for row in items]).cumsum(0)
+    bought = torch.tensor([sample["bought"] for sample in samples])
+    return {"items": torch.cat(items), "offsets": offsets, "bought": bought}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.items = torch.nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
+        self.score = torch.nn.Linear(4, 1)
+        self.seen = 0
+        torch.manual_seed(dist.get_rank())  # of the order of samples
+    def forward(self, items, offsets, bought):
+        scores = self.score(self.items(items, offsets)).squeeze(1)
+        return torch.nn.functional.binary_cross_entropy_with_logits(scores, bought, reduction="none")
+"""
+# DistributedDataParallel keeps the group, of which a thread can abort the end of the interpreter, with and without us.
+EPILOGUE = """
+torch.save(model.module.state_dict(), f"{name}-{rank}.pt")
+import os
+os._exit(0)
+"""
+
+
+def _blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+
+
+def _changed_lines(diff: str, sign: str) -> list[str]:
+    return [line for line in diff.splitlines() if line.startswith(sign)]
+
+
+def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_path: Path) -> None:
+    (diff,) = _blocks(OWN_LOADER, "diff")
+    assert len(_changed_lines(diff, "-")) <= len(_changed_lines(diff, "+")) <= 10
+    (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    torchrun = Path(sys.executable).parent / "torchrun"
+    for name, left_out in (("before", "+"), ("after", "-")):
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines) + f"\nname = {name!r}" + EPILOGUE)
+        command = [str(torchrun), "--nproc_per_node", "2", f"{name}.py"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        assert run.returncode == 0, run.stderr
+    weights = [torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("before", "after") for rank in range(2)]
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0])
+
+
+def _names(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the names that the page's pieces of code refer to."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return {
+        "BalanceConfig": BalanceConfig,
+        "Balancer": Balancer,
+        "build_loader": build_loader,
+        "config": LoaderConfig(batch_size=12),
+        "cost": resuming.COST,
+        "dist": dist,
+        "fully_shard": fully_shard,
+        "init_device_mesh": init_device_mesh,
+        "model": resuming.Model(),
+        "path": path,
+        "rank": rank,
+        "world_size": world_size,
+    }
+
+
+def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
+    """Run both pieces of code on meshes; return the samples of an epoch with each."""
+    warnings.simplefilter("ignore")
+    seen = []
+    for code in _blocks(OWN_LOADER)[:2]:
+        names = _names(path, rank, world_size)
+        exec(code, names)
+        ids = []
+        with names["balancer"] as balancer:
+            for batch in balancer:
+                if "replicate" in code:
+                    names["model"](batch).backward()
+                ids += ids_of(batch)
+        seen.append(ids)
+    return seen
+
+
+def test_the_meshes_of_the_page_train_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
+    tensor_parallel, hybrid = zip(*ranks.run(4, _run_on_meshes, small_dataset), strict=True)
+    assert tensor_parallel[0] == tensor_parallel[1]
+    assert tensor_parallel[2] == tensor_parallel[3]
+    for parts in (tensor_parallel[::2], hybrid):
+        ids = [sample for part in parts for sample in part]
+        assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
+
+
+def _model_and_adam() -> tuple[resuming.Model, torch.optim.Adam]:
+    torch.manual_seed(0)  # the same on both ranks
+    model = resuming.Model()
+    return model, torch.optim.Adam(model.parameters())
+
+
+def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tuple[list[int], list[int]]:
+    """Save a job by the code of the page, and load it into a new one, which has never stepped; return the samples."""
+    import torch.distributed.checkpoint as dcp
+
+    warnings.simplefilter("ignore")
+    recipe, code = _blocks(CHECKPOINTS)[:2]
+    names = _names(path, rank, world_size) | {"dcp": dcp, "folder": folder}
+    exec(recipe, names)
+    job, save, load = code.splitlines()
+    model, adam = _model_and_adam()
+    with resuming.balance(path, rank, world_size) as balancer:
+        steps = iter(balancer)
+        trained = []
+        for _ in range(3):
+            trained += ids_of(next(steps))
+            squares = [weight.square().sum() for weight in model.parameters()]
+            torch.stack(squares).sum().backward()  # on both ranks the same
+            adam.step()
+        exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "balancer": balancer})
+        steps.close()  # type: ignore[attr-defined]
+    new_model, new_adam = _model_and_adam()
+    with resuming.balance(path, rank, world_size) as balancer:
+        exec(f"{job}\n{load}", names | {"model": new_model, "optimizer": new_adam, "balancer": balancer})
+        rest = [sample for batch in balancer for sample in ids_of(batch)]
+    torch.testing.assert_close(new_model.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert adam.state_dict()["state"]
+    torch.testing.assert_close(new_adam.state_dict()["state"], adam.state_dict()["state"], rtol=0, atol=0)
+    return trained, rest
+
+
+def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
+    ranks: RankPool, small_dataset: Path, tmp_path: Path
+) -> None:
+    trained, rest = zip(*ranks.run(2, _save_and_load, small_dataset, tmp_path), strict=True)
+    ids = [sample for part in (*trained, *rest) for sample in part]
+    assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
+
+
+def test_the_callback_of_the_page_is_the_tested_one() -> None:
+    tested = (ROOT / "tests" / "checkpoints" / "test_lightning.py").read_text()
+    lines = [line.strip() for line in _blocks(CHECKPOINTS)[2].splitlines()]
+    assert "\n".join(lines[2:]) in "\n".join(line.strip() for line in tested.splitlines())
+
+
+def test_the_nodes_of_the_page_compose(small_dataset: Path) -> None:
+    from torchdata.nodes import Loader, Mapper, Prefetcher
+
+    trained: list[Any] = []
+    names = _names(small_dataset, 0, 1) | {"Loader": Loader, "Mapper": Mapper, "Prefetcher": Prefetcher}
+    exec(_blocks(OWN_LOADER)[2], names | {"augment": lambda batch: batch, "train": trained.append})
+    expected = build_loader(small_dataset, LoaderConfig(batch_size=12), rank=0, world_size=1)
+    assert [sorted(ids_of(batch)) for batch in trained] == [sorted(ids_of(batch)) for batch in expected]
+
+
+def _train_with_no_exchange(rank: int, world_size: int, path: Path) -> list[int]:
+    trained: list[int] = []
+
+    def model(batch: Any) -> torch.Tensor:
+        trained.extend(ids_of(batch))
+        return torch.ones((), requires_grad=True)
+
+    names = _names(path, rank, world_size) | {"BalanceConfig": BalanceConfig, "scale_loss": scale_loss}
+    steps: list[StepMetrics] = []
+    exec(_blocks(NO_EXCHANGE)[0], names | {"device": "cpu", "log_step": steps.append, "model": model})
+    assert all(step.ratio_after <= step.ratio_before for step in steps)
+    return trained
+
+
+def test_the_loop_with_no_exchange_trains_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
+    ids = [sample for part in ranks.run(2, _train_with_no_exchange, small_dataset) for sample in part]
+    assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
+
+
+COST = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
+CONFIG = LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1)
+DATA = RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4))
+NUM_BATCHES = 6
+
+
+def _section(page: Path, title: str) -> str:
+    """Return the code of a section."""
+    text = page.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    return str(code)
+
+
+class _Model(torch.nn.Module):
+    """Its first task has the number of items as its loss, its second twice as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        return self.weight * len(batch.features["item_id"].values())
+
+
+def _train(rank: int, world_size: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp = mesh["dp"]
+    model = DistributedDataParallel(_Model(), process_group=dp.get_group())
+    loader = RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=dp.get_local_rank(), world_size=2)
+    printed: list[Any] = []
+    with Balancer(loader, BalanceConfig(cost=COST), group=dp) as balancer:
+        names = {
+            "FiniteCheck": FiniteCheck,
+            "LossAverage": LossAverage,
+            "accumulate": accumulate,
+            "balancer": balancer,
+            "contextlib": contextlib,
+            "device": "cpu",
+            "mesh": mesh,
+            "model": model,
+            "num_tasks": 2,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+            "print": printed.append,
+            "scale_loss": scale_loss,
+        }
+        exec(_section(TRAINING, "Losses"), names)
+    return printed
+
+
+def test_the_loop_prints_the_mean_loss_of_each_task_over_all_batches(ranks: RankPool) -> None:
+    num_items, num_tokens = 0, 0
+    for rank in range(2):
+        for batch in RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=rank, world_size=2):
+            num_items += len(batch.features["item_id"].values())
+            num_tokens += batch.loss_tokens
+    for printed in ranks.run(4, _train):
+        assert printed == [[pytest.approx(num_items / num_tokens), pytest.approx(2 * num_items / num_tokens)]]
