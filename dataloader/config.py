@@ -17,7 +17,7 @@ from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 Order = Literal["shuffle", "rows", "time"]
-_MAX_TASKS = 31  # actions are int32 and not negative
+_MAX_TASKS = 31  # bits of an action, an int32 that is not negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +42,13 @@ class ReadConfig(ABC, Generic[Batch]):
     num_workers: int = 0
     """Threads per rank that collate in the background; 0: the calling thread collates."""
     prefetch: int = 16
-    """Batches that are collated together in one array. Workers run up to `num_workers` such groups ahead."""
+    """Batches collated together in one array. Workers run up to `num_workers` such groups ahead."""
     persistent_workers: bool = False
     """Keep the threads between epochs."""
     pin_memory: bool = False
     """Return batches in pinned memory, for asynchronous copies to a GPU."""
     key_maps: Mapping[str, KeyMap] = field(default_factory=dict, hash=False)
-    """Features whose keys are replaced by the rows of their tables. The first loader of a machine maps a column and
-    caches it."""
+    """Features whose keys are replaced by the rows of their tables. A machine's first loader caches a mapped column."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {"batch_size": 1, "max_history_length": 0, "num_workers": 0, "prefetch": 1}
 
@@ -62,12 +61,9 @@ class ReadConfig(ABC, Generic[Batch]):
             raise ConfigError(f"seed must be {expected}, got {show(self.seed)}")
         if self.order not in get_args(Order):
             raise ConfigError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
-        self._check_key_maps()
-
-    def _check_key_maps(self) -> None:
         if not isinstance(self.key_maps, Mapping):
             raise ConfigError(f"key_maps must be a dict of KeyMaps by feature, got {show(self.key_maps)}")
-        object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy, which no caller changes later
+        object.__setattr__(self, "key_maps", dict(self.key_maps))  # a copy that no caller changes later
         for name, key_map in self.key_maps.items():
             if not isinstance(key_map, KeyMap):
                 raise ConfigError(f"key_maps must have a KeyMap for {name!r}, got {show(key_map)}")
@@ -93,8 +89,8 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
     candidate_actions: bool = False
     """Include the candidates' actions in the `action` feature."""
     extra_events: tuple[str, ...] = ()
-    """Further list columns that become features: `timestamp_ms`, for history and candidates, or columns that the
-    dataset adds, for the same events as `action`."""
+    """Further list columns as features: `timestamp_ms`, for history and candidates, or columns that the dataset adds,
+    for the same events as `action`."""
 
     _MINIMUMS: ClassVar[dict[str, int]] = {**ReadConfig._MINIMUMS, "max_num_candidates": 0, "num_tasks": 0}
 
@@ -126,8 +122,7 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
     label_offsets: bool = False
     """Make labels tokens, with the offsets of their levels, instead of codes."""
     history_labels: bool = False
-    """Add labels for the history before those of the target, so that labels are the codes of the event after each event
-    of the history."""
+    """Also add the labels of the history: for each of its events, the codes of the next one."""
     candidate_feature: bool = False
     """Add a feature `candidate_id`, the tokens of the target, for teacher forcing."""
 

@@ -28,6 +28,7 @@ from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.samples import Mixture, find_samples, make_order, remapped_stores
 from evenrank.dataloader.sampling.steps import Iteration, StepShape
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
+from evenrank.dataloader.state.snapshots import Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
 
@@ -52,25 +53,21 @@ def build_loader(
 
     Args:
         data: the folder that `evenrank preprocess` wrote, or a Mixture of such folders.
-        config: the same on all ranks. Its type decides the type of the batches: LoaderConfig or SemanticIdConfig.
+        config: LoaderConfig or SemanticIdConfig, which decides the type of the batches; the same on all ranks.
         rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
-        transform: called with each padded batch and a random generator, in a worker thread if there are any. Returns
+        transform: called with each padded batch and a random generator, by a worker thread if there are any. Returns
             the batch to yield, which may have other keys and fields, the same ones in every batch. The generator is
-            seeded with the loader's seed, the epoch and the batch's position, so its numbers do not depend on the
-            workers.
-        balance: yield batches that are balanced over the ranks, as a Balancer would, but without any exchange: every
-            rank reads the samples that it trains, so all must be able to read all. None: the ranks' shares of the order
-            as they come.
+            seeded with the loader's seed, the epoch and the batch's position.
+        balance: yield batches that are balanced over the ranks, as a Balancer would, but without an exchange: every
+            rank reads the samples that it trains, so all must be able to read all.
         group: with `balance`, the data-parallel ranks, which compare their loaders when these are created. None: the
             default process group or, without one, nothing is compared.
 
     Raises:
         ConfigError: the rank is out of range, or the settings do not fit the dataset or each other.
         DataError: the dataset, or the file of codes, is missing or malformed.
-        RankError: with `balance`, another rank failed, or has other data or settings; while iterating, or when a state
-            is asked for: ranks have planned differently.
-
+        RankError: with `balance`, another rank failed, or has other data or settings.
     """
 
     def make(members: Members | None = None) -> Loader[Batch]:
@@ -102,7 +99,6 @@ class Loader(RankLoader[Batch]):
     Attributes:
         num_samples: samples of an epoch, over all ranks.
         left_out: per reason, the rows that are not samples: int64, ascending.
-
     """
 
     def __init__(
@@ -129,22 +125,17 @@ class Loader(RankLoader[Batch]):
         self._stores = remapped_stores(stores, self._collate, config.key_maps)
         self._order = make_order(config.order, self._stores, self._samples, mixture)
         self.num_samples = self._order.num_samples
-        self._next = ResumePoint()  # where the next iteration begins
+        self._next: ResumePoint = ResumePoint()
         self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
-        self._after_last = (0, 0)  # epoch and position after the batch yielded last
+        self._after_last = Position(0, 0)  # after the batch yielded last
         self._on_step = None if balance is None else balance.observer(rank)
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
         self._balance_invariants = (
             {} if balance is None else balance.rank_invariants(exchanges=False) | {"prefetch": config.prefetch}
         )
-        shape = StepShape(
-            rank=rank,
-            world_size=world_size,
-            batch_size=config.batch_size,
-            drop_last=config.drop_last,
-            in_flight=(config.num_workers + 1) * config.prefetch,
-        )
+        in_flight = (config.num_workers + 1) * config.prefetch
+        shape = StepShape(rank, world_size, config.batch_size, drop_last=config.drop_last, in_flight=in_flight)
         self._sampler = make_step_sampler(self._stores, self._collate, shape, balance)
         if rank == 0:
             for reason, rows in self.left_out.items():
@@ -157,23 +148,15 @@ class Loader(RankLoader[Batch]):
         return sum(len(samples.left_out) for samples in self._samples)
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch, whatever state was loaded.
-
-        With `BalanceConfig(pack=True)` epochs differ in this; the next iteration's epoch counts.
-        """
+        """Return the number of batches of a whole epoch; of the next one, as with `pack` epochs differ in this."""
         return self._begin(ResumePoint(epoch=self.epoch)).schedule.num_steps
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
         return self._begin(self._next).schedule.num_steps
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._next.epoch
-
     def collate(self, sample_ids: NDArray[np.int64]) -> Batch:
-        """Make a batch without padding of the samples with these ids, int64 [n], numbered as `sample_ids`."""
+        """Return a batch, without padding, of the samples with these `sample_ids`, int64 [n]."""
         groups = group_by_store(self._stores, sample_ids)
         (batch,) = self._collate(groups, sample_ids, batch_size=len(sample_ids))
         return batch
@@ -186,18 +169,11 @@ class Loader(RankLoader[Batch]):
         @outside_inference_mode()
         def make_batches(steps: range) -> list[tuple[Batch, StepMetrics | None]]:
             sampled = self._sampler.sample(iteration, steps, is_measured=is_measured)
-            batches = [
-                self._finish(
-                    batch,
-                    epoch=epoch,
-                    step=step,
-                    position=schedule.position_after(step),
-                    seed=seed,
-                    counters=(schedule.first_position(step, self._rank),),
-                )
-                for step, batch in zip(steps, self._sampler.collate(sampled), strict=True)
-            ]
-            return list(zip(batches, (of_step.metrics for of_step in sampled), strict=True))
+            made = []
+            for step, samples, batch in zip(steps, sampled, self._sampler.collate(sampled), strict=True):
+                after, first = Position(epoch, schedule.position_after(step)), schedule.first_position(step, self._rank)
+                made.append((self._finish(batch, after, step, seed, first), samples.metrics))
+            return made
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         plans = None if self._plan_check is None else self._plan_check.begin_epoch(epoch, num_steps)
@@ -207,7 +183,7 @@ class Loader(RankLoader[Batch]):
                 plans.add(batch.plan_hash)
             if self._on_step is not None and metrics is not None:
                 self._on_step(metrics)
-            self._after_last = (batch.epoch, batch.position)
+            self._after_last = Position(batch.epoch, batch.position)
             yield batch
         if self._plan_check is not None and plans is not None:
             self._plan_check.end_epoch(plans)
@@ -234,12 +210,11 @@ class Loader(RankLoader[Batch]):
         The state is the same on all ranks, and can be loaded with any world size, batch size and number of workers.
 
         Args:
-            after: a batch that was yielded since a state of its epoch was loaded, if one was. Pass the batch trained
-                last if something pulls batches ahead of training. None: the batch yielded last.
+            after: the batch trained last, if something pulls batches ahead of training. It was yielded since a state of
+                its epoch was loaded, if one was. None: the batch yielded last.
 
         Raises:
             RankError: with `balance`, ranks that have asked after as many steps have planned differently.
-
         """
         if self._plan_check is not None:
             self._plan_check.compare()
@@ -266,13 +241,13 @@ class Loader(RankLoader[Batch]):
         Raises:
             StateError: the state is damaged, of another version, or of other data, codes, filters or `key_maps`.
             ConfigError: the rest of the epoch cannot be packed.
-
         """
         saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
         check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state")
         point = self._sampler.resume(self._order, saved)
         is_over = point.position > 0 and not self._sampler.begin(self._order, point, seed=saved.seed).schedule.num_steps
-        self._seed, self._after_last, self._resumed[point.epoch] = saved.seed, (point.epoch, point.position), point
+        self._seed, self._after_last = saved.seed, Position(point.epoch, point.position)
+        self._resumed[point.epoch] = point
         self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
 
     def _own_invariants(self) -> dict[str, Any]:
@@ -285,7 +260,7 @@ class Loader(RankLoader[Batch]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of everything that decides on the samples and their order: contents, filters and order."""
+        """A hash of everything that decides on the samples and their order."""
         digest = hashlib.sha256()
         for store, samples in zip(self._stores, self._samples, strict=True):
             digest.update(f"{store.manifest.content_hash} {store.split} {len(samples.left_out)} ".encode())

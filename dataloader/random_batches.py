@@ -20,6 +20,7 @@ from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader
 from evenrank.dataloader.sampling.samples import remapped_stores
 from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
+from evenrank.dataloader.state.snapshots import Position
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
     ACTION,
@@ -36,14 +37,13 @@ from evenrank.datasets.store import MultiValued, SequenceStore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFeature:
-    """A contextual feature with any number of values per sample."""
+    """A contextual feature with any number of `values` per sample."""
 
     values: Distribution
-    """Each value."""
     lengths: Distribution
     """Number of values of a sample."""
     max_length: int
-    """Limit to `lengths`; larger draws are set to it."""
+    """Limit to `lengths`; larger draws are clipped."""
 
     def __post_init__(self) -> None:
         if self.max_length < 0:
@@ -57,13 +57,11 @@ class RandomData:
     lengths: Distribution = Lognormal()
     """Events of a sample, including its candidates or its target."""
     items: Distribution = Zipf(exponent=1.05, high=100_000)
-    """Item ids."""
     actions: Distribution = Uniform(low=0, high=9)
     """Actions, 0..2^31-1."""
     contextual: Mapping[str, Distribution | RandomFeature] = field(default_factory=dict)
-    """Each contextual feature, by name; given as a distribution, it has one value per sample."""
+    """By name of the contextual feature; a distribution draws one value per sample."""
     users: Distribution = Uniform(low=0, high=999_999)
-    """User ids, for the feature `user_id`."""
     num_real: Distribution | None = None
     """Samples of a batch, clipped to batch_size; None: all rows are samples."""
 
@@ -75,8 +73,7 @@ def draw_samples(
     data: RandomData, rng: np.random.Generator, num_samples: int, *, min_length: int, split: str
 ) -> SequenceStore:
     """Draw samples of at least `min_length` events, as the rows of a store; an action out of range is a ConfigError."""
-    lengths = np.maximum(data.lengths.sample(rng, num_samples), min_length)
-    offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = _offsets(np.maximum(data.lengths.sample(rng, num_samples), min_length))
     num_events = int(offsets[-1])
     actions = draw_actions(data.actions, rng, num_events)
     contextual, multi_valued = _draw_context(data, rng, num_samples)
@@ -108,6 +105,10 @@ def draw_samples(
     )
 
 
+def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
 def _draw_context(
     data: RandomData, rng: np.random.Generator, num_samples: int
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, MultiValued]]:
@@ -116,8 +117,7 @@ def _draw_context(
     multi_valued: dict[str, MultiValued] = {}
     for name, feature in data.contextual.items():
         if isinstance(feature, RandomFeature):
-            lengths = np.clip(feature.lengths.sample(rng, num_samples), 0, feature.max_length)
-            offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+            offsets = _offsets(np.clip(feature.lengths.sample(rng, num_samples), 0, feature.max_length))
             values[name] = feature.values.sample(rng, int(offsets[-1]))
             multi_valued[name] = MultiValued(offsets=offsets, max_length=feature.max_length)
         else:
@@ -125,9 +125,8 @@ def _draw_context(
     return values, multi_valued
 
 
-_FORMAT = StateFormat(
-    owner="random batches", version=3, fields={"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT}
-)
+_FIELDS = {"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT}
+_FORMAT = StateFormat(owner="random batches", version=3, fields=_FIELDS)
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
@@ -141,17 +140,16 @@ class RandomBatches(RankLoader[Batch]):
     Args:
         config: LoaderConfig, or SemanticIdConfig with codes for all items that `data` may draw (see `random_codes`).
             Order, workers and split are ignored.
-        data: distributions of the samples; None: the defaults of RandomData.
+        data: None: the defaults of RandomData.
         num_batches: batches of an epoch.
         num_distinct: make this many batches now and cycle through them, so that a timed loop never waits for batches:
-            step s has the tensors, sample ids included, of step s mod num_distinct. None: each batch is made when it is
-            needed, and has samples of its own.
-        rank: of this process; ranks draw independently of each other.
+            step s has the tensors, sample ids included, of step s mod num_distinct. None: each step has samples of its
+            own, drawn when they are needed.
+        rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
 
     Raises:
         ConfigError: an argument is out of range, or the settings need a column that random batches lack.
-
     """
 
     def __init__(
@@ -171,8 +169,8 @@ class RandomBatches(RankLoader[Batch]):
         self._data = RandomData() if data is None else data
         self._num_batches = num_batches
         self._num_distinct = num_distinct
-        self._start = (0, 0)  # epoch and step at which the next iteration begins
-        self._after_last = (0, 0)  # epoch and position after the batch yielded last
+        self._next = Position(0, 0)
+        self._after_last = Position(0, 0)  # after the batch yielded last
         store = self._draw(np.random.default_rng(0), 0)
         self._collate.check(store)
         remapped_stores([store], self._collate, config.key_maps)
@@ -184,20 +182,15 @@ class RandomBatches(RankLoader[Batch]):
 
     def remaining_batches(self) -> int:
         """Return the number of batches of the next iteration: fewer than an epoch's after `load_state_dict`."""
-        return self._num_batches - self._start[1]
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._start[0]
+        return self._num_batches - self._next.position // self._samples_per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, first = self._start
-        self._start = (epoch + 1, 0)
+        epoch, first = self._next.epoch, self._next.position // self._samples_per_step
+        self._next = Position(epoch + 1, 0)
         for step in range(first, self._num_batches):
             batch = self.batch(step)
             batch.epoch, batch.step = epoch, step - first
-            self._after_last = (epoch, batch.position)
+            self._after_last = Position(epoch, batch.position)
             yield batch
 
     def batch(self, step: int) -> Batch:
@@ -218,9 +211,7 @@ class RandomBatches(RankLoader[Batch]):
         """Continue, from the next iteration on, at the position that `state_dict` returned.
 
         Raises:
-            StateError: the state is of another version or of other settings. Batches depend on the rank, so world size
-                and batch size are among these.
-
+            StateError: the state is of another version or of other settings, including world size and batch size.
         """
         state = _FORMAT.check(state)
         if state["fingerprint"] != self._fingerprint:
@@ -236,8 +227,8 @@ class RandomBatches(RankLoader[Batch]):
                 f"the state of random batches has position {position}, which is not after a step of "
                 f"{self._samples_per_step} samples; load a state that state_dict returned"
             )
-        self._start = (epoch + 1, 0) if position == num_samples else (epoch, position // self._samples_per_step)
-        self._after_last = (epoch, position)
+        self._after_last = Position(epoch, position)
+        self._next = Position(epoch + 1, 0) if position == num_samples else self._after_last
 
     @property
     def _samples_per_step(self) -> int:
@@ -245,7 +236,7 @@ class RandomBatches(RankLoader[Batch]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of everything that batches depend on, besides the rank and the distributions."""
+        """A hash of everything that batches depend on, besides the rank and the distributions."""
         names = ("world_size", "seed", "num_batches", "num_distinct", "batch_size", "key_maps")
         settings = {name: self._invariants[name] for name in names}
         decisive = {"rank": None, **settings, "filters": self._collate.filters()}
@@ -253,10 +244,8 @@ class RandomBatches(RankLoader[Batch]):
 
     @outside_inference_mode()
     def _make(self, step: int) -> Batch:
-        """Draw and collate the batch of a step."""
-        batch_size = self._config.batch_size
+        batch_size = num_samples = self._config.batch_size
         rng = make_rng(self._config.seed, self._rank, step)
-        num_samples = batch_size
         if self._data.num_real is not None:
             num_samples = int(np.clip(self._data.num_real.sample(rng, 1)[0], 0, batch_size))
         rows = np.arange(num_samples)
@@ -271,12 +260,7 @@ class RandomBatches(RankLoader[Batch]):
 
 
 def random_codes(num_items: int, *, levels: int, codebook_size: int, seed: int = 0) -> CodeTable:
-    """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for a SemanticIdConfig.
-
-    Raises:
-        ConfigError: an argument is below 1.
-
-    """
+    """Draw `levels` codes in 0..codebook_size-1 for each of the items 0..num_items-1, for a SemanticIdConfig."""
     for name, value in (("num_items", num_items), ("levels", levels), ("codebook_size", codebook_size)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")

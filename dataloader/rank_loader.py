@@ -12,6 +12,8 @@ from evenrank.dataloader.batches.transform import Transform, apply, make_rng
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
+from evenrank.dataloader.state.resume_point import ResumePoint
+from evenrank.dataloader.state.snapshots import Position
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
@@ -22,19 +24,10 @@ Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
-    """The batches of one rank; each iteration is one epoch.
+    """The batches of one rank; each iteration is one epoch. For the arguments see `build_loader`."""
 
-    Args:
-        config: settings of the batches.
-        rank: data-parallel rank of this process, 0..world_size-1.
-        world_size: number of data-parallel ranks.
-        transform: see `build_loader`.
-
-    Raises:
-        ConfigError: the rank is out of range.
-        DataError: the file of codes is missing or malformed.
-
-    """
+    _next: ResumePoint | Position
+    """Where the next iteration begins."""
 
     def __init__(
         self, config: ReadConfig[Batch], *, rank: int, world_size: int, transform: Transform[Batch] | None = None
@@ -52,9 +45,9 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         self._seed = config.seed  # or that of a loaded state
 
     @property
-    @abstractmethod
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
+        return self._next.epoch
 
     @abstractmethod
     def _own_invariants(self) -> dict[str, Any]:
@@ -64,9 +57,8 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
         """Return the settings that must be the same on all ranks, and this process's `rank`."""
         return {**self._invariants, "seed": self._seed}
 
-    @cached_property
+    @cached_property  # because a Balancer compares invariants in every step
     def _invariants(self) -> dict[str, Any]:
-        # Once, because a Balancer compares invariants in every step.
         return {
             "rank": self._rank,
             "world_size": self._world_size,
@@ -78,24 +70,16 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])
 
-    def _finish(
-        self, batch: Batch, *, epoch: int, step: int, position: int, seed: int, counters: tuple[int, ...]
-    ) -> Batch:
-        """Set the position of a batch, transform it with a generator for `seed` and `counters`, and pin it."""
-        batch.epoch, batch.step, batch.position = epoch, step, position
+    def _finish(self, batch: Batch, after: Position, step: int, seed: int, *counters: int) -> Batch:
+        """Set the position of a batch, transform it with a generator for seed, epoch and `counters`, and pin it."""
+        batch.epoch, batch.step, batch.position = after.epoch, step, after.position
         if self._transform is not None:
-            batch = apply(self._transform, batch, make_rng(seed, epoch, *counters))
+            batch = apply(self._transform, batch, make_rng(seed, after.epoch, *counters))
         return batch.pin_memory() if self._config.pin_memory else batch
 
 
 def shared_settings(*records: Any) -> dict[str, Any]:
-    """Return the settings that must be the same on all ranks, by name, as plain values that can be compared.
-
-    Args:
-        records: dataclasses of settings. All of their fields count except PER_RANK, so that a new setting is compared
-            unless it says otherwise.
-
-    """
+    """Return the fields of dataclasses except PER_RANK, by name, as plain values that ranks can compare."""
     settings: dict[str, Any] = {}
     for record in records:
         for field in dataclasses.fields(record):
@@ -116,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def name_of(function: object) -> str | None:
-    """Return the name of a function, or of the class of another callable, without arguments; None for None."""
+    """Return the name of a function, or of the class of another callable; None for None."""
     while isinstance(function, partial):  # the arguments of a transform may contain its rank
         function = function.func
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -14,13 +14,11 @@ Out = TypeVar("Out")
 
 
 class Workers:
-    """A pool of threads that maps functions over items ahead of the consumer.
+    """A pool of threads; without any, the consumer's thread computes each result when it is requested.
 
     Args:
-        num_workers: threads; 0: the consumer's thread computes each result when it is requested.
         ahead: limit to the results that wait for the consumer.
         persistent: keep the threads between calls of `map`.
-
     """
 
     def __init__(self, num_workers: int, *, ahead: int, persistent: bool) -> None:
@@ -31,12 +29,7 @@ class Workers:
         self._process = 0  # id of the process that started the threads
 
     def map(self, function: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-        """Yield function(item) for each item, in order; an exception is raised in place of its result.
-
-        Raises:
-            RuntimeError: the function raised StopIteration.
-
-        """
+        """Yield function(item) for each item, in order; a StopIteration of the function becomes a RuntimeError."""
         if not self._num_workers:
             for item in items:  # not map(): a StopIteration of the function would end it as if there were no more items
                 yield function(item)

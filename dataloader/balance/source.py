@@ -6,7 +6,7 @@ state_dict(), such as StatefulDataLoader's      counted here                a sn
 neither, such as DataLoader's                   counted here                an error, once it is asked for
 
 A loader that has moved on cannot tell an earlier state, so each batch is pulled with a snapshot, which is kept while
-the step is in flight and for `_KEPT_STEPS` more. It is pickled at once, because loaders may change what they return,
+the step is in flight and for `_KEPT_STEPS` more. It is pickled at once, because loaders may change the returned object,
 and encoded as text only when that state is asked for.
 """
 
@@ -16,7 +16,7 @@ import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,19 +29,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError, DataError, StateError, one_line
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
-from evenrank.dataloader.state.checks import (
-    ANYTHING,
-    COUNT,
-    EPOCH,
-    FLAG,
-    MAPPING,
-    TEXT,
-    StateFormat,
-    check_value,
-    decode,
-    encode,
-    integer,
-)
+from evenrank.dataloader.state import checks
+from evenrank.dataloader.state.checks import COUNT, FLAG, StateFormat, decode, encode
 from evenrank.dataloader.state.node import EpochNode, find_rank_invariants
 from evenrank.dataloader.state.snapshots import Position, Snapshots
 
@@ -54,31 +43,22 @@ _FORMAT = StateFormat(
     owner="the Balancer",
     version=3,
     fields={
-        "epoch": EPOCH,
-        "position": integer(0, 1 << 62),  # to which an epoch's steps are added
+        "epoch": checks.EPOCH,
+        "position": checks.integer(0, 1 << 62),  # to which an epoch's steps are added
         "is_end": FLAG,
         "world_size": COUNT,
-        "ranks": MAPPING,
+        "ranks": checks.MAPPING,
     },
     not_covered=frozenset({"ranks"}),  # torch.distributed.checkpoint joins those of all ranks; each has a checksum
 )
 _FORMAT_OF_RANK = StateFormat(
     owner="a rank",
     version=_FORMAT.version,
-    fields={"rank": COUNT, "has_ended": FLAG, "state": ANYTHING},
+    fields={"rank": COUNT, "has_ended": FLAG, "state": checks.ANYTHING},
     not_covered=frozenset({"state"}),  # the text that all of this becomes has a checksum
 )
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
-
-
-class LoaderState(NamedTuple):
-    """The state of this rank's loader after a batch was pulled, or after it had no more."""
-
-    has_ended: bool
-    """This rank has no more batches; others may have."""
-    state: bytes | str
-    """Pickled, or as it was loaded from a checkpoint."""
 
 
 class _StatePickler(pickle.Pickler):
@@ -95,8 +75,6 @@ class LoaderAdapter(Generic[Batch]):
 
     Args:
         batches: an iterable of JaggedBatches, or a node of torchdata; anything else is a ConfigError.
-        rank: of this process, under which its state is saved.
-        world_size: number of ranks.
         ahead: batches that are pulled ahead of the one handed out last.
     """
 
@@ -115,14 +93,14 @@ class LoaderAdapter(Generic[Batch]):
         self._has_loaded = False  # a state, since the latest iteration
         self._is_bypassed = False
         self._ends: dict[int, int] = {}  # per epoch, the last position over all ranks
-        self._snapshots: Snapshots[LoaderState] = Snapshots(_KEPT_STEPS, ahead)
+        # Whether this rank has no more batches, and the loader's state: pickled, or as it was loaded from a checkpoint.
+        self._snapshots: Snapshots[tuple[bool, bytes | str]] = Snapshots(_KEPT_STEPS, ahead)
         self._state_at_start: dict[str, Any] | None = None  # of the latest iteration
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the next epoch."""
         if self._has_positions:
-            # Taken before anything is pulled ahead.
-            self._state_at_start = self._batches.state_dict()
+            self._state_at_start = self._batches.state_dict()  # before anything is pulled ahead
             for batch in self._batches:
                 check_batch(batch)
                 yield self._owned(batch)
@@ -142,7 +120,12 @@ class LoaderAdapter(Generic[Batch]):
             self._take_snapshot(Position(epoch, position))
             # Another object, because a loader may yield the same batch again.
             yield self._owned(batch).replace(epoch=epoch, step=position - 1, position=position)
-        check_all_came(position, expected)
+        if expected is not None and position < expected:  # a StopIteration of user code is taken for the end
+            raise DataError(
+                f"the DataLoader ended after {position} of {expected} batches: its dataset or collate_fn raised "
+                "StopIteration, as next() does without a default, or its state is damaged; pass a default, raise "
+                "another error, or load another state"
+            )
         self._take_snapshot(Position(epoch, position), has_ended=True)
 
     def _begin(self) -> Iterator[Batch]:
@@ -161,23 +144,21 @@ class LoaderAdapter(Generic[Batch]):
         )
 
     def _owned(self, batch: Batch) -> Batch:
-        """Return a batch that stays as it is while further ones are pulled."""
-        # Others may collate all batches in the same buffers, as a loop that trains one before it asks for the next
-        # would not notice.
+        """Return a batch that stays as it is while further ones are pulled: other loaders may reuse their buffers."""
         if isinstance(self._batches, EpochNode):
             return batch
         with outside_inference_mode():
             return batch.clone()
 
     def length(self) -> int | None:
-        """Return the batches of an epoch; None if they are not known."""
+        """Return the number of batches of an epoch; None if unknown."""
         try:
             return len(cast(Sized, self._batches))
         except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
             return None
 
     def remaining_batches(self) -> int | None:
-        """Return the batches of the next iteration, fewer than an epoch's after a state is loaded; None: not known."""
+        """Return the number of batches of the next iteration; None if unknown."""
         if self._has_positions:
             remaining = getattr(self._batches, "remaining_batches", None)
             return None if remaining is None else int(remaining())
@@ -204,12 +185,7 @@ class LoaderAdapter(Generic[Batch]):
         self._is_bypassed = True
 
     def state_after(self, position: Position | None) -> dict[str, Any]:
-        """Return the state after a position that was handed out; None: before anything was.
-
-        Raises:
-            ConfigError: the loader has no state.
-            StateError: the position was handed out too long ago.
-        """
+        """Return the state after a position that was handed out; None: before anything was."""
         self._check_stateful()
         if self._has_positions:
             if position is not None:
@@ -220,17 +196,14 @@ class LoaderAdapter(Generic[Batch]):
                 "steps were started with batches that the Balancer has not pulled itself, so it does not know the "
                 "state of the loader; save that yourself, or iterate over the Balancer"
             )
-        if not self._snapshots:
+        if not self._snapshots.entries:
             self._take_snapshot(self._next)
         if position is None:
-            position, snapshot = self._snapshots.first
-        else:
-            snapshot = self._snapshots.at(position)
+            position = self._snapshots.entries[0][0]
+        has_ended, text = self._snapshots.at(position)
         # States of ranks are text, so that all ranks' states have the same structure, whatever the loaders save.
-        text = snapshot.state
         if isinstance(text, bytes):
-            state = pickle.loads(text)
-            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=snapshot.has_ended, state=state))
+            text = encode(_FORMAT_OF_RANK.make(rank=self._rank, has_ended=has_ended, state=pickle.loads(text)))
         return _FORMAT.make(
             epoch=position.epoch,
             position=position.position,
@@ -240,12 +213,7 @@ class LoaderAdapter(Generic[Batch]):
         )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration continue after the position of a state.
-
-        Raises:
-            ConfigError: the loader has no state.
-            StateError: the state is of another version or number of ranks, or damaged.
-        """
+        """Make the next iteration continue after the position of a state."""
         self._check_stateful()
         if self._has_positions:
             self._batches.load_state_dict(state)
@@ -260,28 +228,24 @@ class LoaderAdapter(Generic[Batch]):
                 f"this is rank {self._rank} of {self._world_size}. Resume a {type(self._batches).__name__} on as many "
                 "ranks, each with its own state, or use build_loader, which resumes on any number"
             )
-        check_value(saved, f"the state of the Balancer has, for rank {self._rank},", TEXT)
+        checks.check_value(saved, f"the state of the Balancer has, for rank {self._rank},", checks.TEXT)
         of_rank = _FORMAT_OF_RANK.check(decode(saved))
         if of_rank["rank"] != self._rank:
-            raise StateError(
-                f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}; load an intact "
-                "one"
-            )
+            found = f"the state of the Balancer has that of rank {of_rank['rank']} under rank {self._rank}"
+            raise StateError(f"{found}; load an intact one")
         if getattr(self._batches, "_iter_for_state_dict", False):
-            # torchdata's Loader has made an iterator for `state_dict` alone, and would iterate over that next, whatever
-            # state is loaded.
+            # torchdata's Loader has made an iterator for `state_dict`, and would iterate over that, ignoring the state.
             iter(self._batches)
         try:
             self._batches.load_state_dict(of_rank["state"])
         except Exception as error:  # the loader's own
             raise self._refused_state(error) from error
         position, is_end, has_ended = Position(state["epoch"], state["position"]), state["is_end"], of_rank["has_ended"]
-        self._has_loaded = True
+        self._has_loaded, self._has_ended = True, has_ended and not is_end
         self._next = Position(position.epoch + 1, 0) if is_end else position
-        self._has_ended = has_ended and not is_end
         self._ends = {position.epoch: position.position} if is_end else {}
-        self._snapshots.clear()
-        self._snapshots.add(position, LoaderState(has_ended, saved))
+        self._snapshots.entries.clear()
+        self._snapshots.add(position, (has_ended, saved))
 
     def is_ended(self, state: Mapping[str, Any]) -> bool:
         """Return whether nothing is left of the epoch of a state that was just loaded."""
@@ -300,15 +264,14 @@ class LoaderAdapter(Generic[Batch]):
         if self._has_state:
             pickled = io.BytesIO()
             _StatePickler(pickled, pickle.HIGHEST_PROTOCOL).dump(self._batches.state_dict())
-            self._snapshots.add(position, LoaderState(has_ended, pickled.getvalue()))
+            self._snapshots.add(position, (has_ended, pickled.getvalue()))
 
 
 def check_batches(batches: object) -> None:
-    """Raise a ConfigError that says what to pass instead if an object cannot be an iterable of batches."""
+    """Raise a ConfigError with the remedy if an object cannot be an iterable of batches."""
     if isinstance(batches, str | Path):
-        raise ConfigError(
-            f"batches is a path, {str(batches)!r}; pass build_loader(path, config, rank=..., world_size=...)"
-        )
+        path = repr(str(batches))
+        raise ConfigError(f"batches is a path, {path}; pass build_loader(path, config, rank=..., world_size=...)")
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise ConfigError(
             f"batches is a {type(batches).__name__}, a Dataset of samples; pass "
@@ -316,13 +279,12 @@ def check_batches(batches: object) -> None:
         )
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, JaggedBatch | Mapping | Tensor) or not is_iterable:
-        raise ConfigError(
-            f"batches must be an iterable of JaggedBatches, such as a loader; got a {type(batches).__name__}"
-        )
+        kind = type(batches).__name__
+        raise ConfigError(f"batches must be an iterable of JaggedBatches, such as a loader; got a {kind}")
 
 
 def check_batch(batch: object) -> None:
-    """Raise a ConfigError that says how to make batches if a loader yields something else."""
+    """Raise a ConfigError with the remedy if a loader yields something else than batches."""
     if isinstance(batch, JaggedBatch):
         return
     if isinstance(batch, KeyedJaggedTensor):
@@ -339,7 +301,7 @@ def check_batch(batch: object) -> None:
 
 
 def exact_length(batches: object) -> int | None:
-    """Return the number of batches that an epoch of a DataLoader must have; None: it is not certain."""
+    """Return the number of batches that an epoch of a DataLoader must have; None if that is uncertain."""
     if type(batches) not in (DataLoader, StatefulDataLoader):  # derived ones, such as Accelerate's, may skip batches
         return None
     loader: DataLoader[Any] = batches  # type: ignore[assignment]
@@ -347,13 +309,3 @@ def exact_length(batches: object) -> int | None:
     samplers = [sampler for sampler in (loader.batch_sampler, batches_of, loader.sampler) if sampler is not None]
     is_exact = all(type(sampler).__module__.startswith(_EXACT_SAMPLERS) for sampler in samplers)
     return None if isinstance(loader.dataset, IterableDataset) or not is_exact else len(loader)
-
-
-def check_all_came(num_batches: int, expected: int | None) -> None:
-    """Raise a DataError if a DataLoader has yielded too few: it takes a StopIteration of user code for its own end."""
-    if expected is not None and num_batches < expected:
-        raise DataError(
-            f"the DataLoader ended after {num_batches} of {expected} batches: its dataset or collate_fn raised "
-            "StopIteration, as next() does without a default, or its state is damaged; pass a default, raise another "
-            "error, or load another state"
-        )

@@ -31,17 +31,7 @@ _SAMPLES_AT_ONCE = 1 << 17
 
 
 class BalancedStepSampler(StepSampler[Batch]):
-    """Each rank plans the step of all ranks, from lengths, and trains its part.
-
-    Args:
-        stores: see `StepSampler`.
-        collate: see `StepSampler`.
-        shape: see `StepSampler`.
-        balance: options of balancing.
-
-    Raises:
-        ConfigError: an option of `balance` is out of range.
-    """
+    """Each rank plans the step of all ranks, from lengths, and trains its part."""
 
     def __init__(
         self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
@@ -54,15 +44,15 @@ class BalancedStepSampler(StepSampler[Batch]):
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
         """Return a hash of the costs and the plan of a first step."""
         iteration = StepSampler.begin(self, order, ResumePoint(), seed=seed)
-        first = iteration.schedule
-        if first.num_steps == 0:
+        schedule = iteration.schedule
+        if schedule.num_steps == 0:
             return {}
-        sample_ids = iteration.rows(first.positions_of_all(range(1)))
+        sample_ids = iteration.rows(schedule.positions_of_all(range(1)))
         lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
-        return {"costs and plan of the first step": self._planner.fingerprint(lengths, first.num_loaded(0))}
+        return {"costs and plan of the first step": self._planner.fingerprint(lengths, schedule.num_loaded(0))}
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
-        """Return the samples of these steps."""
+        """Return the samples of these steps; with metrics if `is_measured`."""
         sampled = []
         at_once = max(1, _SAMPLES_AT_ONCE // (self._shape.world_size * self._shape.batch_size))
         for run in (steps[first : first + at_once] for first in range(0, len(steps), at_once)):
@@ -76,11 +66,8 @@ class BalancedStepSampler(StepSampler[Batch]):
                 is_measured=is_measured,
             )
             for plan in plans:
-                fields = {
-                    "world_loss_tokens": plan.world_loss_tokens,
-                    "dp_size": self._shape.world_size,
-                    "plan_hash": plan.plan_hash,
-                }
+                fields = {"world_loss_tokens": plan.world_loss_tokens, "plan_hash": plan.plan_hash}
+                fields["dp_size"] = self._shape.world_size
                 sampled.append(StepSamples(sample_ids[plan.indices], fields, plan.metrics))
         return sampled
 
@@ -92,7 +79,7 @@ class BalancedStepSampler(StepSampler[Batch]):
 
 
 class PackedStepSampler(BalancedStepSampler[Batch]):
-    """Steps have as many samples as fit `max_tokens_per_rank`; for the arguments see `BalancedStepSampler`."""
+    """Steps have as many samples as fit `max_tokens_per_rank`."""
 
     def __init__(
         self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
@@ -101,11 +88,7 @@ class PackedStepSampler(BalancedStepSampler[Batch]):
         self._schedules: Memo[PackedSchedule] = Memo(_SCHEDULES_KEPT)
 
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
-        """Return the iteration that begins at a point of an epoch. Each point is packed once.
-
-        Raises:
-            ConfigError: a sample has more tokens than a rank may have, or there is no such position.
-        """
+        """Return the iteration that begins at a point of an epoch. Each point is packed once."""
         iteration = super().begin(order, point, seed=seed)
         key = (iteration.order.fingerprint(), point.epoch, point.position, seed)
         return replace(iteration, schedule=self._schedules.get(key, lambda: self._pack(iteration)))
@@ -136,7 +119,7 @@ class PackedStepSampler(BalancedStepSampler[Batch]):
 
 
 class WindowedStepSampler(BalancedStepSampler[Batch]):
-    """Samples are assigned to steps in windows of several steps; for the arguments see `BalancedStepSampler`."""
+    """Samples are assigned to steps in windows of several steps."""
 
     def __init__(
         self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
@@ -167,13 +150,8 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
         first, end = windowed.windows.bounds(position)
         if position == first:
             return super().skipped(order, point, position, seed=seed)
-        window = OpenWindow(
-            start=first,
-            world_size=self._shape.world_size,
-            batch_size=self._shape.batch_size,
-            steps=self._balance.window,
-            pending=super().skipped(order, point, first, seed=seed).pending,
-        )
+        before = super().skipped(order, point, first, seed=seed).pending
+        window = OpenWindow(first, self._shape.world_size, self._shape.batch_size, self._balance.window, before)
         in_window = windowed.positions(np.arange(position, end), seed=seed, epoch=point.epoch)
         after_window = np.arange(end, max(end, point.frontier))
         return SkippedSamples(np.sort(point.positions(np.concatenate([in_window, after_window]))), window)
@@ -193,10 +171,8 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
     def _assign(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
         def assign() -> NDArray[np.integer[Any]]:
             sample_ids = order.rows(np.arange(first, end), seed=seed, epoch=epoch)
-            count = len(sample_ids)
-            indices = self._planner.assign_to_steps(
-                self._lengths(sample_ids), count, seed=derive_seed(seed, first), epoch=epoch
-            )
+            lengths, count = self._lengths(sample_ids), len(sample_ids)
+            indices = self._planner.assign_to_steps(lengths, count, seed=derive_seed(seed, first), epoch=epoch)
             return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
 
         return self._assigned.get((order.fingerprint(), first, end, seed, epoch), assign)
@@ -205,11 +181,7 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
 def make_step_sampler(
     stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig | None
 ) -> StepSampler[Batch]:
-    """Return the step sampler of a loader; see `StepSampler` for the arguments.
-
-    Raises:
-        ConfigError: an option of `balance` is out of range.
-    """
+    """Return the step sampler of a loader."""
     if balance is None:
         return StepSampler(stores, collate, shape)
     kind = PackedStepSampler if balance.pack else WindowedStepSampler if balance.window > 1 else BalancedStepSampler

@@ -21,14 +21,10 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Several datasets, each with a share of an epoch that is proportional to its weight.
-
-    They must have the same contextual features. In `sample_ids` their rows are numbered consecutively, in the order of
-    `weights`.
-    """
+    """Several datasets with the same contextual features, each with a share of an epoch proportional to its weight."""
 
     weights: Mapping[Path | str, float]
-    """Per folder of a dataset; positive."""
+    """Per folder of a dataset; positive. `sample_ids` number the rows of the datasets consecutively, in this order."""
     num_samples: int | None = None
     """Samples of an epoch, over all ranks; None: the number of samples of all datasets."""
 
@@ -42,14 +38,7 @@ class Mixture:
 def find_samples(
     stores: Sequence[SequenceStore], collate: Collate[Any]
 ) -> tuple[list[Samples], dict[str, NDArray[np.int64]]]:
-    """Return the samples of each store and, per reason, the rows that are not samples.
-
-    These rows are numbered over all stores: int64, ascending.
-
-    Raises:
-        ConfigError, DataError: a store lacks a column that batches need, or has other contextual features than the
-            first one.
-    """
+    """Return the samples of each store and, per reason, the rows of all stores that are not samples, ascending."""
     samples: list[Samples] = []
     left_out: dict[str, NDArray[np.int64]] = {}
     first_row = 0  # of the store, over all stores
@@ -71,11 +60,7 @@ def find_samples(
 def make_order(
     order: Order, stores: Sequence[SequenceStore], samples: Sequence[Samples], mixture: Mixture | None
 ) -> SampleOrder:
-    """Return the order of a mixture's samples or, without a mixture, of the samples of the only store.
-
-    Raises:
-        ConfigError: the order of a mixture is not `shuffle`, or a dataset of it would get no samples.
-    """
+    """Return the order of a mixture's samples or, without a mixture, of the samples of the only store."""
     if mixture is not None:
         if order != "shuffle":
             raise ConfigError(f"mixtures are always shuffled; order must be 'shuffle', got {order!r}")
@@ -90,12 +75,7 @@ def make_order(
 def remapped_stores(
     stores: Sequence[SequenceStore], collate: Collate[Any], key_maps: Mapping[str, KeyMap]
 ) -> tuple[SequenceStore, ...]:
-    """Return these stores, which fit the collate, with the rows of tables in the columns that have a KeyMap.
-
-    Raises:
-        ConfigError: a KeyMap is for no feature, or for a table that is too small.
-        DataError: the mapped column cannot be written.
-    """
+    """Return these stores, which fit the collate, with the rows of tables in the columns that have a KeyMap."""
     if key_maps:
         (empty,) = collate(group_by_store(stores, _NO_ROWS), _NO_ROWS, batch_size=1)
         features = empty.features.keys()

@@ -22,41 +22,31 @@ class StepSamples(NamedTuple):
     """The samples of a rank in a step."""
 
     sample_ids: NDArray[np.int64]
-    """[n]: rows of the stores, by position in the epoch."""
+    """[n], by position in the epoch."""
     fields: dict[str, Any]
     """Fields of the batch that depend on the samples of all ranks."""
     metrics: StepMetrics | None = None
-    """Effect of balancing; None if it was not measured."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepShape:
-    """The settings that all steps of a rank have in common."""
+class StepShape(NamedTuple):
+    """The settings that all steps of a rank have in common; `batch_size` is per rank."""
 
     rank: int
-    """Rank of this process."""
     world_size: int
-    """Number of data-parallel ranks."""
     batch_size: int
-    """Rows of a batch, per rank."""
     drop_last: bool
-    """Leave out a last step that has room for more samples."""
     in_flight: int = 1
     """Steps from the one that is trained to the last one that is sampled ahead of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Iteration:
-    """The part of an epoch that a loader iterates over."""
+    """The part of an epoch that a loader iterates over, from `point` on."""
 
     point: ResumePoint
-    """Its beginning."""
     order: SampleOrder
-    """The rows at its positions."""
     schedule: StepSchedule
-    """The positions of its steps."""
     seed: int
-    """Seed of the order."""
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the samples at these positions: int64 of the same shape."""
@@ -64,13 +54,7 @@ class Iteration:
 
 
 class StepSampler(Generic[Batch]):
-    """Samples of one rank, its share of the order, and batches of them. Any thread may call it.
-
-    Args:
-        stores: whose rows are numbered consecutively.
-        collate: makes batches.
-        shape: of the steps.
-    """
+    """Samples of one rank, its share of the order, and batches of them. Any thread may call it."""
 
     def __init__(self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape) -> None:
         self._stores = stores
@@ -78,11 +62,7 @@ class StepSampler(Generic[Batch]):
         self._shape = shape
 
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
-        """Return the iteration that begins at a point of an epoch.
-
-        Raises:
-            ConfigError: there is no such position.
-        """
+        """Return the iteration that begins at a point of an epoch."""
         schedule = EpochSchedule(
             num_samples=order.num_samples,
             world_size=self._shape.world_size,
@@ -93,14 +73,7 @@ class StepSampler(Generic[Batch]):
         return Iteration(point=point, order=point.order(order), schedule=schedule, seed=seed)
 
     def skipped(self, order: SampleOrder, point: ResumePoint, position: int, *, seed: int) -> SkippedSamples:
-        """Return the samples skipped before a position, if an iteration stops there.
-
-        Args:
-            order: of all epochs.
-            point: beginning of the iteration.
-            position: at the end of a step.
-            seed: of the order.
-        """
+        """Return the samples skipped before a position, if the iteration from `point` on stops there, after a step."""
         if position >= point.frontier:
             return SkippedSamples()
         # Also if these are all positions from this one on: the windows that drain pending samples end with them.

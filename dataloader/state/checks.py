@@ -1,7 +1,7 @@
-"""Checks of states as untrusted input: they come from files, of other programs and versions, perhaps damaged.
+"""Checks of states, which are untrusted input: files of other programs and versions, perhaps damaged.
 
 A loader declares the fields of its state as a `StateFormat`, and loads nothing before all of them have been checked. A
-state also has a checksum, because a position that has changed in a file may be as plausible as the one before.
+state also has a checksum, because a damaged position may be as plausible as an intact one.
 """
 
 import base64
@@ -25,7 +25,7 @@ MAX_EPOCH = (1 << 31) - 1  # so that the samples that a mixture has drawn since 
 _CHECKSUM = "checksum"
 _MAX_SHOWN = 60  # characters of a value in a message
 _RECONSTRUCT, _SCALAR = np.empty(0).__reduce__()[0], np.int64(0).__reduce__()[0]
-# NumPy's arrays and numbers, which states may contain besides plain containers, numbers, text, bytes and tensors.
+# NumPy's arrays and numbers.
 _NUMPY_GLOBALS: list[Any] = [
     np.ndarray,
     np.dtype,
@@ -39,7 +39,7 @@ _NUMPY_GLOBALS: list[Any] = [
 
 
 def check_of(is_valid: Callable[[Any], bool], expected: str) -> Check:
-    """Return a check; `expected` describes valid values in messages."""
+    """Return a check with a description of valid values."""
     return lambda value: None if is_valid(value) else expected
 
 
@@ -59,14 +59,11 @@ ANYTHING = check_of(lambda value: True, "anything")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """The fields of a state, besides its version and its checksum."""
+    """The fields of a state, besides its version and its checksum; `owner`, such as "the loader", is for messages."""
 
     owner: str
-    """Owner of the state, for messages, such as "the loader"."""
     version: int
-    """Version of the format; others are refused."""
     fields: Mapping[str, Check]
-    """The check of each field, by name."""
     not_covered: frozenset[str] = frozenset()
     """Fields that the checksum leaves out, because they are checked on their own."""
 
@@ -75,11 +72,7 @@ class StateFormat:
         return {"version": self.version, **entries, _CHECKSUM: self._checksum(entries)}
 
     def check(self, state: object) -> dict[str, Any]:
-        """Return a state after checking its version, that it has exactly these fields, their values and the checksum.
-
-        Raises:
-            StateError: the state is invalid; the message names the field, its value and the expected one.
-        """
+        """Return a state after checking that it has this version, exactly these fields, and is intact."""
         of_owner = f"the state of {self.owner}"
         if not isinstance(state, Mapping):
             raise StateError(f"{of_owner} must be a mapping, got {show(state)}; load a state that state_dict returned")
@@ -93,10 +86,8 @@ class StateFormat:
             raise StateError(f"{of_owner} has no {missing[0]}; load a state that state_dict returned")
         for name, check in self.fields.items():
             check_value(state[name], f"{of_owner} has {name}", check)
-        if unknown := [name for name in state if name not in (*self.fields, "version", _CHECKSUM)]:
-            raise StateError(
-                f"{of_owner} has the unknown entry {show(unknown[0])}; load a state that state_dict returned"
-            )
+        if unknown := [show(name) for name in state if name not in (*self.fields, "version", _CHECKSUM)]:
+            raise StateError(f"{of_owner} has the unknown entry {unknown[0]}; load a state that state_dict returned")
         check_intact(state[_CHECKSUM] == self._checksum(state), of_owner)
         return dict(state)
 
@@ -110,7 +101,7 @@ def checksum(*values: object) -> str:
 
 
 def check_intact(is_intact: bool, has: str) -> None:
-    """Raise a StateError unless `is_intact`; `has` names the owner of a checksum, such as "the state of the loader"."""
+    """Raise a StateError unless `is_intact`; `has` names the owner of the checksum."""
     if not is_intact:
         raise StateError(f"{has} is damaged: its checksum is not that of its contents; load an intact one")
 
@@ -142,11 +133,8 @@ def encode(state: object) -> str:
 def decode(text: str) -> Any:
     """Return the state of a text that `encode` made, without running code from it.
 
-    The state may contain plain containers, numbers, text, bytes, tensors, NumPy's arrays, and instances of the classes
-    that `torch.serialization.add_safe_globals` was called with.
-
-    Raises:
-        StateError: the text contains something else, or is damaged.
+    It may contain plain containers, numbers, text, bytes, tensors, NumPy's arrays, and instances of the classes that
+    `torch.serialization.add_safe_globals` was called with; anything else is a StateError.
     """
     saved_checksum, _, encoded = text.partition(":")
     check_intact(saved_checksum == checksum(encoded), "the loader's part of the state")
@@ -160,9 +148,8 @@ def decode(text: str) -> Any:
                     f"the loader's part of the state contains {unsafe[0]}, which is not loaded from files by default; "
                     "if you trust them, call torch.serialization.add_safe_globals([...]) with that class"
                 ) from None
-            raise StateError(
-                f"the loader's part of the state is damaged ({type(error).__name__}); load an intact one"
-            ) from None
+            kind = type(error).__name__
+            raise StateError(f"the loader's part of the state is damaged ({kind}); load an intact one") from None
 
 
 def _unsafe_globals(content: bytes) -> list[str]:

@@ -15,8 +15,7 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
     """Batches, epoch after epoch.
 
     As an iterable, each iteration is one epoch, or the rest of one after `load_state_dict`. As a torchdata node,
-    `reset(None)` begins the next epoch, and `reset(state)` continues exactly at the state: at the end of an epoch,
-    nothing is left of it.
+    `reset(None)` begins the next epoch, and `reset(state)` continues exactly there, even if nothing is left.
     """
 
     def __init__(self) -> None:
@@ -29,11 +28,9 @@ class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]
 
     @abstractmethod
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after a batch, as values that any checkpoint format can hold.
+        """Return the position after a batch that was handed out, as values that any checkpoint format can hold.
 
-        Args:
-            after: a batch that was handed out, of which only `epoch` and `position` are used; None: the last one.
-                Consumers that pull batches ahead of training pass the batch that was trained last.
+        Only `after.epoch` and `after.position` are used; None: the batch handed out last.
         """
 
     @abstractmethod
@@ -72,11 +69,7 @@ class HasRankInvariants(Protocol):
     """Batches that describe the settings they depend on; a Balancer compares them between ranks."""
 
     def rank_invariants(self) -> Mapping[str, Any]:
-        """Return the settings that must be the same on all ranks, by name, as values that can be pickled and compared.
-
-        `rank`, if it is among them, is the exception: it must be the number of the rank itself.
-        """
-        ...
+        """Return picklable settings, by name, that must be equal on all ranks; only `rank` is the rank's own number."""
 
 
 def find_rank_invariants(batches: object) -> Mapping[str, Any]:

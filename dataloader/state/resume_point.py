@@ -39,7 +39,6 @@ _FORMAT = StateFormat(
     },
     not_covered=frozenset({DIST_TYPE}),  # a remapped checkpoint has another one; it is compared with the job's
 )
-_SIZES = ("start", "world_size", "batch_size", "steps")
 
 Positions = NDArray[np.int64]
 
@@ -49,7 +48,6 @@ class ResumePoint:
     """Where an iteration begins: the pending positions come first, then everything from the frontier on."""
 
     epoch: int = 0
-    """The epoch."""
     start: int = 0
     """Samples trained before the window that the iteration begins in; without one, the same as `position`."""
     position: int = 0
@@ -96,18 +94,14 @@ class _ResumedOrder:
         return (*self._order.fingerprint(), "pending", self._point.start, self._hash)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OpenWindow:
-    """A window that is partly trained."""
+class OpenWindow(NamedTuple):
+    """A window of steps that is partly trained; `batch_size` is per rank."""
 
     start: int
     """Samples trained before the window."""
     world_size: int
-    """Number of data-parallel ranks of its steps."""
     batch_size: int
-    """Samples per rank and step."""
     steps: int
-    """Steps of a window."""
     pending: Positions | None = None
     """`ResumePoint.pending` at the beginning of the window."""
 
@@ -118,7 +112,6 @@ class SkippedSamples(NamedTuple):
     pending: Positions | None = None
     """As in `ResumePoint`, for a `start` at that position."""
     window: OpenWindow | None = None
-    """The window that the position is in."""
 
     def to_text(self) -> str:
         """Return the samples as text, which every format of checkpoints can hold; empty if there are none."""
@@ -127,17 +120,12 @@ class SkippedSamples(NamedTuple):
         window = None
         if self.window is not None:
             before = self.window.pending
-            window = {name: getattr(self.window, name) for name in _SIZES}
-            window["pending"] = None if before is None else _encode(before)
+            window = self.window._asdict() | {"pending": None if before is None else _encode(before)}
         return json.dumps({"positions": _encode(self.pending), "window": window})
 
     @classmethod
     def from_text(cls, text: str, *, position: int, num_samples: int) -> "SkippedSamples":
-        """Return the samples of a text that `to_text` made at a position of an epoch of `num_samples`.
-
-        Raises:
-            StateError: the text is damaged.
-        """
+        """Return the samples of a text that `to_text` made at a position of an epoch of `num_samples`."""
         if not text:
             return cls()
         try:
@@ -145,30 +133,24 @@ class SkippedSamples(NamedTuple):
             pending, window = _decode(entries["positions"], position, num_samples), entries["window"]
             if window is None:
                 return cls(pending)
-            sizes = {name: window[name] for name in _SIZES}
-            low = {name: int(name != "start") for name in _SIZES}
-            high = dict.fromkeys(_SIZES, INT64_MAX) | {"start": position}
-            if any(integer(low[name], high[name])(size) for name, size in sizes.items()):
+            start, *sizes = (window[name] for name in ("start", "world_size", "batch_size", "steps"))
+            if integer(0, position)(start) or any(map(integer(1, INT64_MAX), sizes)):
                 raise ValueError
-            before = None if window["pending"] is None else _decode(window["pending"], sizes["start"], num_samples)
+            before = None if window["pending"] is None else _decode(window["pending"], start, num_samples)
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise StateError(
-                "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
-            ) from None
-        return cls(pending, OpenWindow(**sizes, pending=before))
+            message = "corrupt loader state: field 'pending' cannot be decoded; use another checkpoint"
+            raise StateError(message) from None
+        return cls(pending, OpenWindow(start, *sizes)._replace(pending=before))
 
 
 class SavedPosition(NamedTuple):
     """The state of a loader."""
 
     epoch: int
-    """The epoch."""
     position: int
     """Samples of the epoch that are trained."""
     seed: int
-    """Seed of the loader."""
     skipped: SkippedSamples
-    """Samples skipped before the position."""
     dist_type: str
     """Mapping of the keys of batches; see `routing.dist_type`."""
 
@@ -186,11 +168,7 @@ class SavedPosition(NamedTuple):
 
     @classmethod
     def from_state(cls, state: object, num_samples: int, fingerprint: str) -> "SavedPosition":
-        """Return the position of a state that `to_state` made.
-
-        Raises:
-            StateError: the state is damaged, of another version, or of another number of samples or fingerprint.
-        """
+        """Return the position of a state that `to_state` made."""
         entries = _FORMAT.check(state)
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
@@ -216,11 +194,7 @@ def _encode(positions: Positions) -> list[Any]:
 
 
 def _decode(value: Any, start: int, num_samples: int) -> Positions:
-    """Return the positions that `_encode` was given, pending after `start` samples.
-
-    Raises:
-        ValueError, TypeError: the value is damaged.
-    """
+    """Return the positions that `_encode` was given, pending after `start` samples; may raise ValueError, TypeError."""
     first, count, text = value
     bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8))
     if integer(0, start)(first) or integer(1, num_samples - start)(count):

@@ -22,7 +22,14 @@ from evenrank.dataloader.rank_loader import RankLoader, shared_settings
 from evenrank.dataloader.routing.dist_type import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.samples import remapped_stores
 from evenrank.dataloader.state.snapshots import Position, Snapshots
-from evenrank.dataloader.stream.shuffle import ShardPosition, ShardReader, Window, read_ahead, take_batches
+from evenrank.dataloader.stream.shuffle import (
+    PendingWindow,
+    ShardPosition,
+    ShardReader,
+    Window,
+    read_ahead,
+    take_batches,
+)
 from evenrank.dataloader.stream.state import FORMAT, check_complete, check_position, decode_positions, encode_positions
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
@@ -54,8 +61,7 @@ def build_stream_loader(
         stream: shards and buffers; the same on all ranks.
         rank: data-parallel rank of this process, 0..world_size-1.
         world_size: number of data-parallel ranks.
-        transform: as in `build_loader`, but called by the consumer's thread; its generator is seeded with the loader's
-            seed, the epoch, the batch's position and the rank.
+        transform: as in `build_loader`, but called by the consumer's thread; its generator also depends on the rank.
 
     Raises:
         ConfigError: the rank or the order is not supported, or the settings do not fit the dataset.
@@ -95,40 +101,33 @@ class StreamLoader(RankLoader[Batch]):
         remapped_stores([without_rows], self._collate, config.key_maps)
         self._shards = cut_shards(source.num_rows, stream)
         self.left_out: Counter[str] = Counter()
-        self._epoch = 0  # of the next iteration
-        self._position = 0  # steps of that epoch before the next iteration
+        self._next: Position = Position(0, 0)  # in steps
         self._shard_positions: ShardPositions = {}  # at which the next iteration begins; absent: at (0, 0)
         self._snapshots: Snapshots[ShardPositions] = Snapshots(_KEPT_STEPS)  # of this rank's shards
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration, from 0."""
-        return self._epoch
-
     def __iter__(self) -> Iterator[Batch]:
-        epoch, position, seed = self._epoch, self._position, self._seed
+        (epoch, position), seed = self._next, self._seed
         shards = self._shards_of(self._rank, epoch, seed)
         shard_positions = self._positions_in(shards)
-        self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
+        self._next, self._shard_positions = Position(epoch + 1, 0), {}
         self._snapshots.add(Position(epoch, position), dict(shard_positions))
         batch_size = self._config.batch_size
         with read_ahead(self._config.num_workers) as submit:
-            load = partial(self._load, seed=seed, epoch=epoch)
-            readers = (
-                ShardReader(shard, shard_positions[shard.index], load, submit)
-                for shard in shards
-                if shard_positions[shard.index].windows_done < shard.num_windows
-            )
+
+            def read(shard: Shard, window_position: int) -> PendingWindow:
+                return submit(partial(self._load, shard, window_position, seed=seed, epoch=epoch))
+
+            left = (shard for shard in shards if shard_positions[shard.index].windows_done < shard.num_windows)
+            readers = (ShardReader(shard, shard_positions[shard.index], read) for shard in left)
             samples = take_batches(readers, self._stream.open_shards, batch_size, shard_positions)
             for step, (groups, sample_ids) in enumerate(samples):
                 if self._config.drop_last and len(sample_ids) < batch_size:
                     return
-                position += 1
+                after = Position(epoch, position + step + 1)
                 with outside_inference_mode():
                     (batch,) = self._collate(groups, sample_ids, batch_size=batch_size)
-                    counters = (position, self._rank)
-                    batch = self._finish(batch, epoch=epoch, step=step, position=position, seed=seed, counters=counters)
-                self._snapshots.add(Position(epoch, position), dict(shard_positions))
+                    batch = self._finish(batch, after, step, seed, after.position, self._rank)
+                self._snapshots.add(after, dict(shard_positions))
                 yield batch
 
     def _shards_of(self, rank: int, epoch: int, seed: int) -> list[Shard]:
@@ -137,7 +136,6 @@ class StreamLoader(RankLoader[Batch]):
         return [self._shards[index] for index in order[rank :: self._world_size].tolist()]
 
     def _positions_in(self, shards: Sequence[Shard]) -> ShardPositions:
-        """Return the position in each shard at which the next iteration begins."""
         return {shard.index: self._shard_positions.get(shard.index, ShardPosition()) for shard in shards}
 
     def _load(self, shard: Shard, window_position: int, *, seed: int, epoch: int) -> Window:
@@ -159,10 +157,10 @@ class StreamLoader(RankLoader[Batch]):
         Raises:
             StateError: the batch was yielded too long ago.
         """
-        if not self._snapshots:
-            position, shard_positions = Position(self._epoch, self._position), self._positions_in(self._shards)
+        if not self._snapshots.entries:
+            position, shard_positions = self._next, self._positions_in(self._shards)
         elif after is None:
-            position, shard_positions = self._snapshots.last
+            position, shard_positions = self._snapshots.entries[-1]
         else:
             position = Position(after.epoch, after.position)
             shard_positions = self._snapshots.at(position)
@@ -195,45 +193,38 @@ class StreamLoader(RankLoader[Batch]):
         shard_positions = decode_positions(state, len(self._shards))
         for index, shard_position in shard_positions.items():
             check_position(shard_position, self._shards[index], seed=state["seed"], epoch=state["epoch"])
-        epoch, position = state["epoch"], state["position"]
+        epoch = state["epoch"]
         own = {shard.index for shard in self._shards_of(self._rank, epoch, state["seed"])}
         if set(shard_positions) != own:  # else it is this rank's own state, of the same number of ranks
             check_complete(shard_positions, len(self._shards))
         self._seed = state["seed"]
-        self._snapshots.clear()
+        self._snapshots.entries.clear()
         if self._is_exhausted(shard_positions, epoch):
-            self._epoch, self._position, self._shard_positions = epoch + 1, 0, {}
+            self._next, self._shard_positions = Position(epoch + 1, 0), {}
         else:
-            self._epoch, self._position, self._shard_positions = epoch, position, shard_positions
+            self._next, self._shard_positions = Position(epoch, state["position"]), shard_positions
 
     def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:
-        """Return whether no rank has a batch left; unknown, so False, for positions in the shards of one rank only.
+        """Return whether no rank has a batch left, as far as is known without reading which rows are samples.
 
-        Rows that are not samples count as if they were: that they are not is only found out by reading them.
+        False for the shards of one rank alone.
         """
         if len(shard_positions) < len(self._shards):
             return False
         min_samples = self._config.batch_size if self._config.drop_last else 1
-        return all(
-            sum(
-                shard.rows_left(*shard_positions[shard.index], seed=self._seed, epoch=epoch)
-                for shard in self._shards_of(rank, epoch, self._seed)
-            )
-            < min_samples
-            for rank in range(self._world_size)
-        )
+
+        def rows_left(rank: int) -> int:
+            shards = self._shards_of(rank, epoch, self._seed)
+            return sum(s.rows_left(*shard_positions[s.index], seed=self._seed, epoch=epoch) for s in shards)
+
+        return all(rows_left(rank) < min_samples for rank in range(self._world_size))
 
     def _own_invariants(self) -> dict[str, Any]:
         return {**shared_settings(self._stream), "fingerprint": self._fingerprint}
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of everything that decides on the samples and their order, besides the seed."""
-        decisive = (
-            self._source.manifest.content_hash,
-            self._source.split,
-            len(self._shards),
-            self._stream.buffer_rows,
-            self._collate.filters(),
-        )
+        """A hash of everything that decides on the samples and their order, besides the seed."""
+        source, num_shards, buffer_rows = self._source, len(self._shards), self._stream.buffer_rows
+        decisive = (source.manifest.content_hash, source.split, num_shards, buffer_rows, self._collate.filters())
         return hashlib.sha256(repr(decisive).encode()).hexdigest()

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,27 +15,26 @@ from evenrank.datasets.stream import Shard
 
 
 class ShardPosition(NamedTuple):
-    """Position of an epoch in a shard."""
+    """Position of an epoch in a shard: `samples_taken` are consumed of the window after `windows_done`."""
 
     windows_done: int = 0
-    """Windows that are consumed."""
     samples_taken: int = 0
-    """Samples of the next window that are consumed."""
 
 
 class Window(NamedTuple):
     """A shuffle buffer, or the part of it that goes into a batch."""
 
     store: SequenceStore
-    """The rows of the window, in memory."""
     first: int
     """Row of the split that is the store's row 0."""
     rows: NDArray[np.int64]
     """The store's rows that are samples, in the epoch's order."""
 
 
-Submit = Callable[[Callable[[], Window]], Callable[[], Window]]
-"""Starts to read a window, and returns a function that waits for it."""
+PendingWindow = Callable[[], Window]
+"""Waits for a window."""
+Submit = Callable[[Callable[[], Window]], PendingWindow]
+"""Starts to read a window."""
 
 
 @contextlib.contextmanager
@@ -59,15 +57,12 @@ def read_ahead(num_workers: int) -> Iterator[Submit]:
 class ShardReader:
     """Reads a shard from a position on; keeps one window in memory, and with workers also the next one."""
 
-    def __init__(
-        self, shard: Shard, position: ShardPosition, load: Callable[[Shard, int], Window], submit: Submit
-    ) -> None:
+    def __init__(self, shard: Shard, position: ShardPosition, read: Callable[[Shard, int], PendingWindow]) -> None:
         self.shard = shard
         self.position = position
-        self._load = load
-        self._submit = submit
+        self._read = read
         self._window: Window | None = None
-        self._next_window = submit(partial(load, shard, position.windows_done))
+        self._next_window = read(shard, position.windows_done)
 
     @property
     def is_done(self) -> bool:
@@ -81,7 +76,7 @@ class ShardReader:
             if self._window is None:
                 self._window = self._next_window()
                 if done + 1 < self.shard.num_windows:
-                    self._next_window = self._submit(partial(self._load, self.shard, done + 1))
+                    self._next_window = self._read(self.shard, done + 1)
             window = self._window
             rows = window.rows[taken : taken + max_samples]
             self.position = ShardPosition(done, taken + len(rows))
@@ -95,14 +90,11 @@ class ShardReader:
 def take_batches(
     readers: Iterator[ShardReader], open_shards: int, batch_size: int, positions: dict[int, ShardPosition]
 ) -> Iterator[tuple[list[StoreRows], NDArray[np.int64]]]:
-    """Take the samples of batches from all open shards in equal shares; the last batch may have fewer.
+    """Yield the samples of a batch by window, and their rows in the split: int64 [n]; the last batch may have fewer.
 
-    The open shards are the first `open_shards` that are not done, so they follow from the positions alone, and a stream
-    that is resumed from saved positions yields the same batches. `positions`, by index of the shard, are updated before
+    Batches have equal shares of the open shards, the first `open_shards` that are not done. These follow from the
+    positions alone, so a resumed stream yields the same batches. `positions`, by index of the shard, are updated before
     a batch is yielded.
-
-    Yields:
-        The samples of a batch by window, and their rows in the split: int64 [samples].
     """
     opened: list[ShardReader] = []
     while True:

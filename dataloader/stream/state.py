@@ -7,34 +7,23 @@ from typing import Any
 
 from evenrank.core.errors import StateError
 from evenrank.dataloader.routing.dist_type import DIST_TYPE
-from evenrank.dataloader.state.checks import (
-    COUNT,
-    EPOCH,
-    MAPPING,
-    SEED,
-    TEXT,
-    StateFormat,
-    check_intact,
-    check_value,
-    checksum,
-    integer,
-    show,
-)
+from evenrank.dataloader.state import checks
+from evenrank.dataloader.state.checks import COUNT, check_intact, check_value, checksum, integer, show
 from evenrank.dataloader.stream.shuffle import ShardPosition
 from evenrank.datasets.stream import Shard
 
 POSITIONS_KEY = "places"  # part of the format of saved states
-FORMAT = StateFormat(
+FORMAT = checks.StateFormat(
     owner="the stream",
     version=2,
     fields={
-        "epoch": EPOCH,
+        "epoch": checks.EPOCH,
         "position": integer(0, 1 << 62),  # to which an epoch's steps are added
-        "seed": SEED,
+        "seed": checks.SEED,
         "num_shards": COUNT,
-        "fingerprint": TEXT,
-        POSITIONS_KEY: MAPPING,
-        DIST_TYPE: TEXT,
+        "fingerprint": checks.TEXT,
+        POSITIONS_KEY: checks.MAPPING,
+        DIST_TYPE: checks.TEXT,
     },
     # Positions of all ranks are merged, so each has a checksum of its own; dist_type is compared with the job's.
     not_covered=frozenset({POSITIONS_KEY, DIST_TYPE}),
