@@ -25,16 +25,12 @@ from evenrank.dataloader.batches.schema import FieldSpec
 class RowLayout:
     """Where the rows of a batch are in its buffer, in bytes. S sections, B rows, T tensors."""
 
-    starts: NDArray[np.int64]
-    """[S, B]: start of each row in each section."""
-    section_starts: NDArray[np.int64]
-    """[S]: start of each section, also where there are no rows."""
+    starts: NDArray[np.int64]  # [S, B]: start of each row in each section
+    section_starts: NDArray[np.int64]  # [S]: start of each section, also where there are no rows
     num_bytes: NDArray[np.int64]
     """[S, B]: bytes of each row in each section; 0 for padding, even where dense tensors reserve space for it."""
-    tensor_starts: NDArray[np.int64]
-    """[T]: start of each tensor."""
-    tensor_bytes: NDArray[np.int64]
-    """[T]: bytes of each tensor, padding rows included."""
+    tensor_starts: NDArray[np.int64]  # [T]: start of each tensor
+    tensor_bytes: NDArray[np.int64]  # [T]: bytes of each tensor, padding rows included
 
     @property
     def total_bytes(self) -> int:
@@ -102,8 +98,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class TensorView:
     """A contiguous tensor inside a buffer."""
 
-    start: int
-    """First element, in elements of `dtype`."""
+    start: int  # first element, in elements of `dtype`
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -138,10 +133,8 @@ class ViewedBuffer:
 class JaggedTensorView:
     """A KeyedJaggedTensor inside a buffer."""
 
-    tensors: dict[str, TensorView]
-    """Its tensors, by argument of KeyedJaggedTensor."""
-    metadata: dict[str, Any]
-    """Its other arguments: all that it caches on the host, so that using it never synchronizes."""
+    tensors: dict[str, TensorView]  # its tensors, by argument of KeyedJaggedTensor
+    metadata: dict[str, Any]  # its other arguments: all that it caches on the host, so that using it never synchronizes
 
     def of(self, buffer: ViewedBuffer) -> KeyedJaggedTensor:
         """Return the KeyedJaggedTensor, as views of a buffer."""
@@ -154,18 +147,12 @@ class OutputLayout:
 
     rows: RowLayout
 
-    total_bytes: int
-    """Size of the buffer."""
-    host_data: NDArray[np.uint8]
-    """Bytes that the host computes: lengths, offsets, and padding rows of dense tensors."""
-    host_copies: ByteCopies
-    """Copies of `host_data` (source 1) to the buffer."""
-    dense: dict[str, TensorView]
-    """Dense fields by name."""
-    jagged: dict[str, JaggedTensorView]
-    """Jagged fields by name."""
-    host_fields: dict[str, Any]
-    """Fields that stay on the host, by name."""
+    total_bytes: int  # size of the buffer
+    host_data: NDArray[np.uint8]  # bytes that the host computes: lengths, offsets, and padding rows of dense tensors
+    host_copies: ByteCopies  # copies of `host_data` (source 1) to the buffer
+    dense: dict[str, TensorView]  # dense fields by name
+    jagged: dict[str, JaggedTensorView]  # jagged fields by name
+    host_fields: dict[str, Any]  # fields that stay on the host, by name
 
 
 def lay_out_output(plan: Plan) -> OutputLayout:

@@ -16,28 +16,20 @@ from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 class SampleRanges:
     """Byte ranges of a buffer that make up the sections of a batch, in ascending order: int64 [S, n], in bytes."""
 
-    starts: NDArray[np.int64]
-    """Start of each range in its buffer."""
-    num_bytes: NDArray[np.int64]
-    """Length of each range."""
-    offsets: NDArray[np.int64]
-    """Start of each range within its section of the batch."""
+    starts: NDArray[np.int64]  # start of each range in its buffer
+    num_bytes: NDArray[np.int64]  # length of each range
+    offsets: NDArray[np.int64]  # start of each range within its section of the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveLayout:
     """The buffers of one collective on one rank, in bytes."""
 
-    pack: ByteCopies
-    """Copies from the buffer of the loaded batch (source 0) to the send buffer."""
-    send_splits: list[int]
-    """Bytes of each chunk of the send buffer: one per rank, or one for all ranks."""
-    receive_splits: list[int]
-    """[W]: bytes received from each rank."""
-    received: SampleRanges
-    """Ranges of the receive buffer."""
-    kept: SampleRanges
-    """Ranges of the buffer of the loaded batch."""
+    pack: ByteCopies  # copies from the buffer of the loaded batch (source 0) to the send buffer
+    send_splits: list[int]  # bytes of each chunk of the send buffer: one per rank, or one for all ranks
+    receive_splits: list[int]  # [W]: bytes received from each rank
+    received: SampleRanges  # ranges of the receive buffer
+    kept: SampleRanges  # ranges of the buffer of the loaded batch
 
     @property
     def send_bytes(self) -> int:

@@ -14,14 +14,10 @@ from evenrank.core.numba_cache import compiled
 class ByteCopies:
     """n ranges of one or more source buffers, and where they go in one target buffer; int64 [n] each, in bytes."""
 
-    source: NDArray[np.int64]
-    """Number of the source buffer of each range."""
-    source_starts: NDArray[np.int64]
-    """Where each range begins in its source buffer."""
-    target_starts: NDArray[np.int64]
-    """Where each range begins in the target buffer."""
-    num_bytes: NDArray[np.int64]
-    """Length of each range, positive."""
+    source: NDArray[np.int64]  # number of the source buffer of each range
+    source_starts: NDArray[np.int64]  # where each range begins in its source buffer
+    target_starts: NDArray[np.int64]  # where each range begins in the target buffer
+    num_bytes: NDArray[np.int64]  # length of each range, positive
 
     @classmethod
     def from_source(

@@ -37,25 +37,18 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 class PreparedStep:
     """A step that can be launched, once. Buffers are uint8, on the device except for `host_buffer`."""
 
-    layout: CollectiveLayout
-    """Buffers of the collective."""
+    layout: CollectiveLayout  # buffers of the collective
     unpack: ByteCopies
     """Copies from the receive buffer (source 0) and the device buffer (source 1) to the output buffer."""
-    host_buffer: Tensor
-    """The loaded batch, the host data of the new one, and the descriptors of the two copies."""
-    device_buffer: Tensor
-    """Target of the upload of `host_buffer`."""
-    pack_descriptors: Tensor
-    """Part of the device buffer."""
-    unpack_descriptors: Tensor
-    """Part of the device buffer."""
+    host_buffer: Tensor  # the loaded batch, the host data of the new one, and the descriptors of the two copies
+    device_buffer: Tensor  # target of the upload of `host_buffer`
+    pack_descriptors: Tensor  # part of the device buffer
+    unpack_descriptors: Tensor  # part of the device buffer
     send_buffer: Tensor
     receive_buffer: Tensor
 
-    output_buffer: Tensor
-    """The new batch."""
-    loaded_batch: JaggedBatch
-    """The batch before balancing, on the CPU."""
+    output_buffer: Tensor  # the new batch
+    loaded_batch: JaggedBatch  # the batch before balancing, on the CPU
     new_fields: dict[str, Any]
     """Fields of the new batch that differ: views of the output buffer, which is not filled yet."""
 
@@ -69,8 +62,7 @@ class StepInFlight:
     """A launched step."""
 
     prepared: PreparedStep
-    work: Work | None
-    """The collective, if the host must wait for it."""
+    work: Work | None  # the collective, if the host must wait for it
 
 
 class Exchange:

@@ -16,10 +16,8 @@ from evenrank.dataloader.batches.schema import BatchSchema, check_contents, sche
 class SchemaReport:
     """What a rank reports of its batches before the first step."""
 
-    schema: BatchSchema | None
-    """Schema of its first batch; None if it has none."""
-    error: str | None
-    """Error of its loader, in one line; None if there was none."""
+    schema: BatchSchema | None  # schema of its first batch; None if it has none
+    error: str | None  # error of its loader, in one line; None if there was none
 
 
 def report_schema(batch: JaggedBatch | None, error: Exception | None) -> SchemaReport:

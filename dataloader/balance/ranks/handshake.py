@@ -30,26 +30,20 @@ Created = TypeVar("Created", bound=HasRankInvariants)
 class RankReport:
     """What a rank reports of the Balancer or loader that it creates."""
 
-    error: str | None = None
-    """Why it cannot be created, in one line; None if it can."""
+    error: str | None = None  # why it cannot be created, in one line; None if it can
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings that must be the same on all ranks, by name; see `check_settings`."""
-    hardware: str | None = None
-    """Identifies the device if no other rank can use it."""
-    num_batches: int | None = None
-    """Batches of an epoch of its loader, if the loader knows."""
-    host: str = field(default_factory=lambda: socket.gethostname())
-    """Name of its host."""
+    hardware: str | None = None  # identifies the device if no other rank can use it
+    num_batches: int | None = None  # batches of an epoch of its loader, if the loader knows
+    host: str = field(default_factory=lambda: socket.gethostname())  # name of its host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandshakeResult:
     """What follows from the reports of all ranks."""
 
-    num_steps: int | None
-    """Steps of an epoch: the batches of the rank with the most; None if a loader does not know."""
-    hosts: tuple[str, ...] | None
-    """Host name of each rank if the all-gather is hierarchical."""
+    num_steps: int | None  # steps of an epoch: the batches of the rank with the most; None if a loader does not know
+    hosts: tuple[str, ...] | None  # host name of each rank if the all-gather is hierarchical
 
 
 def validate_reports(reports: Sequence[RankReport]) -> HandshakeResult:

@@ -41,24 +41,16 @@ MAX_RANKS_OF_FLAT_ALL_GATHER = 512
 class Header:
     """The fixed part of a message; its fields in order are the words."""
 
-    schema_hash: int
-    """Hash of the batches' schema."""
-    status: int
-    """STATUS_OK or STATUS_FAILED."""
-    ended: int
-    """1 once the rank has no more batches, else 0."""
-    num_real: int
-    """Samples of the rank in this step."""
+    schema_hash: int  # hash of the batches' schema
+    status: int  # STATUS_OK or STATUS_FAILED
+    ended: int  # 1 once the rank has no more batches, else 0
+    num_real: int  # samples of the rank in this step
     num_rows: int = 0
     """Rows of the rank's batch before padding; if it has more than the schema, the message lacks its samples."""
-    epoch: int = 0
-    """Epoch of the rank's batch."""
-    step: int = 0
-    """Step of the rank's batch."""
-    position: int = 0
-    """Position of the rank's batch in the epoch."""
-    loader_hash: int = 0
-    """Hash of the loader's identity, which can change when a state is loaded."""
+    epoch: int = 0  # epoch of the rank's batch
+    step: int = 0  # step of the rank's batch
+    position: int = 0  # position of the rank's batch in the epoch
+    loader_hash: int = 0  # hash of the loader's identity, which can change when a state is loaded
 
     def words(self) -> NDArray[np.int64]:
         """Return the header as int64 [9]."""
@@ -72,16 +64,11 @@ _WORDS = tuple(entry.name for entry in dataclasses.fields(Header))
 class StepMetadata:
     """The messages of all ranks in a step. W ranks, B rows per rank, K jagged keys."""
 
-    headers: NDArray[np.int64]
-    """[W, 9]."""
-    costs: NDArray[np.int64]
-    """[W, B], 0 for padding."""
-    tokens: NDArray[np.int64]
-    """[W, B], 0 for padding."""
-    lengths: NDArray[np.int64]
-    """[W, K, B], 0 for padding."""
-    messages: NDArray[np.uint8]
-    """[W, message size]: all of this as it was received."""
+    headers: NDArray[np.int64]  # [W, 9]
+    costs: NDArray[np.int64]  # [W, B], 0 for padding
+    tokens: NDArray[np.int64]  # [W, B], 0 for padding
+    lengths: NDArray[np.int64]  # [W, K, B], 0 for padding
+    messages: NDArray[np.uint8]  # [W, message size]: all of this as it was received
 
     def header(self, name: str) -> NDArray[np.int64]:
         """Return one word of all ranks' headers: int64 [W]."""

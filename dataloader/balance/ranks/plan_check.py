@@ -36,12 +36,9 @@ _MASK = (1 << 61) - 1
 class PlannedIteration:
     """The plans of one iteration over a loader. A thread that reads ahead may add to an abandoned iteration."""
 
-    number: int
-    """How many iterations this rank has begun, this one included."""
-    epoch: int
-    """Epoch that it iterates over."""
-    plans: tuple[int, int] = (0, 0)
-    """Steps that were handed out, and a hash of their plans."""
+    number: int  # how many iterations this rank has begun, this one included
+    epoch: int  # epoch that it iterates over
+    plans: tuple[int, int] = (0, 0)  # steps that were handed out, and a hash of their plans
 
     def add(self, plan_hash: int) -> None:
         """Add the plan of the next step that is handed out, given a hash of it."""

@@ -77,12 +77,9 @@ def _no_response(reason: str) -> RankLostError:
 class Members:
     """The ranks that balance together, as seen from one of them."""
 
-    rank: int
-    """This process's rank among them."""
-    world_size: int
-    """How many there are."""
-    store: Store | None
-    """Shared by them alone; None if there is only one rank, without a process group."""
+    rank: int  # this process's rank among them
+    world_size: int  # how many there are
+    store: Store | None  # shared by them alone; None if there is only one rank, without a process group
 
     def substore(self, name: str) -> Store:
         """Return a part of the store with a namespace of its own."""
