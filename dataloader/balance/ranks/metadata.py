@@ -44,12 +44,11 @@ class Header:
     schema_hash: int  # hash of the batches' schema
     status: int  # STATUS_OK or STATUS_FAILED
     ended: int  # 1 once the rank has no more batches, else 0
-    num_real: int  # samples of the rank in this step
-    num_rows: int = 0
-    """Rows of the rank's batch before padding; if it has more than the schema, the message lacks its samples."""
-    epoch: int = 0  # epoch of the rank's batch
-    step: int = 0  # step of the rank's batch
-    position: int = 0  # position of the rank's batch in the epoch
+    num_real: int  # samples in this step
+    num_rows: int = 0  # of the batch before padding; if it has more than the schema, the message lacks its samples
+    epoch: int = 0
+    step: int = 0
+    position: int = 0  # in the epoch
     loader_hash: int = 0  # hash of the loader's identity, which can change when a state is loaded
 
     def words(self) -> NDArray[np.int64]:
@@ -93,10 +92,7 @@ def encode(
     tokens: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> NDArray[np.uint8]:
-    """Return the message of a rank, uint8 [message size], given costs [B], tokens [B] and lengths [K, B], int64.
-
-    Tokens and lengths are below 2^31.
-    """
+    """Return a rank's message, uint8, given costs [B], tokens [B] and lengths [K, B], int64; the latter below 2^31."""
     assert costs.shape == tokens.shape == (schema.batch_size,)
     assert lengths.shape == (len(schema.jagged_keys), schema.batch_size)
     parts = (header.words(), costs.astype(np.int64), tokens.astype(np.int32), lengths.astype(np.int32))
@@ -125,12 +121,7 @@ class MetadataAllGather:
     A ring over all ranks takes as many hops as ranks. By hosts it takes fewer: messages are gathered within each host,
     then between the first ranks of the hosts, then broadcast within each host.
 
-    Collective: every rank must call the constructor.
-
-    Args:
-        members: the ranks.
-        hosts: the host name of each rank; None: one ring over all ranks.
-        timeout: how long a collective waits for other ranks.
+    Collective: every rank must call the constructor, with the host name of each rank, or None for one ring.
     """
 
     def __init__(self, members: Members, hosts: Sequence[str] | None, timeout: timedelta) -> None:

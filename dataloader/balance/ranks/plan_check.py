@@ -34,7 +34,7 @@ _MASK = (1 << 61) - 1
 
 @dataclass(kw_only=True, slots=True)
 class PlannedIteration:
-    """The plans of one iteration over a loader. A thread that reads ahead may add to an abandoned iteration."""
+    """The plans of one iteration over a loader; a thread that reads ahead may add to an abandoned one."""
 
     number: int  # how many iterations this rank has begun, this one included
     epoch: int  # epoch that it iterates over
@@ -47,11 +47,9 @@ class PlannedIteration:
 
 
 class PlanCheck:
-    """Compares the plans of one rank with those of the others. In another process than its own, it does nothing.
+    """Compares the plans of one rank with those of the others, or raises a RankError.
 
-    Args:
-        members: the ranks; None, or without a store: nothing is compared.
-        timeout: how long the end of an epoch waits for other ranks.
+    Does nothing in another process than its own, and if there is only one rank; `timeout` is for the end of an epoch.
     """
 
     def __init__(self, members: Members | None, timeout: timedelta) -> None:
@@ -61,22 +59,14 @@ class PlanCheck:
         self._latest = PlannedIteration(number=0, epoch=0)
 
     def begin_epoch(self, epoch: int, num_steps: int) -> PlannedIteration:
-        """Compare the steps of an iteration with those of ranks that have begun it.
-
-        Raises:
-            RankError: they differ.
-        """
+        """Compare the steps of an iteration with those of ranks that have begun it."""
         self._latest = iteration = PlannedIteration(number=self._latest.number + 1, epoch=epoch)
         where = f"at the start of epoch {epoch} with {num_steps} steps"
         self._compare(f"{iteration.number}/start", where, 0, self._timeout)
         return iteration
 
     def end_epoch(self, iteration: PlannedIteration) -> None:
-        """Wait for all ranks, and compare the plans of the iteration. Collective: every rank must call this.
-
-        Raises:
-            RankError: they differ, or a rank has not come in time; on every rank.
-        """
+        """Wait for all ranks, and compare the plans of the iteration. Collective: every rank must call this."""
         if self._members is None or self._process != os.getpid():
             return
         store, world_size, epoch = self._members.substore("plans"), self._members.world_size, iteration.epoch
@@ -101,11 +91,7 @@ class PlanCheck:
         within(self._timeout + _WAIT, wait)
 
     def compare(self) -> None:
-        """Compare the plans so far with those of ranks that have done so after as many steps, if the store answers.
-
-        Raises:
-            RankError: they differ.
-        """
+        """Compare the plans so far with those of ranks that have done so after as many steps, if the store answers."""
         iteration = self._latest
         with contextlib.suppress(RankLostError):  # a state of this rank needs no other one
             steps, total = iteration.plans
@@ -154,21 +140,12 @@ def confirm(
         all_gather: of all ranks.
         metadata: the messages that this rank received from all ranks, uint8 [W, message size].
         rank_of: this rank's assignment, int32 [W, B]; None if it failed.
-        error: why it failed; None if it has not.
+        error: why it failed; raised on this rank, while the others raise a RankError with it.
         step_name: the step, for messages.
         strategy: the strategy's name, for messages.
-
-    Raises:
-        RankError: another rank failed, or two ranks differ; the message names them.
-        Exception: this rank's own error.
     """
-    words = np.array(
-        [
-            STATUS_OK if error is None else STATUS_FAILED,
-            _digest(metadata),
-            0 if rank_of is None else _digest(rank_of),
-        ]
-    )
+    status = STATUS_OK if error is None else STATUS_FAILED
+    words = np.array([status, _digest(metadata), 0 if rank_of is None else _digest(rank_of)])
     statuses, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
     if (statuses != STATUS_OK).any():
         errors = all_gather_objects(all_gather, None if error is None else one_line(error))
