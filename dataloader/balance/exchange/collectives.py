@@ -68,10 +68,6 @@ class AllToAll:
             ),
         )
 
-    def warmup_layout(self, world_size: int) -> CollectiveLayout:
-        """Lay out 16 meaningless bytes for each rank, enough to connect all ranks."""
-        return _warmup_layout(world_size, world_size)
-
     def start(
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
     ) -> Work | None:
@@ -111,10 +107,6 @@ class AllGather:
             kept=SampleRanges(nothing, nothing, nothing),
         )
 
-    def warmup_layout(self, world_size: int) -> CollectiveLayout:
-        """Lay out 16 meaningless bytes for all ranks, enough to connect them."""
-        return _warmup_layout(1, world_size)
-
     def start(
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
     ) -> Work | None:
@@ -128,7 +120,9 @@ Collective = AllToAll | AllGather
 COLLECTIVES: dict[str, type[AllToAll] | type[AllGather]] = {"all-to-all": AllToAll, "all-gather": AllGather}
 
 
-def _warmup_layout(num_chunks: int, world_size: int) -> CollectiveLayout:
+def warmup_layout(collective: Collective, world_size: int) -> CollectiveLayout:
+    """Lay out 16 meaningless bytes for each chunk, enough to connect all ranks."""
+    num_chunks = world_size if isinstance(collective, AllToAll) else 1
     start, total = np.zeros(1, dtype=np.int64), np.array([num_chunks * ALIGNMENT])
     nothing = np.zeros((0, 0), dtype=np.int64)
     no_ranges = SampleRanges(nothing, nothing, nothing)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from evenrank.dataloader.balance.exchange.batch_buffer import lay_out_output, lay_out_rows, output_fields, write_batch
-from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout
+from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout, warmup_layout
 from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice
 from evenrank.dataloader.balance.exchange.plan import Plan
@@ -79,7 +79,7 @@ class Exchange:
         """
         device = self._device
         device.use_in_thread()
-        layout = self._collective.warmup_layout(self._world_size)
+        layout = warmup_layout(self._collective, self._world_size)
         with device.side_stream("connect"):
             descriptors = torch.from_numpy(device.descriptors(layout.pack)).to(device.device)
             source, send_buffer = device.buffer(sum(layout.send_splits)), device.buffer(sum(layout.send_splits))

@@ -38,8 +38,8 @@ class Section:
 class Plan:
     """What one rank does in one step. W ranks, B rows per rank, K jagged keys, S sections; offsets are in bytes."""
 
-    rank: int  # the rank whose plan it is
-    schema: BatchSchema  # schema of all ranks' batches
+    rank: int
+    schema: BatchSchema  # of all ranks' batches
     rank_of: NDArray[np.int32]  # [W, B]: see `Assignment`
     world_lengths: NDArray[np.int64]  # [W, K, B]: lengths of all ranks' rows before the exchange
     sections: tuple[Section, ...]  # sections of a chunk, in order
@@ -52,8 +52,7 @@ class Plan:
     receive_offsets: NDArray[np.int64]  # [S, W]: start of each section of each chunk in the receive buffer
     receive_section_bytes: NDArray[np.int64]  # [S, W]: bytes of each section of each received chunk, without alignment
     num_real: int  # samples of this rank after the exchange
-    lengths: NDArray[np.int64]
-    """[K, B]: lengths of this rank's rows after the exchange, samples by source rank and row, then padding."""
+    lengths: NDArray[np.int64]  # [K, B]: of this rank's rows after the exchange, by source rank and row, then padding
     loss_tokens: int  # loss tokens of this rank after the exchange
     world_loss_tokens: int  # loss tokens of all ranks
 
@@ -149,10 +148,7 @@ def aligned(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def lay_out_chunks(section_bytes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lay chunks out in a buffer, one after the other, with aligned sections, given the bytes of each: int64 [S, W].
-
-    Returns the size of each chunk, int64 [W], and the start of each section in the buffer, int64 [S, W].
-    """
+    """Return the size of each chunk [W] and the start of each section in the buffer [S, W], all aligned, in bytes."""
     aligned_bytes = aligned(section_bytes)
     chunk_bytes = aligned_bytes.sum(axis=0)
     chunk_starts = np.cumsum(chunk_bytes) - chunk_bytes

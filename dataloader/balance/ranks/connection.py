@@ -103,7 +103,7 @@ class Connection:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Close if another rank turns out to be lost, and raise its reason as a RankError if it has left one."""
+        """Close if another rank is lost, and raise its reason as a RankError if it has left one."""
         try:
             yield
         except RankLostError as error:

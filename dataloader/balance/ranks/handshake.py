@@ -78,7 +78,7 @@ def handshake(
     try:
         if members.store is None:
             return validate_reports([sent])
-        # Rank 0 names the ranks that are late, so it gets the time to do so.
+        # Rank 0 gets the time to name the ranks that are late.
         return within(timeout + _WAIT, lambda: _handshake(sent, members, timeout, of))
     except RankError:
         if error is not None:

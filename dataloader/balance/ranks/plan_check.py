@@ -1,15 +1,13 @@
 """Do all ranks plan the same? `confirm` asks in each step of a Balancer, `PlanCheck` now and then without an exchange.
 
-`confirm` comes before any sample moves. A rank that planned differently, whatever the cause, would send other bytes
-than its peers expect: samples would be lost, or Gloo would abort the process. A rank that failed to plan would leave
-its peers waiting for bytes.
+`confirm` comes before any sample moves. A rank that planned differently would send other bytes than its peers expect:
+samples would be lost, or Gloo would abort the process. A rank that failed would leave its peers waiting for bytes.
 
 `PlanCheck` is for ranks that plan alone. A cost or a strategy that returns something else on one rank, such as a cost
-fitted to that rank's own times, leaves out some samples and trains others twice, without an error anywhere. Comparing
-every step would take a collective in each. So each rank keeps a running hash of its plans, which is compared through
-the store: without waiting when an epoch begins and when a state is asked for, and with all ranks when an epoch ends.
-The rank that comes first to such a point has nothing to compare with; it learns of a difference from the note that the
-others leave, at the next one.
+fitted to that rank's own times, leaves out some samples and trains others twice, without an error anywhere. So each
+rank keeps a running hash of its plans, which is compared through the store: without waiting when an epoch begins and
+when a state is asked for, and with all ranks when an epoch ends. The rank that comes first to such a point has nothing
+to compare with; it learns of a difference from the note that the others leave, at the next one.
 """
 
 import contextlib

@@ -52,15 +52,13 @@ def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
     thread.start()
     thread.join((timeout + _GRACE).total_seconds())
     if thread.is_alive():
-        raise _no_response(f"no answer within {timeout.total_seconds():g} s")
-    try:
-        return outcome.result()
-    except dist.DistError as error:
-        raise _no_response(first_line(error)) from None
-
-
-def _no_response(reason: str) -> RankLostError:
-    return RankLostError(
+        reason = f"no answer within {timeout.total_seconds():g} s"
+    else:
+        try:
+            return outcome.result()
+        except dist.DistError as error:
+            reason = first_line(error)
+    raise RankLostError(
         f"the process group does not respond ({reason}); a rank, or the process that serves its store, usually rank 0, "
         "is lost or cannot be reached; see its own error"
     )
@@ -92,12 +90,9 @@ def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        raise ConfigError(
-            "this process is not a rank of the group; pass a group on its own ranks only"
-            if is_outside
-            else f"group must be a process group or a device mesh, got {type(group).__name__}"
-        )
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("this process is not a rank of the group; pass a group on its own ranks only")
+        raise ConfigError(f"group must be a process group or a device mesh, got {type(group).__name__}")
     return group
 
 
@@ -211,7 +206,7 @@ class FailFastGroup:
 
 
 class _PendingWork:
-    """A collective in flight, as its group hands it out: it can be kept without keeping the connections open."""
+    """A collective in flight that can be kept without keeping the connections open."""
 
     def __init__(self, work: Work) -> None:
         self.work: Work | None = work  # refers to the connections
@@ -243,7 +238,7 @@ def _drop_open_groups() -> None:
 
     A thread of Gloo that frees a tensor needs the GIL. Once the interpreter finalizes, such a thread is terminated
     instead, which aborts the process ("terminate called without an active exception"). Dropping a group ends its
-    threads. The threads of Balancers have ended already, as all executors' threads have before this is called.
+    threads; the threads of Balancers have ended already.
     """
     for group in list(_open_groups):
         group.drop()
