@@ -40,7 +40,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost
-from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice, make_device
 from evenrank.dataloader.balance.exchange.exchange import Exchange, PreparedStep
