@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +25,11 @@ from evenrank.dataloader.batches.schema import FieldSpec
 class RowLayout:
     """Where the rows of a batch are in its buffer, in bytes. S sections, B rows, T tensors."""
 
-    starts: NDArray[np.int64]
-    """[S, B]: start of each row in each section."""
-    section_starts: NDArray[np.int64]
-    """[S]: start of each section, also where there are no rows."""
-    num_bytes: NDArray[np.int64]
-    """[S, B]: bytes of each row in each section; 0 for padding, even where dense tensors reserve space for it."""
-    tensor_starts: NDArray[np.int64]
-    """[T]: start of each tensor."""
-    tensor_bytes: NDArray[np.int64]
-    """[T]: bytes of each tensor, padding rows included."""
+    starts: NDArray[np.int64]  # [S, B]: start of each row in each section
+    section_starts: NDArray[np.int64]  # [S]: start of each section, also where there are no rows
+    num_bytes: NDArray[np.int64]  # [S, B]: bytes of each row in each section; 0 for padding, dense or not
+    tensor_starts: NDArray[np.int64]  # [T]: start of each tensor
+    tensor_bytes: NDArray[np.int64]  # [T]: bytes of each tensor, padding rows included
 
     @property
     def total_bytes(self) -> int:
@@ -43,10 +38,7 @@ class RowLayout:
 
 
 def lay_out_rows(sections: tuple[Section, ...], lengths: NDArray[np.int64], num_real: int) -> RowLayout:
-    """Lay the tensors of a batch out one after the other, each aligned.
-
-    Given its sections, its lengths, int64 [K, B], and the number of samples, which are its first rows.
-    """
+    """Lay the tensors of a batch out one after the other, each aligned, given lengths, int64 [K, B]."""
     num_bytes = row_bytes(sections, lengths)
     first_sections = [indices[0] for indices in sections_by_tensor(sections)]
     section_bytes = num_bytes.sum(axis=1)
@@ -79,16 +71,11 @@ def write_batch(batch: JaggedBatch, sections: tuple[Section, ...], rows: RowLayo
     fields = dict(batch.tensors())
     for start, size, indices in zip(rows.tensor_starts, rows.tensor_bytes, sections_by_tensor(sections), strict=True):
         section = sections[indices[0]]
-        buffer[start : start + size] = as_bytes(_tensor_of(fields[section.field], section.is_weights))
-
-
-def _tensor_of(field: "KeyedJaggedTensor | Tensor | None", is_weights: bool) -> Tensor:
-    if isinstance(field, KeyedJaggedTensor):
-        tensor: Tensor = field.weights() if is_weights else field.values()
-    else:
-        assert field is not None  # a field that is None has no section
-        tensor = field
-    return tensor.contiguous()
+        tensor = fields[section.field]
+        if isinstance(tensor, KeyedJaggedTensor):
+            tensor = tensor.weights() if section.is_weights else tensor.values()
+        assert tensor is not None  # a field that is None has no section
+        buffer[start : start + size] = as_bytes(tensor.contiguous())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -98,54 +85,25 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorView:
+class TensorView(NamedTuple):
     """A contiguous tensor inside a buffer."""
 
-    start: int
-    """First element, in elements of `dtype`."""
+    start: int  # first byte, a multiple of ALIGNMENT
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @classmethod
-    def at_byte(cls, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Self:
-        """Return the view of a tensor that starts at a byte, a multiple of ALIGNMENT."""
-        strides = [1]
-        for count in reversed(shape[1:]):
-            strides.insert(0, strides[0] * count)
-        return cls(start=start // dtype.itemsize, dtype=dtype, shape=shape, strides=tuple(strides))
+
+def _view(start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorView:
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return TensorView(start, dtype, shape, strides)
 
 
-class ViewedBuffer:
-    """A buffer from which tensors are taken as views, with one operator call each, because a step has many.
-
-    It is uint8, contiguous, at the start of its storage; its size is a multiple of ALIGNMENT.
-    """
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self._by_dtype: dict[torch.dtype, Tensor] = {}
-
-    def tensor(self, view: TensorView) -> Tensor:
-        """Return the tensor of a view."""
-        if view.dtype not in self._by_dtype:
-            self._by_dtype[view.dtype] = self._buffer.view(view.dtype)
-        return self._by_dtype[view.dtype].as_strided(view.shape, view.strides, view.start)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JaggedTensorView:
+class JaggedTensorView(NamedTuple):
     """A KeyedJaggedTensor inside a buffer."""
 
-    tensors: dict[str, TensorView]
-    """Its tensors, by argument of KeyedJaggedTensor."""
-    metadata: dict[str, Any]
-    """Its other arguments: all that it caches on the host, so that using it never synchronizes."""
-
-    def of(self, buffer: ViewedBuffer) -> KeyedJaggedTensor:
-        """Return the KeyedJaggedTensor, as views of a buffer."""
-        return KeyedJaggedTensor(**{name: buffer.tensor(view) for name, view in self.tensors.items()}, **self.metadata)
+    tensors: dict[str, TensorView]  # by argument of KeyedJaggedTensor
+    metadata: dict[str, Any]  # its other arguments: all that it caches on the host, so that using it never synchronizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,19 +111,12 @@ class OutputLayout:
     """The buffer of a balanced batch: its tensors, then its lengths and offsets."""
 
     rows: RowLayout
-
     total_bytes: int
-    """Size of the buffer."""
-    host_data: NDArray[np.uint8]
-    """Bytes that the host computes: lengths, offsets, and padding rows of dense tensors."""
-    host_copies: ByteCopies
-    """Copies of `host_data` (source 1) to the buffer."""
-    dense: dict[str, TensorView]
-    """Dense fields by name."""
-    jagged: dict[str, JaggedTensorView]
-    """Jagged fields by name."""
-    host_fields: dict[str, Any]
-    """Fields that stay on the host, by name."""
+    host_data: NDArray[np.uint8]  # bytes that the host computes: lengths, offsets, and padding rows of dense tensors
+    host_copies: ByteCopies  # copies of `host_data` (source 1) to the buffer
+    dense: dict[str, TensorView]  # dense fields by name
+    jagged: dict[str, JaggedTensorView]  # jagged fields by name
+    host_fields: dict[str, Any]  # fields that stay on the host, by name
 
 
 def lay_out_output(plan: Plan) -> OutputLayout:
@@ -211,20 +162,24 @@ def lay_out_output(plan: Plan) -> OutputLayout:
 
 def output_fields(buffer: Tensor, output: OutputLayout) -> dict[str, Any]:
     """Return the fields of a balanced batch that differ from the loaded one, as views of uint8 [total_bytes]."""
-    viewed = ViewedBuffer(buffer)
-    dense = {name: viewed.tensor(view) for name, view in output.dense.items()}
-    return output.host_fields | dense | {name: view.of(viewed) for name, view in output.jagged.items()}
+    by_dtype: dict[torch.dtype, Tensor] = {}
+
+    def tensor(view: TensorView) -> Tensor:  # one operator call, because a step has many
+        if view.dtype not in by_dtype:
+            by_dtype[view.dtype] = buffer.view(view.dtype)
+        return by_dtype[view.dtype].as_strided(view.shape, view.strides, view.start // view.dtype.itemsize)
+
+    fields = output.host_fields | {name: tensor(view) for name, view in output.dense.items()}
+    for name, (tensors, metadata) in output.jagged.items():
+        fields[name] = KeyedJaggedTensor(**{key: tensor(view) for key, view in tensors.items()}, **metadata)
+    return fields
 
 
 class _HostData:
-    """Arrays as bytes, one after the other, each aligned, with the offsets in the output buffer that they go to.
-
-    Args:
-        buffer_end: first byte of the output buffer after its tensors; arrays without an offset of their own follow.
-    """
+    """Arrays as bytes, one after the other, each aligned, and the places in the output buffer that they go to."""
 
     def __init__(self, buffer_end: int) -> None:
-        self.buffer_end = buffer_end
+        self.buffer_end = buffer_end  # where arrays without a place of their own follow
         self._parts: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
         self._size = 0
         self._ranges: list[tuple[int, int, int]] = []  # start in the data, start in the output buffer, bytes
@@ -256,7 +211,7 @@ def _tensor_view(spec: FieldSpec, section: Section, start: int, size: int, num_r
     assert dtype is not None
     element_bytes = math.prod(shape) * dtype.itemsize
     count = num_rows if section.key is None else size // max(element_bytes, 1)
-    return TensorView.at_byte(start, dtype, (count, *shape))
+    return _view(start, dtype, (count, *shape))
 
 
 def _jagged_view(
@@ -267,7 +222,7 @@ def _jagged_view(
     dtype = torch.empty(0, dtype=spec.lengths_dtype, device="cpu").numpy().dtype
     flat = lengths.reshape(-1)
     lengths_view, offsets_view = (
-        TensorView.at_byte(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
+        _view(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
         for values in (flat, np.concatenate([[0], np.cumsum(flat)]))
     )
     tensors = {"values": views[spec.name, False], "lengths": lengths_view, "offsets": offsets_view}
@@ -280,4 +235,4 @@ def _jagged_view(
         "length_per_key": length_per_key,
         "offset_per_key": [0, *itertools.accumulate(length_per_key)],
     }
-    return JaggedTensorView(tensors=tensors, metadata=metadata)
+    return JaggedTensorView(tensors, metadata)

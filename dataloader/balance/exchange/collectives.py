@@ -1,6 +1,7 @@
 """The collectives that move samples: what they send, how their buffers are laid out, and the calls that start them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,42 +13,23 @@ from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_c
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRanges:
+class SampleRanges(NamedTuple):
     """Byte ranges of a buffer that make up the sections of a batch, in ascending order: int64 [S, n], in bytes."""
 
-    starts: NDArray[np.int64]
-    """Start of each range in its buffer."""
-    num_bytes: NDArray[np.int64]
-    """Length of each range."""
-    offsets: NDArray[np.int64]
-    """Start of each range within its section of the batch."""
+    starts: NDArray[np.int64]  # start of each range in its buffer
+    num_bytes: NDArray[np.int64]  # length of each range
+    offsets: NDArray[np.int64]  # start of each range within its section of the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveLayout:
     """The buffers of one collective on one rank, in bytes."""
 
-    pack: ByteCopies
-    """Copies from the buffer of the loaded batch (source 0) to the send buffer."""
-    send_splits: list[int]
-    """Bytes of each chunk of the send buffer: one per rank, or one for all ranks."""
-    receive_splits: list[int]
-    """[W]: bytes received from each rank."""
-    received: SampleRanges
-    """Ranges of the receive buffer."""
-    kept: SampleRanges
-    """Ranges of the buffer of the loaded batch."""
-
-    @property
-    def send_bytes(self) -> int:
-        """Size of the send buffer."""
-        return sum(self.send_splits)
-
-    @property
-    def receive_bytes(self) -> int:
-        """Size of the receive buffer."""
-        return sum(self.receive_splits)
+    pack: ByteCopies  # copies from the buffer of the loaded batch (source 0) to the send buffer
+    send_splits: list[int]  # bytes of each chunk of the send buffer: one per rank, or one for all ranks
+    receive_splits: list[int]  # [W]: bytes received from each rank
+    received: SampleRanges  # ranges of the receive buffer
+    kept: SampleRanges  # ranges of the buffer of the loaded batch
 
     def unpack(self, rows: RowLayout) -> ByteCopies:
         """Return the copies from the receive buffer (source 0) and the loaded batch (source 1) to a batch buffer."""
@@ -78,27 +60,18 @@ class AllToAll:
             pack=_pack_rows(rows, plan.send_rows, plan.send_counts, plan.send_offsets),
             send_splits=plan.send_bytes.tolist(),
             receive_splits=plan.receive_bytes.tolist(),
-            received=SampleRanges(
-                starts=plan.receive_offsets, num_bytes=plan.receive_section_bytes, offsets=offset_of_source
-            ),
+            received=SampleRanges(plan.receive_offsets, plan.receive_section_bytes, offset_of_source),
             kept=SampleRanges(
-                starts=rows.starts[:, plan.kept_rows],
-                num_bytes=kept_bytes,
-                offsets=offset_of_source[:, plan.rank : plan.rank + 1] + kept_offsets,
+                rows.starts[:, plan.kept_rows],
+                kept_bytes,
+                offset_of_source[:, plan.rank : plan.rank + 1] + kept_offsets,
             ),
         )
-
-    def warmup_layout(self, world_size: int) -> CollectiveLayout:
-        """Lay out 16 meaningless bytes for each rank, enough to connect all ranks."""
-        return _warmup_layout(world_size, world_size)
 
     def start(
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
     ) -> Work | None:
-        """Start the collective on two uint8 buffers. Collective: every rank must call this.
-
-        For `async_op` and the result see `FailFastGroup.all_gather`.
-        """
+        """Start the collective; for `async_op` and the result see `FailFastGroup.all_gather`."""
         return group.all_to_all(receive, send, layout.receive_splits, layout.send_splits, async_op=async_op)
 
 
@@ -109,10 +82,7 @@ class AllGather:
     """
 
     def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
-        """Lay out one chunk for all ranks, given the layout of the loaded batch.
-
-        The chunks of all ranks have the size of the largest.
-        """
+        """Lay out one chunk for all ranks, given the layout of the loaded batch; all chunks have the largest's size."""
         rank_of, world_lengths = plan.rank_of, plan.world_lengths
         world_size, batch_size = rank_of.shape
         lengths = world_lengths.transpose(1, 0, 2).reshape(world_lengths.shape[1], rank_of.size)  # [K, W * B]
@@ -132,16 +102,10 @@ class AllGather:
             send_splits=[max_chunk_bytes],
             receive_splits=[max_chunk_bytes] * world_size,
             received=SampleRanges(
-                starts=row_starts[:, is_trained_here],
-                num_bytes=trained_bytes,
-                offsets=np.cumsum(trained_bytes, axis=1) - trained_bytes,
+                row_starts[:, is_trained_here], trained_bytes, np.cumsum(trained_bytes, axis=1) - trained_bytes
             ),
-            kept=SampleRanges(starts=nothing, num_bytes=nothing, offsets=nothing),
+            kept=SampleRanges(nothing, nothing, nothing),
         )
-
-    def warmup_layout(self, world_size: int) -> CollectiveLayout:
-        """Lay out 16 meaningless bytes for all ranks, enough to connect them."""
-        return _warmup_layout(1, world_size)
 
     def start(
         self, layout: CollectiveLayout, send: Tensor, receive: Tensor, group: FailFastGroup, *, async_op: bool
@@ -156,10 +120,12 @@ Collective = AllToAll | AllGather
 COLLECTIVES: dict[str, type[AllToAll] | type[AllGather]] = {"all-to-all": AllToAll, "all-gather": AllGather}
 
 
-def _warmup_layout(num_chunks: int, world_size: int) -> CollectiveLayout:
+def warmup_layout(collective: Collective, world_size: int) -> CollectiveLayout:
+    """Lay out 16 meaningless bytes for each chunk, enough to connect all ranks."""
+    num_chunks = world_size if isinstance(collective, AllToAll) else 1
     start, total = np.zeros(1, dtype=np.int64), np.array([num_chunks * ALIGNMENT])
     nothing = np.zeros((0, 0), dtype=np.int64)
-    no_ranges = SampleRanges(starts=nothing, num_bytes=nothing, offsets=nothing)
+    no_ranges = SampleRanges(nothing, nothing, nothing)
     return CollectiveLayout(
         pack=ByteCopies.from_source(0, start, start, total),
         send_splits=[ALIGNMENT] * num_chunks,
@@ -172,14 +138,7 @@ def _warmup_layout(num_chunks: int, world_size: int) -> CollectiveLayout:
 def _pack_rows(
     rows: RowLayout, chunk_rows: NDArray[np.int64], counts: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> ByteCopies:
-    """Return the copies of rows to a send buffer.
-
-    Args:
-        rows: layout of the loaded batch.
-        chunk_rows: int64 [n], the rows to pack, chunk by chunk.
-        counts: int64 [C], the number of rows of each chunk.
-        offsets: int64 [S, C], the start of each section of each chunk in the send buffer.
-    """
+    """Return the copies to a send buffer of the rows of C chunks [n], given their counts [C] and offsets [S, C]."""
     chunk_of = np.repeat(np.arange(len(counts)), counts)
     first_of_chunk = np.cumsum(counts) - counts
     num_bytes = rows.num_bytes[:, chunk_rows]

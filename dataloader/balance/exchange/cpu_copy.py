@@ -1,8 +1,7 @@
 """Copies of byte ranges between buffers: their description, and the compiled loop that runs them on the CPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,54 +9,31 @@ from numpy.typing import NDArray
 from evenrank.core.numba_cache import compiled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByteCopies:
+class ByteCopies(NamedTuple):
     """n ranges of one or more source buffers, and where they go in one target buffer; int64 [n] each, in bytes."""
 
-    source: NDArray[np.int64]
-    """Number of the source buffer of each range."""
-    source_starts: NDArray[np.int64]
-    """Where each range begins in its source buffer."""
-    target_starts: NDArray[np.int64]
-    """Where each range begins in the target buffer."""
-    num_bytes: NDArray[np.int64]
-    """Length of each range, positive."""
+    source: NDArray[np.int64]  # number of the source buffer of each range
+    source_starts: NDArray[np.int64]  # where each range begins in its source buffer
+    target_starts: NDArray[np.int64]  # where each range begins in the target buffer
+    num_bytes: NDArray[np.int64]  # length of each range, positive
 
     @classmethod
-    def from_source(
-        cls,
-        source: int,
-        source_starts: NDArray[np.int64],
-        target_starts: NDArray[np.int64],
-        num_bytes: NDArray[np.int64],
-    ) -> Self:
-        """Return the copies from one source buffer, given arrays of one shape; empty ranges are dropped."""
-        flat = num_bytes.reshape(-1)
-        non_empty = np.flatnonzero(flat)
-        return cls(
-            source=np.full(len(non_empty), source),
-            source_starts=source_starts.reshape(-1)[non_empty],
-            target_starts=target_starts.reshape(-1)[non_empty],
-            num_bytes=flat[non_empty],
-        )
+    def from_source(cls, source: int, *ranges: NDArray[np.int64]) -> Self:
+        """Return the non-empty copies, given `source_starts`, `target_starts` and `num_bytes` of any one shape."""
+        non_empty = np.flatnonzero(ranges[-1])
+        return cls(np.full(len(non_empty), source), *(array.reshape(-1)[non_empty] for array in ranges))
 
     @classmethod
     def concatenate(cls, copies: Sequence["ByteCopies"]) -> Self:
         """Return the ranges of several copies, one after the other."""
-        return cls(**{name: np.concatenate([getattr(part, name) for part in copies]) for name in cls.__slots__})
+        return cls(*(np.concatenate(arrays) for arrays in zip(*copies, strict=True)))
 
 
 def copy_on_cpu(copies: ByteCopies, sources: Sequence[NDArray[np.uint8]], target: NDArray[np.uint8]) -> None:
     """Run copies between uint8 arrays."""
     for number, source in enumerate(sources):
         of_source = copies.source == number
-        copy_ranges(
-            source,
-            target,
-            copies.source_starts[of_source],
-            copies.target_starts[of_source],
-            copies.num_bytes[of_source],
-        )
+        copy_ranges(source, target, *(array[of_source] for array in copies[1:]))
 
 
 @compiled

@@ -18,11 +18,8 @@ from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies, copy_on_cp
 class ExchangeDevice:
     """The CPU: everything runs in the calling thread, and nothing is copied to a device."""
 
-    backend = "gloo"
-    """Backend of the process group that connects such devices."""
-
-    async_collectives = True
-    """Collectives return work that the host waits for; otherwise they are enqueued on the current stream."""
+    backend = "gloo"  # of the process group that connects such devices
+    async_collectives = True  # return work that the host waits for; otherwise enqueued on the current stream
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")  # where balanced batches are
@@ -69,15 +66,8 @@ class ExchangeDevice:
         """Make the side stream wait for the work that was enqueued before the last `hand_over`."""
 
 
-class CudaDevice(ExchangeDevice):
-    """A GPU with a side stream. The host never waits: it knows all sizes, and events order the streams.
-
-    Args:
-        device: a CUDA device.
-
-    Raises:
-        ConfigError: it does not exist.
-    """
+class _CudaDevice(ExchangeDevice):
+    """A GPU with a side stream. The host never waits: it knows all sizes, and events order the streams."""
 
     backend = "nccl"
     async_collectives = False
@@ -98,68 +88,58 @@ class CudaDevice(ExchangeDevice):
         self._default_stream_reached = torch.cuda.Event()
 
     def use_in_thread(self) -> None:
-        """Set the current device; in a new thread it is device 0, on which a context would take memory."""
+        # In a new thread it is device 0, on which a context would take memory.
         torch.cuda.set_device(self.device)
 
     def profiled(self, name: str) -> AbstractContextManager[Any]:
-        """Return an NVTX range."""
         return _NvtxRange(name, contextlib.nullcontext())
 
     def side_stream(self, name: str) -> AbstractContextManager[Any]:
-        """Return an NVTX range with the side stream as the current stream."""
         return _NvtxRange(name, self._side_stream)
 
     def descriptors(self, copies: ByteCopies) -> NDArray[np.uint8]:
-        """Return the tiles that the Triton kernel copies."""
         if not gpu_copy.HAS_TRITON:
             return np.empty(0, dtype=np.uint8)
         return gpu_copy.tile_descriptors(copies).reshape(-1).view(np.uint8)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Allocate pinned memory; PyTorch's allocator does not reuse it while a copy reads it."""
+        # PyTorch's allocator does not reuse it while a copy reads it.
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Allocate device memory that the caching allocator reuses in the order of the side stream."""
-        # Not the stream itself as a context manager: it stores the previous stream, so threads must not share it.
+        # The caching allocator reuses it in the order of the side stream. Not the stream itself as a context manager:
+        # that stores the previous stream, so threads must not share it.
         with torch.cuda.stream(self._side_stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def upload_buffer(self, host_buffer: Tensor) -> Tensor:
-        """Allocate an equally sized device buffer."""
         return self.buffer(len(host_buffer))
 
     def upload(self, host_buffer: Tensor, buffer: Tensor) -> None:
-        """Copy asynchronously on the current stream."""
         buffer.copy_(host_buffer, non_blocking=True)
 
     def copy(self, copies: ByteCopies, descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-        """Copy all ranges in one kernel launch."""
         if gpu_copy.HAS_TRITON:
             gpu_copy.copy_with_kernel(descriptors, sources, target)
         else:
             gpu_copy.copy_with_operators(copies, sources, target)
 
     def hand_over(self, buffers: Sequence[Tensor]) -> None:
-        """Make the current stream wait for the side stream, and keep the buffers allocated until both are done."""
         current_stream = torch.cuda.current_stream(self.device)
         current_stream.wait_event(self._side_stream.record_event(self._written))
         for buffer in buffers:
-            buffer.record_stream(current_stream)
+            buffer.record_stream(current_stream)  # keeps it allocated until both streams are done
         current_stream.record_event(self._handed_over)
         # Pipelines fetch batches on a stream of their own and train on the default stream.
         torch.cuda.default_stream(self.device).record_event(self._default_stream_reached)
 
     def wait_for_training(self) -> None:
-        """Make the side stream wait for both streams' events, without blocking the host."""
         self._side_stream.wait_event(self._handed_over)
         self._side_stream.wait_event(self._default_stream_reached)
 
 
 class _NvtxRange:
     """An NVTX range around a context, with a quarter of the overhead of torch.cuda.nvtx.range and torch.cuda.stream."""
-
-    __slots__ = ("_context", "_name")
 
     def __init__(self, name: str, context: AbstractContextManager[Any]) -> None:
         self._name = name
@@ -175,19 +155,13 @@ class _NvtxRange:
 
 
 def make_device(device: torch.device | str | None) -> ExchangeDevice:
-    """Return the exchange device for a PyTorch device; None is the CPU.
-
-    Raises:
-        ConfigError: there is no such device, or batches cannot be exchanged on it.
-    """
-    if device is None:
-        return ExchangeDevice()
+    """Return the exchange device for a PyTorch device; None is the CPU."""
     try:
-        target = torch.device(device)
+        target = torch.device("cpu" if device is None else device)
     except RuntimeError as error:
         raise ConfigError(f"device is {device!r}, which PyTorch does not know; pass cpu or cuda") from error
     if target.type == "cpu":
         return ExchangeDevice()
     if target.type == "cuda":
-        return CudaDevice(target)
+        return _CudaDevice(target)
     raise ConfigError(f"device is {device}; batches are exchanged on cpu or cuda")

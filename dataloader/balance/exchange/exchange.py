@@ -16,7 +16,6 @@ that was enqueued before the last batch was handed out; the training waits for a
 of that common order that is not complete waits for no other collective on any rank, so it completes; then the next one.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from evenrank.dataloader.balance.exchange.batch_buffer import lay_out_output, lay_out_rows, output_fields, write_batch
-from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout
+from evenrank.dataloader.balance.exchange.collectives import Collective, CollectiveLayout, warmup_layout
 from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
 from evenrank.dataloader.balance.exchange.device import ExchangeDevice
 from evenrank.dataloader.balance.exchange.plan import Plan
@@ -37,27 +36,17 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 class PreparedStep:
     """A step that can be launched, once. Buffers are uint8, on the device except for `host_buffer`."""
 
-    layout: CollectiveLayout
-    """Buffers of the collective."""
-    unpack: ByteCopies
-    """Copies from the receive buffer (source 0) and the device buffer (source 1) to the output buffer."""
-    host_buffer: Tensor
-    """The loaded batch, the host data of the new one, and the descriptors of the two copies."""
-    device_buffer: Tensor
-    """Target of the upload of `host_buffer`."""
-    pack_descriptors: Tensor
-    """Part of the device buffer."""
-    unpack_descriptors: Tensor
-    """Part of the device buffer."""
+    layout: CollectiveLayout  # buffers of the collective
+    unpack: ByteCopies  # from the receive buffer (source 0) and the device buffer (source 1) to the output buffer
+    host_buffer: Tensor  # the loaded batch, the host data of the new one, and the descriptors of the two copies
+    device_buffer: Tensor  # target of the upload of `host_buffer`
+    pack_descriptors: Tensor  # part of the device buffer
+    unpack_descriptors: Tensor  # part of the device buffer
     send_buffer: Tensor
     receive_buffer: Tensor
-
-    output_buffer: Tensor
-    """The new batch."""
-    loaded_batch: JaggedBatch
-    """The batch before balancing, on the CPU."""
-    new_fields: dict[str, Any]
-    """Fields of the new batch that differ: views of the output buffer, which is not filled yet."""
+    output_buffer: Tensor  # the new batch
+    loaded_batch: JaggedBatch  # the batch before balancing, on the CPU
+    new_fields: dict[str, Any]  # fields of the new batch that differ: views of the output buffer, not filled yet
 
     def balanced_batch(self) -> JaggedBatch:
         """Return the new batch; its tensors hold their values once the exchange is finished."""
@@ -69,19 +58,11 @@ class StepInFlight:
     """A launched step."""
 
     prepared: PreparedStep
-    work: Work | None
-    """The collective, if the host must wait for it."""
+    work: Work | None  # the collective, if the host must wait for it
 
 
 class Exchange:
-    """Carries out plans over a process group, with one collective.
-
-    Args:
-        collective: moves the samples; all collectives give the same batches, bit for bit.
-        group: all ranks; None if there is only one.
-        device: where the exchange runs.
-        world_size: the number of ranks.
-    """
+    """Carries out plans over a process group, with one collective; `group` is None if there is only one rank."""
 
     def __init__(
         self, collective: Collective, group: FailFastGroup | None, device: ExchangeDevice, *, world_size: int
@@ -98,11 +79,11 @@ class Exchange:
         """
         device = self._device
         device.use_in_thread()
-        layout = self._collective.warmup_layout(self._world_size)
+        layout = warmup_layout(self._collective, self._world_size)
         with device.side_stream("connect"):
             descriptors = torch.from_numpy(device.descriptors(layout.pack)).to(device.device)
-            source, send_buffer = device.buffer(layout.send_bytes), device.buffer(layout.send_bytes)
-            receive_buffer = device.buffer(layout.receive_bytes)
+            source, send_buffer = device.buffer(sum(layout.send_splits)), device.buffer(sum(layout.send_splits))
+            receive_buffer = device.buffer(sum(layout.receive_splits))
             device.copy(layout.pack, descriptors, (source,), send_buffer)
             self._wait(self._start(layout, send_buffer, receive_buffer))
         device.hand_over((source, send_buffer, receive_buffer))
@@ -110,15 +91,13 @@ class Exchange:
             torch.cuda.synchronize(device.device)
 
     def prepare(self, batch: JaggedBatch, plan: Plan) -> PreparedStep:
-        """Do everything that needs no other rank and moves nothing on the device; on any thread."""
+        """Do all that needs no other rank and moves nothing on the device; on any thread."""
         device = self._device
         rows = lay_out_rows(plan.sections, plan.world_lengths[plan.rank], batch.num_real)
         layout = self._collective.layout(plan, rows)
         output = lay_out_output(plan)
         batch_bytes = rows.total_bytes
-        host_copies = dataclasses.replace(
-            output.host_copies, source_starts=output.host_copies.source_starts + batch_bytes
-        )
+        host_copies = output.host_copies._replace(source_starts=output.host_copies.source_starts + batch_bytes)
         unpack = ByteCopies.concatenate([layout.unpack(output.rows), host_copies])
         descriptors = [device.descriptors(copies) for copies in (layout.pack, unpack)]
         splits = [batch_bytes + len(output.host_data), *map(len, descriptors)]
@@ -126,8 +105,8 @@ class Exchange:
         write_batch(batch, plan.sections, rows, host_buffer)
         host_buffer.numpy()[batch_bytes:] = np.concatenate([output.host_data, *descriptors])
         device_buffer = device.upload_buffer(host_buffer)
-        send_buffer, output_buffer = device.buffer(layout.send_bytes), device.buffer(output.total_bytes)
-        receive_buffer = send_buffer if self._group is None else device.buffer(layout.receive_bytes)
+        send_buffer, output_buffer = device.buffer(sum(layout.send_splits)), device.buffer(output.total_bytes)
+        receive_buffer = send_buffer if self._group is None else device.buffer(sum(layout.receive_splits))
         _, pack_descriptors, unpack_descriptors = device_buffer.split_with_sizes(splits)
         return PreparedStep(
             layout=layout,
@@ -158,11 +137,10 @@ class Exchange:
     def finish(self, in_flight: StepInFlight) -> None:
         """Wait for the collective and fill the new batch; on a GPU the side stream waits, not the host."""
         device, step = self._device, in_flight.prepared
+        sources = (step.receive_buffer, step.device_buffer)
         with device.side_stream("finish"):
             self._wait(in_flight.work)
-            device.copy(
-                step.unpack, step.unpack_descriptors, (step.receive_buffer, step.device_buffer), step.output_buffer
-            )
+            device.copy(step.unpack, step.unpack_descriptors, sources, step.output_buffer)
         device.hand_over((step.output_buffer,))
 
     def _start(self, layout: CollectiveLayout, send_buffer: Tensor, receive_buffer: Tensor) -> Work | None:

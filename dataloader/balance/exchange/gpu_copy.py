@@ -38,13 +38,7 @@ def tile_descriptors(copies: ByteCopies) -> NDArray[np.int64]:
 
 
 def copy_with_kernel(descriptors: Tensor, sources: Sequence[Tensor], target: Tensor) -> None:
-    """Copy tiles in one kernel launch.
-
-    Args:
-        descriptors: the bytes of `tile_descriptors`: uint8 [32 n], on the GPU, aligned to 8 bytes.
-        sources: one or two buffers: uint8, on the GPU.
-        target: uint8, on the GPU.
-    """
+    """Copy tiles in one kernel launch, given the bytes of `tile_descriptors` and one or two sources, on the GPU."""
     if num_tiles := descriptors.numel() // _DESCRIPTOR_BYTES:
         buffers = (descriptors, sources[0], sources[-1], target)
         _compiled_kernel(target.device.index)[(num_tiles, 1, 1)](*[buffer.data_ptr() for buffer in buffers])
@@ -72,10 +66,7 @@ if triton is not None:
 
     @functools.cache
     def _compiled_kernel(device: int) -> Any:
-        """Compile the kernel for a CUDA device.
-
-        Launching the result with addresses takes half the host time that Triton needs to look it up by its tensors.
-        """
+        # Launching the result with addresses takes half the host time that Triton needs to look it up by its tensors.
         with torch.cuda.device(device):
             address = 1 << 40  # any value beyond 32 bits, so that Triton types it as int64
             return _copy_tile.warmup(address, address, address, address, grid=(1,), num_warps=_NUM_WARPS)

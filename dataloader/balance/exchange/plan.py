@@ -28,14 +28,10 @@ ALIGNMENT = 16  # bytes: the widest load and store of a GPU
 class Section:
     """A run of equally typed elements in a chunk."""
 
-    field: str
-    """Field of the batch."""
-    key: int | None
-    """Row of the lengths [K, B] that counts the elements, for a jagged key; None for a dense field."""
-    is_weights: bool = False
-    """The elements are the weights of a jagged key, not its values."""
-    element_bytes: int
-    """Bytes of one value or weight of a jagged key, or of one row of a dense field."""
+    field: str  # field of the batch
+    key: int | None  # row of the lengths [K, B] that counts the elements, for a jagged key; None for a dense field
+    is_weights: bool = False  # the elements are the weights of a jagged key, not its values
+    element_bytes: int  # bytes of one value or weight of a jagged key, or of one row of a dense field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,39 +39,22 @@ class Plan:
     """What one rank does in one step. W ranks, B rows per rank, K jagged keys, S sections; offsets are in bytes."""
 
     rank: int
-    """The rank whose plan it is."""
-    schema: BatchSchema
-    """Schema of all ranks' batches."""
-    rank_of: NDArray[np.int32]
-    """[W, B]: see `Assignment`."""
-    world_lengths: NDArray[np.int64]
-    """[W, K, B]: lengths of all ranks' rows before the exchange."""
-    sections: tuple[Section, ...]
-    """Sections of a chunk, in order."""
-    kept_rows: NDArray[np.int64]
-    """This rank's rows that stay, ascending; they are in no chunk."""
-    send_rows: NDArray[np.int64]
-    """This rank's other rows, by destination, then ascending."""
-    send_counts: NDArray[np.int64]
-    """[W]: rows sent to each rank."""
-    send_bytes: NDArray[np.int64]
-    """[W]: size of the chunk sent to each rank."""
-    send_offsets: NDArray[np.int64]
-    """[S, W]: start of each section of each chunk in the send buffer."""
-    receive_bytes: NDArray[np.int64]
-    """[W]: size of the chunk received from each rank."""
-    receive_offsets: NDArray[np.int64]
-    """[S, W]: start of each section of each chunk in the receive buffer."""
-    receive_section_bytes: NDArray[np.int64]
-    """[S, W]: bytes of each section of each received chunk, without alignment."""
-    num_real: int
-    """Samples of this rank after the exchange."""
-    lengths: NDArray[np.int64]
-    """[K, B]: lengths of this rank's rows after the exchange, samples by source rank and row, then padding."""
-    loss_tokens: int
-    """Loss tokens of this rank after the exchange."""
-    world_loss_tokens: int
-    """Loss tokens of all ranks."""
+    schema: BatchSchema  # of all ranks' batches
+    rank_of: NDArray[np.int32]  # [W, B]: see `Assignment`
+    world_lengths: NDArray[np.int64]  # [W, K, B]: lengths of all ranks' rows before the exchange
+    sections: tuple[Section, ...]  # sections of a chunk, in order
+    kept_rows: NDArray[np.int64]  # this rank's rows that stay, ascending; they are in no chunk
+    send_rows: NDArray[np.int64]  # this rank's other rows, by destination, then ascending
+    send_counts: NDArray[np.int64]  # [W]: rows sent to each rank
+    send_bytes: NDArray[np.int64]  # [W]: size of the chunk sent to each rank
+    send_offsets: NDArray[np.int64]  # [S, W]: start of each section of each chunk in the send buffer
+    receive_bytes: NDArray[np.int64]  # [W]: size of the chunk received from each rank
+    receive_offsets: NDArray[np.int64]  # [S, W]: start of each section of each chunk in the receive buffer
+    receive_section_bytes: NDArray[np.int64]  # [S, W]: bytes of each section of each received chunk, without alignment
+    num_real: int  # samples of this rank after the exchange
+    lengths: NDArray[np.int64]  # [K, B]: of this rank's rows after the exchange, by source rank and row, then padding
+    loss_tokens: int  # loss tokens of this rank after the exchange
+    world_loss_tokens: int  # loss tokens of all ranks
 
 
 def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, rank: int) -> Plan:
@@ -169,10 +148,7 @@ def aligned(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def lay_out_chunks(section_bytes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lay chunks out in a buffer, one after the other, with aligned sections, given the bytes of each: int64 [S, W].
-
-    Returns the size of each chunk, int64 [W], and the start of each section in the buffer, int64 [S, W].
-    """
+    """Return the size of each chunk [W] and the start of each section in the buffer [S, W], all aligned, in bytes."""
     aligned_bytes = aligned(section_bytes)
     chunk_bytes = aligned_bytes.sum(axis=0)
     chunk_starts = np.cumsum(chunk_bytes) - chunk_bytes

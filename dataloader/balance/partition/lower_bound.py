@@ -8,8 +8,7 @@ problem", 2001):
 - for k = 1..B-1: of the k W + 1 largest costs, k + 1 are on one rank: at least the k + 1 smallest of those, and the
   B - k - 1 smallest of all.
 
-Cost: O(W B + B^2) given the sorted order. Trade-off: it is not always reachable; how close the strategies come is in
-docs/results/planner.md.
+Cost: O(W B + B^2) given the sorted order. Trade-off: not always reachable; docs/results/planner.md shows the distance.
 """
 
 import numpy as np

@@ -47,9 +47,9 @@ def lpt_with_room(
     open_place: int,
     keep_below: int,
 ) -> NDArray[np.int32]:
-    """Assign slots as `lpt` does, up to `batch_size` to a rank; there may be fewer slots than places.
+    """Assign slots as `lpt` does, up to `batch_size` to a rank, given the cost that an open place counts as.
 
-    `open_place` is the cost that an open place counts as.
+    There may be fewer slots than places.
     """
     bits = rank_bits(world_size)
     shift = load_shift(costs.sum() + batch_size * open_place, bits)

@@ -1,7 +1,6 @@
 """LPT followed by local search, from up to three starts. The best balance of the strategies.
 
-The starts differ in the cost that an open place counts as in `lpt`. The search stops at the first result within the
-target.
+The starts differ in the cost that an open place counts as in `lpt`; the first result within the target ends the search.
 
 Local search: the heaviest rank swaps a slot with another rank, until it is light enough or no swap helps. Interchange
 between two ranks, as in Finn and Horowitz, "A linear time approximation algorithm for multiprocessor scheduling", 1979,
@@ -10,8 +9,7 @@ the lightest has one, the heaviest rank takes one of the cheapest slots of any r
 very expensive slot becomes lighter only through cheaper slots next to it, and the lightest ranks need not have these.
 
 Cost: O(W B log W), and O(B + log W) for most swaps, of which LPT leaves few. Trade-off: the search stops in a local
-optimum, so the start matters. Like every partition from scratch it moves most samples; `relabel` afterwards keeps some
-of them on their ranks.
+optimum, so the start matters. It moves most samples; `relabel` afterwards keeps some of them on their ranks.
 """
 
 import numpy as np
@@ -39,10 +37,9 @@ _CHEAPEST_SLOTS = 256  # candidates that are tried if no partner helps
 
 @compiled
 def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int, target: int) -> NDArray[np.int32]:
-    """Assign slots by LPT and level them by swaps, from another start as long as a rank is above `target`.
+    """Assign slots by LPT and swaps, from another start as long as a rank is above `target`; the best result is kept.
 
-    Returns the first result within `target`, else the best. All slots stay if no rank is above `target` before
-    balancing, or if the result would not be lighter.
+    All slots stay if no rank is above `target` before balancing, or if the result would not be lighter.
     """
     best = (np.arange(len(costs)) // (len(costs) // world_size)).astype(np.int32)
     best_load = sums_by_rank(costs, best, world_size).max()
@@ -74,10 +71,7 @@ def local_search(state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.i
 
 @compiled
 def _swap_with_lightest(state: RankLoads, heavy: int) -> tuple[int, int, int]:
-    """Find the best swap of the heaviest rank with the lightest rank that has one to offer.
-
-    Returns an index in slots[heavy], the other rank, and an index in its slots; the first is -1 if there is none.
-    """
+    """Return the best swap with the lightest rank that has one: index in slots[heavy] (-1: none), rank, index there."""
     i, light, j = -1, -1, -1
     for _ in range(min(_LIGHTEST_RANKS, len(state.loads))):
         light = lightest_rank(state)
@@ -116,10 +110,7 @@ def _best_swap(heavy: NDArray[np.int64], light: NDArray[np.int64], gap: int) -> 
 def _swap_for_cheapest(
     state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], heavy: int, target: int
 ) -> tuple[int, int, int]:
-    """Find the best swap of the heaviest rank for one of the cheapest slots of ranks below `target`.
-
-    Returns the same as `_swap_with_lightest`.
-    """
+    """Return, like `_swap_with_lightest`, the best swap for one of the cheapest slots of ranks below `target`."""
     best_i, best_slot, best_load = -1, -1, state.loads[heavy]
     heavy_costs = state.costs[heavy]
     tried = 0
@@ -128,7 +119,14 @@ def _swap_for_cheapest(
         other = state.rank_of[slot]
         if other == heavy or state.loads[other] >= target:
             continue
-        i = _count_above_half(heavy_costs, 2 * costs[slot] + state.loads[heavy] - state.loads[other])
+        doubled = 2 * costs[slot] + state.loads[heavy] - state.loads[other]
+        i, end = 0, len(heavy_costs)  # i becomes the number of costs above half of `doubled`
+        while i < end:
+            middle = (i + end) // 2
+            if 2 * heavy_costs[middle] > doubled:
+                i = middle + 1
+            else:
+                end = middle
         for candidate in (i - 1, i):
             if 0 <= candidate < len(heavy_costs):
                 difference = heavy_costs[candidate] - costs[slot]
@@ -145,16 +143,3 @@ def _swap_for_cheapest(
     while state.slots[light, j] != best_slot:
         j += 1
     return best_i, light, j
-
-
-@compiled
-def _count_above_half(costs: NDArray[np.int64], doubled: int) -> int:
-    """Return how many of the descending costs are above `doubled` / 2."""
-    low, high = 0, len(costs)
-    while low < high:
-        middle = (low + high) // 2
-        if 2 * costs[middle] > doubled:
-            low = middle + 1
-        else:
-            high = middle
-    return low

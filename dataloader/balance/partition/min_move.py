@@ -78,16 +78,11 @@ def _swap_few_tokens(state: RankLoads, costs: NDArray[np.int64], tokens: NDArray
 
 @compiled
 def _cheapest_swap(
-    state: RankLoads,
-    tokens: NDArray[np.int64],
-    heavy: int,
-    light: int,
-    target: int,
-    tokens_per_cost: float,
+    state: RankLoads, tokens: NDArray[np.int64], heavy: int, light: int, target: int, tokens_per_cost: float
 ) -> tuple[int, int, float]:
-    """Find the swap of two ranks with the lowest score.
+    """Return the swap of two ranks with the lowest score, as indices in their slots, and the score.
 
-    Returns an index in slots[heavy], one in slots[light], and the score; -1, -1, infinity if no swap narrows their gap.
+    They are -1, -1 and infinity if no swap narrows the gap.
     """
     heavy_slots, light_slots = state.slots[heavy], state.slots[light]
     heavy_costs, light_costs = state.costs[heavy], state.costs[light]

@@ -7,8 +7,7 @@ int64 with the load in its high bits and the rank in its low bits, so that one c
 second. Where both do not fit, loads lose low bits: very large ones are compared approximately.
 
 `RankLoads` is the working state of swap-based algorithms. Slots of a rank are kept sorted by cost, and two trees give
-the heaviest and the lightest rank, so a swap costs O(B + log W). The lightest ranks can be hidden one after the other,
-to visit them in ascending order of load.
+the heaviest and the lightest rank, so a swap costs O(B + log W).
 """
 
 from typing import NamedTuple
@@ -36,10 +35,8 @@ def sums_by_rank(values: NDArray[np.int64], rank_of: NDArray[np.int32], world_si
 def argsort_descending(costs: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the slots by descending cost, equal costs by ascending slot: `numpy.argsort(-costs, kind="stable")`.
 
-    A least-significant-digit radix sort with digits of 8 or 11 bits, and insertion sort for short inputs (Knuth, The
-    Art of Computer Programming, volume 3, sections 5.2.5 and 5.2.1). It takes O(n) for each digit of max(costs) -
-    min(costs), several times less than a comparison sort, and two more arrays of n words. `costs` are int64 [n], n at
-    least 1, and may be negative.
+    A least-significant-digit radix sort, O(n) for each digit of max(costs) - min(costs), and insertion sort for short
+    inputs (Knuth, volume 3, sections 5.2.5 and 5.2.1). There must be a cost; costs may be negative.
     """
     size = len(costs)
     order = np.arange(size)
@@ -99,13 +96,13 @@ def load_shift(max_load: int, bits: int) -> int:
 
 @compiled
 def make_entry(load: int, rank: int, bits: int, shift: int) -> int:
-    """Return the entry of a rank; `bits` and `shift` as returned by `rank_bits` and `load_shift`."""
+    """Return the entry of a rank, given its `rank_bits` and `load_shift`."""
     return (load >> shift) << bits | rank
 
 
 @compiled
 def empty_tree(bits: int) -> NDArray[np.int64]:
-    """Return a tree without entries: int64 [2 W']. Write entries to tree[W' + rank], then call `build`."""
+    """Return a tree without entries, int64 [2 W']. Write entries to tree[W' + rank], then call `build`."""
     return np.full(2 << bits, NO_ENTRY)
 
 
@@ -184,7 +181,7 @@ def lightest_rank(state: RankLoads) -> int:
 
 @compiled
 def hide(state: RankLoads, rank: int) -> None:
-    """Make `lightest_rank` skip a rank until `show_all`."""
+    """Make `lightest_rank` skip a rank until `show_all`, to visit ranks in ascending order of load."""
     update(state.lightest, rank, NO_ENTRY)
     state.hidden[state.num_hidden[0]] = rank
     state.num_hidden[0] += 1
@@ -216,8 +213,7 @@ def swap(state: RankLoads, rank: int, i: int, other: int, j: int) -> None:
 
 @compiled
 def _negated_entry(load: int, rank: int, bits: int, shift: int) -> int:
-    # Negated after the shift, which would round a negative load the other way.
-    return (-(load >> shift)) << bits | rank
+    return (-(load >> shift)) << bits | rank  # a shift after the negation would round the other way
 
 
 @compiled

@@ -3,8 +3,7 @@
 The parts of a partition are interchangeable, so their ranks are free. A greedy matching by weight: the part and the
 rank with the most tokens in common are matched first, then the next pair, and so on.
 
-Cost: O(n) and one sort of n numbers, for n slots. Trade-off: greedy, so the tokens that stay are at least half of the
-maximum.
+Cost: O(n) and one sort of n numbers, for n slots. Trade-off: at least half of the tokens stay that could.
 """
 
 import numpy as np
@@ -18,16 +17,10 @@ from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 def relabel(
     part_of: NDArray[np.int32], tokens: NDArray[np.int64], home: NDArray[np.int32], world_size: int
 ) -> NDArray[np.int32]:
-    """Assign parts to the ranks that have most of their tokens already; the remaining parts in order.
+    """Assign parts to the ranks that have most of their tokens already, the remaining parts in order.
 
-    Args:
-        part_of: int32 [n], the part of each slot, 0..W-1.
-        tokens: int64 [n], of each slot.
-        home: int32 [n], the rank that loaded each slot, ascending.
-        world_size: W.
-
-    Returns:
-        int32 [n], the rank of each slot.
+    Given the part of each slot, 0..W-1, and its home, the rank that loaded it, ascending; both int32 [n]. Returns the
+    rank of each slot.
     """
     num_slots = len(part_of)
     first_run = np.zeros(world_size, dtype=np.int64)  # of each part, in the arrays of runs
@@ -44,8 +37,8 @@ def relabel(
         part = part_of[slot]
         run = next_run[part] - 1
         if run < first_run[part] or run_home[run] != home[slot]:
-            run += 1
-            next_run[part] = run + 1
+            run = next_run[part]
+            next_run[part] += 1
             run_part[run], run_home[run] = part, home[slot]
         run_tokens[run] += tokens[slot]
     rank_of_part = np.full(world_size, -1, dtype=np.int32)

@@ -1,8 +1,4 @@
-"""`partition`: costs -> who trains what, by one of the registered strategies.
-
-A pure function on integers, so every rank computes the same assignment from the same input. Users register their
-strategies in the same way as those here.
-"""
+"""`partition`: costs -> who trains what, by a registered strategy; users register theirs in the same way."""
 
 import copy
 import warnings
@@ -128,7 +124,7 @@ def partition(
 ) -> Assignment:
     """Decide which rank trains which sample of a step, with an equal number of rows on each rank.
 
-    The strategies are those that are registered, among them ours:
+    A pure function, so every rank computes the same assignment from the same input. Strategies of the package:
 
     - `none`: every sample stays on its rank.
     - `karmarkar-karp`: the largest differencing method.
@@ -138,13 +134,11 @@ def partition(
     Args:
         costs: int64 [W * B] or [W, B] in rank order, none negative, with a sum of at most 2^62.
         world_size: W.
-        tokens: int64, shaped like `costs`: the tokens of each sample. Given these, `karmarkar-karp` and `lpt-swap`
-            choose which rank gets which part so that many tokens stay, and `min-move` moves few tokens (without, little
-            cost).
-        num_real: int64 [W]: the number of samples of each rank, which are its first rows; the others are padding. None:
-            all rows are samples.
+        tokens: int64, shaped like `costs`: the tokens of each sample. With these, `karmarkar-karp` and `lpt-swap`
+            choose the ranks of their parts so that many tokens stay, and `min-move` moves few tokens, not little cost.
+        num_real: int64 [W]: the samples of each rank, which are its first rows, before padding; None: all rows.
         strategy: one of these, or one of your own; see `register_strategy`.
-        tolerance: relative tolerance: a heaviest load of (1 + tolerance) * lower bound is good enough.
+        tolerance: a heaviest load of (1 + tolerance) * lower bound is good enough.
         max_tokens_per_rank: limit to the sum of `tokens` of each rank. Where the strategy exceeds it, samples are
             assigned by tokens first, and costs are levelled within the limit.
         on_overflow: if that fails too: `raise`, or `warn` and return the assignment that exceeds the limit least.
@@ -176,9 +170,7 @@ def partition(
     # A strategy of the user may work in place.
     rank_of = _call(strategy, problem if max_tokens_per_rank is None else copy.deepcopy(problem))
     if max_tokens_per_rank is not None:
-        rank_of = _within_token_limit(
-            problem, rank_of, max_tokens_per_rank, may_move=strategy != "none", on_overflow=on_overflow
-        )
+        rank_of = _within_token_limit(problem, rank_of, max_tokens_per_rank, strategy != "none", on_overflow)
     return Assignment(rank_of=np.where(is_real, rank_of.reshape(is_real.shape), np.int32(PADDING)))
 
 
@@ -193,22 +185,16 @@ def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overf
 
 
 def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
-    """Return a load that the heaviest of `world_size` ranks has at least; `partition/lower_bound.py` has the formula.
+    """Return a load that the heaviest of `world_size` ranks has at least, given costs, int64 [W * B], 0 for padding.
 
-    Args:
-        costs: int64 [W * B], padding included as zeros.
-        world_size: W.
+    `partition/lower_bound.py` has the formula.
     """
     slot_costs = np.ascontiguousarray(costs.reshape(-1), dtype=np.int64)
     return int(heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size))
 
 
 def real_rows(batch_size: int, world_size: int, num_real: NDArray[np.int64] | None) -> NDArray[np.bool_]:
-    """Return which rows are samples, bool [W, B], given the number of samples of each rank, which are its first rows.
-
-    Raises:
-        ConfigError: `num_real` is out of range.
-    """
+    """Return which rows are samples, bool [W, B]: the first `num_real` of each rank; None: all."""
     counts = np.full(world_size, batch_size) if num_real is None else np.asarray(num_real)
     if counts.shape != (world_size,) or counts.min() < 0 or counts.max() > batch_size:
         raise ConfigError(f"num_real must be 0..{batch_size} for each of {world_size} ranks, got {counts.tolist()}")
@@ -220,8 +206,7 @@ def _by_slot(name: str, values: NDArray[np.int64], is_real: NDArray[np.bool_]) -
     """Return the values of all rows as int64 [W * B], 0 for padding, after checking them."""
     if values.size != is_real.size:
         raise ConfigError(f"{name} must have one value for each of {is_real.size} rows, got {values.size}")
-    slots: NDArray[np.int64] = np.where(is_real, values.reshape(is_real.shape), 0).reshape(-1)
-    slots = slots.astype(np.int64, copy=False)
+    slots = np.where(is_real, values.reshape(is_real.shape), 0).reshape(-1).astype(np.int64, copy=False)
     if int(slots.min()) < 0 or float(slots.sum(dtype=np.float64)) > _MAX_TOTAL_COST:
         raise ConfigError(f"{name} must not be negative and must sum to at most 2^62, got {slots.min()}..{slots.max()}")
     return slots
@@ -249,7 +234,7 @@ def _call(strategy: str, problem: PartitionProblem) -> NDArray[np.int32]:
 
 
 def _within_token_limit(
-    problem: PartitionProblem, rank_of: NDArray[np.int32], max_tokens: int, *, may_move: bool, on_overflow: str
+    problem: PartitionProblem, rank_of: NDArray[np.int32], max_tokens: int, may_move: bool, on_overflow: str
 ) -> NDArray[np.int32]:
     """Return `rank_of` if it keeps the limit, else an assignment that does, or act as `on_overflow` says."""
     assert problem.tokens is not None

@@ -1,11 +1,10 @@
 """Balance under a limit to the tokens of each rank: first by tokens until the limit holds, then by cost within it.
 
 Tokens are levelled with `lpt_swap` until no rank is above the limit, or assigned by plain LPT if that ends within it.
-Then costs are levelled by swaps, as in `local_search`, of which only those are allowed that keep both ranks within the
-limit.
+Then costs are levelled as in `local_search`, by swaps that keep both ranks within the limit.
 
-Cost: that of `lpt_swap`, and O(16 B^2) for each swap, because all pairs are tried. Trade-off: heuristic; for a limit
-close to the mean of the ranks it can miss an assignment that exists.
+Cost: `lpt_swap`, and O(16 B^2) for each swap, because all pairs are tried. Trade-off: heuristic; for a limit close to
+the mean of the ranks it can miss an assignment that exists.
 """
 
 import numpy as np
@@ -38,10 +37,7 @@ def balance_within_token_limit(
     max_tokens: int,
     target: int,
 ) -> NDArray[np.int32]:
-    """Assign slots such that no rank has more than `max_tokens`, and level the costs within that limit.
-
-    If a rank of the result has more than `max_tokens`, no better assignment was found.
-    """
+    """Assign slots such that no rank has more than `max_tokens`, if possible, and level costs within that limit."""
     by_tokens = argsort_descending(tokens)
     rank_of = lpt_swap(tokens, by_tokens, world_size, max_tokens)
     tokens_of_rank = sums_by_rank(tokens, rank_of, world_size)
@@ -70,11 +66,7 @@ def assign_by_tokens(
 
 @compiled
 def _swap_within_limit(
-    state: RankLoads,
-    tokens: NDArray[np.int64],
-    tokens_of_rank: NDArray[np.int64],
-    max_tokens: int,
-    target: int,
+    state: RankLoads, tokens: NDArray[np.int64], tokens_of_rank: NDArray[np.int64], max_tokens: int, target: int
 ) -> None:
     """Swap slots of the heaviest rank until no load is above `target`, or no swap is found that keeps the limit."""
     while True:

@@ -16,10 +16,8 @@ from evenrank.dataloader.batches.schema import BatchSchema, check_contents, sche
 class SchemaReport:
     """What a rank reports of its batches before the first step."""
 
-    schema: BatchSchema | None
-    """Schema of its first batch; None if it has none."""
-    error: str | None
-    """Error of its loader, in one line; None if there was none."""
+    schema: BatchSchema | None  # schema of its first batch; None if it has none
+    error: str | None  # error of its loader, in one line; None if there was none
 
 
 def report_schema(batch: JaggedBatch | None, error: Exception | None) -> SchemaReport:
@@ -36,14 +34,9 @@ def report_schema(batch: JaggedBatch | None, error: Exception | None) -> SchemaR
 
 
 def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None) -> BatchSchema | None:
-    """Return the schema of all ranks that have batches; None if no rank has any.
+    """Return the schema of all ranks that have batches, or raise a RankError if two differ; None if no rank has any.
 
-    Args:
-        reports: of all ranks, none of which failed.
-        batch_size: of the schema; None: that of the longest batch.
-
-    Raises:
-        RankError: two ranks differ; the message names ranks, fields and values.
+    `batch_size` None is that of the longest batch.
     """
     known = [(rank, report.schema) for rank, report in enumerate(reports) if report.schema is not None]
     if batch_size is None:
@@ -56,12 +49,7 @@ def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None
 
 
 def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> None:
-    """Check that a batch, before padding, has the common schema except for its rows, and lengths that match.
-
-    Raises:
-        ValueError: fields differ, or lengths do not match the contents; the message names the fields.
-        ConfigError: it has more than `max_batch_size` rows.
-    """
+    """Check that a batch, before padding, has the common schema except for its rows, and lengths that match."""
     if differences := schema.differences(dataclasses.replace(schema_of(batch), batch_size=schema.batch_size)):
         raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
     if max_batch_size is not None and batch.batch_size > max_batch_size:

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class FailureNote:
-    """Why a rank left: written to the store by the first rank that fails alone, read by those that then lose it."""
+    """Why a rank left: written to the store by the first rank that fails alone, read by the ranks that then lose it."""
 
     def __init__(self, members: Members) -> None:
         self._rank = members.rank
@@ -39,14 +39,15 @@ class FailureNote:
             store.wait([_KEY], _WAIT)
             return store.get(_KEY).decode()
 
-        try:
+        with contextlib.suppress(RuntimeError):
             return within(_WAIT, read)
-        except RuntimeError:
-            return None
+        return None
 
 
 class Connection:
     """The communicators of a Balancer, and the background thread that all-gathers.
+
+    The metadata all-gather and the exchange of different steps overlap, so each has a communicator of its own.
 
     Collective: every rank must call the constructor.
 
@@ -56,14 +57,6 @@ class Connection:
         timeout: how long a collective waits for other ranks.
         backend: of the exchange, `gloo` or `nccl`.
         use_in_thread: called once in the background thread.
-
-    Raises:
-        RankLostError: a rank is lost, or did not respond in time.
-
-    Attributes:
-        all_gather: of metadata.
-        exchange_group: of the exchange; None if there is only one rank. The metadata all-gather and the exchange of
-            different steps overlap, so each has a communicator of its own.
     """
 
     def __init__(
@@ -80,7 +73,7 @@ class Connection:
         self._is_closed = False
         # One thread, so that all-gathers of successive steps keep their order.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="evenrank-balancer", initializer=use_in_thread)
-        self.exchange_group: FailFastGroup | None = None
+        self.exchange_group: FailFastGroup | None = None  # None if there is only one rank
         self.all_gather = MetadataAllGather(members, hosts, timeout)
         if members.store is not None:
             with self.aborting():
@@ -110,7 +103,7 @@ class Connection:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Close if another rank turns out to be lost, and raise its reason as a RankError if it has left one."""
+        """Close if another rank is lost, and raise its reason as a RankError if it has left one."""
         try:
             yield
         except RankLostError as error:

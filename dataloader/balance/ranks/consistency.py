@@ -11,15 +11,7 @@ from evenrank.dataloader.balance.ranks.metadata import StepMetadata
 
 
 def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks have the same settings.
-
-    Args:
-        settings_of_ranks: per rank, settings by name. `rank`, if present, must be the rank itself; all others must be
-            equal.
-
-    Raises:
-        RankError: they differ; the message names the setting, two ranks and their values.
-    """
+    """Raise a RankError unless all ranks have the same settings, except for `rank`, which must be the rank itself."""
     for rank, settings in enumerate(settings_of_ranks):
         if settings.get("rank", rank) != rank:
             raise RankError(
@@ -32,17 +24,9 @@ def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def gather_checked(settings: Mapping[str, Any], value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, after checking that they have the same settings.
+    """Return the picklable values of all ranks, after `check_settings`. Collective: every rank must call this.
 
-    Collective: every rank must call this.
-
-    Args:
-        settings: of this rank, by name; see `check_settings`.
-        value: of this rank; settings and value can be pickled.
-        group: the ranks; None: this process alone.
-
-    Raises:
-        RankError: settings differ; on every rank.
+    `group` None is this process alone.
     """
     if group is None:
         return [value]
@@ -53,11 +37,7 @@ def gather_checked(settings: Mapping[str, Any], value: Any, group: dist.ProcessG
 
 
 def raise_reported_errors(errors: Sequence[str | None]) -> None:
-    """Raise the errors that ranks reported, in one line each, if there are any.
-
-    Raises:
-        RankError: with each error and the ranks that it occurred on.
-    """
+    """Raise a RankError with each error, in one line, and the ranks that reported it, if there are any."""
     ranks_by_error: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):
         if error is not None:
@@ -81,11 +61,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def check_headers(step: StepMetadata) -> None:
-    """Check that all ranks that still have batches are in the same step of the same epoch.
-
-    Raises:
-        RankError: they are not; the message names two ranks and where they are.
-    """
+    """Raise a RankError unless all ranks that still have batches are in the same step of the same epoch."""
     ranks = np.flatnonzero(step.header("ended") == 0)
     for name in ("schema_hash", "epoch", "step", "position"):
         words = step.header(name)[ranks]

@@ -1,8 +1,7 @@
-"""Pre-flight handshake: rank 0 validates every rank's report and broadcasts the result.
+"""Handshake before the first step: rank 0 validates every rank's report and broadcasts the result.
 
-It comes before any process group is created, through the store, which needs neither a device nor a backend. A rank
-whose arguments are invalid, or differ from those of the others, would otherwise leave them waiting in the creation of a
-group.
+It comes before any process group is created, through the store, which needs neither a device nor a backend. A rank with
+invalid or different arguments would otherwise leave the others waiting in the creation of a group.
 """
 
 import pickle
@@ -30,34 +29,23 @@ Created = TypeVar("Created", bound=HasRankInvariants)
 class RankReport:
     """What a rank reports of the Balancer or loader that it creates."""
 
-    error: str | None = None
-    """Why it cannot be created, in one line; None if it can."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings that must be the same on all ranks, by name; see `check_settings`."""
-    hardware: str | None = None
-    """Identifies the device if no other rank can use it."""
-    num_batches: int | None = None
-    """Batches of an epoch of its loader, if the loader knows."""
-    host: str = field(default_factory=lambda: socket.gethostname())
-    """Name of its host."""
+    error: str | None = None  # why it cannot be created, in one line; None if it can
+    settings: Mapping[str, Any] = field(default_factory=dict)  # must be the same on all ranks, see `check_settings`
+    hardware: str | None = None  # identifies the device if no other rank can use it
+    num_batches: int | None = None  # batches of an epoch of its loader, if the loader knows
+    host: str = field(default_factory=lambda: socket.gethostname())  # name of its host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandshakeResult:
     """What follows from the reports of all ranks."""
 
-    num_steps: int | None
-    """Steps of an epoch: the batches of the rank with the most; None if a loader does not know."""
-    hosts: tuple[str, ...] | None
-    """Host name of each rank if the all-gather is hierarchical."""
+    num_steps: int | None  # steps of an epoch: the batches of the rank with the most; None if a loader does not know
+    hosts: tuple[str, ...] | None  # host name of each rank if the all-gather is hierarchical
 
 
 def validate_reports(reports: Sequence[RankReport]) -> HandshakeResult:
-    """Return what follows from the reports of all ranks.
-
-    Raises:
-        RankError: a rank failed, or ranks are inconsistent.
-    """
+    """Return what follows from the reports of all ranks, or raise a RankError if one failed or two are inconsistent."""
     raise_reported_errors([report.error for report in reports])
     check_settings([report.settings for report in reports])
     rank_of_device: dict[str, int] = {}
@@ -80,30 +68,27 @@ def handshake(
     """Report to rank 0 and return its result. Collective: every rank must call this.
 
     Args:
-        report: of this rank; picklable.
-        error: why this rank has no report.
+        report: of this rank; None after an error.
+        error: raised on this rank, while the others raise a RankError with it.
         members: the ranks.
         timeout: how long to wait for other ranks.
-        of: what every rank creates, for the message if one has not.
-
-    Raises:
-        RankError: the reports are invalid, on every rank; or a rank did not report in time, or the store is lost.
-        Exception: `error`, on this rank.
+        of: name of what every rank creates, for the message if one has not.
     """
     sent = report or RankReport(error=None if error is None else one_line(error))
-    store = members.store
     try:
-        if store is None:
+        if members.store is None:
             return validate_reports([sent])
-        # Rank 0 names the ranks that are late, so it gets the time to do so.
-        return within(timeout + _WAIT, lambda: _handshake(sent, members, store, timeout, of))
+        # Rank 0 gets the time to name the ranks that are late.
+        return within(timeout + _WAIT, lambda: _handshake(sent, members, timeout, of))
     except RankError:
         if error is not None:
             raise error from None
         raise
 
 
-def _handshake(report: RankReport, members: Members, store: Store, timeout: timedelta, of: str) -> HandshakeResult:
+def _handshake(report: RankReport, members: Members, timeout: timedelta, of: str) -> HandshakeResult:
+    store = members.store
+    assert store is not None
     keys = [f"report/{rank}" for rank in range(members.world_size)]
     store.set(keys[members.rank], _as_text(report))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -147,17 +132,6 @@ def create_on_all_ranks(
     """Return the loader that `make` creates, once it does so on all ranks, with the same rank invariants.
 
     Collective: every rank must call this; without a process group, it only calls `make`.
-
-    Args:
-        make: creates a loader, given the ranks.
-        group: of the ranks; None: the default process group or, without one, none.
-        world_size: for which the loader is created.
-        timeout: how long to wait for other ranks.
-
-    Raises:
-        ConfigError: the group has another number of ranks.
-        RankError: `make` raised on another rank, or rank invariants differ.
-        Exception: `make` raised it on this rank.
     """
     members = members_of(group, timeout, "loader")
     if members.store is None:

@@ -41,24 +41,15 @@ MAX_RANKS_OF_FLAT_ALL_GATHER = 512
 class Header:
     """The fixed part of a message; its fields in order are the words."""
 
-    schema_hash: int
-    """Hash of the batches' schema."""
-    status: int
-    """STATUS_OK or STATUS_FAILED."""
-    ended: int
-    """1 once the rank has no more batches, else 0."""
-    num_real: int
-    """Samples of the rank in this step."""
-    num_rows: int = 0
-    """Rows of the rank's batch before padding; if it has more than the schema, the message lacks its samples."""
+    schema_hash: int  # hash of the batches' schema
+    status: int  # STATUS_OK or STATUS_FAILED
+    ended: int  # 1 once the rank has no more batches, else 0
+    num_real: int  # samples in this step
+    num_rows: int = 0  # of the batch before padding; if it has more than the schema, the message lacks its samples
     epoch: int = 0
-    """Epoch of the rank's batch."""
     step: int = 0
-    """Step of the rank's batch."""
-    position: int = 0
-    """Position of the rank's batch in the epoch."""
-    loader_hash: int = 0
-    """Hash of the loader's identity, which can change when a state is loaded."""
+    position: int = 0  # in the epoch
+    loader_hash: int = 0  # hash of the loader's identity, which can change when a state is loaded
 
     def words(self) -> NDArray[np.int64]:
         """Return the header as int64 [9]."""
@@ -72,16 +63,11 @@ _WORDS = tuple(entry.name for entry in dataclasses.fields(Header))
 class StepMetadata:
     """The messages of all ranks in a step. W ranks, B rows per rank, K jagged keys."""
 
-    headers: NDArray[np.int64]
-    """[W, 9]."""
-    costs: NDArray[np.int64]
-    """[W, B], 0 for padding."""
-    tokens: NDArray[np.int64]
-    """[W, B], 0 for padding."""
-    lengths: NDArray[np.int64]
-    """[W, K, B], 0 for padding."""
-    messages: NDArray[np.uint8]
-    """[W, message size]: all of this as it was received."""
+    headers: NDArray[np.int64]  # [W, 9]
+    costs: NDArray[np.int64]  # [W, B], 0 for padding
+    tokens: NDArray[np.int64]  # [W, B], 0 for padding
+    lengths: NDArray[np.int64]  # [W, K, B], 0 for padding
+    messages: NDArray[np.uint8]  # [W, message size]: all of this as it was received
 
     def header(self, name: str) -> NDArray[np.int64]:
         """Return one word of all ranks' headers: int64 [W]."""
@@ -106,10 +92,7 @@ def encode(
     tokens: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> NDArray[np.uint8]:
-    """Return the message of a rank, uint8 [message size], given costs [B], tokens [B] and lengths [K, B], int64.
-
-    Tokens and lengths are below 2^31.
-    """
+    """Return a rank's message, uint8, given costs [B], tokens [B] and lengths [K, B], int64; the latter below 2^31."""
     assert costs.shape == tokens.shape == (schema.batch_size,)
     assert lengths.shape == (len(schema.jagged_keys), schema.batch_size)
     parts = (header.words(), costs.astype(np.int64), tokens.astype(np.int32), lengths.astype(np.int32))
@@ -138,12 +121,7 @@ class MetadataAllGather:
     A ring over all ranks takes as many hops as ranks. By hosts it takes fewer: messages are gathered within each host,
     then between the first ranks of the hosts, then broadcast within each host.
 
-    Collective: every rank must call the constructor.
-
-    Args:
-        members: the ranks.
-        hosts: the host name of each rank; None: one ring over all ranks.
-        timeout: how long a collective waits for other ranks.
+    Collective: every rank must call the constructor, with the host name of each rank, or None for one ring.
     """
 
     def __init__(self, members: Members, hosts: Sequence[str] | None, timeout: timedelta) -> None:

@@ -1,15 +1,13 @@
 """Do all ranks plan the same? `confirm` asks in each step of a Balancer, `PlanCheck` now and then without an exchange.
 
-`confirm` comes before any sample moves. A rank that planned differently, whatever the cause, would send other bytes
-than its peers expect: samples would be lost, or Gloo would abort the process. A rank that failed to plan would leave
-its peers waiting for bytes.
+`confirm` comes before any sample moves. A rank that planned differently would send other bytes than its peers expect:
+samples would be lost, or Gloo would abort the process. A rank that failed would leave its peers waiting for bytes.
 
 `PlanCheck` is for ranks that plan alone. A cost or a strategy that returns something else on one rank, such as a cost
-fitted to that rank's own times, leaves out some samples and trains others twice, without an error anywhere. Comparing
-every step would take a collective in each. So each rank keeps a running hash of its plans, which is compared through
-the store: without waiting when an epoch begins and when a state is asked for, and with all ranks when an epoch ends.
-The rank that comes first to such a point has nothing to compare with; it learns of a difference from the note that the
-others leave, at the next one.
+fitted to that rank's own times, leaves out some samples and trains others twice, without an error anywhere. So each
+rank keeps a running hash of its plans, which is compared through the store: without waiting when an epoch begins and
+when a state is asked for, and with all ranks when an epoch ends. The rank that comes first to such a point has nothing
+to compare with; it learns of a difference from the note that the others leave, at the next one.
 """
 
 import contextlib
@@ -34,14 +32,11 @@ _MASK = (1 << 61) - 1
 
 @dataclass(kw_only=True, slots=True)
 class PlannedIteration:
-    """The plans of one iteration over a loader. A thread that reads ahead may add to an abandoned iteration."""
+    """The plans of one iteration over a loader; a thread that reads ahead may add to an abandoned one."""
 
-    number: int
-    """How many iterations this rank has begun, this one included."""
-    epoch: int
-    """Epoch that it iterates over."""
-    plans: tuple[int, int] = (0, 0)
-    """Steps that were handed out, and a hash of their plans."""
+    number: int  # how many iterations this rank has begun, this one included
+    epoch: int  # epoch that it iterates over
+    plans: tuple[int, int] = (0, 0)  # steps that were handed out, and a hash of their plans
 
     def add(self, plan_hash: int) -> None:
         """Add the plan of the next step that is handed out, given a hash of it."""
@@ -50,11 +45,9 @@ class PlannedIteration:
 
 
 class PlanCheck:
-    """Compares the plans of one rank with those of the others. In another process than its own, it does nothing.
+    """Compares the plans of one rank with those of the others, or raises a RankError.
 
-    Args:
-        members: the ranks; None, or without a store: nothing is compared.
-        timeout: how long the end of an epoch waits for other ranks.
+    Does nothing in another process than its own, and if there is only one rank; `timeout` is for the end of an epoch.
     """
 
     def __init__(self, members: Members | None, timeout: timedelta) -> None:
@@ -64,22 +57,14 @@ class PlanCheck:
         self._latest = PlannedIteration(number=0, epoch=0)
 
     def begin_epoch(self, epoch: int, num_steps: int) -> PlannedIteration:
-        """Compare the steps of an iteration with those of ranks that have begun it.
-
-        Raises:
-            RankError: they differ.
-        """
+        """Compare the steps of an iteration with those of ranks that have begun it."""
         self._latest = iteration = PlannedIteration(number=self._latest.number + 1, epoch=epoch)
         where = f"at the start of epoch {epoch} with {num_steps} steps"
         self._compare(f"{iteration.number}/start", where, 0, self._timeout)
         return iteration
 
     def end_epoch(self, iteration: PlannedIteration) -> None:
-        """Wait for all ranks, and compare the plans of the iteration. Collective: every rank must call this.
-
-        Raises:
-            RankError: they differ, or a rank has not come in time; on every rank.
-        """
+        """Wait for all ranks, and compare the plans of the iteration. Collective: every rank must call this."""
         if self._members is None or self._process != os.getpid():
             return
         store, world_size, epoch = self._members.substore("plans"), self._members.world_size, iteration.epoch
@@ -104,11 +89,7 @@ class PlanCheck:
         within(self._timeout + _WAIT, wait)
 
     def compare(self) -> None:
-        """Compare the plans so far with those of ranks that have done so after as many steps, if the store answers.
-
-        Raises:
-            RankError: they differ.
-        """
+        """Compare the plans so far with those of ranks that have done so after as many steps, if the store answers."""
         iteration = self._latest
         with contextlib.suppress(RankLostError):  # a state of this rank needs no other one
             steps, total = iteration.plans
@@ -157,21 +138,12 @@ def confirm(
         all_gather: of all ranks.
         metadata: the messages that this rank received from all ranks, uint8 [W, message size].
         rank_of: this rank's assignment, int32 [W, B]; None if it failed.
-        error: why it failed; None if it has not.
+        error: why it failed; raised on this rank, while the others raise a RankError with it.
         step_name: the step, for messages.
         strategy: the strategy's name, for messages.
-
-    Raises:
-        RankError: another rank failed, or two ranks differ; the message names them.
-        Exception: this rank's own error.
     """
-    words = np.array(
-        [
-            STATUS_OK if error is None else STATUS_FAILED,
-            _digest(metadata),
-            0 if rank_of is None else _digest(rank_of),
-        ]
-    )
+    status = STATUS_OK if error is None else STATUS_FAILED
+    words = np.array([status, _digest(metadata), 0 if rank_of is None else _digest(rank_of)])
     statuses, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
     if (statuses != STATUS_OK).any():
         errors = all_gather_objects(all_gather, None if error is None else one_line(error))

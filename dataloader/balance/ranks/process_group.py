@@ -33,19 +33,12 @@ _GRACE = timedelta(seconds=2)  # for the timeout of the call itself, whose error
 
 
 def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
-    """Return the result of a call that uses the store of a process group, or raise 2 seconds after its own timeout.
+    """Return the result of a call that uses a store; raise a RankLostError 2 seconds after its own timeout.
 
     The store's timeouts do not hold: a client of a TCPStore whose timeout has passed tells the server so, and waits for
-    its answer without any limit. If the server's host is stopped or cannot be reached, that is until TCP gives up,
-    which takes a quarter of an hour, or never.
-
-    The call is made in another thread, which cannot be interrupted: it is left behind, with a lock of the store's
-    client, so that other uses of that client miss their deadlines, too. It ends with the process, and does not delay
-    that.
-
-    Raises:
-        RankLostError: the call did not return, or the store raised.
-        Exception: any other error of the call.
+    its answer until TCP gives up, which takes a quarter of an hour, or never. The call is made in another thread, which
+    cannot be interrupted: it is left behind until the process ends, with a lock of the store's client, so that other
+    uses of that client miss their deadlines, too.
     """
     outcome: Future[Result] = Future()
 
@@ -59,15 +52,13 @@ def within(timeout: timedelta, call: Callable[[], Result]) -> Result:
     thread.start()
     thread.join((timeout + _GRACE).total_seconds())
     if thread.is_alive():
-        raise _no_response(f"no answer within {timeout.total_seconds():g} s")
-    try:
-        return outcome.result()
-    except dist.DistError as error:
-        raise _no_response(first_line(error)) from None
-
-
-def _no_response(reason: str) -> RankLostError:
-    return RankLostError(
+        reason = f"no answer within {timeout.total_seconds():g} s"
+    else:
+        try:
+            return outcome.result()
+        except dist.DistError as error:
+            reason = first_line(error)
+    raise RankLostError(
         f"the process group does not respond ({reason}); a rank, or the process that serves its store, usually rank 0, "
         "is lost or cannot be reached; see its own error"
     )
@@ -77,12 +68,9 @@ def _no_response(reason: str) -> RankLostError:
 class Members:
     """The ranks that balance together, as seen from one of them."""
 
-    rank: int
-    """This process's rank among them."""
-    world_size: int
-    """How many there are."""
-    store: Store | None
-    """Shared by them alone; None if there is only one rank, without a process group."""
+    rank: int  # this process's rank among them
+    world_size: int  # how many there are
+    store: Store | None  # shared by them alone; None if there is only one rank, without a process group
 
     def substore(self, name: str) -> Store:
         """Return a part of the store with a namespace of its own."""
@@ -91,11 +79,7 @@ class Members:
 
 
 def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
-    """Return a group as a process group; None if it is None, and there is no default process group either.
-
-    Raises:
-        ConfigError: it is not a group of which this process is a rank.
-    """
+    """Return a group as a process group; None if it is None, and there is no default process group either."""
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if isinstance(group, DeviceMesh):
@@ -106,28 +90,17 @@ def process_group_of(group: Group | None) -> dist.ProcessGroup | None:
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        raise ConfigError(
-            "this process is not a rank of the group; pass a group on its own ranks only"
-            if is_outside
-            else f"group must be a process group or a device mesh, got {type(group).__name__}"
-        )
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("this process is not a rank of the group; pass a group on its own ranks only")
+        raise ConfigError(f"group must be a process group or a device mesh, got {type(group).__name__}")
     return group
 
 
 def members_of(group: Group | None, timeout: timedelta, user: str = "balancer") -> Members:
     """Return the ranks of a group; their store is empty, however often this is called for the same group.
 
-    Every rank of the group must call this equally often for the same user.
-
-    Args:
-        group: None: the default process group or, without one, this process alone.
-        timeout: how long to wait for the store of the group, but for no other rank.
-        user: name of the caller; calls of one user do not count for another, which some ranks may lack.
-
-    Raises:
-        ConfigError: it is not a group of which this process is a rank.
-        RankLostError: the store does not respond.
+    Every rank of the group must call this equally often for the same user, the name of the caller. `group` None is the
+    default process group or, without one, this process alone. Waits for the store, but for no other rank.
     """
     process_group = process_group_of(group)
     if process_group is None:
@@ -152,22 +125,10 @@ class FailFastGroup:
 
     When a rank is lost, only its neighbors in a collective notice; the others would wait for the timeout. Gloo closes
     its connections when the last reference to the group is dropped. So a rank that notices drops the group at once,
-    its neighbors notice in turn, and so on.
+    its neighbors notice in turn, and so on, each with a RankLostError.
 
-    Only the ranks of the group create it: unlike `dist.new_group`, which all ranks of the default group must call in
-    the same order, and whose names depend on how many groups each of them has created before.
-
-    Collective: every rank must call the constructor.
-
-    Args:
-        store: empty, and shared by the ranks of the group alone.
-        rank: of this process in the group.
-        world_size: number of ranks of the group.
-        timeout: how long a collective waits for other ranks.
-        backend: `gloo` or `nccl`.
-
-    Raises:
-        RankLostError: a rank is lost, or did not respond in time.
+    Collective: every rank of the group must call the constructor, and no other rank (unlike `dist.new_group`), with an
+    empty store of its own. `backend` is `gloo` or `nccl`.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, backend: str = "gloo") -> None:
@@ -180,11 +141,8 @@ class FailFastGroup:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False) -> Work | None:
         """Gather every rank's `tensor` into this rank's `outputs`, one per rank. Collective: every rank must call this.
 
-        Args:
-            outputs: as many equally sized tensors as there are ranks.
-            tensor: of the same size on all ranks.
-            async_op: return the work, for the caller to wait for under `guard`; otherwise the collective is complete
-                (on a GPU: enqueued on the current stream), and None is returned.
+        All tensors have one size. With `async_op` it returns the work, for the caller to wait for under `guard`;
+        otherwise the collective is complete (on a GPU: enqueued on the current stream), and the result is None.
         """
         options = AllgatherOptions()
         options.asyncOp = async_op
@@ -194,14 +152,9 @@ class FailFastGroup:
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], splits: list[int], *, async_op: bool = False
     ) -> Work | None:
-        """Send each rank its part of `tensor`. Collective: every rank must call this.
+        """Send each rank its part of `tensor`, in rank order. Collective: every rank must call this.
 
-        Args:
-            output: filled with the parts that this rank receives, in rank order.
-            tensor: the parts that it sends, in rank order.
-            output_splits: elements received from each rank.
-            splits: elements sent to each rank.
-            async_op: see `all_gather`.
+        `output_splits` are the elements received from each rank, `splits` those sent; for `async_op` see `all_gather`.
         """
         options = AllToAllOptions()
         options.asyncOp = async_op
@@ -218,11 +171,7 @@ class FailFastGroup:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an error of a collective, or of waiting for one, into one line, and tear down the group.
-
-        Raises:
-            RankLostError: a rank is lost or did not answer in time, now or in an earlier collective.
-        """
+        """Turn an error of a collective, or of waiting for one, into a RankLostError, and tear down the group."""
         if self._backend is None:
             raise RankLostError("a rank is lost or does not respond, as an earlier error reported; see its own error")
         try:
@@ -257,7 +206,7 @@ class FailFastGroup:
 
 
 class _PendingWork:
-    """A collective in flight, as its group hands it out: it can be kept without keeping the connections open."""
+    """A collective in flight that can be kept without keeping the connections open."""
 
     def __init__(self, work: Work) -> None:
         self.work: Work | None = work  # refers to the connections
@@ -289,7 +238,7 @@ def _drop_open_groups() -> None:
 
     A thread of Gloo that frees a tensor needs the GIL. Once the interpreter finalizes, such a thread is terminated
     instead, which aborts the process ("terminate called without an active exception"). Dropping a group ends its
-    threads. The threads of Balancers have ended already, as all executors' threads have before this is called.
+    threads; the threads of Balancers have ended already.
     """
     for group in list(_open_groups):
         group.drop()
