@@ -44,7 +44,6 @@ class Cost(Protocol):
             lengths: per jagged key, int64 [B]. A key that occurs in a second KeyedJaggedTensor is called `field.key`.
             num_candidates: int64 [B]; zeros for batches without candidates.
         """
-        ...
 
 
 @runtime_checkable
@@ -53,7 +52,6 @@ class CountsTokens(Protocol):
 
     def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the tokens of each sample: int64 [B], each 0..2^31-1, given the lengths per jagged key, int64 [B]."""
-        ...
 
 
 @runtime_checkable
@@ -63,7 +61,6 @@ class BoundsCosts(Protocol):
     @property
     def max_cost(self) -> int:
         """The cost of the most expensive sample that can occur."""
-        ...
 
 
 def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_samples: int) -> NDArray[np.int64]:

@@ -32,10 +32,7 @@ class LocalPlan:
 
     indices: NDArray[np.int64]
     """[n]: its samples, as indices into all that were planned together, ascending."""
-    num_rows: int
-    """Rows of its batch, padding included."""
     world_loss_tokens: int
-    """Loss tokens of all ranks."""
     plan_hash: int
     """Hash of which rank trains which sample."""
     metrics: StepMetrics | None
@@ -45,14 +42,8 @@ class LocalPlan:
 class LocalPlanner:
     """Plans the steps of one rank. It keeps nothing between steps, so any thread may plan any step.
 
-    Args:
-        config: how steps are balanced.
-        schema: of the batches.
-        rank: of this process.
-        world_size: the number of ranks.
-
-    Raises:
-        ConfigError: an option is out of range, or the strategy is unknown.
+    Its methods raise ConfigErrors if the cost or the strategy returns something invalid, or `max_tokens_per_rank`
+    cannot be kept. They take samples in blocks of any size, in the order of their positions.
     """
 
     def __init__(self, config: BalanceConfig, schema: BatchSchema, *, rank: int, world_size: int) -> None:
@@ -79,19 +70,15 @@ class LocalPlanner:
         epoch: int,
         is_measured: bool,
     ) -> list[LocalPlan]:
-        """Plan consecutive steps.
+        """Plan consecutive steps, given the n samples of all ranks in these, rank by rank in each step.
 
         Args:
-            samples: of all ranks in all these steps, in blocks of any size, in the order of their positions.
+            samples: the lengths of the n samples.
             steps: their numbers.
-            num_loaded: int64 [steps, W], the number of samples that each rank would load without balancing, rank by
-                rank.
-            sample_ids: int64 [n], of all these samples.
+            num_loaded: int64 [steps, W], the number of samples that each rank would load without balancing.
+            sample_ids: int64 [n].
             epoch: of the steps.
             is_measured: return metrics, too.
-
-        Raises:
-            ConfigError: the cost or the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
         """
         started = time.perf_counter()
         known = self._known(samples, with_lengths=is_measured)
@@ -111,20 +98,7 @@ class LocalPlanner:
     def assign_to_steps(
         self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
     ) -> NDArray[np.int64]:
-        """Assign the samples of a window to its steps; see `step_windows.assign_to_steps`.
-
-        Args:
-            samples: of full steps, in blocks of any size, in the order of their positions.
-            num_samples: the number of all of them.
-            seed: of random choices, another one for each window.
-            epoch: of the window.
-
-        Returns:
-            The indices of the samples, step by step: int64 [num_samples].
-
-        Raises:
-            ConfigError: see `plan`.
-        """
+        """Assign the samples of a window of full steps to its steps; see `step_windows.assign_to_steps`."""
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
         return assign_to_steps(
             known.costs,
@@ -140,22 +114,14 @@ class LocalPlanner:
         """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains them.
 
         Ranks compare it, because costs and strategies that are functions have nothing else but names.
-
-        Args:
-            samples: of all ranks, in the order of their positions.
-            num_loaded: int64 [W], the number of samples that each rank would load.
-
-        Raises:
-            ConfigError: see `plan`.
         """
         known = self._known([samples], with_lengths=False)
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._config.max_tokens_per_rank is None:
             is_real = real_rows(self._schema.batch_size, self._world_size, num_loaded)
             costs, tokens = (_in_rows(values, is_real) for values in (known.costs, known.tokens))
-            assignment = partition(
-                costs, self._world_size, tokens=tokens, num_real=num_loaded, **self._config.partition_options
-            )
+            options = self._config.partition_options
+            assignment = partition(costs, self._world_size, tokens=tokens, num_real=num_loaded, **options)
             digest.update(assignment.rank_of.tobytes())
         return digest.hexdigest()[:16]
 
@@ -166,27 +132,25 @@ class LocalPlanner:
         cost, num_slots = self._config.cost, num_summed or self._world_size * self._schema.batch_size
         blocks = []
         for block in samples:
-            num_samples, by_name = len(block.num_candidates), _by_name(block)
+            candidates, by_name = block.num_candidates, _by_name(block)
+            n = len(candidates)
+            lengths = [*block.of_keys.values()] if with_lengths else np.empty((0, n))
             blocks.append(
                 _Known(
-                    costs=scaled_costs(
-                        cost, by_name, block.num_candidates, num_real=num_samples, samples_per_step=num_slots
-                    ),
-                    tokens=count_tokens(cost, by_name, num_samples),
-                    loss_tokens=loss_tokens(self._schema.loss_key, block.of_keys, np.ones(num_samples, dtype=np.bool_)),
-                    lengths=np.array(
-                        [*block.of_keys.values()] if with_lengths else np.empty((0, num_samples)), dtype=np.int64
-                    ),
+                    costs=scaled_costs(cost, by_name, candidates, num_real=n, samples_per_step=num_slots),
+                    tokens=count_tokens(cost, by_name, n),
+                    loss_tokens=loss_tokens(self._schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_)),
+                    lengths=np.array(lengths, dtype=np.int64),
                 )
             )
-        return (
-            blocks[0] if len(blocks) == 1 else _Known(*(np.concatenate(v, axis=-1) for v in zip(*blocks, strict=True)))
-        )
+        if len(blocks) == 1:
+            return blocks[0]
+        return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
 
     def _plan_step(
         self, known: "_Known", num_loaded: NDArray[np.int64], sample_ids: NDArray[np.int64], *, is_measured: bool
     ) -> LocalPlan:
-        """Plan the step that has these samples; its number is left to the caller."""
+        """Plan a step, except for the epoch and the number in its metrics."""
         started = time.perf_counter()
         config, world_size, batch_size = self._config, self._world_size, self._schema.batch_size
         num_real = None if len(known.costs) == world_size * batch_size else num_loaded
@@ -206,17 +170,14 @@ class LocalPlanner:
             metrics = replace(metrics, plan_seconds=plan_seconds)
         return LocalPlan(
             indices=indices,
-            num_rows=batch_size,
             world_loss_tokens=int(known.loss_tokens.sum()),
             plan_hash=self._hash(sample_ids, trained_by),
             metrics=metrics,
         )
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
-        """Return a 63-bit hash of which rank trains which sample, given both for the n samples of a step.
-
-        Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
-        """
+        """Return a 63-bit hash of which rank trains which sample."""
+        # Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
         words = sample_ids * self._world_size
         words += trained_by
         return int(np.dot(words.view(np.uint64), self._multipliers[: len(words)])) >> 1
@@ -241,5 +202,4 @@ def _in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[n
 
 
 def _by_name(samples: SampleLengths) -> dict[str, NDArray[np.int64]]:
-    """Return the lengths of samples by the names of their keys: int64 [n] each."""
     return dict(zip(name_keys(tuple(samples.of_keys)), samples.of_keys.values(), strict=True))

@@ -45,7 +45,6 @@ class PackedSchedule(StepSchedule):
     """Steps of different sizes; without balancing each rank would load an equal share of one, within one sample."""
 
     world_size: int
-    """Number of data-parallel ranks."""
     start: int
     """Position before the first step."""
     ends: NDArray[np.int64]
@@ -61,18 +60,15 @@ class PackedSchedule(StepSchedule):
         return int(self.ends[step])
 
     def first_position(self, step: int, rank: int) -> int:
-        """Return the first position of a rank in a step."""
-        first, size = self._first_and_size(step)
-        return first + rank * (size // self.world_size) + min(rank, size % self.world_size)
+        """Return the first position of a rank in a step; for the rank `world_size`, the end of the step."""
+        first = int(self.ends[step - 1]) if step else self.start
+        share, larger = divmod(int(self.ends[step]) - first, self.world_size)
+        return first + rank * share + min(rank, larger)
 
     def num_loaded(self, step: int) -> NDArray[np.int64]:
         """Return the number of positions of each rank in a step."""
-        size = self._first_and_size(step)[1]
-        return size // self.world_size + (np.arange(self.world_size) < size % self.world_size)
-
-    def _first_and_size(self, step: int) -> tuple[int, int]:
-        first = int(self.ends[step - 1]) if step else self.start
-        return first, int(self.ends[step]) - first
+        share, larger = divmod(int(self.ends[step]) - self.first_position(step, 0), self.world_size)
+        return share + (np.arange(self.world_size) < larger)
 
 
 def clip_tokens(
@@ -80,10 +76,8 @@ def clip_tokens(
 ) -> NDArray[np.int64]:
     """Return tokens [n] with those of longer samples set to `max_tokens`, which fill a rank of their own.
 
-    `name` returns the name of a sample by its index, for the message.
-
     Raises:
-        ConfigError: a sample is longer, and `on_overflow` is `raise`.
+        ConfigError: a sample is longer, and `on_overflow` is `raise`; `name` returns its name by its index.
     """
     longest = int(np.argmax(tokens))
     if tokens[longest] <= max_tokens:
@@ -114,8 +108,7 @@ def pack(
     """Plan the steps of an epoch.
 
     Args:
-        tokens_at: returns the tokens of the samples at these positions: int64 [n], each 0..max_tokens. Called for
-            ascending positions, some of them more than once.
+        tokens_at: returns the tokens of the samples at ascending positions: int64 [n], each 0..max_tokens.
         num_samples: positions of the epoch.
         start: positions that were consumed already.
         world_size: number of ranks, W.
@@ -129,8 +122,8 @@ def pack(
     first = start
     while first < num_samples:
         block_end = min(first + block_size, num_samples)
-        tokens = tokens_at(np.arange(first, block_end, dtype=np.int64))
         is_last = block_end == num_samples
+        tokens = tokens_at(np.arange(first, block_end, dtype=np.int64))
         ends_in_block, has_room = _pack_block(tokens, world_size, batch_size, max_tokens, is_last)
         if is_last and drop_last and has_room:
             ends_in_block = ends_in_block[:-1]
@@ -143,10 +136,7 @@ def pack(
 def _pack_block(
     tokens: NDArray[np.int64], world_size: int, batch_size: int, max_tokens: int, is_last: bool
 ) -> tuple[NDArray[np.int64], bool]:
-    """Return the end of each step within a block of samples, and whether the last one has room for more samples.
-
-    A block has at least W * B samples unless it is the last of the epoch.
-    """
+    """Return the end of each step in a block of at least W * B samples, or the last, and whether the last has room."""
     max_samples, max_total = world_size * batch_size, world_size * max_tokens
     ends = np.empty(len(tokens), dtype=np.int64)
     num_steps, first, has_room = 0, 0, False
@@ -194,8 +184,7 @@ def _fits(
     batch_size: int,
     max_tokens: int,
 ) -> bool:
-    """Return whether the first samples fit, given all of them by descending tokens."""
-    first_by_tokens = order[order < num_samples]
+    """Return whether the first samples fit; `order` has all of them by descending tokens."""
     first_tokens = tokens[:num_samples]
-    rank_of = assign_by_tokens(first_tokens, first_by_tokens, world_size, batch_size)
+    rank_of = assign_by_tokens(first_tokens, order[order < num_samples], world_size, batch_size)
     return bool(sums_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)

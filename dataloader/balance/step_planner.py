@@ -58,7 +58,7 @@ class StepPlanner:
 
     Args:
         rank_invariants: returns the settings of this rank's loader that must be the same on all ranks, by name.
-        config: how steps are balanced; the same on all ranks.
+        config: the same on all ranks.
         all_gather: of all ranks.
         prepare: prepares the exchange of a batch; its errors reach all ranks before anything is sent.
         rank: this rank.
@@ -90,10 +90,6 @@ class StepPlanner:
         Args:
             batch: this rank's batch, on the CPU; None once it has no more.
             error: the loader's, if it has raised one instead.
-
-        Raises:
-            RankError: a rank failed, ranks are inconsistent, or have planned differently.
-            ConfigError: `max_tokens_per_rank` cannot be kept; on all ranks.
         """
         started = time.perf_counter()
         if self._schema is None:
@@ -112,12 +108,8 @@ class StepPlanner:
             if batch is None:
                 batch = empty_batch(self._schema).replace(epoch=epoch, step=number, position=position)
             plan, metrics = self._plan(self._schema, step, epoch=epoch, number=number)
-            planned = PlannedStep(
-                plan=plan,
-                batch=batch,
-                prepared=self._prepare(batch, plan),
-                metrics=dataclasses.replace(metrics, gather_seconds=gathered - started),
-            )
+            metrics = dataclasses.replace(metrics, gather_seconds=gathered - started)
+            planned = PlannedStep(plan=plan, batch=batch, prepared=self._prepare(batch, plan), metrics=metrics)
         except Exception as raised:  # reported to all ranks
             failure = raised
         confirm(
@@ -133,9 +125,8 @@ class StepPlanner:
     def _plan(self, schema: BatchSchema, step: StepMetadata, *, epoch: int, number: int) -> tuple[Plan, StepMetrics]:
         """Return this rank's plan for a step, and its metrics."""
         started = time.perf_counter()
-        assignment = partition(
-            step.costs, len(step.costs), tokens=step.tokens, num_real=step.num_real, **self._config.partition_options
-        )
+        options = self._config.partition_options
+        assignment = partition(step.costs, len(step.costs), tokens=step.tokens, num_real=step.num_real, **options)
         plan = make_plan(schema, step, assignment, self._rank)
         plan_seconds = time.perf_counter() - started
         is_real = real_rows(schema.batch_size, self._world_size, step.num_real)
@@ -160,7 +151,6 @@ class StepPlanner:
         return common_schema([report for report, _ in reports], self._config.batch_size)
 
     def _try_invariants(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
-        """Return this rank's invariants, and the error to report to all ranks."""
         try:
             return self._rank_invariants(), error
         except Exception as raised:
@@ -169,10 +159,9 @@ class StepPlanner:
     def _gather_metadata(
         self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None
     ) -> tuple[JaggedBatch | None, StepMetadata]:
-        """All-gather the messages of a step; raise on every rank if one of them has failed.
+        """Return this rank's batch, padded to the batch size of all ranks, and the metadata of a step.
 
-        Returns:
-            This rank's batch, padded to the batch size of all ranks, and the metadata.
+        Raises on every rank if one of them has failed.
         """
         num_rows = 0 if batch is None else batch.batch_size
         costs = tokens = np.zeros(schema.batch_size, dtype=np.int64)

@@ -32,14 +32,12 @@ class Windows:
     """The windows of the positions of an epoch."""
 
     start: int
-    """First position of the first window."""
     first_end: int
     """End of the first windows: they have the pending samples of a window that a job was resumed in, up to the end of a
     step."""
     end: int
     """End of the last full step; a step that is not full has no window."""
     samples_per_step: int
-    """Positions of a full step."""
     steps: int
     """Steps of a window; the last one may have fewer."""
 
@@ -93,7 +91,6 @@ class AssignWindow(Protocol):
 
     def __call__(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
         """Return the indices of the samples at positions first..end-1, step by step: integers [end - first]."""
-        ...
 
 
 def assign_to_steps(
@@ -106,10 +103,10 @@ def assign_to_steps(
     seed: int,
     epoch: int,
 ) -> NDArray[np.int64]:
-    """Assign the samples of a window to its steps.
+    """Assign the n = S * W * B samples of a window to its S steps of W ranks with B samples each.
 
     Args:
-        costs: int64 [n], of the samples; n = S * W * B for S steps of W ranks with B samples each.
+        costs: int64 [n].
         tokens: int64 [n].
         num_steps: S.
         world_size: W.
