@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 import torch
@@ -265,10 +264,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self._connection.close()
         else:
             self._connection.abort()

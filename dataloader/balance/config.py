@@ -103,22 +103,24 @@ class BalanceConfig:
             if self.log_every is None:
                 raise ConfigError(f"log_window={self.log_window} needs log_every; log_every=1 logs each of these steps")
         other, this = ("build_loader", "Balancer") if exchanges else ("Balancer", "build_loader")
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            if option.name in (_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY) and value != option.default:
+        for known in dataclasses.fields(self):
+            value = getattr(self, known.name)
+            if known.name in (_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY) and value != known.default:
                 raise ConfigError(
-                    f"{option.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
+                    f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
                 )
 
     def observer(self, rank: int) -> Callable[[StepMetrics], None] | None:
         """Return the function to call with the metrics of each step on a rank; None if nothing observes them."""
         if self.log_every is None or rank != 0:
             return self.on_step
-        observers = [StepLogger(every=self.log_every, window=self.log_window), *filter(None, [self.on_step])]
+        log, on_step = StepLogger(every=self.log_every, window=self.log_window), self.on_step
+        if on_step is None:
+            return log
 
         def observe(metrics: StepMetrics) -> None:
-            for observer in observers:
-                observer(metrics)
+            log(metrics)
+            on_step(metrics)
 
         return observe
 

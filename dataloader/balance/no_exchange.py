@@ -18,7 +18,7 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.plan import sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import partition, real_rows
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows
 from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
@@ -87,11 +87,26 @@ class LocalPlanner:
         for step, loaded in zip(steps, num_loaded, strict=True):
             end = first + int(loaded.sum())
             of_step = _Known(*(values[..., first:end] for values in known))
-            plan = self._plan_step(of_step, loaded, sample_ids[first:end], is_measured=is_measured)
-            metrics = plan.metrics
-            if metrics is not None:
-                metrics = replace(metrics, epoch=epoch, step=step, plan_seconds=seconds + metrics.plan_seconds)
-            planned.append(replace(plan, indices=first + plan.indices, metrics=metrics))
+            started = time.perf_counter()
+            assignment, costs, tokens, is_real = self._assign(of_step, loaded)
+            trained_by = assignment.rank_of[is_real]
+            indices = first + np.flatnonzero(trained_by == self._rank)
+            plan_seconds = seconds + time.perf_counter() - started
+            metrics = None
+            if is_measured:
+                num_bytes = _in_rows(sample_bytes(self._schema, of_step.lengths), is_real)
+                metrics = measure_step(
+                    assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, epoch=epoch, step=step
+                )
+                metrics = replace(metrics, plan_seconds=plan_seconds)
+            planned.append(
+                LocalPlan(
+                    indices=indices,
+                    world_loss_tokens=int(of_step.loss_tokens.sum()),
+                    plan_hash=self._hash(sample_ids[first:end], trained_by),
+                    metrics=metrics,
+                )
+            )
             first = end
         return planned
 
@@ -118,11 +133,7 @@ class LocalPlanner:
         known = self._known([samples], with_lengths=False)
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._config.max_tokens_per_rank is None:
-            is_real = real_rows(self._schema.batch_size, self._world_size, num_loaded)
-            costs, tokens = (_in_rows(values, is_real) for values in (known.costs, known.tokens))
-            options = self._config.partition_options
-            assignment = partition(costs, self._world_size, tokens=tokens, num_real=num_loaded, **options)
-            digest.update(assignment.rank_of.tobytes())
+            digest.update(self._assign(known, num_loaded)[0].rank_of.tobytes())
         return digest.hexdigest()[:16]
 
     def _known(
@@ -147,11 +158,10 @@ class LocalPlanner:
             return blocks[0]
         return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
 
-    def _plan_step(
-        self, known: "_Known", num_loaded: NDArray[np.int64], sample_ids: NDArray[np.int64], *, is_measured: bool
-    ) -> LocalPlan:
-        """Plan a step, except for the epoch and the number in its metrics."""
-        started = time.perf_counter()
+    def _assign(
+        self, known: "_Known", num_loaded: NDArray[np.int64]
+    ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
         config, world_size, batch_size = self._config, self._world_size, self._schema.batch_size
         num_real = None if len(known.costs) == world_size * batch_size else num_loaded
         is_real = real_rows(batch_size, world_size, num_real)
@@ -160,20 +170,7 @@ class LocalPlanner:
         limit = config.max_tokens_per_rank
         limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
         assignment = partition(costs, world_size, tokens=limited, num_real=num_real, **config.partition_options)
-        trained_by = assignment.rank_of[is_real]
-        indices = np.flatnonzero(trained_by == self._rank)
-        plan_seconds = time.perf_counter() - started
-        metrics = None
-        if is_measured:
-            num_bytes = _in_rows(sample_bytes(self._schema, known.lengths), is_real)
-            metrics = measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes)
-            metrics = replace(metrics, plan_seconds=plan_seconds)
-        return LocalPlan(
-            indices=indices,
-            world_loss_tokens=int(known.loss_tokens.sum()),
-            plan_hash=self._hash(sample_ids, trained_by),
-            metrics=metrics,
-        )
+        return assignment, costs, tokens, is_real
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
         """Return a 63-bit hash of which rank trains which sample."""

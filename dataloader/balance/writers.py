@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from evenrank.core.errors import ConfigError, DataError
@@ -63,9 +62,7 @@ class _Writer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @abstractmethod
@@ -122,8 +119,8 @@ class TensorBoard(_Writer):
 
     Args:
         log_dir: folder of the event file; created if missing.
-        every: steps from one record to the next.
-        window: steps that a record summarizes.
+        every: see `JsonLines`.
+        window: see `JsonLines`.
 
     Raises:
         ConfigError: `every` or `window` is below 1, or the package `tensorboard` is missing.
@@ -132,8 +129,7 @@ class TensorBoard(_Writer):
 
     def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
         super().__init__(Path(log_dir), every, window)
-        try:
-            # Imported here because it is an optional dependency.
+        try:  # an optional dependency
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
