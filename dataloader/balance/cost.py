@@ -162,17 +162,12 @@ class TokenCost(ABC):
     @property
     def max_cost(self) -> int:
         """The cost of a sample of `max_tokens`."""
-        return int(self._of_history(self.max_tokens))
+        return self._of_history(self.max_tokens)
 
     def __call__(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the cost of each sample: int64 [B].
-
-        Raises:
-            ConfigError: the batch lacks a key whose values are tokens, a sample has more candidates than values of
-                `history_key`, or a cost would overflow.
-        """
+        """Return the cost of each sample: int64 [B]; a ConfigError if the batch lacks a key or a cost overflows."""
         tokens = self.tokens(lengths)
         candidates = self.candidate_tokens(lengths, num_candidates)
         # In int64 a cost that is too large would wrap around, possibly to a plausible one.
@@ -261,11 +256,9 @@ class LayerCost(TokenCost):
     hidden: int
     """Width of the residual stream."""
     heads: int
-    """Attention heads of a layer."""
     head_dim: int
     """Width of a head, for queries, keys and values alike."""
     layers: int
-    """Number of layers."""
     causal: bool = True
     """Each token of the history attends to earlier ones only, and the kernel skips the others."""
     _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")

@@ -133,25 +133,16 @@ class MeasuredCost(TokenCost):
         )
 
     def save(self, path: Path | str) -> None:
-        """Write the cost to a JSON file, atomically.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
-        target = Path(path)
+        """Write the cost to a JSON file, atomically; a DataError if it cannot be written."""
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
         try:
-            files.write_text(target, text)
+            files.write_text(Path(path), text)
         except OSError as error:
-            raise DataError(f"{target} could not be written: {error.strerror or error}") from error
+            raise DataError(f"{path} could not be written: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a file that `save` wrote.
-
-        Raises:
-            DataError: the file is missing or malformed; the message names the file and the field.
-        """
+        """Read a file that `save` wrote; a DataError if it is missing or malformed."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -250,9 +241,7 @@ def _check_variation(sums: NDArray[np.float64]) -> None:
             f"the timed steps are too similar: their tokens vary by {spread:.1%}, at least {_MIN_SPREAD:.0%} is "
             'needed; time steps that are neither balanced (strategy="none") nor packed to a number of tokens'
         )
-    tokens, pairs = tokens / tokens.max() - np.mean(tokens / tokens.max()), pairs / pairs.max()
-    pairs -= pairs.mean()
-    unexplained = 1 - float(tokens @ pairs) ** 2 / float((tokens @ tokens) * (pairs @ pairs))
+    unexplained = 1 - float(np.corrcoef(tokens, pairs)[0, 1]) ** 2
     if unexplained < _MIN_UNEXPLAINED:  # if all lengths are equal, sum(p) is a multiple of sum(t)
         raise ConfigError(
             f"the samples' lengths are too similar: tokens explain all but {max(unexplained, 0):.2%} of their attended "

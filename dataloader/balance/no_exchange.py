@@ -7,7 +7,7 @@ a Balancer's. So each rank comes to the same assignment alone, and reads just th
 import hashlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,17 +26,13 @@ from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.collate.gather import SampleLengths
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalPlan:
+class LocalPlan(NamedTuple):
     """The samples that a rank trains in a step."""
 
-    indices: NDArray[np.int64]
-    """[n]: its samples, as indices into all that were planned together, ascending."""
+    indices: NDArray[np.int64]  # [n], ascending, into all samples that were planned together
     world_loss_tokens: int
-    plan_hash: int
-    """Hash of which rank trains which sample."""
-    metrics: StepMetrics | None
-    """None if the step was not measured."""
+    plan_hash: int  # of which rank trains which sample
+    metrics: StepMetrics | None  # None if the step was not measured
 
 
 class LocalPlanner:
@@ -70,15 +66,9 @@ class LocalPlanner:
         epoch: int,
         is_measured: bool,
     ) -> list[LocalPlan]:
-        """Plan consecutive steps, given the n samples of all ranks in these, rank by rank in each step.
+        """Plan consecutive steps, given the samples of all ranks in these, rank by rank in each step.
 
-        Args:
-            samples: the lengths of the n samples.
-            steps: their numbers.
-            num_loaded: int64 [steps, W], the number of samples that each rank would load without balancing.
-            sample_ids: int64 [n].
-            epoch: of the steps.
-            is_measured: return metrics, too.
+        `num_loaded` is int64 [steps, W], the samples that each rank would load unbalanced; `sample_ids` int64 [n].
         """
         started = time.perf_counter()
         known = self._known(samples, with_lengths=is_measured)
@@ -99,14 +89,9 @@ class LocalPlanner:
                     assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, epoch=epoch, step=step
                 )
                 metrics = replace(metrics, plan_seconds=plan_seconds)
-            planned.append(
-                LocalPlan(
-                    indices=indices,
-                    world_loss_tokens=int(of_step.loss_tokens.sum()),
-                    plan_hash=self._hash(sample_ids[first:end], trained_by),
-                    metrics=metrics,
-                )
-            )
+            world_loss_tokens = int(of_step.loss_tokens.sum())
+            plan_hash = self._hash(sample_ids[first:end], trained_by)
+            planned.append(LocalPlan(indices, world_loss_tokens, plan_hash, metrics))
             first = end
         return planned
 

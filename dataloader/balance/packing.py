@@ -105,16 +105,10 @@ def pack(
     max_tokens: int,
     drop_last: bool,
 ) -> PackedSchedule:
-    """Plan the steps of an epoch.
+    """Plan the steps from position `start` on, of at most `batch_size` samples and `max_tokens` tokens per rank.
 
-    Args:
-        tokens_at: returns the tokens of the samples at ascending positions: int64 [n], each 0..max_tokens.
-        num_samples: positions of the epoch.
-        start: positions that were consumed already.
-        world_size: number of ranks, W.
-        batch_size: limit to the samples of a rank, B.
-        max_tokens: limit to the tokens of a rank, N.
-        drop_last: leave out a last step that has room: fewer than W * B samples, and fewer than W * N tokens.
+    `tokens_at` returns the tokens of the samples at ascending positions: int64 [n], each 0..max_tokens. `drop_last`
+    leaves out a last step that has room: fewer samples and fewer tokens than all ranks may have.
     """
     block_size = max(_SAMPLES_PER_BLOCK, _STEPS_PER_BLOCK * world_size * batch_size)
     max_tokens = min(max_tokens, _MAX_TOTAL // world_size)

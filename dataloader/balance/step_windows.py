@@ -103,30 +103,16 @@ def assign_to_steps(
     seed: int,
     epoch: int,
 ) -> NDArray[np.int64]:
-    """Assign the n = S * W * B samples of a window to its S steps of W ranks with B samples each.
+    """Return the indices of the n samples of a window, step by step, ascending in each: int64 [n].
 
-    Args:
-        costs: int64 [n].
-        tokens: int64 [n].
-        num_steps: S.
-        world_size: W.
-        config: the options of the partition.
-        seed: of random choices, another one for each window.
-        epoch: of the window.
-
-    Returns:
-        The indices of the samples, step by step, ascending in each: int64 [n].
-
-    Raises:
-        ConfigError: the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
+    `costs` and `tokens` are int64 [n] for full steps. Each window needs another seed.
     """
     num_bins = num_steps * world_size
     # Nothing moves between ranks here, so tokens matter for the limit alone.
     limited = None if config.max_tokens_per_rank is None else tokens
     bins = partition(costs, num_bins, tokens=limited, **config.partition_options)
     loads = bins.loads(costs)
-    # Of integers, whose sum does not depend on the order in which a machine adds.
-    mean = max(int(loads.sum()) // num_bins, 1)
+    mean = max(int(loads.sum()) // num_bins, 1)  # of integers: their sum does not depend on the order of adding
     rounded = np.rint(loads / mean / _EQUAL_WITHIN)
     by_chance = _shuffled(num_bins, seed=seed, epoch=2 * epoch)
     by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
@@ -136,6 +122,5 @@ def assign_to_steps(
 
 
 def _shuffled(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return 0..count-1 in a random order."""
     # Of a few elements alone, `permute` yields some orders more often than others.
     return np.argsort(permute(np.arange(count), 1 << 62, seed=seed, epoch=epoch))
