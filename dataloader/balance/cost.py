@@ -223,8 +223,7 @@ def attended_pairs(history: NDArray[np.int64], candidates: NDArray[np.int64], *,
     """Return twice the number of pairs of tokens in which one attends to the other, of the same shape.
 
     Candidates attend to the history and to themselves, not to one another, and the history does not attend to them.
-    Where attention is causal, a token's pair with itself counts half, so that h tokens have half as many pairs as in
-    full attention. With h history and c candidate tokens, here 3 and 2:
+    Where attention is causal, a token's pair with itself counts half. With h history and c candidate tokens, 3 and 2:
 
         causal   h^2 / 2 + c (h + 1/2)       full   h^2 + c (h + 1)
                  1/2                                1 1 1

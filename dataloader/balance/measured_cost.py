@@ -235,7 +235,8 @@ def _check_candidates(number: int, candidates: NDArray[np.integer], tokens: NDAr
 def _check_variation(sums: NDArray[np.float64]) -> None:
     """Check that the steps differ enough to tell a, b and c apart."""
     tokens, pairs = sums[:, 1], sums[:, 2]
-    spread = min(_spread(tokens), _spread(pairs))
+    low, middle, high = np.percentile(sums[:, 1:], [5, 50, 95], axis=0)
+    spread = float(((high - low) / middle).min()) if middle.min() > 0 else 0.0
     if spread < _MIN_SPREAD:  # sums that hardly vary cannot be told from the constant a
         raise ConfigError(
             f"the timed steps are too similar: their tokens vary by {spread:.1%}, at least {_MIN_SPREAD:.0%} is "
@@ -247,11 +248,6 @@ def _check_variation(sums: NDArray[np.float64]) -> None:
             f"the samples' lengths are too similar: tokens explain all but {max(unexplained, 0):.2%} of their attended "
             f"pairs, at least {_MIN_UNEXPLAINED:.1%} must be unexplained; time steps with short and long samples"
         )
-
-
-def _spread(values: NDArray[np.float64]) -> float:
-    low, middle, high = np.percentile(values, [5, 50, 95])
-    return float((high - low) / middle) if middle > 0 else 0.0
 
 
 def _fit_non_negative(sums: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -55,7 +55,7 @@ class StepMetrics:
 
     @property
     def ratio_after(self) -> float:
-        """Heaviest load over the lower bound, after balancing; 1 if no sample costs anything."""
+        """See `ratio_before`."""
         return int(self.after.max()) / self.lower_bound if self.lower_bound else 1.0
 
 

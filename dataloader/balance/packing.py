@@ -15,9 +15,7 @@ world_size = 2, batch_size = 3, max_tokens = 10
     by rank      6 3, 5 4    9 1, 8 2    7 1, 1 1 1
 
 The first step could take the 2 as well, as 6 4 and 5 3 2, but whether any assignment fits is bin packing, which is
-NP-hard.
-
-Cost: one sort of the step's samples, and O(n log W) for each of the few prefixes that are tried.
+NP-hard. A step takes one sort of its samples, and O(n log W) for each of the few prefixes that are tried.
 """
 
 import warnings

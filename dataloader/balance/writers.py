@@ -27,7 +27,7 @@ _log = logging.getLogger("evenrank")
 
 
 class _Writer(ABC):
-    """Writes a record after every `every` steps, over the last `window` steps or all steps if there were fewer."""
+    """Writes a record after every `every` steps, over the last `window` steps."""
 
     def __init__(self, path: Path, every: int, window: int) -> None:
         for name, value in (("every", every), ("window", window)):
