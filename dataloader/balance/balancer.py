@@ -13,14 +13,12 @@ loader failed, takes part in the all-gathers like any other, so no rank waits fo
 
 import contextlib
 import dataclasses
-import enum
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 import torch
 
@@ -43,62 +41,41 @@ from evenrank.dataloader.state.snapshots import Position
 Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
-class State(enum.StrEnum):
-    """The last thing that was done to a step."""
-
-    STARTED = "started"
-    LAUNCHED = "launched"
-    FINISHED = "finished"
+State = Literal["started", "launched", "finished"]
 
 
 @dataclass(kw_only=True, slots=True)
 class Handle:
     """A step between `start` and `finish`."""
 
-    state: State = State.STARTED
-
+    state: State = "started"
     planned: Future[PlannedStep]
     """The plan, made in the background."""
     in_flight: StepInFlight | None = None
     """The exchange, once it is launched; None if no rank has batches left."""
     waited_seconds: float = 0.0
-    """Time that the training thread waited for the plan."""
+    """See `StepMetrics`, also for the next one."""
     exchange_seconds: float = 0.0
-    """Time to pack, to wait for the collective and to unpack, on the training thread."""
 
     def check(self, call: str, needed: State) -> None:
-        """Check that a call comes after the one that it needs, and once.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Raise a ConfigError unless a call comes after the one that it needs, and once."""
         if self.state != needed:
-            found = "only started" if self.state == State.STARTED else f"already {self.state}"
+            found = "only started" if self.state == "started" else f"already {self.state}"
             raise ConfigError(f"{call}() needs a {needed} step; this step is {found}")
 
 
 def _check_on_all_ranks(
     batches: Iterable[Batch], config: BalanceConfig, device: torch.device | str | None, members: Members
 ) -> tuple[ExchangeDevice, LoaderAdapter[Batch], HandshakeResult]:
-    """Check this rank's arguments and compare them between ranks, before any process group is created.
-
-    Collective: every rank must call this.
-
-    Raises:
-        ConfigError: the arguments are invalid on this rank.
-        RankError: they are invalid on another rank, or differ between ranks.
-    """
+    """Check this rank's arguments and compare them between ranks, before any process group is created. Collective."""
     exchange_device, source, report, error = None, None, None, None
     try:
         config.check(exchanges=True)
         source = LoaderAdapter(batches, rank=members.rank, world_size=members.world_size, ahead=config.lookahead + 1)
         num_batches = source.length()
         exchange_device = make_device(device)
-        report = RankReport(
-            settings=config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type},
-            hardware=exchange_device.hardware,
-            num_batches=num_batches,
-        )
+        settings = config.rank_invariants(exchanges=True) | {"device": exchange_device.device.type}
+        report = RankReport(settings=settings, hardware=exchange_device.hardware, num_batches=num_batches)
     except Exception as raised:  # reported to all ranks
         error = raised
     settled = handshake(report, error, members, config.timeout)
@@ -156,12 +133,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             use_in_thread=self._device.use_in_thread,
         )
         with self._connection.aborting():
-            self._exchange = Exchange(
-                COLLECTIVES[config.exchange](),
-                self._connection.exchange_group,
-                self._device,
-                world_size=members.world_size,
-            )
+            collective, group_of_exchange = COLLECTIVES[config.exchange](), self._connection.exchange_group
+            self._exchange = Exchange(collective, group_of_exchange, self._device, world_size=members.world_size)
             within(config.timeout, self._exchange.connect)  # NCCL connects through the store, in its first collective
         self._planner = StepPlanner(
             self._source.rank_invariants,
@@ -173,11 +146,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         )
 
     def __len__(self) -> int:
-        """Return the steps of an epoch: the batches of the rank with the most.
-
-        Raises:
-            TypeError: the loader of a rank does not know how many batches it has.
-        """
+        """Return the steps of an epoch: the batches of the rank with the most. A TypeError if a rank has no length."""
         if self._num_steps is None:
             raise TypeError("the loader has no length, on this rank or on another one")
         return self._num_steps
@@ -185,8 +154,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def remaining_batches(self) -> int:
         """Return the steps of the next iteration of this rank's loader: fewer than `len` after `load_state_dict`.
 
-        Raises:
-            TypeError: the loader does not know them.
+        A TypeError if the loader does not know them.
         """
         if (remaining := self._source.remaining_batches()) is None:
             raise TypeError("the loader has no remaining_batches")
@@ -225,11 +193,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def start(self, batch: Batch | None) -> Handle:
         """Start a step: all-gather its metadata and plan it in the background. Collective: every rank must call this.
 
-        Args:
-            batch: this rank's batch, on the CPU; None once it has no more.
-
-        Raises:
-            ConfigError: the Balancer is closed.
+        `batch` is this rank's, on the CPU; None once it has no more. A ConfigError if the Balancer is closed.
         """
         self._connection.check_open()
         if batch is not None:
@@ -244,11 +208,10 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
 
         Raises:
             RankError: a rank failed, or ranks are inconsistent; on every rank, with the failed rank's message.
-            ConfigError: the step has been launched already.
         """
-        handle.check("launch", State.STARTED)
+        handle.check("launch", "started")
         prepared = self._await_plan(handle)
-        handle.state = State.LAUNCHED
+        handle.state = "launched"
         if prepared is not None:
             started = time.perf_counter()
             with self._connection.watching():
@@ -257,12 +220,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         return handle
 
     def finish(self, handle: Handle) -> Batch | None:
-        """Wait for the exchange and return the balanced batch; None if no rank had batches left.
-
-        Raises:
-            ConfigError: the step has not been launched, or has been finished already.
-        """
-        handle.check("finish", State.LAUNCHED)
+        """Wait for the exchange of a launched step and return the balanced batch; None if no rank had batches left."""
+        handle.check("finish", "launched")
         self._unpack(handle)
         if handle.in_flight is None:
             return None
@@ -274,15 +233,15 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
             raise
 
     def state_dict(self, *, after: JaggedBatch | None = None) -> dict[str, Any]:
-        """Return the position after the batch handed out last, or after another one.
+        """Return the position after a batch that was handed out.
 
         If the loader's `state_dict` takes `after` as well, as a Loader's does, this is its state, which resumes on any
         number of ranks. Otherwise it is the state that the loader had when the batch was pulled; every rank saves and
         loads its own, on the same number of ranks.
 
         Args:
-            after: a batch that was handed out; only its `epoch` and `position` are used. Pass the one trained last if
-                something pulls batches ahead of training. None: the one handed out last.
+            after: the batch, of which only `epoch` and `position` are used; the one trained last if something pulls
+                batches ahead of training. None: the one handed out last.
 
         Raises:
             ConfigError: the loader has no state.
@@ -291,12 +250,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         return self._source.state_after(self._handed_out if after is None else Position(after.epoch, after.position))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration continue from a state that `state_dict` returned.
-
-        Raises:
-            ConfigError: the loader has no state.
-            StateError: the state does not match the loader.
-        """
+        """Make the next iteration continue from a state that `state_dict` returned; a StateError if it is invalid."""
         self._source.load_state(state)
         self._handed_out = None
 
@@ -310,10 +264,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self._connection.close()
         else:
             self._connection.abort()
@@ -326,7 +278,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         return prepared
 
     def _unpack(self, handle: Handle) -> None:
-        handle.state = State.FINISHED
+        handle.state = "finished"
         if handle.in_flight is not None:
             started = time.perf_counter()
             with self._connection.watching():

@@ -73,10 +73,7 @@ class BalanceConfig:
     """(start, stop): log the steps start..stop-1 only, counted from 0 over the epochs; None: all."""
 
     def check(self, *, exchanges: bool) -> None:
-        """Check the options.
-
-        Args:
-            exchanges: for a Balancer, which exchanges samples; False: for `build_loader`.
+        """Check the options for a Balancer, which exchanges samples, or for `build_loader`.
 
         Raises:
             ConfigError: an option is out of range, contradicts another one, or has no effect.
@@ -105,26 +102,25 @@ class BalanceConfig:
                 raise ConfigError(f"log_window must be (start, stop) with 0 <= start < stop, got {self.log_window}")
             if self.log_every is None:
                 raise ConfigError(f"log_window={self.log_window} needs log_every; log_every=1 logs each of these steps")
+        other, this = ("build_loader", "Balancer") if exchanges else ("Balancer", "build_loader")
         for known in dataclasses.fields(self):
-            if known.name in (_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY):
-                value = getattr(self, known.name)
-                if value != known.default:
-                    other, this = ("build_loader", "Balancer") if exchanges else ("Balancer", "build_loader")
-                    raise ConfigError(
-                        f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
-                    )
+            value = getattr(self, known.name)
+            if known.name in (_NO_EXCHANGE_ONLY if exchanges else _EXCHANGE_ONLY) and value != known.default:
+                raise ConfigError(
+                    f"{known.name}={value!r} is an option of {other}, not of {this}; leave it out, or use {other}"
+                )
 
     def observer(self, rank: int) -> Callable[[StepMetrics], None] | None:
         """Return the function to call with the metrics of each step on a rank; None if nothing observes them."""
-        has_log = self.log_every is not None and rank == 0
-        log = StepLogger(every=self.log_every or 1, window=self.log_window) if has_log else None
-        observers = [observe for observe in (log, self.on_step) if observe is not None]
-        if not observers:
-            return None
+        if self.log_every is None or rank != 0:
+            return self.on_step
+        log, on_step = StepLogger(every=self.log_every, window=self.log_window), self.on_step
+        if on_step is None:
+            return log
 
         def observe(metrics: StepMetrics) -> None:
-            for observer in observers:
-                observer(metrics)
+            log(metrics)
+            on_step(metrics)
 
         return observe
 

@@ -36,18 +36,14 @@ class Cost(Protocol):
     def __call__(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the cost of each sample.
+        """Return the cost of each sample: int64 [B], none negative.
 
         The arrays are the function's own: it may write to them and keep them.
 
         Args:
             lengths: per jagged key, int64 [B]. A key that occurs in a second KeyedJaggedTensor is called `field.key`.
             num_candidates: int64 [B]; zeros for batches without candidates.
-
-        Returns:
-            int64 [B], none negative.
         """
-        ...
 
 
 @runtime_checkable
@@ -56,7 +52,6 @@ class CountsTokens(Protocol):
 
     def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the tokens of each sample: int64 [B], each 0..2^31-1, given the lengths per jagged key, int64 [B]."""
-        ...
 
 
 @runtime_checkable
@@ -66,16 +61,10 @@ class BoundsCosts(Protocol):
     @property
     def max_cost(self) -> int:
         """The cost of the most expensive sample that can occur."""
-        ...
 
 
 def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_samples: int) -> NDArray[np.int64]:
-    """Return the tokens of each sample: int64 [num_samples].
-
-    Args:
-        cost: counts them if it has a method `tokens`; otherwise they are the sum of the lengths over all keys.
-        lengths: per jagged key, int64 [num_samples].
-        num_samples: the number of samples.
+    """Return the tokens of each sample, int64 [num_samples]: `cost.tokens(lengths)`, or else the sum over all keys.
 
     Raises:
         ConfigError: the cost returns anything but integers 0..2^31-1, one for each sample.
@@ -95,13 +84,9 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
 
 
 def cost_shift(cost: Cost, samples_per_step: int) -> int:
-    """Return the number of bits that costs are shifted right so that those of a whole step add up within 62 bits.
-
-    A cost without a `max_cost` is not shifted.
-    """
-    if not isinstance(cost, BoundsCosts):
-        return 0
-    return max(0, (samples_per_step * int(cost.max_cost)).bit_length() - COST_BITS)
+    """Return the bits by which costs are shifted right so that those of a step add up within 62; 0 if unbounded."""
+    max_cost = int(cost.max_cost) if isinstance(cost, BoundsCosts) else 0
+    return max(0, (samples_per_step * max_cost).bit_length() - COST_BITS)
 
 
 def scaled_costs(
@@ -112,17 +97,9 @@ def scaled_costs(
     num_real: int,
     samples_per_step: int,
 ) -> NDArray[np.int64]:
-    """Call `cost` for the rows of a batch, check its result, and scale it so that costs can be summed.
+    """Return the costs of rows, int64 [B], scaled so that those of `samples_per_step` rows can be summed.
 
-    Args:
-        cost: of a sample.
-        lengths: per jagged key, int64 [B].
-        num_candidates: int64 [B].
-        num_real: the number of first rows that are samples; the others are padding.
-        samples_per_step: rows of all ranks in a step, whose costs are summed.
-
-    Returns:
-        int64 [B]; padding costs 0, whatever `cost` returns for a length of 0.
+    Rows from `num_real` on are padding and cost 0, whatever `cost` returns for a length of 0.
 
     Raises:
         ConfigError: the costs are not integers, one is negative, or so large that a step could overflow.
@@ -147,13 +124,13 @@ def scaled_costs(
 
 
 def describe_cost(cost: object) -> str:
-    """Return a description of a cost that is the same in all processes for equal costs."""
+    """Describe a cost by a text that is the same in all processes for equal costs."""
     text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _copied(lengths: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-    """Return copies for a user's function, which may work in place."""
+    # for a user's function, which may work in place
     return {key: lengths_of_key.copy() for key, lengths_of_key in lengths.items()}
 
 
@@ -185,17 +162,12 @@ class TokenCost(ABC):
     @property
     def max_cost(self) -> int:
         """The cost of a sample of `max_tokens`."""
-        return int(self._of_history(self.max_tokens))
+        return self._of_history(self.max_tokens)
 
     def __call__(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the cost of each sample: int64 [B].
-
-        Raises:
-            ConfigError: the batch lacks a key whose values are tokens, a sample has more candidates than values of
-                `history_key`, or a cost would overflow.
-        """
+        """Return the cost of each sample: int64 [B]; a ConfigError if the batch lacks a key or a cost overflows."""
         tokens = self.tokens(lengths)
         candidates = self.candidate_tokens(lengths, num_candidates)
         # In int64 a cost that is too large would wrap around, possibly to a plausible one.
@@ -221,11 +193,7 @@ class TokenCost(ABC):
     def candidate_tokens(
         self, lengths: Mapping[str, NDArray[np.int64]], num_candidates: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return the number of candidate tokens of each sample: int64 [B]; the others are the history.
-
-        Raises:
-            ConfigError: a sample has more candidates than values of `history_key`.
-        """
+        """Return the number of candidate tokens of each sample: int64 [B]; the others are the history."""
         history_items = lengths[self.history_key] - num_candidates
         if int(history_items.min(initial=0)) < 0:
             row = int(np.argmin(history_items))
@@ -255,8 +223,7 @@ def attended_pairs(history: NDArray[np.int64], candidates: NDArray[np.int64], *,
     """Return twice the number of pairs of tokens in which one attends to the other, of the same shape.
 
     Candidates attend to the history and to themselves, not to one another, and the history does not attend to them.
-    Where attention is causal, a token's pair with itself counts half, so that h tokens have half as many pairs as in
-    full attention. With h history and c candidate tokens, here 3 and 2:
+    Where attention is causal, a token's pair with itself counts half. With h history and c candidate tokens, 3 and 2:
 
         causal   h^2 / 2 + c (h + 1/2)       full   h^2 + c (h + 1)
                  1/2                                1 1 1
@@ -288,11 +255,9 @@ class LayerCost(TokenCost):
     hidden: int
     """Width of the residual stream."""
     heads: int
-    """Attention heads of a layer."""
     head_dim: int
     """Width of a head, for queries, keys and values alike."""
     layers: int
-    """Number of layers."""
     causal: bool = True
     """Each token of the history attends to earlier ones only, and the kernel skips the others."""
     _AT_LEAST_ONE: ClassVar[tuple[str, ...]] = ("max_tokens", "hidden", "heads", "head_dim", "layers")
@@ -300,10 +265,10 @@ class LayerCost(TokenCost):
     @property
     @abstractmethod
     def operations_per_token(self) -> int:
-        """Operations of the products of a layer's forward pass that do not depend on other tokens."""
+        """Operations of the products of a token in a layer's forward pass that do not depend on other tokens."""
 
     def of_tokens(self, history: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the operations of samples with these numbers of history and candidate tokens, of the same shape."""
+        """Return the operations of samples with these numbers of tokens, of the same shape."""
         attention = attended_pairs(history, candidates, causal=self.causal) * (2 * self.heads * self.head_dim)
         return ((history + candidates) * self.operations_per_token + attention) * (3 * self.layers)
 
@@ -320,7 +285,7 @@ class HSTUCost(LayerCost):
 
     @property
     def operations_per_token(self) -> int:
-        """Operations of the projections of a token in a layer's forward pass."""
+        """Operations of the products of a token in a layer's forward pass."""
         return 10 * self.hidden * self.heads * self.head_dim
 
 
@@ -348,5 +313,5 @@ class SelfAttentionCost(LayerCost):
 
     @property
     def operations_per_token(self) -> int:
-        """Operations of the projections and the feed-forward network of a token in a layer's forward pass."""
+        """Operations of the products of a token in a layer's forward pass."""
         return 8 * self.hidden * self.heads * self.head_dim + 4 * self.hidden * int(self.ffn_multiplier * self.hidden)

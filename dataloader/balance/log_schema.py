@@ -26,17 +26,16 @@ class LogRecord(MetricsSummary):
     """A line of the log: the last few steps summarized, and the loads of the last of them. W is the number of ranks."""
 
     epoch: int
-    """Epoch of the last step."""
     step: int
     """Number of the last step, which restarts at 0 with each epoch and after each resume."""
     seen: int
     """Steps that the writer had seen, the last one included."""
     before: NDArray[np.int64]
-    """[W]: load of each rank in the last step before balancing."""
+    """[W]: load of each rank before balancing."""
     after: NDArray[np.int64]
-    """[W]: load of each rank in the last step after balancing."""
+    """[W]: load of each rank after balancing."""
     lower_bound: int
-    """Lower bound of the heaviest load in the last step."""
+    """Lower bound of the heaviest load."""
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics], *, seen: int) -> Self:
@@ -55,10 +54,8 @@ class LogRecord(MetricsSummary):
     def to_json(self) -> dict[str, Any]:
         """Return the record as an object of JSON: numbers and lists of integers."""
         values = {log_key(entry): getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        return {
-            key: values[key].tolist() if isinstance(values[key], np.ndarray) else values[key]
-            for key in sorted(values, key=lambda key: key not in _FIRST)
-        }
+        values |= {"before": self.before.tolist(), "after": self.after.tolist()}
+        return {key: values[key] for key in sorted(values, key=lambda key: key not in _FIRST)}
 
 
 def log_key(entry: "dataclasses.Field[Any]") -> str:
@@ -67,11 +64,7 @@ def log_key(entry: "dataclasses.Field[Any]") -> str:
 
 
 def parse_record(line: bytes) -> LogRecord:
-    """Parse a line of a log. Unknown fields are ignored.
-
-    Raises:
-        ValueError: the line is not a record; the message says why.
-    """
+    """Parse a line of a log; a ValueError says why it is not a record."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:  # json would call every line "line 1"

@@ -35,8 +35,8 @@ _ITERATIONS = 50  # of reweighting: enough to find outliers, which does not take
 class MeasuredCost(TokenCost):
     """Seconds of a sample with t tokens in p pairs, b t + c p, as integers in units of 2^-`fraction_bits` seconds.
 
-    p is twice the number of causally attended pairs (see `attended_pairs`): h^2 + k (2 h + 1) with h history and k
-    candidate tokens, which is t^2 without candidates.
+    p is twice the number of causally attended pairs, in which a token's pair with itself counts half (see
+    `attended_pairs`): h^2 + k (2 h + 1) with h history and k candidate tokens, which is t^2 without candidates.
 
     Create it with `fit`, store it with `save`, and `load` the same file on all ranks, which compare it. `fit` chooses
     the unit such that a sample of `max_tokens` costs about 2^60: with the default of 131,072 tokens, rounding b and c
@@ -46,9 +46,8 @@ class MeasuredCost(TokenCost):
     linear: int
     """b, per token."""
     quadratic: int
-    """c, per unit of p: the pair of a token with itself, or half a pair of two tokens."""
+    """c, per unit of p."""
     fraction_bits: int
-    """The unit of b and c is 2^-fraction_bits seconds."""
     seconds_per_step: float
     """a, the seconds of a step that do not depend on its samples; not part of a sample's cost."""
     steps: int
@@ -101,9 +100,10 @@ class MeasuredCost(TokenCost):
             seconds: [N], of each step.
             candidates: how many of the tokens in `lengths` are candidates, as `candidate_tokens` of any `TokenCost`
                 counts them, of the same shape; None if no sample has candidates.
-            history_key: as in every `TokenCost`; it must count the same tokens as `lengths` and `candidates`.
-            interleave_actions: like `history_key`.
-            contextual: like `history_key`.
+            history_key: as in every `TokenCost`, like the next two; they must count the tokens of `lengths` and
+                `candidates`.
+            interleave_actions: see `history_key`.
+            contextual: see `history_key`.
             max_tokens: tokens of the longest sample that can occur.
 
         Raises:
@@ -113,10 +113,7 @@ class MeasuredCost(TokenCost):
             raise ConfigError(f"max_tokens must be at least 1, got {max_tokens}")
         times = np.asarray(seconds, dtype=np.float64)
         _check_times(times, len(lengths))
-        steps = [np.asarray(step) for step in lengths]
-        if candidates is None:
-            candidates = [np.zeros_like(step) for step in steps]
-        sums = _sums(steps, [np.asarray(step) for step in candidates], max_tokens)
+        sums = _sums(lengths, candidates, max_tokens)
         _check_variation(sums)
         coefficients = _fit_non_negative(sums, times)
         r2 = _check_fit(sums, coefficients, times)
@@ -136,25 +133,16 @@ class MeasuredCost(TokenCost):
         )
 
     def save(self, path: Path | str) -> None:
-        """Write the cost to a JSON file, atomically.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
-        target = Path(path)
+        """Write the cost to a JSON file, atomically; a DataError if it cannot be written."""
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
         try:
-            files.write_text(target, text)
+            files.write_text(Path(path), text)
         except OSError as error:
-            raise DataError(f"{target} could not be written: {error.strerror or error}") from error
+            raise DataError(f"{path} could not be written: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a file that `save` wrote.
-
-        Raises:
-            DataError: the file is missing or malformed; the message names the file and the field.
-        """
+        """Read a file that `save` wrote; a DataError if it is missing or malformed."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -172,17 +160,15 @@ class MeasuredCost(TokenCost):
 
 
 def _checked_value(values: dict[str, Any], entry: Any, path: Path | str) -> Any:
-    """Return the value of a field, after checking that it is there and has the right type."""
     if entry.name not in values:
         raise DataError(f"{path} lacks {entry.name}; fit the cost again")
     value = values[entry.name]
     if entry.name == "contextual":
-        is_valid = isinstance(value, list) and all(isinstance(key, str) for key in value)
-    else:
-        is_valid = type(value) is entry.type  # exactly: ranks compare the repr, in which 1 and 1.0 or True differ
-    if not is_valid:
-        raise DataError(f"{path}: {entry.name} has the wrong type, {value!r}; fit the cost again")
-    return tuple(value) if entry.name == "contextual" else value
+        if isinstance(value, list) and all(isinstance(key, str) for key in value):
+            return tuple(value)
+    elif type(value) is entry.type:  # exactly: ranks compare the repr, in which 1 and 1.0 or True differ
+        return value
+    raise DataError(f"{path}: {entry.name} has the wrong type, {value!r}; fit the cost again")
 
 
 def _check_times(times: NDArray[np.float64], num_steps: int) -> None:
@@ -199,15 +185,19 @@ def _check_times(times: NDArray[np.float64], num_steps: int) -> None:
 
 
 def _sums(
-    steps: Sequence[NDArray[np.integer]], candidates: Sequence[NDArray[np.integer]], max_tokens: int
+    lengths: Sequence[NDArray[np.integer]] | NDArray[np.integer],
+    candidates: Sequence[NDArray[np.integer]] | NDArray[np.integer] | None,
+    max_tokens: int,
 ) -> NDArray[np.float64]:
     """Return 1, sum(t) and sum(p) of each step: float64 [N, 3]."""
-    if len(candidates) != len(steps):
+    if candidates is not None and len(candidates) != len(lengths):
         raise ConfigError(
-            f"candidates must have an array for each step, got {len(candidates)} for the {len(steps)} steps of lengths"
+            f"candidates must have an array for each step, got {len(candidates)} for the {len(lengths)} steps of "
+            "lengths"
         )
-    sums = np.ones((len(steps), 3))
-    for number, (step, candidates_of_step) in enumerate(zip(steps, candidates, strict=True)):
+    sums = np.ones((len(lengths), 3))
+    for number, step in enumerate(map(np.asarray, lengths)):
+        candidates_of_step = np.zeros_like(step) if candidates is None else np.asarray(candidates[number])
         if step.ndim != 1 or (step.size and step.dtype.kind not in "iu"):
             raise ConfigError(
                 f"lengths must be integers [samples] for each step; step {number} has "
@@ -243,27 +233,21 @@ def _check_candidates(number: int, candidates: NDArray[np.integer], tokens: NDAr
 
 
 def _check_variation(sums: NDArray[np.float64]) -> None:
-    """Check that the steps differ enough to tell the three coefficients apart."""
+    """Check that the steps differ enough to tell a, b and c apart."""
     tokens, pairs = sums[:, 1], sums[:, 2]
-    spread = min(_spread(tokens), _spread(pairs))
+    low, middle, high = np.percentile(sums[:, 1:], [5, 50, 95], axis=0)
+    spread = float(((high - low) / middle).min()) if middle.min() > 0 else 0.0
     if spread < _MIN_SPREAD:  # sums that hardly vary cannot be told from the constant a
         raise ConfigError(
             f"the timed steps are too similar: their tokens vary by {spread:.1%}, at least {_MIN_SPREAD:.0%} is "
             'needed; time steps that are neither balanced (strategy="none") nor packed to a number of tokens'
         )
-    tokens, pairs = tokens / tokens.max() - np.mean(tokens / tokens.max()), pairs / pairs.max()
-    pairs -= pairs.mean()
-    unexplained = 1 - float(tokens @ pairs) ** 2 / float((tokens @ tokens) * (pairs @ pairs))
+    unexplained = 1 - float(np.corrcoef(tokens, pairs)[0, 1]) ** 2
     if unexplained < _MIN_UNEXPLAINED:  # if all lengths are equal, sum(p) is a multiple of sum(t)
         raise ConfigError(
             f"the samples' lengths are too similar: tokens explain all but {max(unexplained, 0):.2%} of their attended "
             f"pairs, at least {_MIN_UNEXPLAINED:.1%} must be unexplained; time steps with short and long samples"
         )
-
-
-def _spread(values: NDArray[np.float64]) -> float:
-    low, middle, high = np.percentile(values, [5, 50, 95])
-    return float((high - low) / middle) if middle > 0 else 0.0
 
 
 def _fit_non_negative(sums: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -273,11 +257,10 @@ def _fit_non_negative(sums: NDArray[np.float64], times: NDArray[np.float64]) -> 
     while columns:
         fitted = _fit_robustly(sums[:, columns], times)
         seconds = fitted * sums[:, columns].mean(axis=0)  # per step, because coefficients have different units
-        lowest = int(np.argmin(seconds))
-        if seconds[lowest] >= 0:
+        if seconds.min() >= 0:
             coefficients[columns] = fitted
             break
-        del columns[lowest]
+        del columns[int(np.argmin(seconds))]
     return coefficients
 
 
@@ -293,25 +276,20 @@ def _fit_robustly(sums: NDArray[np.float64], times: NDArray[np.float64]) -> NDAr
         # Least squares with weights 1 / |error| converges to least absolute errors; the floor avoids huge weights.
         floor = 1e-3 * _deviation(errors, times)
         weights = floor / np.maximum(np.abs(errors), floor)
-    inlier = _inliers(errors, times)
+    inlier = np.abs(errors) <= _OUTLIER * _deviation(errors, times)
     result: NDArray[np.float64] = np.linalg.lstsq(scaled[inlier], times[inlier], rcond=None)[0] / scale
     return result
 
 
 def _deviation(errors: NDArray[np.float64], times: NDArray[np.float64]) -> float:
-    """Return the standard deviation of errors, estimated from their median, which is robust to outliers; never 0."""
+    """Estimate the standard deviation of errors from their median, which is robust to outliers; never 0."""
     return max(float(np.median(np.abs(errors))) / _MAD_OF_NORMAL, 1e-9 * float(np.median(times)))
-
-
-def _inliers(errors: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.bool_]:
-    inlier: NDArray[np.bool_] = np.abs(errors) <= _OUTLIER * _deviation(errors, times)
-    return inlier
 
 
 def _check_fit(sums: NDArray[np.float64], coefficients: NDArray[np.float64], times: NDArray[np.float64]) -> float:
     """Check that a fit is good, and return the explained fraction of the variance of `times`, outliers excluded."""
     errors = times - sums @ coefficients
-    inlier = _inliers(errors, times)
+    inlier = np.abs(errors) <= _OUTLIER * _deviation(errors, times)
     variance = float(np.var(times[inlier]))
     r2 = 1.0 - float(np.mean(errors[inlier] ** 2)) / variance if variance > 0 else 0.0
     outliers = int((~inlier).sum())

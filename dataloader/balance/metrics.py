@@ -21,7 +21,6 @@ class StepMetrics:
     """One step, the same on every rank except for the times. W is the number of ranks."""
 
     epoch: int
-    """Epoch of the step."""
     step: int
     """Number of the step within the iteration."""
     before: NDArray[np.int64]
@@ -31,24 +30,21 @@ class StepMetrics:
     lower_bound: int
     """A load that the heaviest rank has at least, whatever the assignment."""
     samples: int
-    """Samples of all ranks."""
+    """Samples of all ranks, as are the next five."""
     moved_samples: int
     """Samples that are trained on another rank than the one that loaded them."""
     tokens: int
-    """Tokens of all ranks' samples; see `cost.count_tokens`."""
+    """See `cost.count_tokens`."""
     moved_tokens: int
-    """Tokens of the samples that moved."""
     sample_bytes: int
-    """Bytes of all ranks' samples, in every field, without padding and alignment."""
+    """Bytes of the samples in every field, without padding and alignment."""
     moved_bytes: int
-    """Bytes of the samples that moved."""
     gather_seconds: float = 0.0
     """Time of the metadata all-gather, on this rank, in the background."""
     plan_seconds: float = 0.0
     """Time to plan the step, on this rank, in the background."""
     exchange_seconds: float = 0.0
-    """Time to pack, to wait for the collective and to unpack, on this rank's training thread; on a GPU, to enqueue
-    these."""
+    """Time to pack, wait for the collective and unpack, on this rank's training thread; on a GPU, to enqueue these."""
     waited_seconds: float = 0.0
     """Time that this rank's training thread waited for a plan that was not ready."""
 
@@ -59,7 +55,7 @@ class StepMetrics:
 
     @property
     def ratio_after(self) -> float:
-        """Heaviest load over the lower bound, after balancing; 1 if no sample costs anything."""
+        """See `ratio_before`."""
         return int(self.after.max()) / self.lower_bound if self.lower_bound else 1.0
 
 
@@ -72,10 +68,7 @@ def measure_step(
     epoch: int = 0,
     step: int = 0,
 ) -> StepMetrics:
-    """Compare a step before and after balancing; the times remain 0.
-
-    `costs`, `tokens` and `sample_bytes` are int64 [W, B], a value for each sample and 0 for padding.
-    """
+    """Compare a step before and after balancing, given int64 [W, B] with 0 for padding; the times remain 0."""
     moved = assignment.moved
     return StepMetrics(
         epoch=epoch,
@@ -149,51 +142,39 @@ def _metric(
     default: float = 0.0,
     log_key: str | None = None,
 ) -> Any:
-    """Declare a field: how summaries combine, and its label and unit in tables, if it is shown there.
-
-    `default` is the value without any steps, `log_key` the key in the log if it is not the field's name.
-    """
+    """Declare a field: how summaries combine, its label and unit if tables show it, and its value without any steps."""
     return field(default=default, metadata={"combine": combine, "label": label, "unit": unit, "log_key": log_key})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsSummary:
-    """One or more steps in a few numbers. A synchronous step lasts as long as its heaviest rank."""
+    """One or more steps in a few numbers. A synchronous step lasts as long as its heaviest rank.
+
+    A number that is not described here is the mean over the steps of that of `StepMetrics`. Where all steps together
+    have no samples, no tokens or no cost, a fraction is 0 and a ratio 1.
+    """
 
     steps: int = _metric(_sum, default=0)
-    """Number of steps."""
     ratio_before: float = _metric(_mean, "load before balancing (heaviest rank / lower bound)", Unit.RATIO, default=1.0)
-    """Heaviest load over the lower bound before balancing, mean over steps."""
     ratio_after: float = _metric(_mean, "load after balancing", Unit.RATIO, default=1.0)
-    """Heaviest load over the lower bound after balancing, mean over steps."""
     worst_after: float = _metric(_max, "worst load after balancing", Unit.RATIO, default=1.0)
     """Heaviest load over the lower bound after balancing, maximum over steps."""
     speedup: float = _metric(_speedup, "expected speed-up", Unit.SPEEDUP, default=1.0)
     """Sum over steps of the heaviest load before balancing, divided by the sum after: expected by the cost model."""
     moved_samples: float = _metric(_fraction_of("samples"), "samples moved to another rank", Unit.FRACTION)
-    """Fraction of the samples that are trained on another rank than the one that loaded them."""
+    """Fraction of the samples that moved; `moved_tokens` is that of the tokens."""
     moved_tokens: float = _metric(_fraction_of("tokens"), "tokens moved", Unit.FRACTION)
-    """Fraction of the tokens whose samples moved."""
     moved_bytes: float = _metric(_mean, "bytes moved per step", Unit.BYTES)
-    """Bytes of the samples that moved, of all ranks, mean per step."""
     gather_seconds: float = _metric(_mean, "in the background: metadata all-gather", Unit.SECONDS)
-    """Time of the metadata all-gather, mean per step."""
     plan_seconds: float = _metric(_mean, "in the background: plan", Unit.SECONDS)
-    """Time to plan a step, mean per step."""
     exchange_seconds: float = _metric(_mean, "exposed: exchange", Unit.SECONDS)
-    """Time of the exchange on the training thread, mean per step."""
     waited_seconds: float = _metric(_mean, "exposed: wait for plans", Unit.SECONDS)
-    """Time that the training thread waited for plans, mean per step."""
     heaviest_before: float = _metric(_mean)
-    """Heaviest load before balancing, mean per step."""
+    """Heaviest load of the step, mean per step, as is the next one."""
     heaviest_after: float = _metric(_mean)
-    """Heaviest load after balancing, mean per step."""
     samples: float = _metric(_mean)
-    """Samples of all ranks, mean per step."""
     tokens: float = _metric(_mean)
-    """Tokens of all ranks' samples, mean per step."""
     sample_bytes: float = _metric(_mean, log_key="bytes")
-    """Bytes of all ranks' samples, mean per step."""
 
 
 def shown_fields() -> tuple["dataclasses.Field[Any]", ...]:

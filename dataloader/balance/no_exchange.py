@@ -7,7 +7,7 @@ a Balancer's. So each rank comes to the same assignment alone, and reads just th
 import hashlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.plan import sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import partition, real_rows
+from evenrank.dataloader.balance.partition.strategies import Assignment, partition, real_rows
 from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import loss_tokens, name_keys
@@ -26,33 +26,20 @@ from evenrank.dataloader.batches.schema import BatchSchema
 from evenrank.dataloader.collate.gather import SampleLengths
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalPlan:
+class LocalPlan(NamedTuple):
     """The samples that a rank trains in a step."""
 
-    indices: NDArray[np.int64]
-    """[n]: its samples, as indices into all that were planned together, ascending."""
-    num_rows: int
-    """Rows of its batch, padding included."""
+    indices: NDArray[np.int64]  # [n], ascending, into all samples that were planned together
     world_loss_tokens: int
-    """Loss tokens of all ranks."""
-    plan_hash: int
-    """Hash of which rank trains which sample."""
-    metrics: StepMetrics | None
-    """None if the step was not measured."""
+    plan_hash: int  # of which rank trains which sample
+    metrics: StepMetrics | None  # None if the step was not measured
 
 
 class LocalPlanner:
     """Plans the steps of one rank. It keeps nothing between steps, so any thread may plan any step.
 
-    Args:
-        config: how steps are balanced.
-        schema: of the batches.
-        rank: of this process.
-        world_size: the number of ranks.
-
-    Raises:
-        ConfigError: an option is out of range, or the strategy is unknown.
+    Its methods raise ConfigErrors if the cost or the strategy returns something invalid, or `max_tokens_per_rank`
+    cannot be kept. They take samples in blocks of any size, in the order of their positions.
     """
 
     def __init__(self, config: BalanceConfig, schema: BatchSchema, *, rank: int, world_size: int) -> None:
@@ -79,19 +66,9 @@ class LocalPlanner:
         epoch: int,
         is_measured: bool,
     ) -> list[LocalPlan]:
-        """Plan consecutive steps.
+        """Plan consecutive steps, given the samples of all ranks in these, rank by rank in each step.
 
-        Args:
-            samples: of all ranks in all these steps, in blocks of any size, in the order of their positions.
-            steps: their numbers.
-            num_loaded: int64 [steps, W], the number of samples that each rank would load without balancing, rank by
-                rank.
-            sample_ids: int64 [n], of all these samples.
-            epoch: of the steps.
-            is_measured: return metrics, too.
-
-        Raises:
-            ConfigError: the cost or the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
+        `num_loaded` is int64 [steps, W], the samples that each rank would load unbalanced; `sample_ids` int64 [n].
         """
         started = time.perf_counter()
         known = self._known(samples, with_lengths=is_measured)
@@ -100,31 +77,28 @@ class LocalPlanner:
         for step, loaded in zip(steps, num_loaded, strict=True):
             end = first + int(loaded.sum())
             of_step = _Known(*(values[..., first:end] for values in known))
-            plan = self._plan_step(of_step, loaded, sample_ids[first:end], is_measured=is_measured)
-            metrics = plan.metrics
-            if metrics is not None:
-                metrics = replace(metrics, epoch=epoch, step=step, plan_seconds=seconds + metrics.plan_seconds)
-            planned.append(replace(plan, indices=first + plan.indices, metrics=metrics))
+            started = time.perf_counter()
+            assignment, costs, tokens, is_real = self._assign(of_step, loaded)
+            trained_by = assignment.rank_of[is_real]
+            indices = first + np.flatnonzero(trained_by == self._rank)
+            plan_seconds = seconds + time.perf_counter() - started
+            metrics = None
+            if is_measured:
+                num_bytes = _in_rows(sample_bytes(self._schema, of_step.lengths), is_real)
+                metrics = measure_step(
+                    assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, epoch=epoch, step=step
+                )
+                metrics = replace(metrics, plan_seconds=plan_seconds)
+            world_loss_tokens = int(of_step.loss_tokens.sum())
+            plan_hash = self._hash(sample_ids[first:end], trained_by)
+            planned.append(LocalPlan(indices, world_loss_tokens, plan_hash, metrics))
             first = end
         return planned
 
     def assign_to_steps(
         self, samples: Iterable[SampleLengths], num_samples: int, *, seed: int, epoch: int
     ) -> NDArray[np.int64]:
-        """Assign the samples of a window to its steps; see `step_windows.assign_to_steps`.
-
-        Args:
-            samples: of full steps, in blocks of any size, in the order of their positions.
-            num_samples: the number of all of them.
-            seed: of random choices, another one for each window.
-            epoch: of the window.
-
-        Returns:
-            The indices of the samples, step by step: int64 [num_samples].
-
-        Raises:
-            ConfigError: see `plan`.
-        """
+        """Assign the samples of a window of full steps to its steps; see `step_windows.assign_to_steps`."""
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
         return assign_to_steps(
             known.costs,
@@ -140,23 +114,11 @@ class LocalPlanner:
         """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains them.
 
         Ranks compare it, because costs and strategies that are functions have nothing else but names.
-
-        Args:
-            samples: of all ranks, in the order of their positions.
-            num_loaded: int64 [W], the number of samples that each rank would load.
-
-        Raises:
-            ConfigError: see `plan`.
         """
         known = self._known([samples], with_lengths=False)
         digest = hashlib.sha256(known.costs.tobytes() + known.tokens.tobytes())
         if self._config.max_tokens_per_rank is None:
-            is_real = real_rows(self._schema.batch_size, self._world_size, num_loaded)
-            costs, tokens = (_in_rows(values, is_real) for values in (known.costs, known.tokens))
-            assignment = partition(
-                costs, self._world_size, tokens=tokens, num_real=num_loaded, **self._config.partition_options
-            )
-            digest.update(assignment.rank_of.tobytes())
+            digest.update(self._assign(known, num_loaded)[0].rank_of.tobytes())
         return digest.hexdigest()[:16]
 
     def _known(
@@ -166,28 +128,25 @@ class LocalPlanner:
         cost, num_slots = self._config.cost, num_summed or self._world_size * self._schema.batch_size
         blocks = []
         for block in samples:
-            num_samples, by_name = len(block.num_candidates), _by_name(block)
+            candidates, by_name = block.num_candidates, _by_name(block)
+            n = len(candidates)
+            lengths = [*block.of_keys.values()] if with_lengths else np.empty((0, n))
             blocks.append(
                 _Known(
-                    costs=scaled_costs(
-                        cost, by_name, block.num_candidates, num_real=num_samples, samples_per_step=num_slots
-                    ),
-                    tokens=count_tokens(cost, by_name, num_samples),
-                    loss_tokens=loss_tokens(self._schema.loss_key, block.of_keys, np.ones(num_samples, dtype=np.bool_)),
-                    lengths=np.array(
-                        [*block.of_keys.values()] if with_lengths else np.empty((0, num_samples)), dtype=np.int64
-                    ),
+                    costs=scaled_costs(cost, by_name, candidates, num_real=n, samples_per_step=num_slots),
+                    tokens=count_tokens(cost, by_name, n),
+                    loss_tokens=loss_tokens(self._schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_)),
+                    lengths=np.array(lengths, dtype=np.int64),
                 )
             )
-        return (
-            blocks[0] if len(blocks) == 1 else _Known(*(np.concatenate(v, axis=-1) for v in zip(*blocks, strict=True)))
-        )
+        if len(blocks) == 1:
+            return blocks[0]
+        return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))
 
-    def _plan_step(
-        self, known: "_Known", num_loaded: NDArray[np.int64], sample_ids: NDArray[np.int64], *, is_measured: bool
-    ) -> LocalPlan:
-        """Plan the step that has these samples; its number is left to the caller."""
-        started = time.perf_counter()
+    def _assign(
+        self, known: "_Known", num_loaded: NDArray[np.int64]
+    ) -> tuple[Assignment, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the assignment of a step's samples, their costs and tokens, and which rows are samples: [W, B]."""
         config, world_size, batch_size = self._config, self._world_size, self._schema.batch_size
         num_real = None if len(known.costs) == world_size * batch_size else num_loaded
         is_real = real_rows(batch_size, world_size, num_real)
@@ -196,27 +155,11 @@ class LocalPlanner:
         limit = config.max_tokens_per_rank
         limited = np.minimum(tokens, limit) if config.pack and limit is not None else tokens
         assignment = partition(costs, world_size, tokens=limited, num_real=num_real, **config.partition_options)
-        trained_by = assignment.rank_of[is_real]
-        indices = np.flatnonzero(trained_by == self._rank)
-        plan_seconds = time.perf_counter() - started
-        metrics = None
-        if is_measured:
-            num_bytes = _in_rows(sample_bytes(self._schema, known.lengths), is_real)
-            metrics = measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes)
-            metrics = replace(metrics, plan_seconds=plan_seconds)
-        return LocalPlan(
-            indices=indices,
-            num_rows=batch_size,
-            world_loss_tokens=int(known.loss_tokens.sum()),
-            plan_hash=self._hash(sample_ids, trained_by),
-            metrics=metrics,
-        )
+        return assignment, costs, tokens, is_real
 
     def _hash(self, sample_ids: NDArray[np.int64], trained_by: NDArray[np.int32]) -> int:
-        """Return a 63-bit hash of which rank trains which sample, given both for the n samples of a step.
-
-        Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
-        """
+        """Return a 63-bit hash of which rank trains which sample."""
+        # Multilinear hashing takes a tenth of the time of a cryptographic hash, which is a tenth of that of a plan.
         words = sample_ids * self._world_size
         words += trained_by
         return int(np.dot(words.view(np.uint64), self._multipliers[: len(words)])) >> 1
@@ -241,5 +184,4 @@ def _in_rows(values: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[n
 
 
 def _by_name(samples: SampleLengths) -> dict[str, NDArray[np.int64]]:
-    """Return the lengths of samples by the names of their keys: int64 [n] each."""
     return dict(zip(name_keys(tuple(samples.of_keys)), samples.of_keys.values(), strict=True))

@@ -15,9 +15,7 @@ world_size = 2, batch_size = 3, max_tokens = 10
     by rank      6 3, 5 4    9 1, 8 2    7 1, 1 1 1
 
 The first step could take the 2 as well, as 6 4 and 5 3 2, but whether any assignment fits is bin packing, which is
-NP-hard.
-
-Cost: one sort of the step's samples, and O(n log W) for each of the few prefixes that are tried.
+NP-hard. A step takes one sort of its samples, and O(n log W) for each of the few prefixes that are tried.
 """
 
 import warnings
@@ -45,7 +43,6 @@ class PackedSchedule(StepSchedule):
     """Steps of different sizes; without balancing each rank would load an equal share of one, within one sample."""
 
     world_size: int
-    """Number of data-parallel ranks."""
     start: int
     """Position before the first step."""
     ends: NDArray[np.int64]
@@ -61,18 +58,15 @@ class PackedSchedule(StepSchedule):
         return int(self.ends[step])
 
     def first_position(self, step: int, rank: int) -> int:
-        """Return the first position of a rank in a step."""
-        first, size = self._first_and_size(step)
-        return first + rank * (size // self.world_size) + min(rank, size % self.world_size)
+        """Return the first position of a rank in a step; for the rank `world_size`, the end of the step."""
+        first = int(self.ends[step - 1]) if step else self.start
+        share, larger = divmod(int(self.ends[step]) - first, self.world_size)
+        return first + rank * share + min(rank, larger)
 
     def num_loaded(self, step: int) -> NDArray[np.int64]:
         """Return the number of positions of each rank in a step."""
-        size = self._first_and_size(step)[1]
-        return size // self.world_size + (np.arange(self.world_size) < size % self.world_size)
-
-    def _first_and_size(self, step: int) -> tuple[int, int]:
-        first = int(self.ends[step - 1]) if step else self.start
-        return first, int(self.ends[step]) - first
+        share, larger = divmod(int(self.ends[step]) - self.first_position(step, 0), self.world_size)
+        return share + (np.arange(self.world_size) < larger)
 
 
 def clip_tokens(
@@ -80,10 +74,8 @@ def clip_tokens(
 ) -> NDArray[np.int64]:
     """Return tokens [n] with those of longer samples set to `max_tokens`, which fill a rank of their own.
 
-    `name` returns the name of a sample by its index, for the message.
-
     Raises:
-        ConfigError: a sample is longer, and `on_overflow` is `raise`.
+        ConfigError: a sample is longer, and `on_overflow` is `raise`; `name` returns its name by its index.
     """
     longest = int(np.argmax(tokens))
     if tokens[longest] <= max_tokens:
@@ -111,17 +103,10 @@ def pack(
     max_tokens: int,
     drop_last: bool,
 ) -> PackedSchedule:
-    """Plan the steps of an epoch.
+    """Plan the steps from position `start` on, of at most `batch_size` samples and `max_tokens` tokens per rank.
 
-    Args:
-        tokens_at: returns the tokens of the samples at these positions: int64 [n], each 0..max_tokens. Called for
-            ascending positions, some of them more than once.
-        num_samples: positions of the epoch.
-        start: positions that were consumed already.
-        world_size: number of ranks, W.
-        batch_size: limit to the samples of a rank, B.
-        max_tokens: limit to the tokens of a rank, N.
-        drop_last: leave out a last step that has room: fewer than W * B samples, and fewer than W * N tokens.
+    `tokens_at` returns the tokens of the samples at ascending positions: int64 [n], each 0..max_tokens. `drop_last`
+    leaves out a last step that has room: fewer samples and fewer tokens than all ranks may have.
     """
     block_size = max(_SAMPLES_PER_BLOCK, _STEPS_PER_BLOCK * world_size * batch_size)
     max_tokens = min(max_tokens, _MAX_TOTAL // world_size)
@@ -129,8 +114,8 @@ def pack(
     first = start
     while first < num_samples:
         block_end = min(first + block_size, num_samples)
-        tokens = tokens_at(np.arange(first, block_end, dtype=np.int64))
         is_last = block_end == num_samples
+        tokens = tokens_at(np.arange(first, block_end, dtype=np.int64))
         ends_in_block, has_room = _pack_block(tokens, world_size, batch_size, max_tokens, is_last)
         if is_last and drop_last and has_room:
             ends_in_block = ends_in_block[:-1]
@@ -143,10 +128,7 @@ def pack(
 def _pack_block(
     tokens: NDArray[np.int64], world_size: int, batch_size: int, max_tokens: int, is_last: bool
 ) -> tuple[NDArray[np.int64], bool]:
-    """Return the end of each step within a block of samples, and whether the last one has room for more samples.
-
-    A block has at least W * B samples unless it is the last of the epoch.
-    """
+    """Return the end of each step in a block of at least W * B samples, or the last, and whether the last has room."""
     max_samples, max_total = world_size * batch_size, world_size * max_tokens
     ends = np.empty(len(tokens), dtype=np.int64)
     num_steps, first, has_room = 0, 0, False
@@ -194,8 +176,7 @@ def _fits(
     batch_size: int,
     max_tokens: int,
 ) -> bool:
-    """Return whether the first samples fit, given all of them by descending tokens."""
-    first_by_tokens = order[order < num_samples]
+    """Return whether the first samples fit; `order` has all of them by descending tokens."""
     first_tokens = tokens[:num_samples]
-    rank_of = assign_by_tokens(first_tokens, first_by_tokens, world_size, batch_size)
+    rank_of = assign_by_tokens(first_tokens, order[order < num_samples], world_size, batch_size)
     return bool(sums_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)

@@ -7,7 +7,7 @@ one that left, and an error reaches all ranks.
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,36 +53,21 @@ class PlannedStep:
     """Loads and moved samples; the times of the exchange are 0."""
 
 
+@dataclass(slots=True, eq=False)
 class StepPlanner:
-    """Plans one step after the other, together with all other ranks.
+    """Plans one step after the other, together with all other ranks."""
 
-    Args:
-        rank_invariants: returns the settings of this rank's loader that must be the same on all ranks, by name.
-        config: how steps are balanced; the same on all ranks.
-        all_gather: of all ranks.
-        prepare: prepares the exchange of a batch; its errors reach all ranks before anything is sent.
-        rank: this rank.
-        world_size: the number of ranks.
-    """
-
-    def __init__(
-        self,
-        rank_invariants: Callable[[], Mapping[str, Any]],
-        *,
-        config: BalanceConfig,
-        all_gather: MetadataAllGather,
-        prepare: Callable[[JaggedBatch, Plan], PreparedStep],
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self._rank_invariants = rank_invariants
-        self._config = config
-        self._all_gather = all_gather
-        self._prepare = prepare
-        self._rank = rank
-        self._world_size = world_size
-        self._schema: BatchSchema | None = None
-        self._schema_hash = 0
+    rank_invariants: Callable[[], Mapping[str, Any]]
+    """Returns the settings of this rank's loader that must be the same on all ranks, by name."""
+    _: KW_ONLY
+    config: BalanceConfig
+    all_gather: MetadataAllGather
+    prepare: Callable[[JaggedBatch, Plan], PreparedStep]
+    """Prepares the exchange of a batch; its errors reach all ranks before anything is sent."""
+    rank: int
+    world_size: int
+    _schema: BatchSchema | None = field(default=None, init=False)
+    _schema_hash: int = field(default=0, init=False)
 
     def plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
         """All-gather the metadata of a step, plan and prepare it. Collective: every rank must call this.
@@ -90,10 +75,6 @@ class StepPlanner:
         Args:
             batch: this rank's batch, on the CPU; None once it has no more.
             error: the loader's, if it has raised one instead.
-
-        Raises:
-            RankError: a rank failed, ranks are inconsistent, or have planned differently.
-            ConfigError: `max_tokens_per_rank` cannot be kept; on all ranks.
         """
         started = time.perf_counter()
         if self._schema is None:
@@ -112,67 +93,56 @@ class StepPlanner:
             if batch is None:
                 batch = empty_batch(self._schema).replace(epoch=epoch, step=number, position=position)
             plan, metrics = self._plan(self._schema, step, epoch=epoch, number=number)
-            planned = PlannedStep(
-                plan=plan,
-                batch=batch,
-                prepared=self._prepare(batch, plan),
-                metrics=dataclasses.replace(metrics, gather_seconds=gathered - started),
-            )
+            metrics = dataclasses.replace(metrics, gather_seconds=gathered - started)
+            planned = PlannedStep(plan=plan, batch=batch, prepared=self.prepare(batch, plan), metrics=metrics)
         except Exception as raised:  # reported to all ranks
             failure = raised
         confirm(
-            self._all_gather,
+            self.all_gather,
             metadata=step.messages,
             rank_of=None if planned.plan is None else planned.plan.rank_of,
             error=failure,
             step_name=f"step {number} of epoch {epoch}",
-            strategy=self._config.strategy,
+            strategy=self.config.strategy,
         )
         return planned
 
     def _plan(self, schema: BatchSchema, step: StepMetadata, *, epoch: int, number: int) -> tuple[Plan, StepMetrics]:
         """Return this rank's plan for a step, and its metrics."""
         started = time.perf_counter()
-        assignment = partition(
-            step.costs, len(step.costs), tokens=step.tokens, num_real=step.num_real, **self._config.partition_options
-        )
-        plan = make_plan(schema, step, assignment, self._rank)
+        options = self.config.partition_options
+        assignment = partition(step.costs, len(step.costs), tokens=step.tokens, num_real=step.num_real, **options)
+        plan = make_plan(schema, step, assignment, self.rank)
         plan_seconds = time.perf_counter() - started
-        is_real = real_rows(schema.batch_size, self._world_size, step.num_real)
+        is_real = real_rows(schema.batch_size, self.world_size, step.num_real)
         lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
+        num_bytes = np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0)
         metrics = measure_step(
-            assignment,
-            costs=step.costs,
-            tokens=step.tokens,
-            sample_bytes=np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0),
-            epoch=epoch,
-            step=number,
+            assignment, costs=step.costs, tokens=step.tokens, sample_bytes=num_bytes, epoch=epoch, step=number
         )
         return plan, dataclasses.replace(metrics, plan_seconds=plan_seconds)
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
         invariants, error = self._try_invariants(error)
-        reports = all_gather_objects(self._all_gather, (report_schema(batch, error), invariants))
+        reports = all_gather_objects(self.all_gather, (report_schema(batch, error), invariants))
         raise_reported_errors([report.error for report, _ in reports])
         # Settings first: a setting that differs can make the schemas differ.
         check_settings([invariants for _, invariants in reports])
-        return common_schema([report for report, _ in reports], self._config.batch_size)
+        return common_schema([report for report, _ in reports], self.config.batch_size)
 
     def _try_invariants(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
-        """Return this rank's invariants, and the error to report to all ranks."""
         try:
-            return self._rank_invariants(), error
+            return self.rank_invariants(), error
         except Exception as raised:
             return {}, error or raised
 
     def _gather_metadata(
         self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None
     ) -> tuple[JaggedBatch | None, StepMetadata]:
-        """All-gather the messages of a step; raise on every rank if one of them has failed.
+        """Return this rank's batch, padded to the batch size of all ranks, and the metadata of a step.
 
-        Returns:
-            This rank's batch, padded to the batch size of all ranks, and the metadata.
+        Raises on every rank if one of them has failed.
         """
         num_rows = 0 if batch is None else batch.batch_size
         costs = tokens = np.zeros(schema.batch_size, dtype=np.int64)
@@ -180,7 +150,7 @@ class StepPlanner:
         invariants, error = self._try_invariants(error)
         if batch is not None and error is None:
             try:
-                check_batch(batch, schema, max_batch_size=self._config.batch_size)
+                check_batch(batch, schema, max_batch_size=self.config.batch_size)
                 if num_rows <= schema.batch_size:
                     batch = pad_batch(batch, schema.batch_size)
                     lengths = lengths_of(batch)
@@ -199,11 +169,11 @@ class StepPlanner:
             loader_hash=hash63({name: value for name, value in invariants.items() if name != "rank"}),
         )
         message = encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
-        step = decode(self._all_gather.all_gather(message), schema)
+        step = decode(self.all_gather.all_gather(message), schema)
         if (step.header("status") != STATUS_OK).any():
-            raise_reported_errors(all_gather_objects(self._all_gather, None if error is None else one_line(error)))
+            raise_reported_errors(all_gather_objects(self.all_gather, None if error is None else one_line(error)))
         if (step.header("loader_hash") != header.loader_hash).any():
-            check_settings(all_gather_objects(self._all_gather, invariants))
+            check_settings(all_gather_objects(self.all_gather, invariants))
         check_headers(step)
         longest = int(step.header("num_rows").max())
         if longest > schema.batch_size:  # its lengths did not fit into this rank's message, or another's
@@ -219,12 +189,12 @@ class StepPlanner:
         candidates = getattr(batch, "num_candidates", None)
         lengths_by_key = schema.lengths_by_key(lengths)
         costs = scaled_costs(
-            self._config.cost,
+            self.config.cost,
             lengths_by_key,
             np.zeros(batch.batch_size, dtype=np.int64) if candidates is None else candidates.numpy(),
             num_real=batch.num_real,
-            samples_per_step=self._world_size * batch.batch_size,
+            samples_per_step=self.world_size * batch.batch_size,
         )
-        tokens = count_tokens(self._config.cost, lengths_by_key, batch.batch_size)
+        tokens = count_tokens(self.config.cost, lengths_by_key, batch.batch_size)
         tokens[batch.num_real :] = 0
         return costs, tokens

@@ -32,14 +32,12 @@ class Windows:
     """The windows of the positions of an epoch."""
 
     start: int
-    """First position of the first window."""
     first_end: int
     """End of the first windows: they have the pending samples of a window that a job was resumed in, up to the end of a
     step."""
     end: int
     """End of the last full step; a step that is not full has no window."""
     samples_per_step: int
-    """Positions of a full step."""
     steps: int
     """Steps of a window; the last one may have fewer."""
 
@@ -93,7 +91,6 @@ class AssignWindow(Protocol):
 
     def __call__(self, order: SampleOrder, first: int, end: int, *, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
         """Return the indices of the samples at positions first..end-1, step by step: integers [end - first]."""
-        ...
 
 
 def assign_to_steps(
@@ -106,30 +103,16 @@ def assign_to_steps(
     seed: int,
     epoch: int,
 ) -> NDArray[np.int64]:
-    """Assign the samples of a window to its steps.
+    """Return the indices of the n samples of a window, step by step, ascending in each: int64 [n].
 
-    Args:
-        costs: int64 [n], of the samples; n = S * W * B for S steps of W ranks with B samples each.
-        tokens: int64 [n].
-        num_steps: S.
-        world_size: W.
-        config: the options of the partition.
-        seed: of random choices, another one for each window.
-        epoch: of the window.
-
-    Returns:
-        The indices of the samples, step by step, ascending in each: int64 [n].
-
-    Raises:
-        ConfigError: the strategy returns something invalid, or `max_tokens_per_rank` cannot be kept.
+    `costs` and `tokens` are int64 [n] for full steps. Each window needs another seed.
     """
     num_bins = num_steps * world_size
     # Nothing moves between ranks here, so tokens matter for the limit alone.
     limited = None if config.max_tokens_per_rank is None else tokens
     bins = partition(costs, num_bins, tokens=limited, **config.partition_options)
     loads = bins.loads(costs)
-    # Of integers, whose sum does not depend on the order in which a machine adds.
-    mean = max(int(loads.sum()) // num_bins, 1)
+    mean = max(int(loads.sum()) // num_bins, 1)  # of integers: their sum does not depend on the order of adding
     rounded = np.rint(loads / mean / _EQUAL_WITHIN)
     by_chance = _shuffled(num_bins, seed=seed, epoch=2 * epoch)
     by_load = by_chance[np.argsort(-rounded[by_chance], kind="stable")]
@@ -139,6 +122,5 @@ def assign_to_steps(
 
 
 def _shuffled(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return 0..count-1 in a random order."""
     # Of a few elements alone, `permute` yields some orders more often than others.
     return np.argsort(permute(np.arange(count), 1 << 62, seed=seed, epoch=epoch))

@@ -20,7 +20,7 @@ _LOCK = threading.Lock()
 def warm_up() -> None:
     """Call every compiled function once, with the dtypes that a step has, so that a background thread compiles nothing.
 
-    It takes seconds on the first run after an installation, and milliseconds once the functions are cached on disk.
+    Seconds on the first run after an installation; milliseconds once the functions are cached on disk.
     """
     costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
     with _LOCK:

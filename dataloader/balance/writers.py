@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from evenrank.core.errors import ConfigError, DataError
@@ -28,7 +27,7 @@ _log = logging.getLogger("evenrank")
 
 
 class _Writer(ABC):
-    """Writes a record after every `every` steps, over the last `window` steps or all steps if there were fewer."""
+    """Writes a record after every `every` steps, over the last `window` steps."""
 
     def __init__(self, path: Path, every: int, window: int) -> None:
         for name, value in (("every", every), ("window", window)):
@@ -41,12 +40,7 @@ class _Writer(ABC):
         self._closed = False
 
     def __call__(self, metrics: StepMetrics) -> None:
-        """Take the metrics of the next step.
-
-        Raises:
-            ConfigError: the writer is closed.
-            DataError: a record is due and could not be written; the writer is closed now.
-        """
+        """Take the metrics of the next step. A DataError if a record cannot be written; the writer is closed then."""
         if self._closed:
             raise ConfigError(f"this {type(self).__name__} is closed; create a new one")
         self._last_steps.append(metrics)
@@ -68,9 +62,7 @@ class _Writer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @abstractmethod
@@ -82,10 +74,10 @@ class JsonLines(_Writer):
 
     `log_schema.py` has the fields of a line, which takes about 700 bytes, and 30 more for each rank. Each line is
     passed to the operating system at once, so a job that is killed loses none. An existing file is continued on a new
-    line.
+    line, and missing parent folders are created.
 
     Args:
-        path: of the file; missing parent folders are created.
+        path: of the file.
         every: steps from one record to the next.
         window: steps that a record summarizes.
 
@@ -108,7 +100,7 @@ class JsonLines(_Writer):
             raise DataError(f"{self._path} cannot be written: {_reason(error)}; choose another file") from error
 
     def close(self) -> None:
-        """Close the file; steps since the last record are dropped. Closing twice does nothing."""
+        """Close the file; steps since the last record are dropped."""
         super().close()
         self._file.close()
 
@@ -127,8 +119,8 @@ class TensorBoard(_Writer):
 
     Args:
         log_dir: folder of the event file; created if missing.
-        every: steps from one record to the next.
-        window: steps that a record summarizes.
+        every: see `JsonLines`.
+        window: see `JsonLines`.
 
     Raises:
         ConfigError: `every` or `window` is below 1, or the package `tensorboard` is missing.
@@ -137,8 +129,7 @@ class TensorBoard(_Writer):
 
     def __init__(self, log_dir: str | os.PathLike[str], *, every: int = 10, window: int = 100) -> None:
         super().__init__(Path(log_dir), every, window)
-        try:
-            # Imported here because it is an optional dependency.
+        try:  # an optional dependency
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
@@ -150,7 +141,7 @@ class TensorBoard(_Writer):
             raise DataError(f"{self._path} cannot be written: {_reason(error)}; choose another folder") from error
 
     def close(self) -> None:
-        """Write pending scalars and close the event file. Closing twice does nothing."""
+        """Write pending scalars and close the event file."""
         super().close()
         self._scalars.close()
 
@@ -168,15 +159,12 @@ def log_line(metrics: StepMetrics) -> str:
     Loads are in units of the cost. The imbalance is (max - min) / max, the part of the step that the lightest rank
     waits for the heaviest. The lower bound is that of the heaviest load.
     """
-    spreads = [int(loads.max() - loads.min()) for loads in (metrics.before, metrics.after)]
-    imbalances = [
-        spread / max(int(loads.max()), 1)
-        for spread, loads in zip(spreads, (metrics.before, metrics.after), strict=True)
-    ]
+    before, after = (int(loads.max() - loads.min()) for loads in (metrics.before, metrics.after))
+    imbalance_before = before / max(int(metrics.before.max()), 1)
+    imbalance_after = after / max(int(metrics.after.max()), 1)
     return (
-        f"epoch {metrics.epoch} step {metrics.step}: "
-        f"load max-min {_short(spreads[0])} -> {_short(spreads[1])} "
-        f"(imbalance {imbalances[0]:.1%} -> {imbalances[1]:.1%}, "
+        f"epoch {metrics.epoch} step {metrics.step}: load max-min {_short(before)} -> {_short(after)} "
+        f"(imbalance {imbalance_before:.1%} -> {imbalance_after:.1%}, "
         f"{metrics.ratio_before:.3f} -> {metrics.ratio_after:.3f} x lower bound), "
         f"moved {metrics.moved_tokens:,} of {metrics.tokens:,} tokens, "
         f"plan {1e3 * metrics.plan_seconds:.1f} ms, exchange {1e3 * metrics.exchange_seconds:.1f} ms"
@@ -184,15 +172,13 @@ def log_line(metrics: StepMetrics) -> str:
 
 
 class StepLogger:
-    """Logs a line for every few steps through the logger `evenrank`, at the level INFO.
+    """Logs a line for the steps 0, every, 2 * every, ..., counted over all epochs, through the logger `evenrank`.
 
-    Steps are counted from 0 over all epochs, as they are handed out.
-
-    Lines are visible although Python logs only warnings by default: before the first line, the logger `evenrank` gets
-    the level INFO unless it has one, and a handler that writes to standard error if there is none.
+    Lines are visible although Python logs only warnings by default: before the first line, the logger gets the level
+    INFO unless it has one, and a handler that writes to standard error if there is none.
 
     Args:
-        every: steps from one line to the next, at least 1; there is a line for the steps 0, every, 2 * every, ...
+        every: at least 1.
         window: (start, stop): there are lines for the steps start..stop-1 only; None: for all steps.
     """
 
