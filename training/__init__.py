@@ -1,4 +1,4 @@
-"""What a training loop needs besides the batches: scaling of the loss, and labels of several tasks."""
+"""For training loops: scaled losses, metrics over all ranks, TorchRec's pipelines, FLOPs and throughput, watchdogs."""
 
 from evenrank.core import optional_imports
 from evenrank.core.optional_imports import check_torch

@@ -27,7 +27,7 @@ _PER_RANK = ("timeout", "on_step", "log_every", "log_window")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """Options of balancing; the same on all ranks, except for the last four.
+    """Options of balancing; the same on all ranks, except for `timeout`, `on_step`, `log_every` and `log_window`.
 
     A Balancer or `build_loader` checks them, so that a mistake on one rank is reported on all ranks.
     """

@@ -1,4 +1,4 @@
-"""Builds batches outside inference mode, so they stay trainable; silences a harmless warning of PyTorch."""
+"""Builds batches outside inference mode, so they stay trainable; silences a harmless `torch.fx` warning."""
 
 import contextlib
 import functools

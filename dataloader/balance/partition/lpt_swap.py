@@ -9,7 +9,7 @@ the lightest has one, the heaviest rank takes one of the cheapest slots of any r
 very expensive slot becomes lighter only through cheaper slots next to it, and the lightest ranks need not have these.
 
 Cost: O(W B log W), and O(B + log W) for most swaps, of which LPT leaves few. Trade-off: the search stops in a local
-optimum, so the start matters. It moves most samples; `relabel` afterwards keeps some of them on their ranks.
+optimum, so the start matters. It moves the majority of samples; `relabel` afterwards keeps some of them on their ranks.
 """
 
 import numpy as np

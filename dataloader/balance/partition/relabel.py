@@ -3,7 +3,8 @@
 The parts of a partition are interchangeable, so their ranks are free. A greedy matching by weight: the part and the
 rank with the most tokens in common are matched first, then the next pair, and so on.
 
-Cost: O(n) and one sort of n numbers, for n slots. Trade-off: at least half of the tokens stay that could.
+Cost: O(n) and one sort of n numbers, for n slots. Trade-off: greedy, so it keeps at least half as many
+tokens in place as the best matching would.
 """
 
 import numpy as np
