@@ -1,1 +1,1 @@
-"""What every other folder builds on: the exceptions, the decorator of compiled loops, the hash function."""
+"""The base of every other folder: exceptions, safe files, compiled loops, hashing, registries, optional packages."""

@@ -263,7 +263,7 @@ class SequenceBatch(JaggedBatch):
     """int64 [batch_size]: row of the split; -1 in padding rows."""
 
     def loss_key(self) -> LossKey | None:
-        """Return the labels' key or, in batches without labels, that of the item ids, each predicted from the one before."""
+        """Return the labels' key or, without labels, that of the item ids, each predicted from the one before."""
         return LossKey("features", "item_id", skip=1) if self.labels is None else LossKey("labels", "label")
 
 
