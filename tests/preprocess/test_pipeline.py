@@ -9,7 +9,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest, user_hash
-from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, preprocess
+from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
 from evenrank.preprocess.output import writer as writer_module
 
@@ -323,3 +323,12 @@ def test_the_split_of_a_user_does_not_depend_on_other_users(tmp_path: Path) -> N
 def test_invalid_options_name_the_value(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PreprocessConfig(**{"dataset": "synthetic", "out": tmp_path, **options})
+
+
+def test_string_ids_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("user,item,time\nzoë,5,3\nb,6,2\n")
+    custom = TabularConfig(events=(log,), user_column="user", item_column="item", timestamp_column="time")
+    preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=custom, split="none"))
+    assert [path.name for path in (tmp_path / "out").glob("vocabulary_*")] == ["vocabulary_user_id.parquet"]
+    assert _rows(tmp_path / "out") == [{"id": 1, "value": "b"}, {"id": 2, "value": "zoë"}]
