@@ -307,11 +307,12 @@ def keyed_jagged_tensor(
     suppress_fx_tracing_warning()
     if length_per_key is None:
         length_per_key = lengths.sum(axis=1).tolist()
+    flat_lengths = torch.from_numpy(np.ascontiguousarray(lengths)).view(-1)
     return KeyedJaggedTensor(
         keys=list(keys),
         values=values,
         weights=weights,
-        lengths=torch.from_numpy(np.ascontiguousarray(lengths)).view(-1).to(values.device),
+        lengths=flat_lengths if values.is_cpu else flat_lengths.to(values.device),
         stride=lengths.shape[1],
         length_per_key=length_per_key,
         offset_per_key=[0, *accumulate(length_per_key)],

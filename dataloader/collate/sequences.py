@@ -71,32 +71,33 @@ class Collate(ABC, Generic[Batch]):
         """
         num_samples = len(sample_ids)
         spans, features, labels = self._find(groups, num_samples)
-        gathered = {"features": gather(groups, features, batch_size, num_batches)}
+        gathered = gather(groups, features, batch_size, num_batches)
+        fields: dict[str, Sequence[Any]] = {"features": gathered.tensors}
+        max_lengths = gathered.max_lengths
         if labels is None:
             # Items are predicted from their predecessors, which the first one lacks; see SequenceBatch.loss_key.
             loss_lengths = np.maximum(features[ITEM_ID].lengths - 1, 0)
         else:
             loss_lengths = labels.lengths
-            gathered["labels"] = gather(groups, {LABEL: labels}, batch_size, num_batches)
-            self._finish_labels(gathered["labels"].values)
+            gathered = gather(groups, {LABEL: labels}, batch_size, num_batches)
+            self._finish_labels(gathered.values)
+            fields["labels"] = gathered.tensors
+            max_lengths = [of_features | of_labels for of_features, of_labels in zip(max_lengths, gathered.max_lengths)]
         loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
-        columns = self._dense_columns(spans).items()
-        tensors = {name: torch.from_numpy(pad_rows(column, batch_size, num_batches)) for name, column in columns}
-        tensors["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1))
+        for name, column in self._dense_columns(spans).items():
+            fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
+        fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
         limits = context_limits(groups[0].store, user_id=self.user_id) | self._length_limits()
         return [
             self._batch_type(
                 batch_size=batch_size,
                 num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens[batch],
-                max_lengths={
-                    key: longest for field in gathered.values() for key, longest in field.max_lengths[batch].items()
-                },
+                max_lengths=max_lengths[batch],
                 length_limits=dict(limits),
-                **{name: field.tensors[batch] for name, field in gathered.items()},
-                **{name: rows[batch] for name, rows in tensors.items()},
+                **dict(zip(fields, tensors, strict=True)),
             )
-            for batch in range(num_batches)
+            for batch, tensors in enumerate(zip(*fields.values(), strict=True))
         ]
 
     @abstractmethod
