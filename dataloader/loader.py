@@ -19,16 +19,14 @@ from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
-from evenrank.dataloader.batches.transform import Transform
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.rank_loader import RankLoader
+from evenrank.dataloader.rank_loader import RankLoader, Transform
 from evenrank.dataloader.routing.dist_type import check_dist_type, dist_type
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.samples import Mixture, find_samples, make_order, remapped_stores
 from evenrank.dataloader.sampling.steps import Iteration, StepShape
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
-from evenrank.dataloader.state.snapshots import Position
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
 
@@ -127,7 +125,7 @@ class Loader(RankLoader[Batch]):
         self.num_samples = self._order.num_samples
         self._next: ResumePoint = ResumePoint()
         self._resumed: dict[int, ResumePoint] = {}  # by epoch, the point that was loaded; other epochs begin at 0
-        self._after_last = Position(0, 0)  # after the batch yielded last
+        self._after_last = (0, 0)  # epoch and position after the batch yielded last
         self._on_step = None if balance is None else balance.observer(rank)
         self._plan_check = None if balance is None else PlanCheck(members, balance.timeout)
         # Groups of batches are planned together, and an error in one of them should come at the same step on all ranks.
@@ -171,8 +169,8 @@ class Loader(RankLoader[Batch]):
             sampled = self._sampler.sample(iteration, steps, is_measured=is_measured)
             made = []
             for step, samples, batch in zip(steps, sampled, self._sampler.collate(sampled), strict=True):
-                after, first = Position(epoch, schedule.position_after(step)), schedule.first_position(step, self._rank)
-                made.append((self._finish(batch, after, step, seed, first), samples.metrics))
+                batch.epoch, batch.step, batch.position = epoch, step, schedule.position_after(step)
+                made.append((self._finish(batch, seed, schedule.first_position(step, self._rank)), samples.metrics))
             return made
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
@@ -183,7 +181,7 @@ class Loader(RankLoader[Batch]):
                 plans.add(batch.plan_hash)
             if self._on_step is not None and metrics is not None:
                 self._on_step(metrics)
-            self._after_last = Position(batch.epoch, batch.position)
+            self._after_last = (batch.epoch, batch.position)
             yield batch
         if self._plan_check is not None and plans is not None:
             self._plan_check.end_epoch(plans)
@@ -246,7 +244,7 @@ class Loader(RankLoader[Batch]):
         check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state")
         point = self._sampler.resume(self._order, saved)
         is_over = point.position > 0 and not self._sampler.begin(self._order, point, seed=saved.seed).schedule.num_steps
-        self._seed, self._after_last = saved.seed, Position(point.epoch, point.position)
+        self._seed, self._after_last = saved.seed, (point.epoch, point.position)
         self._resumed[point.epoch] = point
         self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
 

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
-from evenrank.dataloader.batches.transform import make_rng
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.rank_loader import RankLoader
+from evenrank.dataloader.rank_loader import RankLoader, make_rng
 from evenrank.dataloader.sampling.samples import remapped_stores
 from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
 from evenrank.dataloader.state.snapshots import Position

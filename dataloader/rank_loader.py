@@ -2,13 +2,14 @@
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.batch import JaggedBatch
-from evenrank.dataloader.batches.transform import Transform, apply, make_rng
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
@@ -21,6 +22,8 @@ PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memo
 _CODES = frozenset({"codes", "codebook_sizes"})
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
+Transform = Callable[[Batch, np.random.Generator], Batch]
+"""Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
 
 
 class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
@@ -70,11 +73,10 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def _is_ended(self, state: Mapping[str, Any]) -> bool:
         return self.epoch > int(state["epoch"])
 
-    def _finish(self, batch: Batch, after: Position, step: int, seed: int, *counters: int) -> Batch:
-        """Set the position of a batch, transform it with a generator for seed, epoch and `counters`, and pin it."""
-        batch.epoch, batch.step, batch.position = after.epoch, step, after.position
+    def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
+        """Transform a batch with a generator for seed, epoch and `counters`, and pin it."""
         if self._transform is not None:
-            batch = apply(self._transform, batch, make_rng(seed, after.epoch, *counters))
+            batch = _apply(self._transform, batch, make_rng(seed, batch.epoch, *counters))
         return batch.pin_memory() if self._config.pin_memory else batch
 
 
@@ -104,3 +106,24 @@ def name_of(function: object) -> str | None:
     while isinstance(function, partial):  # the arguments of a transform may contain its rank
         function = function.func
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _apply(transform: Transform[Batch], batch: Batch, rng: np.random.Generator) -> Batch:
+    """Return what a transform makes of a batch, at its position, from which states follow; check that it is a batch."""
+    epoch, step, position = batch.epoch, batch.step, batch.position
+    try:
+        result = transform(batch, rng)
+    except StopIteration as error:  # would be taken for the end of the epoch
+        raise RuntimeError(
+            f"the transform raised StopIteration in step {batch.step} of epoch {batch.epoch}; pass next() a default, "
+            "or raise another error"
+        ) from error
+    if not isinstance(result, JaggedBatch):
+        raise ConfigError(f"the transform returned a {type(result).__name__}; return the batch to yield")
+    result.epoch, result.step, result.position = epoch, step, position
+    return result
+
+
+def make_rng(seed: int, *counters: int) -> np.random.Generator:
+    """Return the random generator for a seed, which may be negative, and counters such as epoch and position."""
+    return np.random.default_rng([seed & 0xFFFFFFFFFFFFFFFF, *counters])

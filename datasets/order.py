@@ -218,11 +218,11 @@ class EpochSchedule(StepSchedule):
 
     def position_after(self, step: int) -> int:
         """Return the number of positions that are consumed after a step."""
-        return min(self.num_samples, self.start + (step + 1) * self.samples_per_step)
+        return min(self.num_samples, self.first_position(step + 1, 0))
 
     def first_position(self, step: int, rank: int) -> int:
         """Return the first position of a rank in a step; may be past the end of the epoch."""
-        return self.start + step * self.samples_per_step + rank * self.batch_size
+        return self.start + (step * self.world_size + rank) * self.batch_size
 
     def num_loaded(self, step: int) -> NDArray[np.int64]:
         """Return the number of positions of each rank in a step: `batch_size` while any are left."""

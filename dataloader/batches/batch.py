@@ -290,24 +290,26 @@ class SemanticIdBatch(JaggedBatch):
 def keyed_jagged_tensor(
     keys: Sequence[str],
     values: Tensor,
-    lengths: NDArray[np.integer],
-    weights: Tensor | None = None,
-    *,
+    lengths: NDArray[np.integer] | Tensor,
     length_per_key: list[int] | None = None,
+    *,
+    weights: Tensor | None = None,
 ) -> KeyedJaggedTensor:
     """Build a KeyedJaggedTensor with its host-side caches filled, so that no later call has to synchronize.
 
     Args:
         keys: names of the K features.
         values: [sum(lengths)], key-major: all rows of the first key, then all of the second.
-        lengths: int64 or int32 [K, B].
-        weights: one per value.
+        lengths: int64 or int32 [K, B], contiguous if it is a tensor.
         length_per_key: the sums of `lengths` over rows, if known.
+        weights: one per value.
     """
     suppress_fx_tracing_warning()
     if length_per_key is None:
-        length_per_key = lengths.sum(axis=1).tolist()
-    flat_lengths = torch.from_numpy(np.ascontiguousarray(lengths)).view(-1)
+        length_per_key = lengths.sum(1).tolist()
+    flat_lengths = (
+        torch.from_numpy(np.ascontiguousarray(lengths)) if isinstance(lengths, np.ndarray) else lengths
+    ).view(-1)
     return KeyedJaggedTensor(
         keys=list(keys),
         values=values,
@@ -329,7 +331,7 @@ def select_rows(value: KeyedJaggedTensor, rows: NDArray[np.int64]) -> tuple[Keye
     shifts = np.repeat(begins[:, rows].reshape(-1) - (np.cumsum(flat) - flat), flat)
     indices = torch.from_numpy(shifts + np.arange(len(shifts))).to(device)
     selected_weights = None if weights is None else weights[indices]
-    return keyed_jagged_tensor(value.keys(), value.values()[indices], selected, selected_weights), selected
+    return keyed_jagged_tensor(value.keys(), value.values()[indices], selected, weights=selected_weights), selected
 
 
 def longest_rows(lengths: Mapping[tuple[str, str], NDArray[np.integer]]) -> dict[str, int]:

@@ -36,7 +36,7 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
     for name, value in batch.tensors():
         if isinstance(value, KeyedJaggedTensor):
             lengths = np.pad(value.lengths().view(len(value.keys()), -1).numpy(), ((0, 0), (0, num_padding)))
-            padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, value.weights_or_none())
+            padded[name] = keyed_jagged_tensor(value.keys(), value.values(), lengths, weights=value.weights_or_none())
         elif isinstance(value, Tensor):
             padded[name] = torch.cat([value, value.new_full((num_padding, *value.shape[1:]), fills[name])])
     return batch.replace(batch_size=batch_size, **padded)
@@ -62,7 +62,7 @@ def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tenso
     values = torch.empty((0, *spec.shape), dtype=spec.dtype, device="cpu")
     weights = None if spec.weights_dtype is None else torch.empty(0, dtype=spec.weights_dtype, device="cpu")
     lengths = torch.zeros((len(spec.keys), batch_size), dtype=spec.lengths_dtype, device="cpu").numpy()
-    return keyed_jagged_tensor(spec.keys, values, lengths, weights)
+    return keyed_jagged_tensor(spec.keys, values, lengths, weights=weights)
 
 
 class PaddedBatches(IterDataPipe, Generic[Sample, Batch]):  # type: ignore[type-arg]

@@ -128,9 +128,11 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
         values    s0 s1 | i0 i0 | s2 | i2 i2 i2
                   batch 0       | batch 1
     """
+    names = list(keys)
     lengths = np.stack([pad_rows(values.lengths, batch_size, num_batches) for values in keys.values()], axis=1)
     out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
-    out = np.empty(int(lengths.sum()), dtype=np.int64)
+    num_values = lengths.sum(axis=2)
+    out = np.empty(int(num_values.sum()), dtype=np.int64)
     for index, (column, begins, sizes, tokens, is_of_user) in enumerate(keys.values()):
         begins_of_key = out_begins[:, index].reshape(-1)
         for store, _, samples in groups:
@@ -139,22 +141,21 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
                 _copy_elements(elements, samples, begins, sizes, begins_of_key, out)
             elif not _copy_tokens(elements, samples, begins, sizes, begins_of_key, *tokens, out):
                 raise IndexError("a row has an item without a code; it is not a sample")
-    num_values: list[list[int]] = lengths.sum(axis=2).tolist()
-    parts = torch.from_numpy(out).split(list(map(sum, num_values)))
+    parts = torch.from_numpy(out).split(num_values.sum(axis=1).tolist())
     return Gathered(
         values=out,
         tensors=[
-            keyed_jagged_tensor(list(keys), part, lengths[batch], length_per_key=num_values[batch])
-            for batch, part in enumerate(parts)
+            keyed_jagged_tensor(names, *of_batch)
+            for of_batch in zip(parts, torch.from_numpy(lengths), num_values.tolist(), strict=True)
         ],
-        max_lengths=[dict(zip(keys, longest, strict=True)) for longest in lengths.max(axis=2, initial=0).tolist()],
+        max_lengths=[dict(zip(names, longest, strict=True)) for longest in lengths.max(axis=2, initial=0).tolist()],
     )
 
 
 def pad_rows(column: NDArray[np.int64], batch_size: int, num_batches: int, *, fill: int = 0) -> NDArray[np.int64]:
     """Divide a column [n] into the rows of batches, padded with `fill`: int64 [num_batches, batch_size]."""
-    rows = np.full(num_batches * batch_size, fill, dtype=np.int64)
-    rows[: len(column)] = column
+    rows = np.empty(num_batches * batch_size, dtype=np.int64)
+    rows[: len(column)], rows[len(column) :] = column, fill
     return rows.reshape(num_batches, batch_size)
 
 

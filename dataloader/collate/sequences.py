@@ -82,7 +82,7 @@ class Collate(ABC, Generic[Batch]):
             gathered = gather(groups, {LABEL: labels}, batch_size, num_batches)
             self._finish_labels(gathered.values)
             fields["labels"] = gathered.tensors
-            max_lengths = [of_features | of_labels for of_features, of_labels in zip(max_lengths, gathered.max_lengths)]
+            max_lengths = [a | b for a, b in zip(max_lengths, gathered.max_lengths, strict=True)]
         loss_tokens = pad_rows(loss_lengths, batch_size, num_batches).sum(axis=1).tolist()
         for name, column in self._dense_columns(spans).items():
             fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()

@@ -16,9 +16,8 @@ import numpy as np
 from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
-from evenrank.dataloader.batches.transform import Transform
 from evenrank.dataloader.config import ReadConfig
-from evenrank.dataloader.rank_loader import RankLoader, shared_settings
+from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
 from evenrank.dataloader.routing.dist_type import DIST_TYPE, check_dist_type, dist_type
 from evenrank.dataloader.sampling.samples import remapped_stores
 from evenrank.dataloader.state.snapshots import Position, Snapshots
@@ -126,7 +125,8 @@ class StreamLoader(RankLoader[Batch]):
                 after = Position(epoch, position + step + 1)
                 with outside_inference_mode():
                     (batch,) = self._collate(groups, sample_ids, batch_size=batch_size)
-                    batch = self._finish(batch, after, step, seed, after.position, self._rank)
+                    batch.epoch, batch.step, batch.position = epoch, step, after.position
+                    batch = self._finish(batch, seed, after.position, self._rank)
                 self._snapshots.add(after, dict(shard_positions))
                 yield batch
 

@@ -47,7 +47,7 @@ def rich_batch(lengths: Sequence[Sequence[tuple[int, int]]], first_id: int = 0) 
         loss_tokens=int(counts[3].sum()),
         first=keyed_jagged_tensor(["a", "b"], torch.cat([values(0), values(1)]), counts[:2]),
         weighted=keyed_jagged_tensor(
-            ["a", "c"], weighted.float(), counts[2:].astype(np.int64), weighted.double() + 0.25
+            ["a", "c"], weighted.float(), counts[2:].astype(np.int64), weights=weighted.double() + 0.25
         ),
         ids=ids,
         matrix=torch.stack([ids, -ids], dim=1).to(torch.bfloat16),
