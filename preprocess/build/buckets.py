@@ -15,7 +15,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import USER_ID, user_hash
+from evenrank.core.hashing import mix_word
+from evenrank.core.numba_cache import compiled
+from evenrank.datasets.schema import USER_ID
 from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64 or int32 [events]
@@ -52,12 +54,7 @@ class Buckets:
 
     def append(self, batch: Columns) -> None:
         """Distribute a batch of events over the buckets."""
-        indices = np.zeros(len(batch[USER_ID]), dtype=np.uint16)
-        if self._num_bits:
-            indices = (user_hash(batch[USER_ID]) >> np.uint64(64 - self._num_bits)).astype(np.uint16)
-        # For 16-bit integers, NumPy's stable sort is a radix sort.
-        order = np.argsort(indices, kind="stable") if self._num_bits else slice(None)
-        ends = np.cumsum(np.bincount(indices, minlength=len(self)))
+        order, ends = _by_bucket(batch[USER_ID], self._num_bits)
         # Narrowing halves the number of bytes to reorder, to keep and to spill.
         sorted_batch = {name: _narrowed(values)[order] for name, values in batch.items()}
         for index, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -100,6 +97,24 @@ class Buckets:
 
     def _path(self, index: int) -> Path:
         return self._folder / f"{index:05d}.npy"
+
+
+@compiled
+def _by_bucket(user_ids: NDArray[np.int64], num_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sort events by bucket, which is stable: return their indices, int64 [events], and the end of each bucket."""
+    buckets = np.zeros(len(user_ids), dtype=np.uint16)
+    ends = np.zeros((1 << num_bits) + 1, dtype=np.int64)
+    for event in range(len(user_ids)):
+        if num_bits > 0:  # as by `user_hash`
+            buckets[event] = mix_word(np.uint64(user_ids[event])) >> np.uint64(64 - num_bits)
+        ends[buckets[event] + 1] += 1
+    ends = np.cumsum(ends)
+    next_position = ends[:-1].copy()
+    order = np.empty(len(user_ids), dtype=np.int64)
+    for event in range(len(user_ids)):
+        order[next_position[buckets[event]]] = event
+        next_position[buckets[event]] += 1
+    return order, ends[1:]
 
 
 def _narrowed(values: NDArray[Any]) -> NDArray[Any]:

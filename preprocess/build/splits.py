@@ -6,13 +6,13 @@ time:2015-01-01  events from this time on are predicted from the earlier ones
 none             everything is in `train`
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
+import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
@@ -139,30 +139,15 @@ class Audit:
 
     def report(self, folder: Path) -> dict[str, int]:
         """Return the counts by description, once `eval` is written."""
-        num_events = num_early = 0
-        for times in _target_times(folder / EVAL):
-            num_events += len(times)
-            num_early += int(np.count_nonzero(times < self._newest_train))
+        paths = sorted((folder / EVAL).glob("*.parquet"))
+        rows, times = pl.scan_parquet(paths, glob=False), pl.col(TIMESTAMP_MS)
+        if NUM_TARGETS in rows.collect_schema():
+            times = times.list.tail(pl.col(NUM_TARGETS))
+        times_of_targets = rows.select(times).explode(TIMESTAMP_MS).drop_nulls()  # null: of a row without targets
+        is_early = pl.col(TIMESTAMP_MS) < self._newest_train
+        num_events, num_early = times_of_targets.select(pl.len(), is_early.sum()).collect(engine="streaming").row(0)
         return {
             "eval events": num_events,
             "eval events before the newest train event": num_early,
             "eval items that train never saw": self._seen[EVAL].count_missing_from(self._seen[TRAIN]),
         }
-
-
-def _target_times(folder: Path) -> Iterator[NDArray[np.int64]]:
-    """Yield the times of the events that are to be predicted, one row group of a split at a time."""
-    for path in sorted(folder.glob("*.parquet")):
-        with pq.ParquetFile(path) as file:
-            names = [name for name in (TIMESTAMP_MS, NUM_TARGETS) if name in file.schema_arrow.names]
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=names).combine_chunks()
-                if not table.num_rows:
-                    continue
-                lists = table.column(TIMESTAMP_MS).chunk(0)
-                offsets = lists.offsets.to_numpy().astype(np.int64)
-                times = lists.flatten().to_numpy()
-                if NUM_TARGETS in names:
-                    first_targets = offsets[1:] - table.column(NUM_TARGETS).to_numpy()
-                    times = times[np.arange(len(times)) >= np.repeat(first_targets, np.diff(offsets))]
-                yield times

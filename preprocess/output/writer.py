@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -150,8 +151,8 @@ class SplitWriter:
 
     def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:
         columns = {name: np.concatenate([part[name] for part in parts]) for name in self._schema.names}
-        offsets = pa.array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
-        arrays = {name: pa.array(values) for name, values in columns.items()}
+        offsets = _arrow_array(np.concatenate(([0], np.cumsum(columns[LENGTH]))).astype(np.int32))
+        arrays = {name: _arrow_array(values) for name, values in columns.items()}
         for name in self._event_columns:
             arrays[name] = pa.ListArray.from_arrays(offsets, arrays[name])
         return pa.table(arrays, schema=self._schema)
@@ -165,6 +166,11 @@ class SplitWriter:
 
     def _current_path(self) -> str:
         return f"{self._name}/part-{len(self._files):05d}.parquet"
+
+
+def _arrow_array(values: NDArray[Any]) -> pa.Array:
+    """Wrap an array without `pa.array`, which imports pandas where it is installed: 0.2 seconds."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:

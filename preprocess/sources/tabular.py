@@ -10,20 +10,20 @@ import csv
 import gzip
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 from polars.io.plugins import register_io_source
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
-from evenrank.core.numba_cache import compiled
 from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
+from evenrank.preprocess.sources.parse_numbers import DECIMAL, INTEGER, SKIPPED, parse_numbers
 
 _FIELDS = "evenrank fields"
 
@@ -36,8 +36,8 @@ _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"(?<!\r)\r+\n")
 _NUL_FAULT = "the line contains a NUL byte; the file is damaged there"
 _QUOTE_FAULT = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
-_NEWLINE, _MINUS, _POINT, _ZERO = b"\n-.0"
-_SKIPPED, _INTEGER, _DECIMAL = 0, 1, 2  # how `parse_numbers` reads a column
+_NEWLINE = ord("\n")
+_KINDS: dict[pl.DataType | None, int] = {pl.Int64(): INTEGER, pl.Float64(): DECIMAL}
 
 
 def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> Table:
@@ -135,7 +135,7 @@ class _Block:
 
     first_line: int  # counted from 1
     num_lines: int
-    data: bytes  # UTF-8, in which each line ends with a newline that no carriage return precedes
+    data: bytearray  # UTF-8, in which each line ends with a newline that no carriage return precedes
 
     def lines(self) -> pl.DataFrame:
         """Return the columns LINE (int64) and TEXT."""
@@ -168,19 +168,24 @@ def _read_blocks(path: Path, *, has_header: bool) -> Iterator[_Block]:
         number = 1 + has_header
         if has_header:
             file.readline()
-        while chunk := file.read(_BLOCK_BYTES):
-            rest = b"" if chunk.endswith(b"\n") else file.readline(_MAX_LINE_BYTES)
-            last_line = chunk.rfind(b"\n") + 1
-            if len(chunk) - last_line + len(rest) > _MAX_LINE_BYTES:
-                raise _too_long(path, number + chunk.count(b"\n"))
-            ending = b"" if (rest or chunk).endswith(b"\n") else b"\n"
-            data = b"".join((chunk, rest, ending)) if rest or ending else chunk
+        while True:
+            data = bytearray(_BLOCK_BYTES)  # which grows in place
+            del data[file.readinto(data) :]
+            if not data:
+                return
+            last_line = data.rfind(b"\n") + 1
+            if last_line < len(data):
+                data += file.readline(_MAX_LINE_BYTES)
+                if len(data) - last_line > _MAX_LINE_BYTES:
+                    raise _too_long(path, number + data.count(b"\n", 0, last_line))
+            if not data.endswith(b"\n"):
+                data += b"\n"
             if b"\r" in data:
                 data = data.replace(b"\r\n", b"\n")
                 if b"\r\n" in data:
-                    data = _LINE_END.sub(b"\n", data)
+                    data = bytearray(_LINE_END.sub(b"\n", data))
             if not data.isascii():
-                data = data.decode(errors="replace").encode()
+                data = bytearray(data.decode(errors="replace"), "utf-8")
             num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
             yield _Block(first_line=number, num_lines=num_lines, data=data)
             number += num_lines
@@ -192,8 +197,7 @@ def _too_long(path: Path, line: int) -> DataError:
 
 def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header: bool, size: int) -> Table:
     def parse(block: _Block) -> pl.DataFrame:
-        rows = layout.parse_quickly(block)
-        if rows is not None:
+        if (rows := layout.parse_quickly(block)) is not None:
             return rows
         return layout.parse_strictly(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
 
@@ -210,12 +214,10 @@ def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header
 def _scan(
     path: Path, parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType], *, has_header: bool
 ) -> pl.LazyFrame:
-
     def read(
         columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
-        for block in _read_blocks(path, has_header=has_header):
-            rows = parse(block)
+        for rows in _map_ahead(parse, _read_blocks(path, has_header=has_header)):
             if predicate is not None:
                 rows = rows.filter(predicate)
             if num_rows is not None:
@@ -228,6 +230,17 @@ def _scan(
     return register_io_source(read, schema=schema)
 
 
+def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]) -> Iterator[pl.DataFrame]:
+    """Yield the rows of each block, while the next one is parsed and the one after it is read."""
+    with ThreadPoolExecutor(1) as background:
+        pending = [background.submit(parse, block) for block in islice(blocks, 1)]
+        for block in blocks:
+            pending.append(background.submit(parse, block))
+            yield pending.pop(0).result()
+        for last in pending:
+            yield last.result()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _PlainLayout:
     """Divides lines into fields without quotes."""
@@ -238,17 +251,18 @@ class _PlainLayout:
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
         """Return the needed columns and IS_WELL_FORMED; None if the result could differ from `parse_strictly`."""
-        kind_of_dtype: dict[pl.DataType | None, int] = {None: _SKIPPED, pl.Int64(): _INTEGER, pl.Float64(): _DECIMAL}
-        if not kind_of_dtype.keys() >= set(self.dtypes.values()):
+        if not set(self.dtypes.values()) <= _KINDS.keys():
             return None
-        kinds = [kind_of_dtype[self.dtypes.get(name)] for name in self.columns]
-        integers = np.empty((kinds.count(_INTEGER), block.num_lines), dtype=np.int64)
-        decimals = np.empty((kinds.count(_DECIMAL), block.num_lines), dtype=np.float64)
-        data, codes = np.frombuffer(block.data, dtype=np.uint8), np.array(kinds, dtype=np.int8)
-        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), codes, integers, decimals):
+        kinds = np.array([_KINDS.get(self.dtypes.get(name), SKIPPED) for name in self.columns], dtype=np.int8)
+        integers = np.empty((len(self.dtypes), block.num_lines), dtype=np.int64)
+        decimals = integers.view(np.float64)  # each row is of one type
+        data = np.frombuffer(block.data, dtype=np.uint8)
+        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), kinds, integers, decimals):
             return None
-        rows: dict[int, Iterator[NDArray[Any]]] = {_INTEGER: iter(integers), _DECIMAL: iter(decimals)}
-        columns = {name: next(rows[kind]) for name, kind in zip(self.columns, kinds, strict=True) if kind != _SKIPPED}
+        rows = zip(kinds[kinds != SKIPPED], integers, decimals, strict=True)
+        arrays = (decimal if kind == DECIMAL else integer for kind, integer, decimal in rows)
+        names = (name for name in self.columns if name in self.dtypes)
+        columns = dict(zip(names, arrays, strict=True))
         return pl.DataFrame(columns).with_columns(pl.lit(True).alias(IS_WELL_FORMED))
 
     def parse_strictly(self, block: _Block) -> pl.DataFrame:
@@ -266,69 +280,6 @@ class _PlainLayout:
             for name, dtype in self.dtypes.items()
         )
         return block.lines().select(LINE, TEXT, fault.alias(FAULT), *values)
-
-
-@compiled
-def parse_numbers(
-    data: NDArray[np.uint8],
-    separator: int,
-    width: int,
-    kinds: NDArray[np.int8],
-    integers: NDArray[np.int64],
-    decimals: NDArray[np.float64],
-) -> bool:
-    """Parse lines of numbers in plain digits; several times as fast as a CSV reader that copes with everything else.
-
-    Fields are separated by `width` repetitions of the byte `separator`, and `kinds` tells how to read each column:
-    _SKIPPED, _INTEGER, or _DECIMAL for fractions without a sign. The columns are written to `integers` and `decimals`
-    in file order: [columns, lines]. Return False if a line has another form, which does not mean that it is malformed;
-    the results are undefined then.
-    """
-    position = line = 0
-    while position < len(data):
-        num_integers = num_decimals = 0
-        for column in range(len(kinds)):
-            for _ in range(width if column > 0 else 0):
-                if data[position] != separator:
-                    return False
-                position += 1
-            if kinds[column] == _SKIPPED:
-                while data[position] != separator and data[position] != _NEWLINE:
-                    if data[position] == 0:
-                        return False
-                    position += 1
-                continue
-            is_integer = kinds[column] == _INTEGER
-            is_negative = is_integer and data[position] == _MINUS
-            position += is_negative
-            value = np.int64(0)
-            num_digits = 0
-            scale = 0.0  # a power of ten once there is a decimal point
-            while True:
-                digit = np.int64(data[position]) - _ZERO
-                if 0 <= digit <= 9:
-                    value = 10 * value + digit
-                    num_digits += 1
-                    scale *= 10.0
-                elif data[position] == _POINT and not is_integer and scale == 0.0:
-                    scale = 1.0
-                else:
-                    break
-                position += 1
-            # Integers below 10^18 fit into an int64. Below 10^15, both operands of the division are exact.
-            if num_digits == 0 or num_digits > (18 if is_integer else 15):
-                return False
-            if is_integer:
-                integers[num_integers, line] = -value if is_negative else value
-                num_integers += 1
-            else:
-                decimals[num_decimals, line] = value / max(scale, 1.0)
-                num_decimals += 1
-        if data[position] != _NEWLINE:
-            return False
-        position += 1
-        line += 1
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +310,7 @@ class _QuotedLayout:
         values = (pl.col(columns[index]).alias(name) for name, index in self.positions.items())
         return native.select(*values, (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED)).collect()
 
-    def _is_simple(self, data: bytes) -> bool:
+    def _is_simple(self, data: bytearray) -> bool:
         # Polars' reader splits its input at any place to read it in parallel, so its result for unbalanced quotes
         # depends on the place. It also drops some carriage returns, rejects some doubled quotes, and takes a byte order
         # mark for one wherever its input begins.
