@@ -44,7 +44,7 @@ def demo_command(
     forkserver.set_forkserver_preload(_RANK_MODULES)
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(_NUM_RANKS, mp_context=context) as pool:
-        compiled = [pool.submit(_compile) for _ in range(2)]  # they share the work
+        compiled = [pool.submit(_compile, strategy) for strategy in STRATEGIES]
         with console.stages() as on_stage:
             on_stage("importing Polars")
             from evenrank.preprocess import PreprocessConfig, preprocess
@@ -76,11 +76,11 @@ def demo_command(
     console.print_result(f"plot: {plot}")
 
 
-def _compile() -> None:
-    """Compile what balancing needs, for all ranks, while the data are made."""
+def _compile(strategy: str) -> None:
+    """Compile the loops of a strategy, for all ranks, while the data are made."""
     from evenrank.dataloader.balance.warmup import warm_up
 
-    warm_up()
+    warm_up(strategy)
 
 
 def _walk_on_ranks(pool: ProcessPoolExecutor, data: Path) -> list[Walk]:

@@ -60,7 +60,7 @@ def simulated_steps(
     source: LengthSource, balance: BalanceConfig, world_size: int, *, batch_size: int, steps: int, seed: int = 0
 ) -> Iterator[SimulatedStep]:
     """Draw steps and plan each; the arguments are those of `simulate`."""
-    warm_up()
+    warm_up(balance.strategy, limits_tokens=balance.max_tokens_per_rank is not None)
     rng = np.random.default_rng((seed, world_size))
     num_samples, shape = world_size * batch_size, (world_size, batch_size)
     contextual = balance.cost.contextual if isinstance(balance.cost, TokenCost) else ()

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.metrics import StepMetrics
+from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
-from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode

@@ -120,7 +120,7 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._config = config
         self._handed_out: Position | None = None  # the last position, since the Balancer was created or a state loaded
         suppress_fx_tracing_warning()  # before the batches of any other loader
-        warm_up()
+        warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None)
         members = members_of(group, config.timeout)
         self._device, self._source, result = _check_on_all_ranks(batches, config, device, members)
         self._num_steps = result.num_steps

@@ -44,7 +44,7 @@ class LocalPlanner:
 
     def __init__(self, config: BalanceConfig, schema: BatchSchema, *, rank: int, world_size: int) -> None:
         config.check(exchanges=False)
-        warm_up()
+        warm_up(config.strategy, limits_tokens=config.max_tokens_per_rank is not None)
         self._config = replace(config, on_step=None)  # which often cannot be pickled
         self._schema = schema
         self._rank = rank

@@ -21,7 +21,7 @@ from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_by
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import partition, real_rows
 from evenrank.dataloader.balance.ranks.common_schema import check_batch, common_schema, report_schema
-from evenrank.dataloader.balance.ranks.consistency import check_headers, check_settings, raise_reported_errors
+from evenrank.dataloader.balance.ranks.consistency import check_headers, check_settings, confirm, raise_reported_errors
 from evenrank.dataloader.balance.ranks.metadata import (
     STATUS_FAILED,
     STATUS_OK,
@@ -33,7 +33,6 @@ from evenrank.dataloader.balance.ranks.metadata import (
     encode,
     hash63,
 )
-from evenrank.dataloader.balance.ranks.plan_check import confirm
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import BatchSchema, lengths_of

@@ -7,8 +7,7 @@ import numpy as np
 from evenrank.dataloader.balance.exchange.cpu_copy import copy_ranges
 from evenrank.dataloader.balance.partition.strategies import partition
 
-# A user's own strategy may raise, which a step reports on all ranks.
-_STRATEGIES = ("karmarkar-karp", "lpt-swap", "min-move")
+_COMPILED = ("karmarkar-karp", "lpt-swap", "min-move")
 
 # Just below the 32 MiB up to which glibc raises its thresholds; see mallopt(3), M_MMAP_THRESHOLD.
 _LARGE_BLOCK = 31 << 20
@@ -17,17 +16,20 @@ _LARGE_BLOCK = 31 << 20
 _LOCK = threading.Lock()
 
 
-def warm_up() -> None:
-    """Call every compiled function once, with the dtypes that a step has, so that a background thread compiles nothing.
+def warm_up(strategy: str, *, limits_tokens: bool = False) -> None:
+    """Call the compiled functions of a step once, with its dtypes, so that a background thread compiles nothing.
 
     Seconds on the first run after an installation; milliseconds once the functions are cached on disk.
+
+    Args:
+        strategy: of the steps. Not called if it is a user's own: it may raise, which a step reports on all ranks.
+        limits_tokens: whether the steps have `max_tokens_per_rank`.
     """
     costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
     with _LOCK:
-        for strategy in _STRATEGIES:
-            partition(costs, 2, strategy=strategy, tokens=tokens)
-        # Balanced by cost alone, a rank has 190 tokens, so this runs the loops for limited tokens, too.
-        partition(costs, 2, tokens=tokens, max_tokens_per_rank=160)
+        partition(costs, 2, strategy=strategy if strategy in _COMPILED else "none", tokens=tokens)
+        if limits_tokens:  # balanced by cost alone, a rank has 190
+            partition(costs, 2, tokens=tokens, max_tokens_per_rank=160)
         # glibc returns freed memory to the system above thresholds that grow with the largest block freed so far. With
         # low ones, the arrays of a plan cause page faults in every step: a third of its time for 1,024 ranks.
         large_block = np.empty(_LARGE_BLOCK, dtype=np.uint8)

@@ -379,8 +379,8 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    warm_up()
     for strategy in strategies:
+        warm_up(strategy)
         for batch_size in map(int, arguments.batch_sizes.split(",")):
             row = measure(batch_size, arguments.steps, strategy, device)
             for all_reduce in [True, False][: (1 + arguments.alone) * bool(arguments.exposed_steps)]:

@@ -130,7 +130,8 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,256,1024", help="world sizes, comma-separated")
     parser.add_argument("--batch-sizes", default="4,8,16,32,64,128", help="samples per rank, comma-separated")
     arguments = parser.parse_args()
-    warm_up()
+    for strategy in STRATEGIES:
+        warm_up(strategy)
     for name in LENGTHS:
         for world_size in map(int, arguments.ranks.split(",")):
             for batch_size in map(int, arguments.batch_sizes.split(",")):

@@ -1,13 +1,43 @@
-"""Consistency checks between ranks, before anything moves: a difference is an error on every rank, never a hang."""
+"""Consistency of ranks: a difference is an error on every rank, never a hang, and found before anything moves.
 
+Settings are compared when loaders and Balancers are created, positions and plans in every step of a Balancer: a rank
+that planned differently would send other bytes than its peers expect, so samples would be lost, or Gloo would abort the
+process. A rank that failed would leave its peers waiting for bytes.
+
+Without an exchange, ranks plan alone, and `PlanCheck` compares their plans now and then. A cost or a strategy that
+returns something else on one rank, such as a cost fitted to that rank's own times, leaves out some samples and trains
+others twice, without an error anywhere. So each rank keeps a running hash of its plans, which is compared through the
+store: without waiting when an epoch begins and when a state is asked for, and with all ranks when an epoch ends. The
+rank that comes first to such a point has nothing to compare with; it learns of a difference from the note that the
+others leave, at the next one.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
-from evenrank.core.errors import RankError
-from evenrank.dataloader.balance.ranks.metadata import StepMetadata
+from evenrank.core.errors import RankError, RankLostError, one_line
+from evenrank.dataloader.balance.ranks.metadata import (
+    STATUS_FAILED,
+    STATUS_OK,
+    MetadataAllGather,
+    StepMetadata,
+    all_gather_objects,
+)
+from evenrank.dataloader.balance.ranks.process_group import Members, within
+
+_WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
+_NOTE = "difference"
+_MASK = (1 << 61) - 1
 
 
 def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -73,3 +103,145 @@ def check_headers(step: StepMetadata) -> None:
                 f"{ranks[i + 1]}; iterate over the same epochs, load the same state, and leave loops at the same step "
                 "on all ranks"
             )
+
+
+@dataclass(kw_only=True, slots=True)
+class PlannedIteration:
+    """The plans of one iteration over a loader; a thread that reads ahead may add to an abandoned one."""
+
+    number: int  # how many iterations this rank has begun, this one included
+    epoch: int  # epoch that it iterates over
+    plans: tuple[int, int] = (0, 0)  # steps that were handed out, and a hash of their plans
+
+    def add(self, plan_hash: int) -> None:
+        """Add the plan of the next step that is handed out, given a hash of it."""
+        steps, total = self.plans
+        self.plans = steps + 1, (total * 1_000_003 + plan_hash) & _MASK
+
+
+class PlanCheck:
+    """Compares the plans of one rank with those of the others, or raises a RankError.
+
+    Does nothing in another process than its own, and if there is only one rank; `timeout` is for the end of an epoch.
+    """
+
+    def __init__(self, members: Members | None, timeout: timedelta) -> None:
+        self._members = None if members is None or members.store is None else members
+        self._timeout = timeout
+        self._process = os.getpid()  # a fork shares the connection to the store
+        self._latest = PlannedIteration(number=0, epoch=0)
+
+    def begin_epoch(self, epoch: int, num_steps: int) -> PlannedIteration:
+        """Compare the steps of an iteration with those of ranks that have begun it."""
+        self._latest = iteration = PlannedIteration(number=self._latest.number + 1, epoch=epoch)
+        where = f"at the start of epoch {epoch} with {num_steps} steps"
+        self._compare(f"{iteration.number}/start", where, 0, self._timeout)
+        return iteration
+
+    def end_epoch(self, iteration: PlannedIteration) -> None:
+        """Wait for all ranks, and compare the plans of the iteration. Collective: every rank must call this."""
+        if self._members is None or self._process != os.getpid():
+            return
+        store, world_size, epoch = self._members.substore("plans"), self._members.world_size, iteration.epoch
+        self._compare(f"{iteration.number}/end", f"at the end of epoch {epoch}", iteration.plans[1], self._timeout)
+        ranks, complete = (f"{iteration.number}/{name}" for name in ("ranks", "complete"))
+
+        def wait() -> None:
+            if store.add(ranks, 1) == world_size:
+                store.set(complete, "")
+            deadline = time.monotonic() + self._timeout.total_seconds()
+            while time.monotonic() < deadline:
+                try:
+                    return store.wait([complete], _WAIT)
+                except RuntimeError:  # not yet complete, or the store is lost, in which case the next call raises
+                    if store.check([_NOTE]):
+                        raise RankError(store.get(_NOTE).decode()) from None
+            raise RankError(
+                f"{world_size - store.add(ranks, 0)} of {world_size} ranks have not reached the end of epoch {epoch} "
+                f"within {self._timeout}; leave loops at the same step on all ranks, or raise timeout"
+            )
+
+        within(self._timeout + _WAIT, wait)
+
+    def compare(self) -> None:
+        """Compare the plans so far with those of ranks that have done so after as many steps, if the store answers."""
+        iteration = self._latest
+        with contextlib.suppress(RankLostError):  # a state of this rank needs no other one
+            steps, total = iteration.plans
+            where = f"in epoch {iteration.epoch} after {steps} steps"
+            self._compare(f"{iteration.number}/steps/{steps}", where, total, 10 * _WAIT)
+
+    def _compare(self, key: str, where: str, total: int, timeout: timedelta) -> None:
+        if self._members is None or self._process != os.getpid():
+            return
+        store, rank = self._members.substore("plans"), self._members.rank
+
+        def exchange() -> tuple[str, str]:
+            note = store.get(_NOTE).decode() if store.check([_NOTE]) else ""
+            return note, store.compare_set(key, "", f"{rank}|{where}|{total}").decode()
+
+        note, first = within(timeout, exchange)
+        other, where_of_other, total_of_other = first.split("|")
+        if not note and where_of_other != where:
+            note = (
+                f"ranks are out of step: rank {other} is {where_of_other}, rank {rank} {where}; iterate over the same "
+                "epochs, load the same state, and leave loops at the same step on all ranks"
+            )
+        if not note and total_of_other != str(total):
+            note = (
+                f"ranks {other} and {rank} have planned steps differently, {where}: samples were "
+                "left out or trained twice; make the cost and the strategy return the same on all ranks, or use a "
+                "Balancer, which gathers costs, and resume from an earlier checkpoint with new loaders"
+            )
+        if note:
+            # All ranks raise the first note.
+            raise RankError(within(timeout, lambda: store.compare_set(_NOTE, "", note)).decode())
+
+
+def confirm(
+    all_gather: MetadataAllGather,
+    *,
+    metadata: NDArray[np.uint8],
+    rank_of: NDArray[np.int32] | None,
+    error: Exception | None,
+    step_name: str,
+    strategy: str,
+) -> None:
+    """Return if all ranks have the same plan of a step. Collective: every rank must call this.
+
+    Args:
+        all_gather: of all ranks.
+        metadata: the messages that this rank received from all ranks, uint8 [W, message size].
+        rank_of: this rank's assignment, int32 [W, B]; None if it failed.
+        error: why it failed; raised on this rank, while the others raise a RankError with it.
+        step_name: the step, for messages.
+        strategy: the strategy's name, for messages.
+    """
+    status = STATUS_OK if error is None else STATUS_FAILED
+    words = np.array([status, _digest(metadata), 0 if rank_of is None else _digest(rank_of)])
+    statuses, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
+    if (statuses != STATUS_OK).any():
+        errors = all_gather_objects(all_gather, None if error is None else one_line(error))
+        if error is not None:
+            raise error
+        raise_reported_errors(errors)
+    if (rank := _first_that_differs(received)) is not None:
+        raise RankError(
+            f"in {step_name}, rank {rank} received other metadata than rank 0; the memory or the network of a host is "
+            "faulty"
+        )
+    if (rank := _first_that_differs(assigned)) is not None:
+        raise RankError(
+            f"in {step_name}, rank {rank} assigns samples differently from rank 0, given the same costs; the strategy "
+            f"{strategy!r} must be a pure function of its argument, and the same code on all ranks"
+        )
+
+
+def _first_that_differs(digests: NDArray[np.int64]) -> int | None:
+    differing = np.flatnonzero(digests != digests[0])
+    return int(differing[0]) if len(differing) else None
+
+
+def _digest(array: NDArray[np.generic]) -> int:
+    """Return 63 bits of a hash of an array's bytes."""
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=8).digest(), "little") >> 1

@@ -76,7 +76,7 @@ def _run(rank: int, folder: Path, kind: str) -> None:
 def _main() -> None:
     runs, parent = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    warm_up()
+    warm_up("lpt-swap")
     codes: dict[str, list[int]] = {}
     for kind in KINDS:
         codes[kind] = []

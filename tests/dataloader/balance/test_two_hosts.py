@@ -103,7 +103,7 @@ def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
 
 def _construct(rank: int, gate: Gate, name: str) -> None:
     """Create a Balancer, after the fault has come at a point in between."""
-    warm_up()
+    warm_up("lpt-swap")
 
     def after_fault(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:

@@ -17,7 +17,8 @@ from numba.core import event
 from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.balance import STRATEGIES, partition
 
-warm_up()
+for strategy in STRATEGIES:
+    warm_up(strategy, limits_tokens=True)
 rng = np.random.default_rng(0)
 costs, tokens = rng.integers(0, 1 << 40, 512), rng.integers(0, 1000, 512)
 with event.install_recorder("numba:compile") as recorder:
@@ -47,7 +48,7 @@ def test_all_compiled_loops_of_planning_release_the_gil() -> None:
 
 
 def test_warm_up_from_several_threads_at_once_is_safe() -> None:
-    threads = [threading.Thread(target=warm_up) for _ in range(4)]
+    threads = [threading.Thread(target=warm_up, args=("lpt-swap",)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
