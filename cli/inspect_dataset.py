@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console
+from evenrank.cli.options import DatasetFolder, page_path, write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.cli.reports.routing_loads import RoutingLoads
+    from evenrank.cli.reports.dataset_data import RoutingLoads
     from evenrank.datasets.schema import Manifest
 
 _MAX_LABELS = 8  # shown of a contextual feature
@@ -22,9 +23,7 @@ most frequent id has alone."""
 
 
 def inspect_command(
-    path: Annotated[
-        Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
-    ],
+    path: DatasetFolder,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -40,7 +39,6 @@ def inspect_command(
     \b
         evenrank inspect out/ml-20m --html ml-20m.html
     """
-    from evenrank.cli.reports.html_page import page_path, write_page
     from evenrank.datasets.schema import read_manifest
 
     manifest = read_manifest(path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console
+from evenrank.cli.options import page_path, write_page
 from evenrank.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def metrics_command(
     with console.stages() as on_stage:
         on_stage(f"reading {log}")
         from evenrank.cli.reports.balance_log import describe_log, read_json_lines
-        from evenrank.cli.reports.html_page import page_path, write_page
 
         page = page_path(log, html)
         records, skipped = read_json_lines(log)

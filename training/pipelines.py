@@ -54,14 +54,14 @@ class PipelineForward(Generic[Batch]):
     def __call__(self, batch: Batch) -> tuple[Tensor, PipelineStep[Batch]]:
         """Return the loss and the pipeline's result for a batch."""
         output = self._model(batch)
-        if self._loss is None:
-            if not isinstance(output, tuple | list) or len(output) != 2:
-                raise ConfigError(
-                    f"the model returned {type(output).__name__} instead of (loss, output); pass loss= to make_pipeline"
-                )
+        if self._loss is not None:
+            loss = self._loss(output, batch)
+        elif isinstance(output, tuple | list) and len(output) == 2:
             loss, output = output
         else:
-            loss = self._loss(output, batch)
+            raise ConfigError(
+                f"the model returned {type(output).__name__} instead of (loss, output); pass loss= to make_pipeline"
+            )
         return loss, PipelineStep(batch=batch, loss=loss.detach(), output=output)
 
 
@@ -101,10 +101,8 @@ def make_pipeline(
 
     Args:
         name: `none`, `sparse-dist`, `prefetch` (on CUDA only), or one of your own (`register_pipeline`).
-        model: called with each batch. For `sparse-dist` and `prefetch`, a DistributedModelParallel whose forward
-            torch.fx can trace: it passes fields of the batch to sharded modules, and leaves the rest to other modules.
-        optimizer: steps after each batch.
-        device: where the model is.
+        model: on `device`. For `sparse-dist` and `prefetch`, a DistributedModelParallel whose forward torch.fx can
+            trace: it passes fields of the batch to sharded modules, and leaves the rest to other modules.
         loss: from the model's output and the batch to a scalar, such as `lambda output, batch: scale_loss(output[0],
             batch).sum()`; None: the model returns (loss, output).
 
