@@ -99,8 +99,7 @@ class Walk:
 
     strategy: str
     metrics: "list[StepMetrics]"
-    num_samples: int
-    """Of all ranks."""
+    num_samples: int  # of all ranks
     has_exchange: bool = True
     """Samples moved between ranks, through a Balancer; otherwise each rank read those that it trained."""
 

@@ -153,7 +153,7 @@ def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tenso
 
 
 def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predictions: Count) -> Work:
-    """Return the work of an HSTU model on samples of these lengths (see `hstu_pairs`), without waiting for their device.
+    """Return the work of an HSTU model on samples of the lengths of `hstu_pairs`, without waiting for their device.
 
     `predictions` are `batch.loss_tokens` for most models.
     """

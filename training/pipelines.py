@@ -158,17 +158,12 @@ class _RewritesModel(Protocol):
     def attach(self) -> None: ...  # lets the next `progress` replace it again
 
 
-@register_pipeline("none")
-def _base(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
-) -> Pipeline[Any]:
-    # It uses only `training` and the call of the model, and takes no `custom_model_fwd`.
-    return cast(Pipeline[Any], TrainPipelineBase(cast(nn.Module, forward), optimizer, device))
-
-
-def _work_ahead(
+def _torchrec_pipeline(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
 ) -> Pipeline[Any]:
+    if name == "none":
+        # It uses only `training` and the call of the model, and takes no `custom_model_fwd`.
+        return cast(Pipeline[Any], TrainPipelineBase(cast(nn.Module, forward), optimizer, device))
     if name == "prefetch" and device.type != "cuda":
         raise ConfigError(f"the pipeline 'prefetch' needs a CUDA device, got {device}; use 'sparse-dist' or 'none'")
     if not any(isinstance(module, ShardedModule) for module in model.modules()):
@@ -177,5 +172,5 @@ def _work_ahead(
     return cast(Pipeline[Any], make(model, optimizer, device, custom_model_fwd=forward, pipeline_postproc=True))
 
 
-for _name in ("sparse-dist", "prefetch"):
-    register_pipeline(_name)(partial(_work_ahead, _name))
+for _name in ("none", "sparse-dist", "prefetch"):
+    register_pipeline(_name)(partial(_torchrec_pipeline, _name))

@@ -41,23 +41,18 @@ _BIN_WIDTHS: Mapping[str, int] = {
 class LengthHistogram:
     """The distribution of history lengths, on a logarithmic axis."""
 
-    edges: NDArray[np.int64]
-    """[bins + 1]: bin i counts lengths edges[i] to edges[i + 1] - 1."""
-    density: Mapping[str, NDArray[np.float64]]
-    """Per split, [bins]: share of its rows per doubling of the length."""
-    empty: Mapping[str, int]
-    """Per split: rows without events, which a logarithmic axis cannot show."""
+    edges: NDArray[np.int64]  # [bins + 1]: bin i counts lengths edges[i] to edges[i + 1] - 1
+    density: Mapping[str, NDArray[np.float64]]  # per split, [bins]: share of its rows per doubling of the length
+    empty: Mapping[str, int]  # per split: rows without events, which a logarithmic axis cannot show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """The number of events in consecutive bins of equal duration."""
 
-    start_ms: int
-    """Milliseconds since 1970."""
+    start_ms: int  # milliseconds since 1970
     width_ms: int
-    unit: str
-    """Name of the bins' duration, such as `day`."""
+    unit: str  # name of the bins' duration, such as `day`
     counts: NDArray[np.int64]
 
 
@@ -66,12 +61,10 @@ class ContextValues:
     """The values of a contextual feature."""
 
     feature: str
-    rows: int
-    """Of all splits."""
+    rows: int  # of all splits
     values: tuple[tuple[str | None, int], ...]
     """Label (None for missing) and number of rows of the most frequent values, most frequent first."""
-    other_values: int
-    """Number of further values."""
+    other_values: int  # number of further values
     other_rows: int
 
 
@@ -80,8 +73,7 @@ class Gain:
     """The expected effect of each balancing strategy on one number of ranks; see `MetricsSummary`."""
 
     ranks: int
-    repeated: bool
-    """The split has fewer rows than a step needs, so rows were drawn with replacement."""
+    repeated: bool  # the split has fewer rows than a step needs, so rows were drawn with replacement
     ratios: Mapping[str, float]
     speedups: Mapping[str, float]
 
@@ -92,10 +84,8 @@ class RoutingLoads:
 
     num_embeddings: int
     ranks: Sequence[int]
-    ids: Mapping[str, Sequence[float]]
-    """Per mode, where load is the number of distinct ids that occur."""
-    lookups: Mapping[str, Sequence[float]]
-    """Per mode, where load is the number of events."""
+    ids: Mapping[str, Sequence[float]]  # per mode, where load is the number of distinct ids that occur
+    lookups: Mapping[str, Sequence[float]]  # per mode, where load is the number of events
     most_frequent: Sequence[float]
     """Events of the most frequent id over the mean of the ranks: a lower bound of `lookups` in any mode."""
 

@@ -11,21 +11,7 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from evenrank.cli.reports import render_template, svg, to_text
-from evenrank.cli.reports.dataset_data import (
-    DAY_MS,
-    Gain,
-    LengthHistogram,
-    RoutingLoads,
-    Timeline,
-    balancing_gains,
-    context_values,
-    count_items,
-    length_histogram,
-    routing_loads,
-    timeline,
-    top_share,
-)
+from evenrank.cli.reports import dataset_data, render_template, svg, to_text
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore
 
@@ -41,7 +27,7 @@ class Report(NamedTuple):
     """The report of a dataset, and what it says about routing, if there are events and a table."""
 
     html: str
-    routing: RoutingLoads | None
+    routing: dataset_data.RoutingLoads | None
 
 
 def render_page(
@@ -54,23 +40,23 @@ def render_page(
     """Return the report of a dataset with these stores, of every split; `name` is that of its folder."""
     audit = manifest.options.get(_AUDIT)
     on_stage("counting items")
-    ids, counts = count_items(stores)
-    routing = routing_loads(
+    ids, counts = dataset_data.count_items(stores)
+    routing = dataset_data.routing_loads(
         ids,
         counts,
         manifest.vocabulary_sizes[ITEM_ID],
         on_ranks=lambda ranks: on_stage(f"spreading items over {ranks:,} ranks"),
     )
     on_stage("measuring histories")
-    histogram = length_histogram(stores)
+    histogram = dataset_data.length_histogram(stores)
     has_events = any(density.any() for density in histogram.density.values())
     by_popularity = np.sort(counts)[::-1]
     on_stage("counting context values")
-    context = [context_values(stores, feature) for feature in manifest.contextual]
+    context = [dataset_data.context_values(stores, feature) for feature in manifest.contextual]
     on_stage("counting events over time")
     time = _time(stores)
     on_stage("planning steps")
-    gains = balancing_gains(stores[_TRAIN].lengths) if _TRAIN in stores else ()
+    gains = dataset_data.balancing_gains(stores[_TRAIN].lengths) if _TRAIN in stores else ()
     html = render_template(
         "dataset.html.j2",
         manifest=manifest,
@@ -82,7 +68,7 @@ def render_page(
         empty_rows={split: rows for split, rows in histogram.empty.items() if rows},
         items=len(counts),
         items_once=int((counts == 1).sum()),
-        top_items=[(share, *top_share(by_popularity, share)) for share in _TOP_SHARES],
+        top_items=[(share, *dataset_data.top_share(by_popularity, share)) for share in _TOP_SHARES],
         popularity_svg=popularity_svg(by_popularity) if len(counts) else None,
         **time,
         context=[feature for feature in context if feature.rows],
@@ -96,11 +82,11 @@ def render_page(
 
 
 def _time(stores: Mapping[str, SequenceStore]) -> dict[str, Any]:
-    if (line := timeline(stores)) is None:
+    if (line := dataset_data.timeline(stores)) is None:
         return {"timeline_svg": None, "timeline": None, "time_rows": {}}
     busiest = int(line.counts.argmax())
     times = [line.start_ms + line.width_ms * index for index in (0, len(line.counts), busiest)]
-    start, end, busiest_start = (format_time(time, precise=line.width_ms < DAY_MS) for time in times)
+    start, end, busiest_start = (format_time(time, precise=line.width_ms < dataset_data.DAY_MS) for time in times)
     return {
         "timeline_svg": timeline_svg(line),
         "timeline": line,
@@ -115,7 +101,7 @@ def _time(stores: Mapping[str, SequenceStore]) -> dict[str, Any]:
 
 
 @svg.plot()
-def lengths_svg(axes: Axes, histogram: LengthHistogram) -> None:
+def lengths_svg(axes: Axes, histogram: dataset_data.LengthHistogram) -> None:
     """Draw the distribution of lengths of each split, on a logarithmic axis."""
     filled_bins = np.flatnonzero(sum(histogram.density.values()))
     for (name, density), colour in zip(histogram.density.items(), cycle(_COLOURS), strict=False):
@@ -144,11 +130,11 @@ def popularity_svg(axes: Axes, counts: NDArray[np.int64]) -> None:
 
 
 @svg.plot()
-def timeline_svg(axes: Axes, timeline: Timeline) -> None:
+def timeline_svg(axes: Axes, timeline: dataset_data.Timeline) -> None:
     """Draw the number of events over time."""
     edges = timeline.start_ms + timeline.width_ms * np.arange(len(timeline.counts) + 1, dtype=np.float64)
     if timeline.start_ms > _FIRST_DATE_MS and edges[-1] < _LAST_DATE_MS:
-        days = edges / 86_400_000  # matplotlib counts days from 1970
+        days = edges / dataset_data.DAY_MS  # matplotlib counts days from 1970
         axes.stairs(timeline.counts, days, fill=True, color=svg.BLUE)
         locator = AutoDateLocator(minticks=3, maxticks=6, tz=UTC)  # type: ignore[no-untyped-call]
         axes.xaxis.set_major_locator(locator)
@@ -163,7 +149,7 @@ def timeline_svg(axes: Axes, timeline: Timeline) -> None:
 
 
 @svg.plot(height=3.3)
-def gains_svg(axes: Axes, gains: Sequence[Gain]) -> None:
+def gains_svg(axes: Axes, gains: Sequence[dataset_data.Gain]) -> None:
     """Draw the load of the heaviest rank over the lower bound, per number of ranks and strategy."""
     strategies = list(gains[0].ratios)
     width = 0.84 / len(strategies)
@@ -183,7 +169,7 @@ def gains_svg(axes: Axes, gains: Sequence[Gain]) -> None:
 
 
 @svg.plot(height=3.3)
-def routing_svg(axes: Axes, loads: RoutingLoads, load: Literal["distinct ids", "lookups"]) -> None:
+def routing_svg(axes: Axes, loads: dataset_data.RoutingLoads, load: Literal["distinct ids", "lookups"]) -> None:
     """Draw the busiest rank's load over the mean, per number of ranks and mode; both axes are logarithmic."""
     # Modes can be equal: each is drawn with smaller markers than the one below it.
     styles = zip((svg.GREY, svg.ORANGE, svg.BLUE), "os^", (7, 5.5, 4), strict=True)
