@@ -4,10 +4,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from evenrank.cli import console
-from evenrank.cli.options import DatasetFolder, page_path, write_page
+from evenrank.cli.options import DatasetFolder, file_option, page_path, write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,10 +23,7 @@ most frequent id has alone."""
 def inspect_command(
     path: DatasetFolder,
     html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page to write. Default: PATH-report.html, next to the dataset.", metavar="FILE", show_default=False
-        ),
+        Path | None, file_option(help="Page to write. Default: PATH-report.html, next to the dataset.")
     ] = None,
 ) -> None:
     """Show the content of a dataset: rows, events, history lengths, vocabulary sizes, and routing of the item ids.

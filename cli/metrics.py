@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import page_path, write_page
+from evenrank.cli.options import file_option, page_path, write_page
 from evenrank.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,12 +21,7 @@ def metrics_command(
         Path,
         typer.Argument(help="Log written by `JsonLines` in a training job.", metavar="FILE.jsonl", show_default=False),
     ],
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page to write. Default: FILE-report.html, next to the log.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    html: Annotated[Path | None, file_option(help="Page to write. Default: FILE-report.html, next to the log.")] = None,
 ) -> None:
     """Show what balancing did in a training job: loads before and after, moved samples, times.
 

@@ -1,6 +1,7 @@
 """Options of several commands, and their checks."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -18,6 +19,7 @@ STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
 DatasetFolder = Annotated[
     Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
 ]
+file_option = partial(typer.Option, metavar="FILE", show_default=False)
 
 
 class Condition(NamedTuple):

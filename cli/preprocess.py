@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import Condition, check_conditions, given_options
+from evenrank.cli.options import Condition, check_conditions, file_option, given_options
 from evenrank.core.errors import ConfigError
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
@@ -44,7 +44,6 @@ _CONDITIONS = (
     Condition(("stride",), "--window", ("window",), lambda v: v["window"] is not None),
 )
 _optional = partial(typer.Option, show_default=False)
-_file = partial(typer.Option, metavar="FILE", show_default=False)
 _folder = partial(typer.Option, metavar="DIR")
 
 
@@ -98,14 +97,14 @@ def preprocess_command(
     ] = False,
     config_file: Annotated[
         Path | None,
-        _file(
+        file_option(
             "--config",
             help="Custom data: a TOML file with the keys events (one file or a list), user_column, item_column, "
             "timestamp_column and, optionally, timestamp_unit, action_columns, context, context_columns.",
         ),
     ] = None,
     events: Annotated[
-        list[Path] | None, _file(help="Custom data: CSV, TSV or Parquet file of events; can be repeated.")
+        list[Path] | None, file_option(help="Custom data: CSV, TSV or Parquet file of events; can be repeated.")
     ] = None,
     user_column: Annotated[str, typer.Option(help="Custom data: column of user ids.")] = "user_id",
     item_column: Annotated[str, typer.Option(help="Custom data: column of item ids.")] = "item_id",
@@ -114,7 +113,9 @@ def preprocess_command(
     action_columns: Annotated[
         str, typer.Option(help="Custom data: one column of integer actions, or columns of 0 and 1, comma-separated.")
     ] = "",
-    context: Annotated[Path | None, _file(help="Custom data: file of contextual features, one row per user.")] = None,
+    context: Annotated[
+        Path | None, file_option(help="Custom data: file of contextual features, one row per user.")
+    ] = None,
     context_columns: Annotated[str, typer.Option(help="Custom data: columns of features, comma-separated.")] = "",
     users: Annotated[int, typer.Option(help="Synthetic data: number of users.")] = 20_000,
     items: Annotated[int, typer.Option(help="Synthetic data: number of items; their popularity is Zipf.")] = 50_000,

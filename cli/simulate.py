@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import STRATEGIES, Condition, check_conditions, make_cost
+from evenrank.cli.options import STRATEGIES, Condition, check_conditions, file_option, make_cost
 from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,11 +72,9 @@ def simulate_command(
     ] = 4096,
     cost: Annotated[
         Path | None,
-        typer.Option(
+        file_option(
             help="File of a measured cost, written by MeasuredCost.save. Default: FLOPs of an HSTU model with the "
-            "shape given by the next three options.",
-            metavar="FILE",
-            show_default=False,
+            "shape given by the next three options."
         ),
     ] = None,
     hidden: Annotated[int, _model_size(help="Width of the HSTU layers.")] = 1024,

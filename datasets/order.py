@@ -289,7 +289,7 @@ def _quotas(weights: Sequence[float], total: int) -> NDArray[np.int64]:
         if np.isinf(shares.sum()):
             shares = shares / shares.max()
     exact = shares / shares.sum() * total
-    quotas = np.floor(exact).astype(np.int64)
+    quotas: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     largest_remainders = np.argsort(quotas - exact, kind="stable")
     quotas[largest_remainders[: total - int(quotas.sum())]] += 1
     return quotas
