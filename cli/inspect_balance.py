@@ -100,8 +100,7 @@ class Walk:
     strategy: str
     metrics: "list[StepMetrics]"
     num_samples: int  # of all ranks
-    has_exchange: bool = True
-    """Samples moved between ranks, through a Balancer; otherwise each rank read those that it trained."""
+    has_exchange: bool = True  # between ranks, through a Balancer; otherwise each read the samples that it trained
 
     @property
     def label(self) -> str:

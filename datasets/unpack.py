@@ -102,9 +102,8 @@ def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial)
         partial.rename(entry)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after an error; else it is no longer there
 
 
 class ColumnWriter(contextlib.AbstractContextManager["ColumnWriter"]):

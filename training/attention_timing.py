@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.flops import Flops
 
@@ -271,12 +273,7 @@ class AttentionTracker:
 
 def gather_timings(timings: Sequence[LayerTiming], *, group: Group | None = None) -> list[LayerTiming]:
     """Return the rows of all ranks of the group, in their order. Collective: every rank must call this."""
-    process_group = process_group_of(group)
-    if process_group is None:
-        return list(timings)
-    gathered: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(gathered, list(timings), group=process_group)
-    return [timing for of_rank in gathered for timing in of_rank]
+    return list(chain.from_iterable(gather_checked({}, list(timings), process_group_of(group))))
 
 
 def _tflops(flops: int, milliseconds: float) -> float:

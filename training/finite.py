@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import RankError
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
 
@@ -73,10 +74,7 @@ class FiniteCheck:
             pending.is_copied.synchronize()
         if not pending.is_set.item():
             return
-        reports = [pending.report()]
-        if self._group is not None:
-            reports *= self._group.size()
-            dist.all_gather_object(reports, reports[0], self._group)
+        reports = gather_checked({}, pending.report(), self._group)
         first, *others = [report for report in reports if report is not None]
         also = f"; it is one of {1 + len(others)} such ranks" if others else ""
         raise RankError(
