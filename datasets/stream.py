@@ -104,8 +104,8 @@ class StreamSource:
     split: str
     files: fs.FileSystem
     root: str  # path of the dataset in the file system
+    # By path: the latest version of each file whose contents are known to be the manifest's.
     versions: dict[str, Version | None] = field(default_factory=dict)
-    """By path: the latest version of each file whose contents are known to be the manifest's."""
 
     @property
     def num_rows(self) -> int:

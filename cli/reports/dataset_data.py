@@ -62,8 +62,7 @@ class ContextValues:
 
     feature: str
     rows: int  # of all splits
-    values: tuple[tuple[str | None, int], ...]
-    """Label (None for missing) and number of rows of the most frequent values, most frequent first."""
+    values: tuple[tuple[str | None, int], ...]  # label (None for missing) and rows of each, most frequent first
     other_values: int  # number of further values
     other_rows: int
 
@@ -86,8 +85,7 @@ class RoutingLoads:
     ranks: Sequence[int]
     ids: Mapping[str, Sequence[float]]  # per mode, where load is the number of distinct ids that occur
     lookups: Mapping[str, Sequence[float]]  # per mode, where load is the number of events
-    most_frequent: Sequence[float]
-    """Events of the most frequent id over the mean of the ranks: a lower bound of `lookups` in any mode."""
+    most_frequent: Sequence[float]  # events of the most frequent id over the mean of the ranks, a bound of `lookups`
 
 
 def top_share(counts: NDArray[np.int64], share_of_items: float) -> tuple[int, float]:
