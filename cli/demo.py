@@ -2,6 +2,7 @@
 
 import multiprocessing
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -11,11 +12,12 @@ from typing import Annotated
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.balance_walk import Walk, walk_epoch
+from evenrank.cli.inspect_balance import EXPLANATION, Walk, load_table, walk_epoch
 from evenrank.cli.options import STRATEGIES
 
 _NUM_RANKS = 4
 _BATCH_SIZE = 32  # per rank
+_WORK, _IDLE, _LIMIT = "#3b6ea8", "#e8e3d9", "#c0392b"
 # Strategies, and whether samples are exchanged.
 _WAYS = [*((strategy, True) for strategy in STRATEGIES), ("lpt-swap", False)]
 # What the ranks need of torch, which takes seconds to import: imported once, in the process that they are forked from.
@@ -64,8 +66,6 @@ def demo_command(
     plot = out / "balance.png"
     with console.stages() as on_stage:
         on_stage("drawing")
-        from evenrank.cli.reports.epoch_report import EXPLANATION, draw_loads, load_table
-
         title = f"{_NUM_RANKS} ranks, {_BATCH_SIZE} samples each, lognormal histories, cost of an HSTU model"
         draw_loads([walk for walk in walks if walk.has_exchange], plot, title=title)
     console.print_result(load_table(walks))
@@ -112,3 +112,39 @@ def _rank_main(rank: int, data: Path, store: str) -> list[Walk]:
     finally:
         dist.destroy_process_group()
     return walks if rank == 0 else []
+
+
+def draw_loads(walks: Sequence[Walk], path: Path, *, title: str) -> None:
+    """Draw the load of each rank in a typical step per strategy, and the heaviest rank of every step; write a PNG."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    grid = figure.add_gridspec(2, len(walks), height_ratios=(1.25, 1))
+    figure.suptitle(title, fontsize=13)
+    before = [step.ratio_before for step in walks[0].metrics]
+    typical_step = int(np.argsort(before, kind="stable")[len(before) // 2])  # with the median imbalance
+    loads_after = [walk.metrics[typical_step].after for walk in walks]
+    relative_loads = [loads / max(float(loads.mean()), 1.0) for loads in loads_after]
+    highest = max(float(loads.max()) for loads in relative_loads)
+    for column, (walk, loads) in enumerate(zip(walks, relative_loads, strict=True)):
+        axes = figure.add_subplot(grid[0, column])
+        ranks, heaviest = range(len(loads)), loads.max()
+        axes.bar(ranks, heaviest, color=_IDLE, label="waiting")
+        axes.bar(ranks, loads, color=_WORK, label="work")
+        axes.axhline(heaviest, color=_LIMIT, linewidth=1.2)
+        axes.set_title(f"{walk.strategy}\nthe step takes {heaviest:.2f}", fontsize=11)
+        axes.set(xlabel="rank", ylim=(0, highest * 1.12))
+        axes.set_xticks(ranks if len(ranks) <= 8 else ranks[:: len(ranks) // 4])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+        if column == 0:
+            axes.set_ylabel(f"load of each rank in step {typical_step}\n(mean of the ranks = 1)")
+    axes = figure.add_subplot(grid[1, :])
+    for walk in walks:
+        axes.plot([step.ratio_after for step in walk.metrics], label=walk.strategy, linewidth=1.3)
+    axes.set(xlabel="step", ylabel="heaviest rank / lower bound")
+    axes.legend(frameon=False, ncols=len(walks), loc="lower left", bbox_to_anchor=(0, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

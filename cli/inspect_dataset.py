@@ -4,14 +4,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from evenrank.cli import console
+from evenrank.cli.options import DatasetFolder, file_option, page_path, write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.cli.reports.routing_loads import RoutingLoads
+    from evenrank.cli.reports.dataset_data import RoutingLoads
     from evenrank.datasets.schema import Manifest
 
 _MAX_LABELS = 8  # shown of a contextual feature
@@ -22,14 +21,9 @@ most frequent id has alone."""
 
 
 def inspect_command(
-    path: Annotated[
-        Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
-    ],
+    path: DatasetFolder,
     html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page to write. Default: PATH-report.html, next to the dataset.", metavar="FILE", show_default=False
-        ),
+        Path | None, file_option(help="Page to write. Default: PATH-report.html, next to the dataset.")
     ] = None,
 ) -> None:
     """Show the content of a dataset: rows, events, history lengths, vocabulary sizes, and routing of the item ids.
@@ -40,7 +34,6 @@ def inspect_command(
     \b
         evenrank inspect out/ml-20m --html ml-20m.html
     """
-    from evenrank.cli.reports.html_page import page_path, write_page
     from evenrank.datasets.schema import read_manifest
 
     manifest = read_manifest(path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenrank.cli import console
+from evenrank.cli.options import file_option, page_path, write_page
 from evenrank.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,12 +21,7 @@ def metrics_command(
         Path,
         typer.Argument(help="Log written by `JsonLines` in a training job.", metavar="FILE.jsonl", show_default=False),
     ],
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Page to write. Default: FILE-report.html, next to the log.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    html: Annotated[Path | None, file_option(help="Page to write. Default: FILE-report.html, next to the log.")] = None,
 ) -> None:
     """Show what balancing did in a training job: loads before and after, moved samples, times.
 
@@ -44,7 +40,6 @@ def metrics_command(
     with console.stages() as on_stage:
         on_stage(f"reading {log}")
         from evenrank.cli.reports.balance_log import describe_log, read_json_lines
-        from evenrank.cli.reports.html_page import page_path, write_page
 
         page = page_path(log, html)
         records, skipped = read_json_lines(log)

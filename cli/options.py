@@ -1,55 +1,34 @@
 """Options of several commands, and their checks."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from evenrank.core.errors import ConfigError
+from evenrank.core import files
+from evenrank.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from evenrank.dataloader.balance.cost import Cost
 
 # Our strategies, whose registry's package imports NumPy and Numba, which `--help` does not wait for.
 STRATEGIES = ("none", "karmarkar-karp", "lpt-swap", "min-move")
-TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 
-MAX_LENGTH = (1 << 31) - 1  # of a history
-
-CostFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of a measured cost, written by MeasuredCost.save. Default: FLOPs of an HSTU model with the shape "
-        "given by the next three options.",
-        metavar="FILE",
-        show_default=False,
-    ),
+DatasetFolder = Annotated[
+    Path, typer.Argument(help="Folder written by `evenrank preprocess`.", metavar="PATH", show_default=False)
 ]
-Hidden = Annotated[int, typer.Option(help="Width of the HSTU layers.", min=1, max=1 << 20)]
-Heads = Annotated[int, typer.Option(help="Attention heads per layer, each hidden / heads wide.", min=1, max=1 << 20)]
-Layers = Annotated[int, typer.Option(help="Number of HSTU layers.", min=1, max=1 << 20)]
+file_option = partial(typer.Option, metavar="FILE", show_default=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """Options, by the names of their parameters, that have an effect only with certain values of others."""
 
     options: tuple[str, ...]
-    apply_to: str
-    """For the message."""
-    holds: Callable[[Mapping[str, Any]], bool]
-    """From the values of all parameters by name."""
+    apply_to: str  # for the message
     decided_by: tuple[str, ...]
-
-
-MODEL_SHAPE = Condition(
-    options=("hidden", "heads", "layers"),
-    apply_to="the cost of an HSTU model",
-    holds=lambda values: values["cost"] is None,
-    decided_by=("cost",),
-)
+    holds: Callable[[Mapping[str, Any]], bool]  # from the values of all parameters by name
 
 
 def check_conditions(context: typer.Context, *conditions: Condition) -> None:
@@ -86,3 +65,32 @@ def make_cost(path: Path | None, *, hidden: int, heads: int, layers: int) -> "Co
             f"--hidden must be a multiple of --heads, got --hidden {hidden} and --heads {heads}; change one of them"
         )
     return HSTUCost(hidden=hidden, heads=heads, head_dim=hidden // heads, layers=layers, interleave_actions=True)
+
+
+def page_path(subject: Path, chosen: Path | None) -> Path:
+    """Return the path of the page about a dataset or a log: the chosen one, or NAME-report.html next to the subject."""
+    is_dataset = subject.is_dir()
+    page = chosen
+    if page is None:
+        named = subject if subject.name not in ("", "..") else subject.resolve()
+        page = named.parent / f"{named.name if is_dataset else named.stem}-report.html"
+    if page.is_dir():
+        raise ConfigError(f"{page} is a folder; --html needs the name of a file")
+    if is_dataset and page.resolve().is_relative_to(subject.resolve()):
+        raise ConfigError(
+            f"{page} is inside the dataset, which may contain nothing else; choose a file outside {subject} with --html"
+        )
+    if page.resolve() == subject.resolve():
+        raise ConfigError(f"{page} is the log, which the page would replace; choose another file with --html")
+    return page
+
+
+def write_page(page: Path, html: str) -> None:
+    """Write the page atomically: an existing file is replaced by the complete page or not at all."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(page, html)
+    except OSError as error:
+        raise DataError(
+            f"{page} could not be written: {error.strerror or error}; choose another path with --html FILE"
+        ) from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import Condition, check_conditions, given_options
+from evenrank.cli.options import Condition, check_conditions, file_option, given_options
 from evenrank.core.errors import ConfigError
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
@@ -27,25 +27,23 @@ _DESCRIPTION = (  # of a custom log, besides its files a key of the file of --co
 )
 
 # The options that have no effect on some datasets, or without others; `v` are the values of all options.
-_CONDITIONS = tuple(
-    Condition(options=options, apply_to=apply_to, decided_by=decided_by, holds=holds)
-    for options, apply_to, decided_by, holds in (
-        (("raw_dir",), "public datasets", ("dataset",), lambda v: v["dataset"] not in (SYNTHETIC, CUSTOM)),
-        (("users", "items", "lengths"), f"--dataset {SYNTHETIC}", ("dataset",), lambda v: v["dataset"] == SYNTHETIC),
-        (("config_file", *_DESCRIPTION), f"--dataset {CUSTOM}", ("dataset",), lambda v: v["dataset"] == CUSTOM),
-        (("on_error",), "datasets that are read from files", ("dataset",), lambda v: v["dataset"] != SYNTHETIC),
-        (
-            ("seed",),
-            f"--split user:FRACTION and to --dataset {SYNTHETIC}",
-            ("dataset", "split"),
-            lambda v: v["split"].startswith("user:") or v["dataset"] == SYNTHETIC,
-        ),
-        (("by_date",), "--requests SECONDS", ("requests",), lambda v: v["requests"] is not None),
-        (("stride",), "--window", ("window",), lambda v: v["window"] is not None),
-    )
+_CONDITIONS = (
+    Condition(("raw_dir",), "public datasets", ("dataset",), lambda v: v["dataset"] not in (SYNTHETIC, CUSTOM)),
+    Condition(
+        ("users", "items", "lengths"), f"--dataset {SYNTHETIC}", ("dataset",), lambda v: v["dataset"] == SYNTHETIC
+    ),
+    Condition(("config_file", *_DESCRIPTION), f"--dataset {CUSTOM}", ("dataset",), lambda v: v["dataset"] == CUSTOM),
+    Condition(("on_error",), "datasets that are read from files", ("dataset",), lambda v: v["dataset"] != SYNTHETIC),
+    Condition(
+        ("seed",),
+        f"--split user:FRACTION and to --dataset {SYNTHETIC}",
+        ("dataset", "split"),
+        lambda v: v["split"].startswith("user:") or v["dataset"] == SYNTHETIC,
+    ),
+    Condition(("by_date",), "--requests SECONDS", ("requests",), lambda v: v["requests"] is not None),
+    Condition(("stride",), "--window", ("window",), lambda v: v["window"] is not None),
 )
 _optional = partial(typer.Option, show_default=False)
-_file = partial(typer.Option, metavar="FILE", show_default=False)
 _folder = partial(typer.Option, metavar="DIR")
 
 
@@ -99,14 +97,14 @@ def preprocess_command(
     ] = False,
     config_file: Annotated[
         Path | None,
-        _file(
+        file_option(
             "--config",
             help="Custom data: a TOML file with the keys events (one file or a list), user_column, item_column, "
             "timestamp_column and, optionally, timestamp_unit, action_columns, context, context_columns.",
         ),
     ] = None,
     events: Annotated[
-        list[Path] | None, _file(help="Custom data: CSV, TSV or Parquet file of events; can be repeated.")
+        list[Path] | None, file_option(help="Custom data: CSV, TSV or Parquet file of events; can be repeated.")
     ] = None,
     user_column: Annotated[str, typer.Option(help="Custom data: column of user ids.")] = "user_id",
     item_column: Annotated[str, typer.Option(help="Custom data: column of item ids.")] = "item_id",
@@ -115,7 +113,9 @@ def preprocess_command(
     action_columns: Annotated[
         str, typer.Option(help="Custom data: one column of integer actions, or columns of 0 and 1, comma-separated.")
     ] = "",
-    context: Annotated[Path | None, _file(help="Custom data: file of contextual features, one row per user.")] = None,
+    context: Annotated[
+        Path | None, file_option(help="Custom data: file of contextual features, one row per user.")
+    ] = None,
     context_columns: Annotated[str, typer.Option(help="Custom data: columns of features, comma-separated.")] = "",
     users: Annotated[int, typer.Option(help="Synthetic data: number of users.")] = 20_000,
     items: Annotated[int, typer.Option(help="Synthetic data: number of items; their popularity is Zipf.")] = 50_000,
@@ -145,16 +145,10 @@ def preprocess_command(
 
     custom = None
     if dataset == CUSTOM:
-        description: dict[str, Any] = {
-            "events": tuple(events or ()),
-            "user_column": user_column,
-            "item_column": item_column,
-            "timestamp_column": timestamp_column,
-            "timestamp_unit": timestamp_unit,
-            "action_columns": _split_names(action_columns),
-            "context": context,
-            "context_columns": _split_names(context_columns),
-        }
+        description: dict[str, Any] = {name: ctx.params[name] for name in _DESCRIPTION}
+        description |= {"events": tuple(events or ()), "context": context}
+        for key in ("action_columns", "context_columns"):
+            description[key] = tuple(name.strip() for name in description[key].split(",") if name.strip())
         if config_file is None:
             custom = TabularConfig(**description)
         else:
@@ -189,7 +183,3 @@ def preprocess_command(
             console.print_result(f"{folder}/{split_name}: {info.rows:,} rows, {info.interactions:,} interactions")
         for description, count in manifest.options["audit"].items():
             console.print_result(f"{description}: {count:,}")
-
-
-def _split_names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())

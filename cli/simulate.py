@@ -1,5 +1,6 @@
 """`evenrank simulate`: show what balancing would gain on any number of ranks, without starting them."""
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,40 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evenrank.cli import console
-from evenrank.cli.options import (
-    MAX_LENGTH,
-    MODEL_SHAPE,
-    STRATEGIES,
-    TOLERANT_STRATEGIES,
-    Condition,
-    CostFile,
-    Heads,
-    Hidden,
-    Layers,
-    check_conditions,
-    make_cost,
-)
+from evenrank.cli.options import STRATEGIES, Condition, check_conditions, file_option, make_cost
 from evenrank.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from evenrank.cli.simulation import LengthSource
 
 _MAX_SAMPLES = 1 << 26  # of a step, which are held in memory
+_MAX_LENGTH = (1 << 31) - 1  # of a history
+_TOLERANT_STRATEGIES = ("lpt-swap", "min-move")  # which stop at the tolerance
 _CONDITIONS = (
-    MODEL_SHAPE,
+    Condition(("hidden", "heads", "layers"), "the cost of an HSTU model", ("cost",), lambda v: v["cost"] is None),
+    Condition(("split",), "datasets", ("source",), lambda v: not _is_distribution(v["source"])),
     Condition(
-        options=("split",),
-        apply_to="datasets",
-        holds=lambda values: not _is_distribution(values["source"]),
-        decided_by=("source",),
-    ),
-    Condition(
-        options=("tolerance",),
-        apply_to=f"--strategy {' and '.join(TOLERANT_STRATEGIES)}",
-        holds=lambda values: not set(TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(values["strategy"])),
-        decided_by=("strategy",),
+        ("tolerance",),
+        f"--strategy {' and '.join(_TOLERANT_STRATEGIES)}",
+        ("strategy",),
+        lambda v: not set(_TOLERANT_STRATEGIES).isdisjoint(_parse_strategies(v["strategy"])),
     ),
 )
+_model_size = partial(typer.Option, min=1, max=1 << 20)
 
 _EXPLANATION = """\
 load      cost of the heaviest rank divided by the lower bound, mean over steps
@@ -79,12 +66,20 @@ def simulate_command(
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     max_history_length: Annotated[
         int,
-        typer.Option(help="Events per sample; longer histories are cut to their newest events.", min=1, max=MAX_LENGTH),
+        typer.Option(
+            help="Events per sample; longer histories are cut to their newest events.", min=1, max=_MAX_LENGTH
+        ),
     ] = 4096,
-    cost: CostFile = None,
-    hidden: Hidden = 1024,
-    heads: Heads = 4,
-    layers: Layers = 8,
+    cost: Annotated[
+        Path | None,
+        file_option(
+            help="File of a measured cost, written by MeasuredCost.save. Default: FLOPs of an HSTU model with the "
+            "shape given by the next three options."
+        ),
+    ] = None,
+    hidden: Annotated[int, _model_size(help="Width of the HSTU layers.")] = 1024,
+    heads: Annotated[int, _model_size(help="Attention heads per layer, each hidden / heads wide.")] = 4,
+    layers: Annotated[int, _model_size(help="Number of HSTU layers.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the drawn steps.", min=0)] = 0,
 ) -> None:
     """Show what balancing would gain on any number of ranks, without GPUs or processes.

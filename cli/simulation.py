@@ -47,10 +47,8 @@ class LengthSource:
 class SimulatedStep(NamedTuple):
     """A step of W ranks with B samples each; arrays are [W, B]."""
 
-    lengths: NDArray[np.int64]
-    """Events of each sample."""
-    costs: NDArray[np.int64]
-    """Scaled as a Balancer does, so that those of a step can be summed."""
+    lengths: NDArray[np.int64]  # events of each sample
+    costs: NDArray[np.int64]  # scaled as a Balancer does, so that those of a step can be summed
     tokens: NDArray[np.int64]
     assignment: Assignment
     plan_seconds: float

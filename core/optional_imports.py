@@ -81,8 +81,7 @@ def check_releases(installed: Mapping[str, str | None]) -> None:
     found: dict[str, Version] = {}
     for name, text in installed.items():
         with contextlib.suppress(InvalidVersion):
-            if text:
-                found[name] = Version(text)
+            found[name] = Version(text or "")
     if FBGEMM_CUDA in found and FBGEMM_CPU in found:
         expected = _releases_of(found["torch"]) if "torch" in found else None
         pin = f"=={expected.fbgemm}" if expected else ""

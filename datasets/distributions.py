@@ -257,8 +257,7 @@ class Histogram:
     def sample(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
         """Draw `size` values: int64 [size]."""
         observations = rng.integers(0, self._cumulative[-1], size)
-        drawn: NDArray[np.int64] = self.values[np.searchsorted(self._cumulative, observations, side="right")]
-        return drawn
+        return self.values[np.searchsorted(self._cumulative, observations, side="right")]
 
 
 DISTRIBUTIONS: dict[str, Callable[..., Distribution]] = {

@@ -70,8 +70,7 @@ class Samples:
     """The rows of a split that are samples: all except a few left out, which alone take memory."""
 
     num_rows: int
-    left_out: NDArray[np.int64]
-    """[n]: rows that are not samples, ascending."""
+    left_out: NDArray[np.int64]  # [n]: rows that are not samples, ascending
 
     def __len__(self) -> int:
         return self.num_rows - len(self.left_out)
@@ -83,8 +82,7 @@ class Samples:
         # left_out 2 3 7: 2 samples precede row 2, also 2 precede row 3, and 5 precede row 7. Sample 4 comes after two
         # rows that are left out, so it is row 6; sample 5 comes after three, so it is row 8.
         samples_before = self.left_out - np.arange(len(self.left_out))
-        rows: NDArray[np.int64] = indices + np.searchsorted(samples_before, indices, side="right")
-        return rows
+        return indices + np.searchsorted(samples_before, indices, side="right")
 
 
 class SampleOrder(Protocol):
@@ -190,11 +188,9 @@ class EpochSchedule(StepSchedule):
 
     num_samples: int
     world_size: int
-    batch_size: int
-    """Positions per rank and step."""
+    batch_size: int  # positions per rank and step
     start: int = 0
-    drop_last: bool = False
-    """Leave out a last step that does not fill every rank."""
+    drop_last: bool = False  # leave out a last step that does not fill every rank
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < 1:

@@ -46,10 +46,8 @@ class ColumnMap(Protocol):
 class MultiValued:
     """The layout of a contextual feature with any number of values per row."""
 
-    offsets: NDArray[np.int64]
-    """[rows + 1]: row r has the values offsets[r]..offsets[r+1]-1."""
-    max_length: int
-    """Limit to the values of a row."""
+    offsets: NDArray[np.int64]  # [rows + 1]: row r has the values offsets[r]..offsets[r+1]-1
+    max_length: int  # limit to the values of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

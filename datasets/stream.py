@@ -14,6 +14,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,9 @@ from evenrank.datasets.schema import MANIFEST_NAME, NUM_TARGETS, REMEDY, DataFil
 from evenrank.datasets.store import SequenceStore
 from evenrank.datasets.unpack import RowBlock, read_row_group, wrap_parquet_errors
 
+# Changes with every write to a file: its size and, locally, the times of its last change in nanoseconds, the second of
+# which no program can set, or in an object store, the time of the upload in seconds.
 Version = tuple[Any, ...]
-"""Changes with every write to a file: its size and, locally, the times of its last change in nanoseconds, the second of
-which no program can set, or in an object store, the time of the upload in seconds.
-"""
 _CHUNK = 1 << 20  # bytes
 _EMPTY = np.empty(0, dtype=np.int64)
 
@@ -72,14 +72,11 @@ def _remote_version(info: fs.FileInfo) -> Version | None:
 
 def has_sha256(files: fs.FileSystem, path: str, sha256: str) -> bool:
     """Return whether a file can be read and has this SHA-256, in hexadecimal."""
-    digest = hashlib.sha256()
     try:
-        with files.open_input_stream(path) as opened:
-            while chunk := opened.read(_CHUNK):
-                digest.update(chunk)
+        with files.open_input_stream(path, buffer_size=_CHUNK) as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest() == sha256
     except (OSError, pa.ArrowException):
         return False
-    return digest.hexdigest() == sha256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +103,9 @@ class StreamSource:
     manifest: Manifest
     split: str
     files: fs.FileSystem
-    root: str
-    """Path of the dataset in the file system."""
+    root: str  # path of the dataset in the file system
+    # By path: the latest version of each file whose contents are known to be the manifest's.
     versions: dict[str, Version | None] = field(default_factory=dict)
-    """By path: the latest version of each file whose contents are known to be the manifest's."""
 
     @property
     def num_rows(self) -> int:
@@ -128,9 +124,10 @@ class StreamSource:
         have_targets = {NUM_TARGETS in block.row_columns for block in blocks}
         if len(have_targets) > 1:
             raise DataError(f"{self.root}: some files have a column {NUM_TARGETS!r} and some not; {REMEDY}")
-        num_targets = None
-        if True in have_targets:
-            num_targets = np.concatenate([block.row_columns[NUM_TARGETS] for block in blocks]).astype(np.int32)
+
+        def column(name: str) -> NDArray[np.int64]:
+            return np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)])
+
         return SequenceStore(
             manifest=self.manifest,
             split=self.split,
@@ -139,11 +136,8 @@ class StreamSource:
                 name: np.concatenate([np.empty(0, dtype), *(block.event_columns[name] for block in blocks)])
                 for name, dtype in self.manifest.event_dtypes.items()
             },
-            rows={
-                name: np.concatenate([_EMPTY, *(block.row_columns[name] for block in blocks)])
-                for name in self.manifest.row_columns
-            },
-            num_targets=num_targets,
+            rows={name: column(name) for name in self.manifest.row_columns},
+            num_targets=column(NUM_TARGETS).astype(np.int32) if True in have_targets else None,
         )
 
     def _read_blocks(self, data_file: DataFile, first: int, end: int) -> Iterator[RowBlock]:
@@ -265,8 +259,8 @@ class Shard:
 def cut_shards(num_rows: int, config: StreamConfig) -> list[Shard]:
     """Cut a split into `config.num_shards` shards of nearly equal size, or into one per row if it has fewer rows."""
     count = max(1, min(config.num_shards, num_rows))
-    ends = [num_rows * (index + 1) // count for index in range(count)]
+    bounds = [num_rows * index // count for index in range(count + 1)]
     return [
         Shard(index=index, first=first, end=end, buffer_rows=config.buffer_rows)
-        for index, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+        for index, (first, end) in enumerate(pairwise(bounds))
     ]

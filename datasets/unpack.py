@@ -22,7 +22,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +64,11 @@ def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Pat
 
     Its name must identify its contents, because datasets share the per-user folders.
     """
-    caches = _caches(folder)
+    dataset, user = folder.stat(), os.geteuid()
+    # Entries in the dataset's folder are as trustworthy as the dataset if its owner wrote them.
+    mode = 0o755 | dataset.st_mode & WRITABLE_BY_OTHERS
+    in_dataset = _Cache(folder / CACHE_NAME, mode, frozenset((user, dataset.st_uid, 0)))
+    caches = [in_dataset, *(_Cache(path, 0o700, frozenset((user,))) for path in user_folders())]  # best first
     for cache in caches:
         if cache.trusts(cache.path) and cache.trusts(cache.path / name):
             return cache.path / name
@@ -91,15 +95,6 @@ def find_or_build(folder: Path, name: str, build: Callable[[Path], None]) -> Pat
     )
 
 
-def _caches(folder: Path) -> list[_Cache]:
-    """Return the folders in which a dataset's entries may be, best first."""
-    dataset, user = folder.stat(), os.geteuid()
-    # Entries in the dataset's folder are as trustworthy as the dataset if its owner wrote them.
-    mode = 0o755 | dataset.st_mode & WRITABLE_BY_OTHERS
-    in_dataset = _Cache(folder / CACHE_NAME, mode, frozenset((user, dataset.st_uid, 0)))
-    return [in_dataset, *(_Cache(path, 0o700, frozenset((user,))) for path in user_folders())]
-
-
 def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
@@ -107,9 +102,8 @@ def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial)
         partial.rename(entry)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after an error; else it is no longer there
 
 
 class ColumnWriter(contextlib.AbstractContextManager["ColumnWriter"]):
@@ -144,9 +138,8 @@ def map_column(path: Path, dtype: str, length: int) -> NDArray[Any]:
             raise DataError(f"{path} does not have the size that its header says; unpack it again")
     if not length:  # nothing to map
         return np.empty(0, expected)
-    column = np.memmap(path, expected, mode="r", offset=len(header), shape=(length,))
-    view: NDArray[Any] = column.view(np.ndarray)  # methods of np.memmap take several times as long
-    return view
+    # A plain array, because methods of np.memmap take several times as long.
+    return np.memmap(path, expected, mode="r", offset=len(header), shape=(length,)).view(np.ndarray)
 
 
 def _header(dtype: np.dtype[Any], length: int) -> bytes:
@@ -292,8 +285,7 @@ def _flat_values(column: pa.Array, dtype: str, name: str, path: str) -> NDArray[
     if str(column.type) != dtype or column.null_count:
         actual = f"{column.null_count} nulls" if column.null_count else f"type {column.type}"
         raise DataError(f"{path}: column {name!r} must be {dtype} without nulls, it has {actual}; {REMEDY}")
-    values: NDArray[np.integer] = column.to_numpy()
-    return values
+    return cast(NDArray[np.integer], column.to_numpy())
 
 
 def _list_values(column: pa.Array, dtype: str, name: str, path: str, lengths: NDArray[np.int64]) -> NDArray[np.integer]:

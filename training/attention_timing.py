@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.training.flops import Flops
 
@@ -62,42 +63,43 @@ class _Call:
     flops: Flops | None = None
 
 
-class _LayerHooks:
-    """Forward hooks of a layer that append the marks of each call to `calls`."""
+def _attach_hooks(
+    layer: nn.Module, clock: Clock, flops: LayerFlops | None, calls: list[_Call]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Attach forward hooks to a layer, which append the marks of each call to `calls`."""
+    signature = inspect.signature(layer.forward)
+    unfinished: _Call | None = None  # checkpointing may end a forward pass that it repeats half way
 
-    def __init__(self, module: nn.Module, clock: Clock, flops: LayerFlops | None, calls: list[_Call]) -> None:
-        self._clock = clock
-        self._flops = flops
-        self._signature = inspect.signature(module.forward)
-        self._calls = calls
-        self._open: _Call | None = None  # checkpointing may end a forward pass that it repeats half way
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._open = None
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal unfinished
+        unfinished = None
         if not module.training:
             return None
         # Not -1 while this thread is in a backward pass: the forward pass is being repeated there.
         call = _Call(is_forward=torch._C._current_graph_task_id() == -1)
-        args, kwargs = _observe((args, kwargs), partial(self._mark, call, "backward_stop"))
-        self._open = call
-        call.forward_start = self._clock.mark()
+        args, kwargs = _observe((args, kwargs), lambda: setattr(call, "backward_stop", clock.mark()))
+        unfinished = call
+        call.forward_start = clock.mark()
         return args, kwargs
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        call, self._open = self._open, None
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        nonlocal unfinished
+        call, unfinished = unfinished, None
         if call is None:
             return None
-        call.forward_stop = self._clock.mark()
-        self._calls.append(call)
-        if self._flops is not None:
-            bound = self._signature.bind(*args, **kwargs)
+        call.forward_stop = clock.mark()
+        calls.append(call)
+        if flops is not None:
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             with torch.no_grad():
-                call.flops = self._flops(module, bound.arguments)
-        return _observe(output, partial(self._mark, call, "backward_start"))
+                call.flops = flops(module, bound.arguments)
+        return _observe(output, lambda: setattr(call, "backward_start", clock.mark()))
 
-    def _mark(self, call: _Call, field: str) -> None:
-        setattr(call, field, self._clock.mark())
+    return (
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after, with_kwargs=True),
+    )
 
 
 class _Observed(torch.autograd.Function):
@@ -148,8 +150,8 @@ class LayerTiming:
     def line(self) -> str:
         """Return it as a line of a table."""
         parts = [f"rank {self.rank}", self.layer, f"{self.calls} calls"]
-        forward = ("forward", self.forward_ms, self.forward_tflops)
-        for name, ms, tflops in (forward, ("backward", self.backward_ms, self.backward_tflops)):
+        for name in ("forward", "backward"):
+            ms, tflops = getattr(self, f"{name}_ms"), getattr(self, f"{name}_tflops")
             if ms is not None:
                 parts.append(f"{name} {ms:.3f} ms" + ("" if tflops is None else f", {tflops:.1f} TFLOP/s"))
         if self.mfu is not None:
@@ -158,7 +160,7 @@ class LayerTiming:
 
 
 class AttentionTracker:
-    """Times each attention layer of a model in the steps start..stop-1, counted from 0.
+    """Times each attention layer of a model on `device` in the steps start..stop-1, counted from 0.
 
         tracker = AttentionTracker(model, HSTUAttention, device=device, start=10, stop=20, flops=attention_flops)
         for batch in balancer:
@@ -176,12 +178,8 @@ class AttentionTracker:
     arguments in place, nor its caller the outputs. In a compiled model, track modules that are not compiled.
 
     Args:
-        model: has the layers among its modules.
         layers: a type of module, several of them, or a pattern of names in which * stands for anything, such as
             `encoder.layers.*.attention`.
-        device: where the layers run.
-        start: first step of the interval.
-        stop: step after the last one.
         flops: FLOPs of a call, from the layer and its arguments by the names of the parameters of its `forward`,
             however they were passed; counts may be scalars on the device. None: there are only times.
         peak_flops: FLOP/s of the device; see `device_peaks`. None: there is no MFU.
@@ -249,9 +247,7 @@ class AttentionTracker:
 
     def _attach(self) -> None:
         for name, module in self._layers.items():
-            hooks = _LayerHooks(module, self._clock, self._flops, self._calls[name])
-            self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
+            self._handles += _attach_hooks(module, self._clock, self._flops, self._calls[name])
 
     def _timing(self, name: str, calls: Sequence[_Call]) -> LayerTiming:
         forward = [call for call in calls if call.is_forward]
@@ -277,12 +273,7 @@ class AttentionTracker:
 
 def gather_timings(timings: Sequence[LayerTiming], *, group: Group | None = None) -> list[LayerTiming]:
     """Return the rows of all ranks of the group, in their order. Collective: every rank must call this."""
-    process_group = process_group_of(group)
-    if process_group is None:
-        return list(timings)
-    gathered: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(gathered, list(timings), group=process_group)
-    return [timing for of_rank in gathered for timing in of_rank]
+    return list(chain.from_iterable(gather_checked({}, list(timings), process_group_of(group))))
 
 
 def _tflops(flops: int, milliseconds: float) -> float:

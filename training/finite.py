@@ -4,13 +4,14 @@ A rank that raised alone would leave the others waiting for its gradients. So in
 side stream, which each of them reads in the next step, while the GPU runs the next forward.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from evenrank.core.errors import RankError
+from evenrank.dataloader.balance.ranks.consistency import gather_checked
 from evenrank.dataloader.balance.ranks.process_group import Group, process_group_of
 from evenrank.dataloader.batches.batch import JaggedBatch
 
@@ -60,15 +61,8 @@ class FiniteCheck:
         losses = loss_sums.clone()
         ids = sample_ids[: batch.num_real].clone() if isinstance(sample_ids, Tensor) else None
         is_set, is_copied = self._reduce((~losses.isfinite()).any().to(torch.int32))
-        self._pending = _Pending(
-            is_set=is_set,
-            is_copied=is_copied,
-            rank=self._rank,
-            losses=losses,
-            sample_ids=ids,
-            num_samples=batch.num_real,
-            place=f"epoch {batch.epoch}, step {batch.step}",
-        )
+        place = f"rank {self._rank} in epoch {batch.epoch}, step {batch.step}"
+        self._pending = _Pending(is_set, is_copied, losses, ids, batch.num_real, place)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -80,10 +74,7 @@ class FiniteCheck:
             pending.is_copied.synchronize()
         if not pending.is_set.item():
             return
-        reports = [pending.report()]
-        if self._group is not None:
-            reports *= self._group.size()
-            dist.all_gather_object(reports, reports[0], self._group)
+        reports = gather_checked({}, pending.report(), self._group)
         first, *others = [report for report in reports if report is not None]
         also = f"; it is one of {1 + len(others)} such ranks" if others else ""
         raise RankError(
@@ -109,17 +100,15 @@ class FiniteCheck:
             return on_host, None if stream is None else stream.record_event()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A step of this rank whose flag has not been read."""
 
     is_set: Tensor  # int32 scalar in host memory: 1 if the loss of some rank is not finite
     is_copied: torch.cuda.Event | None  # after which that is valid; None: at once
-    rank: int  # in the job
     losses: Tensor
     sample_ids: Tensor | None  # without padding; None if batches have none
     num_samples: int
-    place: str  # epoch and step
+    place: str  # rank in the job, epoch and step
 
     def report(self) -> str | None:
         """Describe this rank's loss unless it is finite; synchronizes with the device."""
@@ -135,4 +124,4 @@ class _Pending:
             ids = self.sample_ids.tolist()
             more = f" and {len(ids) - _MAX_NAMED} more" if len(ids) > _MAX_NAMED else ""
             samples = f"its samples are {', '.join(map(str, ids[:_MAX_NAMED])) or 'none'}{more}"
-        return f"the loss of rank {self.rank} in {self.place} is {losses}; {samples}"
+        return f"the loss of {self.place} is {losses}; {samples}"

@@ -110,8 +110,6 @@ def hstu_flops(
     Args:
         hidden: width of the residual stream.
         heads: attention heads of a layer; of this rank, if they are distributed in tensor parallelism.
-        head_dim: width of a head.
-        layers: number of layers.
         embedding: widths of the MLP between embedding and first layer, such as (128, 256, 256).
         head: widths of the MLP of a prediction, such as (256, 512, tasks), or (hidden, scored items) for a sampled
             softmax with negatives of its own for each prediction.
@@ -155,9 +153,9 @@ def hstu_pairs(history: Tensor, contextual: Tensor, candidates: Tensor) -> Tenso
 
 
 def hstu_work(history: Tensor, contextual: Tensor, candidates: Tensor, *, predictions: Count) -> Work:
-    """Return the work of an HSTU model on samples of these lengths, without waiting for their device.
+    """Return the work of an HSTU model on samples of the lengths of `hstu_pairs`, without waiting for their device.
 
-    The lengths are those of `hstu_pairs`; `predictions` are `batch.loss_tokens` for most models.
+    `predictions` are `batch.loss_tokens` for most models.
     """
     pairs = hstu_pairs(history, contextual, candidates).sum()
     return Work(tokens=(history + candidates).long().sum(), pairs=pairs, predictions=predictions)
@@ -175,10 +173,8 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
     Contextual tokens attend to the whole history, unless it has loss tokens: in retrieval, and with labels of the
     history, they would reveal its future, so they attend only to earlier ones.
 
-    Args:
-        batch: of any loader, balanced or not.
-        interleave_actions: each action is a token of its own after its item; see `HSTUCost`.
-        contextual: keys whose values are tokens in front of the history.
+    With `interleave_actions`, each action is a token of its own after its item; see `HSTUCost`. The values of the keys
+    `contextual` are tokens in front of the history.
     """
     items, candidates = _lengths(batch, ITEM_ID), batch.num_candidates
     history = items - candidates
@@ -187,9 +183,7 @@ def batch_work(batch: SequenceBatch, *, interleave_actions: bool, contextual: Se
         candidate_actions = (actions - history).clamp(min=0).minimum(candidates)
         history = history + actions - candidate_actions
         candidates = candidates + candidate_actions
-    front = items.new_zeros(items.shape)
-    for key in contextual:
-        front = front + _lengths(batch, key)
+    front = sum((_lengths(batch, key) for key in contextual), torch.zeros_like(items))
     if batch.labels is None:  # retrieval: each item is predicted
         sees_history = torch.zeros_like(front)
     else:

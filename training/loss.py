@@ -38,9 +38,8 @@ def scale_loss(loss_sums: Tensor, batch: JaggedBatch, *, dp_size: int | None = N
     It never synchronizes with a GPU. Where torch.fx traces, as in TorchRec's pipelines, it is one node of the graph.
 
     Args:
-        loss_sums: a scalar for one task, [tasks] for several: the sums (not the means) of the loss over this rank's
-            loss tokens.
-        batch: the batch that they were computed on, from a Balancer.
+        loss_sums: a scalar for one task, [tasks] for several: the sums (not the means) of the loss over the loss tokens
+            of this rank's batch.
         dp_size: number of data-parallel ranks whose gradients are averaged; None: the ranks of the Balancer's group.
 
     Raises:
@@ -110,13 +109,12 @@ def accumulate(
     Iterating is collective: every rank of the group must do it.
 
     Args:
-        batches: of this rank, from a Balancer.
         num_steps: batches of an optimizer step, the same on all ranks.
         task_tokens: returns the loss tokens of each task in this rank's batch: integers [tasks] on the device that
             trains, equally many on all ranks. It must not synchronize: `(batch.targets >= 0).sum(dim=0)`, where
             missing ones and the fill of padding rows are negative. None: each loss token counts for all tasks.
-        group: the data-parallel ranks of the Balancer; None: the default process group or, without one, this process
-            alone.
+        group: the data-parallel ranks, as a process group or a device mesh of one dimension such as `mesh["dp"]`; None:
+            the default process group or, without one, this process alone.
 
     Raises:
         ConfigError: batches are not from a Balancer, or `task_tokens` returns something else.
@@ -124,34 +122,30 @@ def accumulate(
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
-    return _optimizer_steps(batches, num_steps, task_tokens, process_group_of(group))
+    process_group = process_group_of(group)
 
+    def optimizer_steps() -> Iterator[list[Batch]]:
+        # A rank that pulls another number of batches waits in the Balancer for the others, and they for its gradients.
+        settings = {"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}
+        gather_checked(settings, None, process_group)
+        is_first, iterator = True, iter(batches)
+        while pulled := list(islice(iterator, num_steps)):
+            world_loss_tokens = 0
+            for batch in pulled:
+                if batch.world_loss_tokens is None:
+                    raise ConfigError("a batch has no world_loss_tokens; pass a Balancer instead of the loader")
+                world_loss_tokens += batch.world_loss_tokens
+            counts = None
+            if task_tokens is not None:
+                counts = torch.stack([_checked_counts(task_tokens(batch)) for batch in pulled]).sum(dim=0)
+                if is_first:
+                    gather_checked({"the shape of task_tokens": list(counts.shape)}, None, process_group)
+                    is_first = False
+                if process_group is not None:
+                    dist.all_reduce(counts, group=process_group)
+            yield [batch.replace(world_loss_tokens=world_loss_tokens, world_task_tokens=counts) for batch in pulled]
 
-def _optimizer_steps(
-    batches: Iterable[Batch],
-    num_steps: int,
-    task_tokens: Callable[[Batch], Tensor] | None,
-    group: dist.ProcessGroup | None,
-) -> Iterator[list[Batch]]:
-    # A rank that pulls another number of batches waits in the Balancer for the others, and they for its gradients.
-    settings = {"num_steps": num_steps, "task_tokens": "None" if task_tokens is None else "given"}
-    gather_checked(settings, None, group)
-    is_first, iterator = True, iter(batches)
-    while pulled := list(islice(iterator, num_steps)):
-        world_loss_tokens = 0
-        for batch in pulled:
-            if batch.world_loss_tokens is None:
-                raise ConfigError("a batch has no world_loss_tokens; pass a Balancer instead of the loader")
-            world_loss_tokens += batch.world_loss_tokens
-        counts = None
-        if task_tokens is not None:
-            counts = torch.stack([_checked_counts(task_tokens(batch)) for batch in pulled]).sum(dim=0)
-            if is_first:
-                gather_checked({"the shape of task_tokens": list(counts.shape)}, None, group)
-                is_first = False
-            if group is not None:
-                dist.all_reduce(counts, group=group)
-        yield [batch.replace(world_loss_tokens=world_loss_tokens, world_task_tokens=counts) for batch in pulled]
+    return optimizer_steps()
 
 
 def _checked_counts(tokens: Any) -> Tensor:
@@ -181,8 +175,7 @@ class LossAverage:
 
     Args:
         num_tasks: entries of the loss sums, the same on all ranks.
-        group: the data-parallel ranks, as a process group or a device mesh of one dimension such as `mesh["dp"]`; None:
-            the default process group or, without one, this process alone.
+        group: as for `accumulate`.
         device: where losses are added up; over NCCL, this rank's GPU.
     """
 

@@ -26,8 +26,7 @@ class BinaryAUC:
 
     Args:
         num_tasks: columns of the scores.
-        group: the data-parallel ranks, as a process group or a device mesh of one dimension; None: the default process
-            group or, without one, this process alone.
+        group: the data-parallel ranks, as for `accumulate`.
         device: where samples are kept and compared; over NCCL, this rank's GPU. `update` synchronizes only if its
             arguments are on another one.
     """

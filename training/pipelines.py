@@ -54,14 +54,14 @@ class PipelineForward(Generic[Batch]):
     def __call__(self, batch: Batch) -> tuple[Tensor, PipelineStep[Batch]]:
         """Return the loss and the pipeline's result for a batch."""
         output = self._model(batch)
-        if self._loss is None:
-            if not isinstance(output, tuple | list) or len(output) != 2:
-                raise ConfigError(
-                    f"the model returned {type(output).__name__} instead of (loss, output); pass loss= to make_pipeline"
-                )
+        if self._loss is not None:
+            loss = self._loss(output, batch)
+        elif isinstance(output, tuple | list) and len(output) == 2:
             loss, output = output
         else:
-            loss = self._loss(output, batch)
+            raise ConfigError(
+                f"the model returned {type(output).__name__} instead of (loss, output); pass loss= to make_pipeline"
+            )
         return loss, PipelineStep(batch=batch, loss=loss.detach(), output=output)
 
 
@@ -101,10 +101,8 @@ def make_pipeline(
 
     Args:
         name: `none`, `sparse-dist`, `prefetch` (on CUDA only), or one of your own (`register_pipeline`).
-        model: called with each batch. For `sparse-dist` and `prefetch`, a DistributedModelParallel whose forward
-            torch.fx can trace: it passes fields of the batch to sharded modules, and leaves the rest to other modules.
-        optimizer: steps after each batch.
-        device: where the model is.
+        model: on `device`. For `sparse-dist` and `prefetch`, a DistributedModelParallel whose forward torch.fx can
+            trace: it passes fields of the batch to sharded modules, and leaves the rest to other modules.
         loss: from the model's output and the batch to a scalar, such as `lambda output, batch: scale_loss(output[0],
             batch).sum()`; None: the model returns (loss, output).
 
@@ -160,17 +158,12 @@ class _RewritesModel(Protocol):
     def attach(self) -> None: ...  # lets the next `progress` replace it again
 
 
-@register_pipeline("none")
-def _base(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
-) -> Pipeline[Any]:
-    # It uses only `training` and the call of the model, and takes no `custom_model_fwd`.
-    return cast(Pipeline[Any], TrainPipelineBase(cast(nn.Module, forward), optimizer, device))
-
-
-def _work_ahead(
+def _torchrec_pipeline(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, forward: PipelineForward[Any]
 ) -> Pipeline[Any]:
+    if name == "none":
+        # It uses only `training` and the call of the model, and takes no `custom_model_fwd`.
+        return cast(Pipeline[Any], TrainPipelineBase(cast(nn.Module, forward), optimizer, device))
     if name == "prefetch" and device.type != "cuda":
         raise ConfigError(f"the pipeline 'prefetch' needs a CUDA device, got {device}; use 'sparse-dist' or 'none'")
     if not any(isinstance(module, ShardedModule) for module in model.modules()):
@@ -179,5 +172,5 @@ def _work_ahead(
     return cast(Pipeline[Any], make(model, optimizer, device, custom_model_fwd=forward, pipeline_postproc=True))
 
 
-for _name in ("sparse-dist", "prefetch"):
-    register_pipeline(_name)(partial(_work_ahead, _name))
+for _name in ("none", "sparse-dist", "prefetch"):
+    register_pipeline(_name)(partial(_torchrec_pipeline, _name))

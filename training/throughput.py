@@ -64,11 +64,10 @@ class ThroughputMeter:
 
     Args:
         flops: of the model, on one rank.
-        every: steps of an interval, the same on all ranks.
+        every: the same on all ranks.
         device: where the counts of `step` are or are copied to, and the group reduces them.
         peak_flops: FLOP/s of one GPU in the model's dtype; see `device_peaks`. None: there is no MFU.
         group: the data-parallel ranks; None: the default process group or, without one, this process alone.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -160,8 +159,7 @@ class DevicePeaks:
             torch.float8_e4m3fn: self.fp8,
             torch.float8_e5m2: self.fp8,
         }
-        peak = peaks.get(dtype)
-        if peak is None:
+        if (peak := peaks.get(dtype)) is None:
             kind = "TF32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
             raise ConfigError(f"no peak is known for {kind} on this device ({self.source}); pass it in FLOP/s")
         return peak
@@ -238,10 +236,10 @@ def peaks_by_name(name: str) -> DevicePeaks | None:
         if re.fullmatch(pattern, bare):
             return DevicePeaks(
                 fp32=fp32 * 1e12,
-                tf32=None if tf32 is None else tf32 * 1e12,
+                tf32=tf32 and tf32 * 1e12,
                 fp16=fp16 * 1e12,
-                bf16=None if tf32 is None else fp16 * 1e12,  # the same devices have both
-                fp8=None if fp8 is None else fp8 * 1e12,
+                bf16=tf32 and fp16 * 1e12,  # the same devices have both
+                fp8=fp8 and fp8 * 1e12,
                 bandwidth=gigabytes * 1e9,
                 source=source,
             )
@@ -253,11 +251,7 @@ def computed_peaks(
 ) -> DevicePeaks:
     """Compute the peaks of an NVIDIA device: operations per clock and multiprocessor, times both.
 
-    Args:
-        capability: compute capability, such as (9, 0).
-        multiprocessors: number of multiprocessors.
-        clock: of the multiprocessors, in Hz.
-        bandwidth: of its memory, in bytes per second, if it is known.
+    `capability` is such as (9, 0), the `clock` in Hz, and the `bandwidth` of the memory in bytes per second.
 
     Raises:
         ConfigError: nothing is known of this capability.
@@ -289,8 +283,7 @@ def device_peaks(device: torch.device | str | int | None = None) -> DevicePeaks:
     if isinstance(device, str | torch.device) and torch.device(device).type != "cuda":
         raise ConfigError(f"no peaks are known of the device {device}; pass a CUDA device, or its peak in FLOP/s")
     properties = torch.cuda.get_device_properties(device)
-    known = peaks_by_name(properties.name)
-    if known is not None:
+    if (known := peaks_by_name(properties.name)) is not None:
         return known
     clock = getattr(properties, "clock_rate", None)  # kHz; not in all versions of PyTorch, nor on all platforms
     if torch.version.hip or not clock:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self, TextIO
+from typing import TextIO
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -41,7 +41,6 @@ class Arrivals:
         """Publish the heartbeats of this rank, if there are new ones."""
         if (shared := self._shared) is None or count == self._published:
             return
-        # The store is lost with the process that serves it.
         try:
             if self._store is None:
                 # A connection of its own: training may wait in the other one, which serves one thread at a time.
@@ -49,7 +48,7 @@ class Arrivals:
             store = self._store
             within(STORE_TIMEOUT, lambda: store.set(str(self.rank), str(count)))
             self._published = count
-        except RuntimeError:
+        except RuntimeError:  # the store is lost with the process that serves it
             self._shared = self._store = None
 
     def line(self, count: int) -> str | None:
@@ -71,11 +70,11 @@ def arrivals_line(counts: Sequence[int]) -> str:
     if not behind:
         return f"all {len(counts)} ranks have arrived at heartbeat {latest:,}"
     more = f" and {len(behind) - _NAMED_RANKS} more" if len(behind) > _NAMED_RANKS else ""
-    named = ", ".join(behind[:_NAMED_RANKS]) + more
-    return f"{len(behind)} of {len(counts)} ranks have not arrived at heartbeat {latest:,}: {named}"
+    named = ", ".join(behind[:_NAMED_RANKS])
+    return f"{len(behind)} of {len(counts)} ranks have not arrived at heartbeat {latest:,}: {named}{more}"
 
 
-class StallWatch:
+class StallWatch(contextlib.AbstractContextManager["StallWatch"]):
     """Reports the stacks of a process and the ranks that others wait for when heartbeats stop.
 
         with StallWatch(seconds=300) as watch:
@@ -133,9 +132,6 @@ class StallWatch:
             # It may be waiting for a store whose server is lost; it is a daemon, so it ends with the process.
             self._thread.join(timeout=2 * _PERIOD)
             self._thread = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,7 +1,7 @@
 """Read and summarize the log that `JsonLines` writes. Needs no torch: logs are read on machines without GPUs too."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,10 +42,9 @@ def read_json_lines(path: Path) -> BalanceLog:
 def describe_log(records: Sequence[LogRecord]) -> str:
     """Return the numbers of steps and ranks; several numbers of ranks if the job was resumed on another number."""
     steps = int(cumulative_steps(records)[-1])
-    counts = [len(record.before) for record in records]
-    distinct_counts = [counts[0], *(count for previous, count in pairwise(counts) if count != previous)]
-    ranks = ", then ".join(f"{count:,}" for count in distinct_counts)
-    return f"{steps:,} step{'s' * (steps != 1)} on {ranks} rank{'s' * (distinct_counts[-1] != 1)}"
+    counts = [count for count, _ in groupby(len(record.before) for record in records)]
+    ranks = ", then ".join(f"{count:,}" for count in counts)
+    return f"{steps:,} step{'s' * (steps != 1)} on {ranks} rank{'s' * (counts[-1] != 1)}"
 
 
 def cumulative_steps(records: Sequence[LogRecord]) -> NDArray[np.float64]:

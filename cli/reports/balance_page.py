@@ -1,26 +1,26 @@
-"""A log of balancing metrics as one self-contained HTML page."""
+"""A log of balancing metrics as one self-contained HTML page, and its plots."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from markupsafe import Markup
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
 
-from evenrank.cli.reports import balance_plots
-from evenrank.cli.reports.balance_log import describe_log, typical_record
-from evenrank.cli.reports.html_page import render_template
+from evenrank.cli.reports import render_template, svg
+from evenrank.cli.reports.balance_log import column, cumulative_steps, describe_log, typical_record
 from evenrank.dataloader.balance.log_schema import LogRecord
 from evenrank.dataloader.balance.metrics import MetricsSummary, combine
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")
-
-
-class Tile(NamedTuple):
-    """A number with its unit in large print, its label above, and its scope below."""
-
-    label: str
-    value: str
-    caption: str
+MAX_POINTS = 300  # of a curve: about as many dots as the plots are wide
+MAX_BARS = 64  # ranks
+_MILLISECONDS = 1e3
+_OUTLIER_FACTOR = 5  # times above this multiple of the 98th percentile would flatten the plot
+_BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+_BEFORE, _AFTER = "before balancing", "after balancing"
 
 
 def render_page(records: Sequence[LogRecord], *, name: str) -> str:
@@ -32,15 +32,15 @@ def render_page(records: Sequence[LogRecord], *, name: str) -> str:
         headline=headline(records, summary),
         tiles=tiles(summary),
         records=records,
-        records_per_point=balance_plots.records_per_point(len(records)),
+        records_per_point=records_per_point(len(records)),
         typical=typical,
-        has_many_ranks=len(typical.before) > balance_plots.MAX_BARS,
+        has_many_ranks=len(typical.before) > MAX_BARS,
         moved_rows=moved_rows(summary),
-        ratio_svg=Markup(balance_plots.ratio_svg(records)),
-        loads_svg=Markup(balance_plots.loads_svg(typical)),
-        moved_svg=Markup(balance_plots.moved_svg(records)) if summary.moved_bytes else None,
-        background_svg=Markup(balance_plots.times_svg(records, _BACKGROUND)),
-        exposed_svg=Markup(balance_plots.times_svg(records, _EXPOSED)),
+        ratio_svg=ratio_svg(records),
+        loads_svg=loads_svg(typical),
+        moved_svg=moved_svg(records) if summary.moved_bytes else None,
+        background_svg=times_svg(records, _BACKGROUND),
+        exposed_svg=times_svg(records, _EXPOSED),
     )
 
 
@@ -60,34 +60,135 @@ def headline(records: Sequence[LogRecord], summary: MetricsSummary) -> str:
 
 def moved_rows(summary: MetricsSummary) -> list[tuple[str, str, str, str]]:
     """Return the rows of a table: a quantity, its amount per step, the amount that moves, and the share that moves."""
-    rows: list[tuple[str, str, str, str]] = []
-    for quantity, total, share in (
-        ("samples", summary.samples, summary.moved_samples),
-        ("tokens", summary.tokens, summary.moved_tokens),
-    ):
-        rows.append((quantity, f"{total:,.0f}", f"{total * share:,.0f}", _percent(share)))
-    total_bytes, moved_bytes = map(balance_plots.format_bytes, (summary.sample_bytes, summary.moved_bytes))
+    counts = (("samples", summary.samples, summary.moved_samples), ("tokens", summary.tokens, summary.moved_tokens))
+    rows = [(quantity, f"{total:,.0f}", f"{total * share:,.0f}", _percent(share)) for quantity, total, share in counts]
+    total_bytes, moved_bytes = map(format_bytes, (summary.sample_bytes, summary.moved_bytes))
     return [*rows, ("bytes", total_bytes, moved_bytes, _percent(summary.moved_bytes / (summary.sample_bytes or 1)))]
 
 
-def tiles(summary: MetricsSummary) -> list[Tile]:
-    """Return the most important numbers."""
+def tiles(summary: MetricsSummary) -> list[tuple[str, str, str]]:
+    """Return the most important numbers, with their units: label, number, and scope."""
     background, exposed = (
         f"{1e3 * sum(getattr(summary, field) for field in fields):,.2f} ms" for fields in (_BACKGROUND, _EXPOSED)
     )
     ratio = "heaviest rank / lower bound"
-    moved_bytes = balance_plots.format_bytes(summary.moved_bytes)
+    moved_bytes = format_bytes(summary.moved_bytes)
     return [
-        Tile("Load before balancing", f"{summary.ratio_before:.3f}", ratio),
-        Tile("Load after balancing", f"{summary.ratio_after:.3f}", ratio),
-        Tile("Worst step after balancing", f"{summary.worst_after:.3f}", ratio),
-        Tile("Expected speed-up", f"{summary.speedup:.2f}x", "by the cost model"),
-        Tile("Tokens moved", _percent(summary.moved_tokens), "trained on another rank"),
-        Tile("Bytes moved", moved_bytes, "per step, all ranks together"),
-        Tile("In the background", background, "per step, gather and plan"),
-        Tile("Exposed", exposed, "per step, on the training thread"),
+        ("Load before balancing", f"{summary.ratio_before:.3f}", ratio),
+        ("Load after balancing", f"{summary.ratio_after:.3f}", ratio),
+        ("Worst step after balancing", f"{summary.worst_after:.3f}", ratio),
+        ("Expected speed-up", f"{summary.speedup:.2f}x", "by the cost model"),
+        ("Tokens moved", _percent(summary.moved_tokens), "trained on another rank"),
+        ("Bytes moved", moved_bytes, "per step, all ranks together"),
+        ("In the background", background, "per step, gather and plan"),
+        ("Exposed", exposed, "per step, on the training thread"),
     ]
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}\N{NO-BREAK SPACE}%"
+
+
+class Curve(NamedTuple):
+    """Values of a log, float64 [points] each; a point stands for consecutive records, and has the steps of the last."""
+
+    steps: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    minimum: NDArray[np.float64]
+    maximum: NDArray[np.float64]
+
+
+def records_per_point(num_records: int) -> int:
+    """Return how many consecutive records make one point of a curve."""
+    return -(-num_records // MAX_POINTS)
+
+
+def downsample(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve:
+    """Make one point of every `records_per_point` records; the last point may have fewer."""
+    starts = np.arange(0, len(values), records_per_point(len(values)))
+    counts = np.diff([*starts, len(values)])
+    return Curve(
+        steps=steps[starts + counts - 1],
+        mean=np.add.reduceat(values, starts) / counts,
+        minimum=np.minimum.reduceat(values, starts),
+        maximum=np.maximum.reduceat(values, starts),
+    )
+
+
+@svg.plot()
+def ratio_svg(axes: Axes, records: Sequence[LogRecord]) -> None:
+    """Draw the load of the heaviest rank over the lower bound, before and after balancing, over the steps."""
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
+    _draw(axes, records, "ratio_before", colour=svg.GREY, label=_BEFORE)
+    _draw(axes, records, "ratio_after", colour=svg.BLUE, label=_AFTER)
+    axes.set_ylabel("heaviest rank / lower bound")
+    svg.legend_above(axes)
+
+
+@svg.plot()
+def loads_svg(axes: Axes, record: LogRecord) -> None:
+    """Draw the load of each rank in the last step of a record: as bars or, of many ranks, lines of sorted loads."""
+    bound = max(record.lower_bound, 1)
+    before, after = record.before / bound, record.after / bound
+    ranks = np.arange(len(before))
+    if len(ranks) > MAX_BARS:
+        for loads, colour, label in ((before, svg.GREY, _BEFORE), (after, svg.BLUE, _AFTER)):
+            axes.plot(ranks, np.sort(loads)[::-1], color=colour, linewidth=1.8, label=label)
+        axes.set_xlabel("ranks, heaviest first")
+    else:
+        axes.bar(ranks, before, 0.86, color=svg.GREY, alpha=0.6, label=_BEFORE)
+        axes.bar(ranks, after, 0.46, color=svg.BLUE, label=_AFTER)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("rank")
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.set(ylim=(0, None), ylabel="load / lower bound")
+    svg.legend_above(axes)
+
+
+@svg.plot()
+def moved_svg(axes: Axes, records: Sequence[LogRecord]) -> None:
+    """Draw the bytes that move to another rank in a step."""
+    unit, unit_bytes = _byte_unit(float(column(records, "moved_bytes").max()))
+    _draw(axes, records, "moved_bytes", colour=svg.GREEN, scale=1 / unit_bytes)
+    axes.set(ylim=(0, None), ylabel=f"moved per step ({unit})")
+
+
+@svg.plot()
+def times_svg(axes: Axes, records: Sequence[LogRecord], fields: Sequence[str]) -> None:
+    """Draw two times of a step, such as `gather_seconds`; few that are far longer, as of a first step, are cut off."""
+    for field, colour in zip(fields, (svg.ORANGE, svg.BLUE), strict=True):
+        _draw(axes, records, field, colour=colour, scale=_MILLISECONDS, label=field.removesuffix("_seconds"))
+    axes.set_ylim(bottom=0)
+    times = np.concatenate([column(records, field) for field in fields]) * _MILLISECONDS
+    longest, percentile_98 = float(times.max()), float(np.percentile(times, 98))
+    if longest > _OUTLIER_FACTOR * percentile_98 > 0:
+        axes.set_ylim(top=2 * percentile_98)
+        axes.text(1, 1.03, f"cut off: up to {longest:,.1f} ms", transform=axes.transAxes, ha="right", fontsize=8)
+    axes.set_ylabel("ms per step")
+    svg.legend_above(axes)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return 1,500,000 as 1.5 MB."""
+    unit, unit_bytes = _byte_unit(num_bytes)
+    return f"{num_bytes / unit_bytes:,.1f} {unit}" if unit_bytes > 1 else f"{num_bytes:.0f} bytes"
+
+
+def _byte_unit(num_bytes: float) -> tuple[str, float]:
+    """Return the name and the size of the largest unit that is not above `num_bytes`."""
+    return next((unit for unit in _BYTE_UNITS if num_bytes >= unit[1]), _BYTE_UNITS[-1])
+
+
+def _draw(
+    axes: Axes, records: Sequence[LogRecord], field: str, *, colour: str, scale: float = 1.0, label: str | None = None
+) -> None:
+    """Draw a field over the steps: the mean of each point's records, and a band from their minimum to their maximum."""
+    curve = downsample(cumulative_steps(records), column(records, field) * scale)
+    marker = "o" if len(curve.steps) == 1 else None  # a line through one point is invisible
+    if records_per_point(len(records)) > 1:
+        axes.fill_between(curve.steps, curve.minimum, curve.maximum, color=colour, alpha=0.22, linewidth=0)
+    axes.plot(curve.steps, curve.mean, color=colour, linewidth=1.5, marker=marker, label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.xaxis.set_major_formatter(FuncFormatter(svg.compact))
+    axes.set_xlabel("steps")

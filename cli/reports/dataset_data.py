@@ -1,6 +1,10 @@
-"""The numbers of a dataset's report: functions of stores, whose memory grows with items and rows, not with events."""
+"""The numbers of a dataset's report: functions of stores, whose memory grows with items and rows, not with events.
 
-from collections.abc import Iterator, Mapping, Sequence
+Routing is counted for a table that stock TorchRec shards by rows, so that each rank has a range of them: the rank of an
+id is the one that has its row after a `KeyMap` of the mode has renumbered the rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,12 +12,16 @@ from numpy.typing import NDArray
 
 from evenrank.cli.simulation import LengthSource, simulate
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, HSTUCost
+from evenrank.dataloader.routing import MODES, KeyMap
+from evenrank.dataloader.routing.modes import rows_per_rank
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore
 
 _CHUNK = 1 << 22  # elements
 _LARGEST_TABLE = 1 << 25  # ids below this are counted in a table, larger ones by sorting
 _BINS_PER_DOUBLING = 3
+_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of routing
+_MAX_ROWS = 1 << 62  # of a KeyMap
 
 DAY_MS = 86_400_000
 _MAX_BINS = 120  # as many bars as can be told apart on a phone
@@ -33,23 +41,18 @@ _BIN_WIDTHS: Mapping[str, int] = {
 class LengthHistogram:
     """The distribution of history lengths, on a logarithmic axis."""
 
-    edges: NDArray[np.int64]
-    """[bins + 1]: bin i counts lengths edges[i] to edges[i + 1] - 1."""
-    density: Mapping[str, NDArray[np.float64]]
-    """Per split, [bins]: share of its rows per doubling of the length."""
-    empty: Mapping[str, int]
-    """Per split: rows without events, which a logarithmic axis cannot show."""
+    edges: NDArray[np.int64]  # [bins + 1]: bin i counts lengths edges[i] to edges[i + 1] - 1
+    density: Mapping[str, NDArray[np.float64]]  # per split, [bins]: share of its rows per doubling of the length
+    empty: Mapping[str, int]  # per split: rows without events, which a logarithmic axis cannot show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """The number of events in consecutive bins of equal duration."""
 
-    start_ms: int
-    """Milliseconds since 1970."""
+    start_ms: int  # milliseconds since 1970
     width_ms: int
-    unit: str
-    """Name of the bins' duration, such as `day`."""
+    unit: str  # name of the bins' duration, such as `day`
     counts: NDArray[np.int64]
 
 
@@ -58,12 +61,9 @@ class ContextValues:
     """The values of a contextual feature."""
 
     feature: str
-    rows: int
-    """Of all splits."""
-    values: tuple[tuple[str | None, int], ...]
-    """Label (None for missing) and number of rows of the most frequent values, most frequent first."""
-    other_values: int
-    """Number of further values."""
+    rows: int  # of all splits
+    values: tuple[tuple[str | None, int], ...]  # label (None for missing) and rows of each, most frequent first
+    other_values: int  # number of further values
     other_rows: int
 
 
@@ -72,10 +72,20 @@ class Gain:
     """The expected effect of each balancing strategy on one number of ranks; see `MetricsSummary`."""
 
     ranks: int
-    repeated: bool
-    """The split has fewer rows than a step needs, so rows were drawn with replacement."""
+    repeated: bool  # the split has fewer rows than a step needs, so rows were drawn with replacement
     ratios: Mapping[str, float]
     speedups: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingLoads:
+    """The load of the busiest rank over the mean of all ranks, for each of `ranks`, the numbers of ranks."""
+
+    num_embeddings: int
+    ranks: Sequence[int]
+    ids: Mapping[str, Sequence[float]]  # per mode, where load is the number of distinct ids that occur
+    lookups: Mapping[str, Sequence[float]]  # per mode, where load is the number of events
+    most_frequent: Sequence[float]  # events of the most frequent id over the mean of the ranks, a bound of `lookups`
 
 
 def top_share(counts: NDArray[np.int64], share_of_items: float) -> tuple[int, float]:
@@ -165,6 +175,50 @@ def balancing_gains(
         repeated = source.repeats_rows(world_size * batch_size)
         gains.append(Gain(ranks=world_size, repeated=repeated, ratios=ratios, speedups=speedups))
     return tuple(gains)
+
+
+def routing_loads(
+    ids: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    num_embeddings: int,
+    *,
+    ranks: Sequence[int] = _RANKS,
+    on_ranks: Callable[[int], None] = lambda world_size: None,
+) -> RoutingLoads | None:
+    """Count the distinct ids and the events of each rank, in each mode.
+
+    `ids` [n] are distinct, with `counts` [n] events each; `on_ranks` is called with each number of ranks before
+    counting. None if there are no ids, or more than 2^62 embeddings: ids that are hashes index no table.
+    """
+    if not len(ids) or num_embeddings > _MAX_ROWS:
+        return None
+    id_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
+    lookup_ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for world_size in ranks:
+        on_ranks(world_size)
+        for mode in MODES:
+            loads = _loads(ids, counts, KeyMap(num_embeddings=num_embeddings, world_size=world_size, mode=mode))
+            for ratios, load in zip((id_ratios, lookup_ratios), loads, strict=True):
+                ratios[mode].append(float(load.max() / load.mean()))
+    largest_share = int(counts.max()) / int(counts.sum())
+    return RoutingLoads(
+        num_embeddings=num_embeddings,
+        ranks=ranks,
+        ids=id_ratios,
+        lookups=lookup_ratios,
+        most_frequent=[largest_share * world_size for world_size in ranks],
+    )
+
+
+def _loads(ids: NDArray[np.int64], counts: NDArray[np.int64], key_map: KeyMap) -> NDArray[np.float64]:
+    """Return the distinct ids of each rank, and its events: [2, world size]."""
+    range_rows = rows_per_rank(key_map.num_embeddings, key_map.world_size)
+    loads = np.zeros((2, key_map.world_size))
+    for keys, events in zip(_chunks([ids]), _chunks([counts]), strict=True):
+        owners = key_map(keys) // range_rows
+        loads[0] += np.bincount(owners, minlength=key_map.world_size)
+        loads[1] += np.bincount(owners, weights=events, minlength=key_map.world_size)
+    return loads
 
 
 def count_values(columns: Sequence[NDArray[np.integer]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,36 +1,33 @@
-"""The report of a dataset as one self-contained HTML page."""
+"""The report of a dataset as one self-contained HTML page, and its plots."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import cycle
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
 
-from evenrank.cli.reports import dataset_plots
-from evenrank.cli.reports.dataset_data import (
-    DAY_MS,
-    balancing_gains,
-    context_values,
-    count_items,
-    length_histogram,
-    timeline,
-    top_share,
-)
-from evenrank.cli.reports.html_page import render_template, to_text
-from evenrank.cli.reports.routing_loads import RoutingLoads, routing_loads
+from evenrank.cli.reports import dataset_data, render_template, svg, to_text
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore
 
 _TRAIN = "train"
 _AUDIT = "audit"  # the option under which a manifest keeps the counts of the split audit
 _TOP_SHARES = (0.01, 0.1)
+_COLOURS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.RED)
+# The years 2 to 9998: the calendars of Python and matplotlib end one year further out.
+_FIRST_DATE_MS, _LAST_DATE_MS = -62_104_060_800_000, 253_370_764_800_000
 
 
 class Report(NamedTuple):
     """The report of a dataset, and what it says about routing, if there are events and a table."""
 
     html: str
-    routing: RoutingLoads | None
+    routing: dataset_data.RoutingLoads | None
 
 
 def render_page(
@@ -40,29 +37,26 @@ def render_page(
     name: str,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Report:
-    """Return the report of a dataset with these stores, of every split; `name` is that of its folder.
-
-    Its plots are Markup: matplotlib escapes the only text of a user in them, the names of splits.
-    """
+    """Return the report of a dataset with these stores, of every split; `name` is that of its folder."""
     audit = manifest.options.get(_AUDIT)
     on_stage("counting items")
-    ids, counts = count_items(stores)
-    routing = routing_loads(
+    ids, counts = dataset_data.count_items(stores)
+    routing = dataset_data.routing_loads(
         ids,
         counts,
         manifest.vocabulary_sizes[ITEM_ID],
         on_ranks=lambda ranks: on_stage(f"spreading items over {ranks:,} ranks"),
     )
     on_stage("measuring histories")
-    histogram = length_histogram(stores)
+    histogram = dataset_data.length_histogram(stores)
     has_events = any(density.any() for density in histogram.density.values())
     by_popularity = np.sort(counts)[::-1]
     on_stage("counting context values")
-    context = [context_values(stores, feature) for feature in manifest.contextual]
+    context = [dataset_data.context_values(stores, feature) for feature in manifest.contextual]
     on_stage("counting events over time")
     time = _time(stores)
     on_stage("planning steps")
-    gains = balancing_gains(stores[_TRAIN].lengths) if _TRAIN in stores else ()
+    gains = dataset_data.balancing_gains(stores[_TRAIN].lengths) if _TRAIN in stores else ()
     html = render_template(
         "dataset.html.j2",
         manifest=manifest,
@@ -70,31 +64,31 @@ def render_page(
         percentiles=list(dict.fromkeys(key for split in manifest.splits.values() for key in split.lengths)),
         options={key: to_text(value) for key, value in manifest.options.items() if key != _AUDIT},
         audit=audit if isinstance(audit, dict) else {},
-        lengths_svg=Markup(dataset_plots.lengths_svg(histogram)) if has_events else None,
+        lengths_svg=lengths_svg(histogram) if has_events else None,
         empty_rows={split: rows for split, rows in histogram.empty.items() if rows},
         items=len(counts),
         items_once=int((counts == 1).sum()),
-        top_items=[(share, *top_share(by_popularity, share)) for share in _TOP_SHARES],
-        popularity_svg=Markup(dataset_plots.popularity_svg(by_popularity)) if len(counts) else None,
+        top_items=[(share, *dataset_data.top_share(by_popularity, share)) for share in _TOP_SHARES],
+        popularity_svg=popularity_svg(by_popularity) if len(counts) else None,
         **time,
         context=[feature for feature in context if feature.rows],
         gains=gains,
-        gains_svg=Markup(dataset_plots.gains_svg(gains)) if gains else None,
+        gains_svg=gains_svg(gains) if gains else None,
         routing=routing,
-        routing_ids_svg=Markup(dataset_plots.routing_svg(routing, "distinct ids")) if routing else None,
-        routing_lookups_svg=Markup(dataset_plots.routing_svg(routing, "lookups")) if routing else None,
+        routing_ids_svg=routing_svg(routing, "distinct ids") if routing else None,
+        routing_lookups_svg=routing_svg(routing, "lookups") if routing else None,
     )
     return Report(html, routing)
 
 
 def _time(stores: Mapping[str, SequenceStore]) -> dict[str, Any]:
-    if (line := timeline(stores)) is None:
+    if (line := dataset_data.timeline(stores)) is None:
         return {"timeline_svg": None, "timeline": None, "time_rows": {}}
     busiest = int(line.counts.argmax())
     times = [line.start_ms + line.width_ms * index for index in (0, len(line.counts), busiest)]
-    start, end, busiest_start = (dataset_plots.format_time(time, precise=line.width_ms < DAY_MS) for time in times)
+    start, end, busiest_start = (format_time(time, precise=line.width_ms < dataset_data.DAY_MS) for time in times)
     return {
-        "timeline_svg": Markup(dataset_plots.timeline_svg(line)),
+        "timeline_svg": timeline_svg(line),
         "timeline": line,
         "time_rows": {
             "from": start,
@@ -104,3 +98,98 @@ def _time(stores: Mapping[str, SequenceStore]) -> dict[str, Any]:
             f"events per {line.unit}, mean": float(line.counts.mean()),
         },
     }
+
+
+@svg.plot()
+def lengths_svg(axes: Axes, histogram: dataset_data.LengthHistogram) -> None:
+    """Draw the distribution of lengths of each split, on a logarithmic axis."""
+    filled_bins = np.flatnonzero(sum(histogram.density.values()))
+    for (name, density), colour in zip(histogram.density.items(), cycle(_COLOURS), strict=False):
+        if density.any():
+            axes.stairs(density, histogram.edges, color=colour, linewidth=1.6, label=name)
+            axes.stairs(density, histogram.edges, color=colour, fill=True, alpha=0.12)
+    axes.set_xscale("log")
+    axes.set_xlim(histogram.edges[filled_bins[0]], histogram.edges[filled_bins[-1] + 1])
+    svg.log_ticks(axes, "x")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="events per row", ylabel="rows per doubling of length")
+    svg.legend_above(axes)
+
+
+@svg.plot()
+def popularity_svg(axes: Axes, counts: NDArray[np.int64]) -> None:
+    """Draw the events of each item, most frequent first; both axes are logarithmic."""
+    ranks = np.unique(np.geomspace(1, len(counts), 400).astype(np.int64))
+    marker = "o" if len(ranks) == 1 else None  # a line through one point is invisible
+    axes.plot(ranks, counts[ranks - 1], color=svg.BLUE, linewidth=2, marker=marker)
+    axes.set(xscale="log", yscale="log")
+    svg.log_ticks(axes, "x")
+    svg.log_ticks(axes, "y")
+    axes.set(xlabel="popularity rank of the item", ylabel="events of the item")
+
+
+@svg.plot()
+def timeline_svg(axes: Axes, timeline: dataset_data.Timeline) -> None:
+    """Draw the number of events over time."""
+    edges = timeline.start_ms + timeline.width_ms * np.arange(len(timeline.counts) + 1, dtype=np.float64)
+    if timeline.start_ms > _FIRST_DATE_MS and edges[-1] < _LAST_DATE_MS:
+        days = edges / dataset_data.DAY_MS  # matplotlib counts days from 1970
+        axes.stairs(timeline.counts, days, fill=True, color=svg.BLUE)
+        locator = AutoDateLocator(minticks=3, maxticks=6, tz=UTC)  # type: ignore[no-untyped-call]
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=UTC))  # type: ignore[no-untyped-call]
+    else:
+        axes.stairs(timeline.counts, edges, fill=True, color=svg.BLUE)
+        axes.set_xlabel("ms since 1970")
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_formatter(FuncFormatter(svg.compact))
+    axes.set(ylim=(0, None), ylabel=f"events per {timeline.unit}")
+
+
+@svg.plot(height=3.3)
+def gains_svg(axes: Axes, gains: Sequence[dataset_data.Gain]) -> None:
+    """Draw the load of the heaviest rank over the lower bound, per number of ranks and strategy."""
+    strategies = list(gains[0].ratios)
+    width = 0.84 / len(strategies)
+    group_centres = np.arange(len(gains))
+    colours = (svg.GREY, svg.ORANGE, svg.BLUE, svg.GREEN, svg.RED)[: len(strategies)]
+    for index, (strategy, colour) in enumerate(zip(strategies, colours, strict=True)):
+        offset = (index - (len(strategies) - 1) / 2) * width
+        ratios = [gain.ratios[strategy] for gain in gains]
+        bars = axes.bar(group_centres + offset, ratios, width * 0.94, color=colour, label=strategy)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2, rotation=90)  # horizontal ones would touch
+    axes.margins(y=0.18)  # room for the numbers above the bars
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
+    axes.set_xticks(group_centres, [f"{gain.ranks:,}" for gain in gains])
+    axes.grid(visible=False, axis="x")
+    axes.set(xlabel="ranks", ylabel="heaviest rank / lower bound")
+    svg.legend_above(axes)
+
+
+@svg.plot(height=3.3)
+def routing_svg(axes: Axes, loads: dataset_data.RoutingLoads, load: Literal["distinct ids", "lookups"]) -> None:
+    """Draw the busiest rank's load over the mean, per number of ranks and mode; both axes are logarithmic."""
+    # Modes can be equal: each is drawn with smaller markers than the one below it.
+    styles = zip((svg.GREY, svg.ORANGE, svg.BLUE), "os^", (7, 5.5, 4), strict=True)
+    ratios = loads.ids if load == "distinct ids" else loads.lookups
+    for (mode, values), (colour, marker, size) in zip(ratios.items(), styles, strict=True):
+        axes.plot(loads.ranks, values, color=colour, marker=marker, markersize=size, linewidth=1.6, label=mode)
+    if load == "lookups":
+        axes.plot(loads.ranks, loads.most_frequent, color=svg.RED, linestyle=":", label="most frequent id")
+    axes.axhline(1, color=svg.INK, linewidth=0.8, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(0.9, 1.2 * max(2, *(value for values in ratios.values() for value in values)))
+    axes.set_xticks(loads.ranks, [f"{ranks:,}" for ranks in loads.ranks])
+    svg.log_ticks(axes, "y")
+    axes.set(xlabel="ranks", ylabel=f"{load}, busiest rank / mean")
+    svg.legend_above(axes, columns=2)
+
+
+def format_time(milliseconds: int, *, precise: bool) -> str:
+    """Return a time as a date in UTC, with the time of day if `precise`; as milliseconds where calendars end."""
+    if not _FIRST_DATE_MS < milliseconds < _LAST_DATE_MS:
+        return f"{milliseconds:,} ms"
+    return f"{datetime.fromtimestamp(milliseconds / 1000, tz=UTC):{'%Y-%m-%d %H:%M:%S' if precise else '%Y-%m-%d'}}"

@@ -2,13 +2,16 @@
 
 Text stays text, and whatever is drawn in `INK` takes the text colour of the page, so that one plot suits light and dark
 pages. Plots are small, because they are scaled to the width of the page: on a phone their text stays readable.
-Functions that draw are decorated with `@mpl.rc_context(STYLE)`.
 """
 
+import functools
 import io
 import re
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec
 
+import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -35,22 +38,33 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+Arguments = ParamSpec("Arguments")
 
 
-def new_figure(*, height: float = 3.0) -> tuple[Figure, Axes]:
-    """Return an empty figure and its axes; `height` is in inches, for a width of 4.6."""
-    figure = Figure(figsize=(4.6, height), layout="constrained")
-    return figure, figure.add_subplot()
+def plot(
+    *, height: float = 3.0
+) -> Callable[[Callable[Concatenate[Axes, Arguments], None]], Callable[Arguments, Markup]]:
+    """Return a decorator of functions that draw on axes, which then return an `<svg>` element with the page's ink.
 
+    `height` is in inches, for a width of 4.6. The result is Markup: matplotlib escapes the names that users chose.
+    """
 
-def to_svg(figure: Figure) -> str:
-    """Return the figure as an `<svg>` element that takes its ink from the page."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata=_NO_METADATA)
-    text = file.getvalue()
-    text = text[text.index("<svg") :]  # HTML allows no XML declaration or document type inside
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # ids that every plot of the page would repeat
-    return text.replace(INK, "currentColor")
+    def decorate(draw: Callable[Concatenate[Axes, Arguments], None]) -> Callable[Arguments, Markup]:
+        @functools.wraps(draw)
+        @mpl.rc_context(STYLE)
+        def to_svg(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Markup:
+            figure = Figure(figsize=(4.6, height), layout="constrained")
+            draw(figure.add_subplot(), *args, **kwargs)
+            file = io.StringIO()
+            figure.savefig(file, format="svg", transparent=True, metadata=_NO_METADATA)
+            text = file.getvalue()
+            text = text[text.index("<svg") :]  # HTML allows no XML declaration or document type inside
+            text = re.sub(r'<g id="[^"]*">', "<g>", text)  # ids that every plot of the page would repeat
+            return Markup(text.replace(INK, "currentColor"))
+
+        return to_svg
+
+    return decorate
 
 
 def log_ticks(axes: Axes, which: Literal["x", "y"]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from evenrank.cli import console
 from evenrank.cli.main import run_command
 from evenrank.cli.reports.dataset_data import LengthHistogram
-from evenrank.cli.reports.dataset_plots import lengths_svg
+from evenrank.cli.reports.dataset_page import lengths_svg
 from evenrank.core.errors import ConfigError, MissingPackageError, RankLostError
 from evenrank.datasets.schema import MANIFEST_NAME
 from tests.cli.programs import Finished

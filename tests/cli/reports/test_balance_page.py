@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenrank.cli.reports import balance_plots
+from evenrank.cli.reports import balance_page
 from evenrank.cli.reports.balance_log import read_json_lines
 from evenrank.cli.reports.balance_page import headline, render_page
 from evenrank.dataloader.balance.metrics import StepMetrics, combine
@@ -27,9 +27,9 @@ def _page(tmp_path: Path, *steps: StepMetrics, name: str = "log.jsonl") -> str:
 
 
 def test_a_point_stands_for_consecutive_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance_plots, "MAX_POINTS", 3)
-    curve = balance_plots.downsample(np.array([10.0, 20, 30, 40, 50, 60, 70]), np.array([1.0, 2, 6, 5, 3, 4, 8]))
-    assert balance_plots.records_per_point(7) == 3
+    monkeypatch.setattr(balance_page, "MAX_POINTS", 3)
+    curve = balance_page.downsample(np.array([10.0, 20, 30, 40, 50, 60, 70]), np.array([1.0, 2, 6, 5, 3, 4, 8]))
+    assert balance_page.records_per_point(7) == 3
     assert curve.steps.tolist() == [30, 60, 70]
     assert curve.mean.tolist() == [3, 4, 8]
     assert curve.minimum.tolist() == [1, 3, 8]
@@ -39,10 +39,10 @@ def test_a_point_stands_for_consecutive_records(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("records", [1, 299, 300, 301, 2000, 2001, 100_000])
 def test_curves_have_a_bounded_number_of_points(records: int) -> None:
     values = np.arange(records, dtype=np.float64)
-    curve = balance_plots.downsample(values + 1, values)
+    curve = balance_page.downsample(values + 1, values)
     assert min(records, 150) <= len(curve.steps) <= 300
     assert (curve.minimum[0], curve.maximum[-1], curve.steps[-1]) == (0, records - 1, records)
-    assert len(curve.steps) == records or balance_plots.records_per_point(records) > 1
+    assert len(curve.steps) == records or balance_page.records_per_point(records) > 1
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_curves_have_a_bounded_number_of_points(records: int) -> None:
     [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (2_340_000, "2.3 MB"), (7.25e12, "7,250.0 GB")],
 )
 def test_bytes_are_formatted_with_units(num_bytes: float, text: str) -> None:
-    assert balance_plots.format_bytes(num_bytes) == text
+    assert balance_page.format_bytes(num_bytes) == text
 
 
 def test_the_headline_states_the_effect_of_balancing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenrank.cli.reports import dataset_plots, routing_loads
+from evenrank.cli.reports import dataset_data, dataset_page
 from evenrank.dataloader.routing import MODES, KeyMap, owner_rank
 
 
@@ -18,7 +18,7 @@ from evenrank.dataloader.routing import MODES, KeyMap, owner_rank
 )
 def test_loads_are_those_of_the_ranges_of_rows(counts_of: dict[int, int], num_embeddings: int, world_size: int) -> None:
     ids, counts = np.array(list(counts_of)), np.array(list(counts_of.values()))
-    loads = routing_loads.routing_loads(ids, counts, num_embeddings, ranks=[3, world_size])
+    loads = dataset_data.routing_loads(ids, counts, num_embeddings, ranks=[3, world_size])
     assert loads is not None
     assert (loads.num_embeddings, list(loads.ranks)) == (num_embeddings, [3, world_size])
     assert list(loads.ids) == list(loads.lookups) == list(MODES)
@@ -38,7 +38,7 @@ def test_loads_are_those_of_the_ranges_of_rows(counts_of: dict[int, int], num_em
 def test_a_pattern_of_ids_is_on_few_ranks_unless_hashed() -> None:
     # Every 8th id, all with 7 events, of the first quarter of a table.
     ids = np.arange(0, 1 << 20, 8)
-    loads = routing_loads.routing_loads(ids, np.full(len(ids), 7), 1 << 22, ranks=[8, 64])
+    loads = dataset_data.routing_loads(ids, np.full(len(ids), 7), 1 << 22, ranks=[8, 64])
     assert loads is not None
     assert loads.ids["continuous"] == loads.lookups["continuous"] == [4, 4]
     assert loads.ids["roundrobin"] == loads.lookups["roundrobin"] == [8, 8]
@@ -49,13 +49,13 @@ def test_a_pattern_of_ids_is_on_few_ranks_unless_hashed() -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_loads_do_not_depend_on_the_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, counts = np.arange(0, 300, 3), np.arange(1, 101)
-    expected = routing_loads.routing_loads(ids, counts, 301)
-    monkeypatch.setattr(routing_loads, "_KEYS_PER_CHUNK", chunk)
-    assert routing_loads.routing_loads(ids, counts, 301) == expected
+    expected = dataset_data.routing_loads(ids, counts, 301)
+    monkeypatch.setattr(dataset_data, "_CHUNK", chunk)
+    assert dataset_data.routing_loads(ids, counts, 301) == expected
 
 
 def test_more_ranks_than_rows_leave_ranks_without_any() -> None:
-    loads = routing_loads.routing_loads(np.array([0, 1, 4]), np.array([1, 1, 2]), 5, ranks=[8])
+    loads = dataset_data.routing_loads(np.array([0, 1, 4]), np.array([1, 1, 2]), 5, ranks=[8])
     assert loads is not None
     assert {mode: loads.ids[mode][0] for mode in MODES} == pytest.approx(dict.fromkeys(MODES, 8 / 3))
     assert {mode: loads.lookups[mode][0] for mode in MODES} == dict.fromkeys(MODES, 4)
@@ -63,26 +63,26 @@ def test_more_ranks_than_rows_leave_ranks_without_any() -> None:
 
 def test_no_events_and_hashed_ids_have_no_loads() -> None:
     none, one = np.zeros(0, dtype=np.int64), np.ones(1, dtype=np.int64)
-    assert routing_loads.routing_loads(none, none, 31) is None
-    assert routing_loads.routing_loads(one, one, (1 << 62) + 1) is None
-    assert routing_loads.routing_loads(one, one, 1 << 62) is not None
+    assert dataset_data.routing_loads(none, none, 31) is None
+    assert dataset_data.routing_loads(one, one, (1 << 62) + 1) is None
+    assert dataset_data.routing_loads(one, one, 1 << 62) is not None
 
 
 def test_each_number_of_ranks_is_reported_as_it_is_counted() -> None:
     seen: list[int] = []
-    routing_loads.routing_loads(np.array([1]), np.array([1]), 10, on_ranks=seen.append)
+    dataset_data.routing_loads(np.array([1]), np.array([1]), 10, on_ranks=seen.append)
     assert seen == [8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 def test_both_plots_show_all_modes() -> None:
-    loads = routing_loads.routing_loads(np.arange(100), np.arange(1, 101), 1000)
+    loads = dataset_data.routing_loads(np.arange(100), np.arange(1, 101), 1000)
     assert loads is not None
-    ids, lookups = (dataset_plots.routing_svg(loads, load) for load in ("distinct ids", "lookups"))
+    ids, lookups = (dataset_page.routing_svg(loads, load) for load in ("distinct ids", "lookups"))
     for mode in MODES:
         assert f">{mode}<" in ids
         assert f">{mode}<" in lookups
     assert "most frequent id" in lookups
     assert "most frequent id" not in ids
     same_loads = dataclasses.replace(loads, lookups=loads.ids)
-    assert dataset_plots.routing_svg(same_loads, "distinct ids") == ids
-    assert dataset_plots.routing_svg(same_loads, "lookups") != lookups
+    assert dataset_page.routing_svg(same_loads, "distinct ids") == ids
+    assert dataset_page.routing_svg(same_loads, "lookups") != lookups

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evenrank.cli.reports.html_page import page_path, write_page
+from evenrank.cli.options import page_path, write_page
 from evenrank.core.errors import ConfigError, DataError
 
 

@@ -1,4 +1,4 @@
-"""The check of a walk: it passes an epoch without faults, and notices each kind of fault."""
+"""The check of a walk: it passes an epoch without faults, and notices each kind of fault; its table and plot."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 
-from evenrank.cli.balance_walk import check_seen, walk_epoch
+from evenrank.cli.demo import draw_loads
+from evenrank.cli.inspect_balance import Walk, check_seen, load_table, walk_epoch
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, balance
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, StepMetrics
 from tests.ranks import RankPool
 
 COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
@@ -84,3 +87,48 @@ def test_each_sample_has_to_be_seen_exactly_once(seen_by_rank: list[list[int]], 
     check_seen([[2, 0], [1], []], 3)
     with pytest.raises(RankError, match=message):
         check_seen(seen_by_rank, 3)
+
+
+def _walked(strategy: str, after: list[list[int]]) -> Walk:
+    before = [[30, 10], [10, 20]]
+    return Walk(
+        strategy=strategy,
+        num_samples=8,
+        metrics=[
+            StepMetrics(
+                epoch=0,
+                step=step,
+                before=np.array(before[step]),
+                after=np.array(loads),
+                lower_bound=sum(loads) // 2,
+                samples=4,
+                moved_samples=step,
+                tokens=40,
+                moved_tokens=step * 10,
+                sample_bytes=400,
+                moved_bytes=step * 100,
+                gather_seconds=0.001,
+                plan_seconds=0.002,
+            )
+            for step, loads in enumerate(after)
+        ],
+    )
+
+
+WALKS = [_walked("none", [[30, 10], [10, 20]]), _walked("lpt-swap", [[20, 20], [15, 15]])]
+
+
+def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(load_table(WALKS))
+    rows = {cells[0]: cells[1:] for line in capture.get().splitlines() if (cells := line.split())}
+    # Ratios 30/20 and 20/15; idle 1 - 70/100; speed-up (30 + 20) / (20 + 15); one of eight samples moved.
+    assert rows["none"] == ["1.417", "1.417", "1.500", "30.0%", "30.0%", "1.00x", "12%", "2.00"]
+    assert rows["lpt-swap"] == ["1.417", "1.000", "1.000", "30.0%", "0.0%", "1.43x", "12%", "2.00"]
+
+
+def test_the_plot_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "balance.png"
+    draw_loads(WALKS, path, title="two ranks")
+    assert path.read_bytes().startswith(b"\x89PNG")
