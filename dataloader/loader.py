@@ -22,10 +22,16 @@ from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
-from evenrank.dataloader.routing.dist_type import check_dist_type, dist_type
+from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
-from evenrank.dataloader.sampling.samples import Mixture, find_samples, make_order, remapped_stores
-from evenrank.dataloader.sampling.steps import Iteration, StepShape
+from evenrank.dataloader.sampling.steps import (
+    Iteration,
+    Mixture,
+    StepShape,
+    find_samples,
+    make_order,
+    remapped_stores,
+)
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
@@ -175,7 +181,7 @@ class Loader(RankLoader[Batch]):
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         plans = None if self._plan_check is None else self._plan_check.begin_epoch(epoch, num_steps)
-        step_ranges = (range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch))
+        step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
         for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
             if plans is not None and batch.plan_hash is not None:
                 plans.add(batch.plan_hash)

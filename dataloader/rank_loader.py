@@ -13,8 +13,7 @@ from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
-from evenrank.dataloader.state.resume_point import ResumePoint
-from evenrank.dataloader.state.snapshots import Position
+from evenrank.dataloader.state.resume_point import Position, ResumePoint
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
@@ -76,7 +75,17 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
         """Transform a batch with a generator for seed, epoch and `counters`, and pin it."""
         if self._transform is not None:
-            batch = _apply(self._transform, batch, make_rng(seed, batch.epoch, *counters))
+            epoch, step, position = batch.epoch, batch.step, batch.position
+            try:
+                batch = self._transform(batch, make_rng(seed, epoch, *counters))
+            except StopIteration as error:  # would be taken for the end of the epoch
+                raise RuntimeError(
+                    f"the transform raised StopIteration in step {step} of epoch {epoch}; pass next() a default, or "
+                    "raise another error"
+                ) from error
+            if not isinstance(batch, JaggedBatch):
+                raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
+            batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
         return batch.pin_memory() if self._config.pin_memory else batch
 
 
@@ -106,22 +115,6 @@ def name_of(function: object) -> str | None:
     while isinstance(function, partial):  # the arguments of a transform may contain its rank
         function = function.func
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _apply(transform: Transform[Batch], batch: Batch, rng: np.random.Generator) -> Batch:
-    """Return what a transform makes of a batch, at its position, from which states follow; check that it is a batch."""
-    epoch, step, position = batch.epoch, batch.step, batch.position
-    try:
-        result = transform(batch, rng)
-    except StopIteration as error:  # would be taken for the end of the epoch
-        raise RuntimeError(
-            f"the transform raised StopIteration in step {batch.step} of epoch {batch.epoch}; pass next() a default, "
-            "or raise another error"
-        ) from error
-    if not isinstance(result, JaggedBatch):
-        raise ConfigError(f"the transform returned a {type(result).__name__}; return the batch to yield")
-    result.epoch, result.step, result.position = epoch, step, position
-    return result
 
 
 def make_rng(seed: int, *counters: int) -> np.random.Generator:

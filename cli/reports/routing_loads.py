@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.dataloader.routing import MODES, KeyMap
-from evenrank.dataloader.routing.modes import rows_per_rank
+from evenrank.dataloader.routing.key_map import rows_per_rank
 
 _RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 _KEYS_PER_CHUNK = 1 << 20  # ids

@@ -89,6 +89,8 @@ class KeyValues(NamedTuple):
     column: str
     begins: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    max_size: int
+    """Most elements of any sample, also of other batches and ranks."""
     tokens: ItemTokens | None = None
     """Replaces each element, an item, by its tokens."""
     is_of_user: bool = False
@@ -98,6 +100,11 @@ class KeyValues(NamedTuple):
     def lengths(self) -> NDArray[np.int64]:
         """Values of each sample: int64 [n]."""
         return self.sizes if self.tokens is None else self.sizes * self.tokens.codes.shape[1]
+
+    @property
+    def length_limit(self) -> int:
+        """Most values of any sample."""
+        return self.max_size if self.tokens is None else self.max_size * self.tokens.codes.shape[1]
 
 
 def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> KeyValues:
@@ -109,7 +116,9 @@ def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> Ke
             begins[sample_indices], sizes[sample_indices] = offsets[rows], offsets[rows + 1] - offsets[rows]
         else:
             begins[sample_indices], sizes[sample_indices] = rows, 1
-    return KeyValues(name, begins, sizes, is_of_user=True)
+    multi_valued = groups[0].store.multi_valued
+    max_size = multi_valued[name].max_length if name in multi_valued else 1
+    return KeyValues(name, begins, sizes, max_size, is_of_user=True)
 
 
 class Gathered(NamedTuple):
@@ -133,7 +142,7 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
     out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
     num_values = lengths.sum(axis=2)
     out = np.empty(int(num_values.sum()), dtype=np.int64)
-    for index, (column, begins, sizes, tokens, is_of_user) in enumerate(keys.values()):
+    for index, (column, begins, sizes, _, tokens, is_of_user) in enumerate(keys.values()):
         begins_of_key = out_begins[:, index].reshape(-1)
         for store, _, samples in groups:
             elements = (store.rows if is_of_user else store.events)[column]

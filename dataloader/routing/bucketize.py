@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.routing import gpu_bucketize
-from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.routing.modes import Routing, check_routing
+from evenrank.dataloader.routing.key_map import KeyMap, Routing, check_routing
 from evenrank.dataloader.routing.owners import owners_and_rows
 
 
@@ -131,19 +130,13 @@ def _group(
     owners: NDArray[np.int64], lengths: NDArray[np.int64], world_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Group keys by (rank, row): return the lengths [W * R] of groups, and the place of each key [n]."""
+    groups = owners * len(lengths) + np.repeat(np.arange(len(lengths)), lengths)
     new_lengths = np.zeros(world_size * len(lengths), np.int64)
-    key = 0
-    for row in range(len(lengths)):
-        for _ in range(lengths[row]):
-            new_lengths[owners[key] * len(lengths) + row] += 1
-            key += 1
+    for group in groups:
+        new_lengths[group] += 1
     places = np.cumsum(new_lengths) - new_lengths  # of the next key of each group
     permutation = np.empty(len(owners), np.int64)
-    key = 0
-    for row in range(len(lengths)):
-        for _ in range(lengths[row]):
-            group = owners[key] * len(lengths) + row
-            permutation[key] = places[group]
-            places[group] += 1
-            key += 1
+    for key, group in enumerate(groups):
+        permutation[key] = places[group]
+        places[group] += 1
     return new_lengths, permutation

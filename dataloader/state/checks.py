@@ -69,7 +69,8 @@ class StateFormat:
 
     def make(self, **entries: Any) -> dict[str, Any]:
         """Return the state with these fields."""
-        return {"version": self.version, **entries, _CHECKSUM: self._checksum(entries)}
+        in_order = {name: entries[name] for name in self.fields}
+        return {"version": self.version, **in_order, _CHECKSUM: self._checksum(entries)}
 
     def check(self, state: object) -> dict[str, Any]:
         """Return a state after checking that it has this version, exactly these fields, and is intact."""
