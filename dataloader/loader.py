@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +17,17 @@ from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.plan_check import PlanCheck
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
 from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
-from evenrank.dataloader.sampling.steps import (
-    Iteration,
-    Mixture,
-    StepShape,
-    find_samples,
-    make_order,
-    remapped_stores,
-)
+from evenrank.dataloader.sampling.steps import Iteration, Mixture, StepShape, find_samples, make_order, remapped_stores
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 _log = logging.getLogger("evenrank")
 

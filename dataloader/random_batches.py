@@ -5,13 +5,13 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
@@ -85,7 +85,7 @@ def draw_samples(
         else:
             rows[name] = feature.sample(rng, num_samples)
     items = data.items.sample(rng, num_events)
-    events = {ITEM_ID: items, ACTION: actions, TIMESTAMP_MS: np.arange(num_events)}
+    events: dict[str, Any] = {ITEM_ID: items, ACTION: actions, TIMESTAMP_MS: np.arange(num_events)}
     rows[USER_ID] = data.users.sample(rng, num_samples)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -115,8 +115,6 @@ def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 _FIELDS = {"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT}
 _FORMAT = StateFormat(owner="random batches", version=3, fields=_FIELDS)
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 class RandomBatches(RankLoader[Batch]):

@@ -4,12 +4,12 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
@@ -20,7 +20,6 @@ PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memo
 # Compared by their contents: the file may be at another path on another host.
 _CODES = frozenset({"codes", "codebook_sizes"})
 
-Batch = TypeVar("Batch", bound=JaggedBatch)
 Transform = Callable[[Batch, np.random.Generator], Batch]
 """Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
 
@@ -65,7 +64,7 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             "rank": self._rank,
             "world_size": self._world_size,
             **shared_settings(self._config, self._collate),
-            "transform": name_of(self._transform),
+            "transform": _name_of(self._transform),
             **self._own_invariants(),
         }
 
@@ -110,7 +109,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-def name_of(function: object) -> str | None:
+def _name_of(function: object) -> str | None:
     """Return the name of a function, or of the class of another callable; None for None."""
     while isinstance(function, partial):  # the arguments of a transform may contain its rank
         function = function.func

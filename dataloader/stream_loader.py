@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
@@ -35,7 +35,6 @@ __all__ = ["StreamConfig", "StreamLoader", "build_stream_loader"]
 # Steps whose positions are kept for `state_dict`: more than pipelines and a Balancer together pull ahead.
 _KEPT_STEPS = 256
 
-Batch = TypeVar("Batch", bound=JaggedBatch)
 ShardPositions = dict[int, ShardPosition]  # by index of the shard
 
 FORMAT = checks.StateFormat(
@@ -221,11 +220,8 @@ class StreamLoader(RankLoader[Batch]):
             self._next, self._shard_positions = Position(epoch, state["position"]), shard_positions
 
     def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:
-        """Return whether no rank has a batch left, as far as is known without reading which rows are samples.
-
-        False for the shards of one rank alone.
-        """
-        if len(shard_positions) < len(self._shards):
+        """Return whether no rank has a batch left, as far as is known without reading which rows are samples."""
+        if len(shard_positions) < len(self._shards):  # of one rank alone
             return False
         min_samples = self._config.batch_size if self._config.drop_last else 1
 

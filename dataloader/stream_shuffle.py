@@ -36,10 +36,7 @@ Read = Callable[[], Window]
 
 @contextlib.contextmanager
 def read_ahead(num_workers: int) -> Iterator[Callable[[Read], Read]]:
-    """Provide a function that has a thread read a window and returns a function that waits for it.
-
-    Without workers, windows are read by the thread that waits for them.
-    """
+    """Provide a function that has threads or, without workers, the thread that waits for a window read it."""
     if not num_workers:
         yield lambda read: read
         return

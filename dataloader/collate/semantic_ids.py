@@ -13,7 +13,7 @@ from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batches.batch import SemanticIdBatch
 from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues
-from evenrank.dataloader.collate.sequences import LABEL, Collate, check_user_ids
+from evenrank.dataloader.collate.sequences import Collate, check_user_ids
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 
@@ -143,9 +143,7 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
     max_num_candidates: int = 1
     table: CodeTable
     label_offsets: bool
-    """Whether labels are tokens, with the offsets of their levels, rather than codes."""
     history_labels: bool
-    """Whether the events of a history have labels too, except for its first."""
     candidate_feature: bool
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:

@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.batches.batch import JaggedBatch, SequenceBatch
+from evenrank.dataloader.batches.batch import Batch, SequenceBatch
 from evenrank.dataloader.collate.gather import (
     HistorySpans,
     KeyValues,
@@ -26,20 +26,16 @@ from evenrank.datasets.store import SequenceStore
 
 LABEL = "label"
 
-Batch = TypeVar("Batch", bound=JaggedBatch)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collate(ABC, Generic[Batch]):
-    """Makes batches of samples, and decides which rows are samples."""
+    """Makes batches of samples, and decides which rows are samples. Its fields are the settings in `config.py`."""
 
     _batch_type: ClassVar[Callable[..., Any]]
 
     max_history_length: int
-    """Events of a history; longer histories keep their newest ones."""
     max_num_candidates: int
     user_id: bool
-    """Whether `user_id` is a feature."""
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
@@ -142,11 +138,8 @@ class SequenceCollate(Collate[SequenceBatch]):
     _batch_type = SequenceBatch
 
     num_tasks: int
-    """Above 1: labels keep this many low bits. Above 0 without candidates: the history has labels."""
     candidate_actions: bool
-    """Whether the `action` feature includes the candidates' actions."""
     extra_events: tuple[str, ...]
-    """Further list columns that become features."""
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks one of the extra events."""

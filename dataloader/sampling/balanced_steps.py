@@ -14,7 +14,7 @@ from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.no_exchange import LocalPlanner
 from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
 from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.batches.schema import schema_of
 from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
 from evenrank.dataloader.collate.sequences import Collate
@@ -23,9 +23,6 @@ from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, Save
 from evenrank.datasets.order import SampleOrder, derive_seed
 from evenrank.datasets.store import SequenceStore
 
-_SCHEDULES_KEPT = 4  # the rest of an epoch and all of it, for the epoch that is iterated over and the next one
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 Value = TypeVar("Value")
 
 # Samples whose lengths and costs are computed in one pass, of several small steps or of part of a large one. Fewer mean
@@ -79,6 +76,9 @@ class BalancedStepSampler(StepSampler[Batch]):
         (empty,) = self.collate([StepSamples(np.empty(0, dtype=np.int64), {})])
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
         self._planner = LocalPlanner(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
+        # Of windows: those of all steps in flight, of which the first and the last may be within theirs, and one for
+        # states. Of schedules: the rest of an epoch and all of it, for the epoch that is iterated over and the next.
+        self._memo: Memo[Any] = Memo(-(-shape.in_flight // balance.window) + 2 if balance.window > 1 else 4)
 
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
         """Return a hash of the costs and the plan of a first step."""
@@ -121,17 +121,11 @@ class BalancedStepSampler(StepSampler[Batch]):
 class PackedStepSampler(BalancedStepSampler[Batch]):
     """Steps have as many samples as fit `max_tokens_per_rank`."""
 
-    def __init__(
-        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
-    ) -> None:
-        super().__init__(stores, collate, shape, balance)
-        self._schedules: Memo[PackedSchedule] = Memo(_SCHEDULES_KEPT)
-
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
         """Return the iteration that begins at a point of an epoch. Each point is packed once."""
         iteration = super().begin(order, point, seed=seed)
         key = (iteration.order.fingerprint(), point.epoch, point.position, seed)
-        return replace(iteration, schedule=self._schedules.get(key, lambda: self._pack(iteration)))
+        return replace(iteration, schedule=self._memo.get(key, lambda: self._pack(iteration)))
 
     def _pack(self, iteration: Iteration) -> PackedSchedule:
         max_tokens = self._balance.max_tokens_per_rank
@@ -160,13 +154,6 @@ class PackedStepSampler(BalancedStepSampler[Batch]):
 
 class WindowedStepSampler(BalancedStepSampler[Batch]):
     """Samples are assigned to steps in windows of several steps."""
-
-    def __init__(
-        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
-    ) -> None:
-        super().__init__(stores, collate, shape, balance)
-        # The windows of all steps in flight, of which the first and the last may be within theirs, and one for states.
-        self._assigned: Memo[NDArray[np.integer[Any]]] = Memo(-(-shape.in_flight // balance.window) + 2)
 
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
         """Return the iteration that begins at a point of an epoch; its windows are assigned when they are needed."""
@@ -215,7 +202,8 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
             indices = self._planner.assign_to_steps(lengths, count, seed=derive_seed(seed, first), epoch=epoch)
             return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
 
-        return self._assigned.get((order.fingerprint(), first, end, seed, epoch), assign)
+        indices: NDArray[np.integer[Any]] = self._memo.get((order.fingerprint(), first, end, seed, epoch), assign)
+        return indices
 
 
 def make_step_sampler(

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.balance.metrics import StepMetrics
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.collate.sequences import Collate
 from evenrank.dataloader.config import Order
@@ -28,7 +28,6 @@ from evenrank.datasets.order import (
 )
 from evenrank.datasets.store import SequenceStore
 
-Batch = TypeVar("Batch", bound=JaggedBatch)
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -178,8 +177,8 @@ class StepSampler(Generic[Batch]):
         """Return the samples of these steps; with metrics if they are balanced and `is_measured`."""
         positions = [iteration.schedule.positions(step, self._shape.rank) for step in steps]
         sample_ids = iteration.rows(np.concatenate(positions))
-        of_steps = np.split(sample_ids, np.cumsum([len(own) for own in positions])[:-1])
-        return [StepSamples(own, {}) for own in of_steps]
+        ends = np.cumsum([len(own) for own in positions])
+        return [StepSamples(own, {}) for own in np.split(sample_ids, ends[:-1])]
 
     def collate(self, steps: Sequence[StepSamples]) -> list[Batch]:
         """Make the batch of each step, in one pass if all but the last are full."""

@@ -207,9 +207,7 @@ class Position(NamedTuple):
 class Snapshots(Generic[Value]):
     """Values of one rank, such as states of its loader, by position of its latest steps.
 
-    Args:
-        kept: steps before the last one handed out whose snapshots are kept.
-        ahead: steps that are pulled ahead of the last one handed out.
+    Those of the step handed out last, of `kept` steps before it, and of `ahead` steps that are pulled ahead of it.
     """
 
     def __init__(self, kept: int, ahead: int = 0) -> None:
