@@ -130,13 +130,19 @@ def _group(
     owners: NDArray[np.int64], lengths: NDArray[np.int64], world_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Group keys by (rank, row): return the lengths [W * R] of groups, and the place of each key [n]."""
-    groups = owners * len(lengths) + np.repeat(np.arange(len(lengths)), lengths)
     new_lengths = np.zeros(world_size * len(lengths), np.int64)
-    for group in groups:
-        new_lengths[group] += 1
+    key = 0
+    for row in range(len(lengths)):
+        for _ in range(lengths[row]):
+            new_lengths[owners[key] * len(lengths) + row] += 1
+            key += 1
     places = np.cumsum(new_lengths) - new_lengths  # of the next key of each group
     permutation = np.empty(len(owners), np.int64)
-    for key, group in enumerate(groups):
-        permutation[key] = places[group]
-        places[group] += 1
+    key = 0
+    for row in range(len(lengths)):
+        for _ in range(lengths[row]):
+            group = owners[key] * len(lengths) + row
+            permutation[key] = places[group]
+            places[group] += 1
+            key += 1
     return new_lengths, permutation

@@ -236,52 +236,41 @@ class Permutation(NamedTuple):
     def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each key: int64 [n]."""
         rows = np.array(keys, order="C")
-        _permute(rows, *self)
+        _permute(rows, *self, False)
         return rows
 
     def keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the key of each row: int64 [n]."""
         keys = np.array(rows, order="C")
-        _restore(keys, *self)
+        _permute(keys, *self, True)
         return keys
 
 
 @compiled
-def _permute(rows: NDArray[np.int64], num_rows: int, bits: int, size: int) -> None:
-    """Replace keys, each in 0..num_rows-1, by their rows, in place."""
+def _permute(words: NDArray[np.int64], num_rows: int, bits: int, size: int, is_inverse: bool) -> None:
+    """Replace keys, each in 0..num_rows-1, by their rows, in place, or rows by their keys if `is_inverse`."""
     num_bits, num_first = np.uint64(bits), np.uint64(size)
     mask = (np.uint64(1) << num_bits) - np.uint64(1)
-    for index in range(len(rows)):
-        row = np.uint64(rows[index])
+    for index in range(len(words)):
+        word = np.uint64(words[index])
         while True:
-            first, second = row >> num_bits, row & mask
-            second = (second + _top_bits(first, 0, num_bits)) & mask
-            first = _add(first, _scaled(second, 1, num_first), num_first)
-            second = (second + _top_bits(first, 2, num_bits)) & mask
-            first = _add(first, _scaled(second, 3, num_first), num_first)
-            row = second * num_first + first
-            if row < np.uint64(num_rows):
+            if is_inverse:
+                second, first = word // num_first, word % num_first
+                first = _add(first, num_first - _scaled(second, 3, num_first), num_first)
+                second = (second - _top_bits(first, 2, num_bits)) & mask
+                first = _add(first, num_first - _scaled(second, 1, num_first), num_first)
+                second = (second - _top_bits(first, 0, num_bits)) & mask
+                word = (first << num_bits) | second
+            else:
+                first, second = word >> num_bits, word & mask
+                second = (second + _top_bits(first, 0, num_bits)) & mask
+                first = _add(first, _scaled(second, 1, num_first), num_first)
+                second = (second + _top_bits(first, 2, num_bits)) & mask
+                first = _add(first, _scaled(second, 3, num_first), num_first)
+                word = second * num_first + first
+            if word < np.uint64(num_rows):
                 break
-        rows[index] = np.int64(row)
-
-
-@compiled
-def _restore(rows: NDArray[np.int64], num_rows: int, bits: int, size: int) -> None:
-    """Replace rows by their keys, in place."""
-    num_bits, num_first = np.uint64(bits), np.uint64(size)
-    mask = (np.uint64(1) << num_bits) - np.uint64(1)
-    for index in range(len(rows)):
-        row = np.uint64(rows[index])
-        while True:
-            second, first = row // num_first, row % num_first
-            first = _add(first, num_first - _scaled(second, 3, num_first), num_first)
-            second = (second - _top_bits(first, 2, num_bits)) & mask
-            first = _add(first, num_first - _scaled(second, 1, num_first), num_first)
-            second = (second - _top_bits(first, 0, num_bits)) & mask
-            row = (first << num_bits) | second
-            if row < np.uint64(num_rows):
-                break
-        rows[index] = np.int64(row)
+        words[index] = np.int64(word)
 
 
 @compiled
