@@ -17,11 +17,11 @@ from .random_batches import RandomBatches as RandomBatches
 from .random_batches import RandomData as RandomData
 from .random_batches import RandomFeature as RandomFeature
 from .random_batches import random_codes as random_codes
-from .sampling.samples import Mixture as Mixture
-from .stream.loader import StreamConfig as StreamConfig
-from .stream.loader import StreamLoader as StreamLoader
-from .stream.loader import build_stream_loader as build_stream_loader
-from .stream.state import merge_stream_states as merge_stream_states
+from .sampling.steps import Mixture as Mixture
+from .stream_loader import StreamConfig as StreamConfig
+from .stream_loader import StreamLoader as StreamLoader
+from .stream_loader import build_stream_loader as build_stream_loader
+from .stream_loader import merge_stream_states as merge_stream_states
 
 __all__ = [
     "CodeTable",

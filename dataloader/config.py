@@ -2,19 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, get_args
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batches.batch import JaggedBatch, SemanticIdBatch, SequenceBatch
+from evenrank.dataloader.batches.batch import Batch, SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable, SemanticIdCollate, read_codes
 from evenrank.dataloader.collate.sequences import Collate, SequenceCollate
 from evenrank.dataloader.routing.key_map import KeyMap
 from evenrank.dataloader.state.checks import SEED, show
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 Order = Literal["shuffle", "rows", "time"]
 _MAX_TASKS = 31  # bits of an action, an int32 that is not negative
@@ -74,6 +72,10 @@ class ReadConfig(ABC, Generic[Batch]):
     def make_collate(self) -> Collate[Batch]:
         """Return the callable that makes batches of samples."""
 
+    def _settings_of(self, collate: type[Collate[Any]]) -> dict[str, Any]:
+        """Return the settings that a kind of collate takes, which have the same names there."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(collate) if hasattr(self, entry.name)}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig(ReadConfig[SequenceBatch]):
@@ -101,14 +103,7 @@ class LoaderConfig(ReadConfig[SequenceBatch]):
 
     def make_collate(self) -> SequenceCollate:
         """Return the callable that makes batches of samples."""
-        return SequenceCollate(
-            max_history_length=self.max_history_length,
-            max_num_candidates=self.max_num_candidates,
-            user_id=self.user_id,
-            num_tasks=self.num_tasks,
-            candidate_actions=self.candidate_actions,
-            extra_events=tuple(self.extra_events),
-        )
+        return SequenceCollate(**self._settings_of(SequenceCollate))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +131,5 @@ class SemanticIdConfig(ReadConfig[SemanticIdBatch]):
 
     def make_collate(self) -> SemanticIdCollate:
         """Read the codes and return the callable that makes batches of samples."""
-        return SemanticIdCollate(
-            table=self.codes if isinstance(self.codes, CodeTable) else read_codes(self.codes, self.codebook_sizes),
-            max_history_length=self.max_history_length,
-            user_id=self.user_id,
-            label_offsets=self.label_offsets,
-            history_labels=self.history_labels,
-            candidate_feature=self.candidate_feature,
-        )
+        table = self.codes if isinstance(self.codes, CodeTable) else read_codes(self.codes, self.codebook_sizes)
+        return SemanticIdCollate(table=table, **self._settings_of(SemanticIdCollate))

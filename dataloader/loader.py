@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +17,17 @@ from evenrank.dataloader.balance.metrics import StepMetrics
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck
 from evenrank.dataloader.balance.ranks.handshake import create_on_all_ranks
 from evenrank.dataloader.balance.ranks.process_group import Group, Members
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import group_by_store
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform
-from evenrank.dataloader.routing.dist_type import check_dist_type, dist_type
+from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
-from evenrank.dataloader.sampling.samples import Mixture, find_samples, make_order, remapped_stores
-from evenrank.dataloader.sampling.steps import Iteration, StepShape
+from evenrank.dataloader.sampling.steps import Iteration, Mixture, StepShape, find_samples, make_order, remapped_stores
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 _log = logging.getLogger("evenrank")
 
@@ -175,7 +172,7 @@ class Loader(RankLoader[Batch]):
 
         num_steps, prefetch = schedule.num_steps, self._config.prefetch
         plans = None if self._plan_check is None else self._plan_check.begin_epoch(epoch, num_steps)
-        step_ranges = (range(first, min(first + prefetch, num_steps)) for first in range(0, num_steps, prefetch))
+        step_ranges = (range(num_steps)[first : first + prefetch] for first in range(0, num_steps, prefetch))
         for batch, metrics in chain.from_iterable(self._workers.map(make_batches, step_ranges)):
             if plans is not None and batch.plan_hash is not None:
                 plans.add(batch.plan_hash)

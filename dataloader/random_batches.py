@@ -5,21 +5,21 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.collate.gather import StoreRows
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, make_rng
-from evenrank.dataloader.sampling.samples import remapped_stores
+from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state.checks import COUNT, EPOCH, TEXT, StateFormat
-from evenrank.dataloader.state.snapshots import Position
+from evenrank.dataloader.state.resume_point import Position
 from evenrank.datasets.distributions import Distribution, Lognormal, Uniform, Zipf, draw_actions
 from evenrank.datasets.schema import (
     ACTION,
@@ -75,20 +75,25 @@ def draw_samples(
     offsets = _offsets(np.maximum(data.lengths.sample(rng, num_samples), min_length))
     num_events = int(offsets[-1])
     actions = draw_actions(data.actions, rng, num_events)
-    contextual, multi_valued = _draw_context(data, rng, num_samples)
-    events: dict[str, NDArray[np.integer]] = {
-        ITEM_ID: data.items.sample(rng, num_events),
-        ACTION: actions,
-        TIMESTAMP_MS: np.arange(num_events),
-    }
-    users = data.users.sample(rng, num_samples)
+    rows: dict[str, NDArray[np.int64]] = {}
+    multi_valued: dict[str, MultiValued] = {}
+    for name, feature in data.contextual.items():
+        if isinstance(feature, RandomFeature):
+            starts = _offsets(np.clip(feature.lengths.sample(rng, num_samples), 0, feature.max_length))
+            multi_valued[name] = MultiValued(offsets=starts, max_length=feature.max_length)
+            rows[name] = feature.values.sample(rng, int(starts[-1]))
+        else:
+            rows[name] = feature.sample(rng, num_samples)
+    items = data.items.sample(rng, num_events)
+    events: dict[str, Any] = {ITEM_ID: items, ACTION: actions, TIMESTAMP_MS: np.arange(num_events)}
+    rows[USER_ID] = data.users.sample(rng, num_samples)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         dataset="random",
         sources=(),
         options={},
         splits={},
-        contextual=tuple(contextual),
+        contextual=tuple(data.contextual),
         extra_events={},
         vocabulary_sizes={},
         context_labels={},
@@ -99,7 +104,7 @@ def draw_samples(
         split=split,
         offsets=offsets,
         events={name: values.astype(EVENT_DTYPES[name]) for name, values in events.items()},
-        rows={USER_ID: users, **contextual},
+        rows=rows,
         multi_valued=multi_valued,
     )
 
@@ -108,26 +113,8 @@ def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _draw_context(
-    data: RandomData, rng: np.random.Generator, num_samples: int
-) -> tuple[dict[str, NDArray[np.int64]], dict[str, MultiValued]]:
-    """Draw the values of all contextual features, and the offsets of the samples in multi-valued ones."""
-    values: dict[str, NDArray[np.int64]] = {}
-    multi_valued: dict[str, MultiValued] = {}
-    for name, feature in data.contextual.items():
-        if isinstance(feature, RandomFeature):
-            offsets = _offsets(np.clip(feature.lengths.sample(rng, num_samples), 0, feature.max_length))
-            values[name] = feature.values.sample(rng, int(offsets[-1]))
-            multi_valued[name] = MultiValued(offsets=offsets, max_length=feature.max_length)
-        else:
-            values[name] = feature.sample(rng, num_samples)
-    return values, multi_valued
-
-
 _FIELDS = {"epoch": EPOCH, "position": COUNT, "fingerprint": TEXT}
 _FORMAT = StateFormat(owner="random batches", version=3, fields=_FIELDS)
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 class RandomBatches(RankLoader[Batch]):

@@ -4,24 +4,22 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.node import EpochNode, HasRankInvariants
-from evenrank.dataloader.state.resume_point import ResumePoint
-from evenrank.dataloader.state.snapshots import Position
+from evenrank.dataloader.state.resume_point import Position, ResumePoint
 
 PER_RANK = frozenset({"num_workers", "prefetch", "persistent_workers", "pin_memory"})
 """Settings that affect speed, not batch contents; ranks may differ in these."""
 # Compared by their contents: the file may be at another path on another host.
 _CODES = frozenset({"codes", "codebook_sizes"})
 
-Batch = TypeVar("Batch", bound=JaggedBatch)
 Transform = Callable[[Batch, np.random.Generator], Batch]
 """Returns the batch to yield. The generator's numbers depend on seed, epoch and position, not on the workers."""
 
@@ -66,7 +64,7 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
             "rank": self._rank,
             "world_size": self._world_size,
             **shared_settings(self._config, self._collate),
-            "transform": name_of(self._transform),
+            "transform": _name_of(self._transform),
             **self._own_invariants(),
         }
 
@@ -76,7 +74,17 @@ class RankLoader(EpochNode[Batch], HasRankInvariants, Generic[Batch]):
     def _finish(self, batch: Batch, seed: int, *counters: int) -> Batch:
         """Transform a batch with a generator for seed, epoch and `counters`, and pin it."""
         if self._transform is not None:
-            batch = _apply(self._transform, batch, make_rng(seed, batch.epoch, *counters))
+            epoch, step, position = batch.epoch, batch.step, batch.position
+            try:
+                batch = self._transform(batch, make_rng(seed, epoch, *counters))
+            except StopIteration as error:  # would be taken for the end of the epoch
+                raise RuntimeError(
+                    f"the transform raised StopIteration in step {step} of epoch {epoch}; pass next() a default, or "
+                    "raise another error"
+                ) from error
+            if not isinstance(batch, JaggedBatch):
+                raise ConfigError(f"the transform returned a {type(batch).__name__}; return the batch to yield")
+            batch.epoch, batch.step, batch.position = epoch, step, position  # from which states follow
         return batch.pin_memory() if self._config.pin_memory else batch
 
 
@@ -101,27 +109,11 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-def name_of(function: object) -> str | None:
+def _name_of(function: object) -> str | None:
     """Return the name of a function, or of the class of another callable; None for None."""
     while isinstance(function, partial):  # the arguments of a transform may contain its rank
         function = function.func
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _apply(transform: Transform[Batch], batch: Batch, rng: np.random.Generator) -> Batch:
-    """Return what a transform makes of a batch, at its position, from which states follow; check that it is a batch."""
-    epoch, step, position = batch.epoch, batch.step, batch.position
-    try:
-        result = transform(batch, rng)
-    except StopIteration as error:  # would be taken for the end of the epoch
-        raise RuntimeError(
-            f"the transform raised StopIteration in step {batch.step} of epoch {batch.epoch}; pass next() a default, "
-            "or raise another error"
-        ) from error
-    if not isinstance(result, JaggedBatch):
-        raise ConfigError(f"the transform returned a {type(result).__name__}; return the batch to yield")
-    result.epoch, result.step, result.position = epoch, step, position
-    return result
 
 
 def make_rng(seed: int, *counters: int) -> np.random.Generator:

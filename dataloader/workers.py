@@ -16,9 +16,7 @@ Out = TypeVar("Out")
 class Workers:
     """A pool of threads; without any, the consumer's thread computes each result when it is requested.
 
-    Args:
-        ahead: limit to the results that wait for the consumer.
-        persistent: keep the threads between calls of `map`.
+    At most `ahead` results wait for the consumer. With `persistent`, threads are kept between calls of `map`.
     """
 
     def __init__(self, num_workers: int, *, ahead: int, persistent: bool) -> None:

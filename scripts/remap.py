@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from evenrank.cli import console
 from evenrank.cli.main import run_command
-from evenrank.dataloader.routing.modes import MODES
+from evenrank.dataloader.routing import MODES
 
 
 def remap(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from evenrank.cli.simulation import LengthSource, simulate
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, HSTUCost
 from evenrank.dataloader.routing import MODES, KeyMap
-from evenrank.dataloader.routing.modes import rows_per_rank
+from evenrank.dataloader.routing.key_map import rows_per_rank
 from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore
 

@@ -36,7 +36,7 @@ from evenrank.dataloader.balance.warmup import warm_up
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.dataloader.state.node import EpochNode
-from evenrank.dataloader.state.snapshots import Position
+from evenrank.dataloader.state.resume_point import Position
 
 Batch = TypeVar("Batch", bound=JaggedBatch)
 

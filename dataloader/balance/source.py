@@ -32,7 +32,7 @@ from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import COUNT, FLAG, StateFormat, decode, encode
 from evenrank.dataloader.state.node import EpochNode, find_rank_invariants
-from evenrank.dataloader.state.snapshots import Position, Snapshots
+from evenrank.dataloader.state.resume_point import Position, Snapshots
 
 # Modules of samplers whose lengths are exact; the lengths of others are often estimates.
 _EXACT_SAMPLERS = ("torch.utils.data.", "torchdata.stateful_dataloader.")

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from torchrec.streamable import Pipelineable
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
+
+Batch = TypeVar("Batch", bound="JaggedBatch")
 
 
 class LossKey(NamedTuple):
@@ -297,12 +299,8 @@ def keyed_jagged_tensor(
 ) -> KeyedJaggedTensor:
     """Build a KeyedJaggedTensor with its host-side caches filled, so that no later call has to synchronize.
 
-    Args:
-        keys: names of the K features.
-        values: [sum(lengths)], key-major: all rows of the first key, then all of the second.
-        lengths: int64 or int32 [K, B], contiguous if it is a tensor.
-        length_per_key: the sums of `lengths` over rows, if known.
-        weights: one per value.
+    The values [sum(lengths)] are key-major: all rows of the first key, then all of the second. Lengths are int64 or
+    int32 [K, B], contiguous if they are a tensor; `length_per_key` has their sums over rows, if known.
     """
     suppress_fx_tracing_warning()
     if length_per_key is None:

@@ -11,12 +11,11 @@ from torch.utils.data import IterDataPipe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.batches.batch import JaggedBatch, keyed_jagged_tensor
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch, keyed_jagged_tensor, name_keys
 from evenrank.dataloader.batches.schema import BatchSchema, FieldSpec, schema_of
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 
 Sample = TypeVar("Sample")
-Batch = TypeVar("Batch", bound=JaggedBatch)
 
 
 @outside_inference_mode()
@@ -45,13 +44,13 @@ def pad_batch(batch: Batch, batch_size: int) -> Batch:
 @outside_inference_mode()
 def empty_batch(schema: BatchSchema) -> JaggedBatch:
     """Return a batch of this schema without samples, for a rank that has run out of data."""
-    lengths = np.zeros((len(schema.jagged_keys), schema.batch_size), dtype=np.int64)
+    max_lengths = dict.fromkeys(name_keys(schema.jagged_keys), 0)
     return schema.batch_type.without_samples(
         schema.batch_size,
         {spec.name: _empty_field(spec, schema.batch_size) for spec in schema.fields},
         {spec.name: spec.fill for spec in schema.fields},
         schema.loss_key,
-    ).replace(max_lengths=schema.max_lengths(lengths), length_limits=dict(schema.length_limits) or None)
+    ).replace(max_lengths=max_lengths, length_limits=dict(schema.length_limits) or None)
 
 
 def _empty_field(spec: FieldSpec, batch_size: int) -> "KeyedJaggedTensor | Tensor | None":

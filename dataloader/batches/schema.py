@@ -87,11 +87,7 @@ def _describe_field(spec: FieldSpec | None) -> str:
 
 
 def schema_of(batch: JaggedBatch) -> BatchSchema:
-    """Return the schema of a batch.
-
-    Raises:
-        TypeError, ValueError: a field has an unsupported type, or a number of rows other than `batch_size`.
-    """
+    """Return the schema of a batch; a TypeError or ValueError if a field has an unsupported type or number of rows."""
     fills = batch.fill_values()
     schema = BatchSchema(
         batch_type=type(batch),

@@ -13,6 +13,8 @@ from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.datasets.store import SequenceStore
 
+Ints = NDArray[np.int64]
+
 _CACHE_LINE = 64  # bytes, on x86-64 and most ARM processors
 _NO_TARGETS = np.empty(0, dtype=np.int32)
 
@@ -21,13 +23,13 @@ class StoreRows(NamedTuple):
     """The samples that come from one store."""
 
     store: SequenceStore
-    rows: NDArray[np.int64]
+    rows: Ints
     """[m]: rows of the store."""
-    sample_indices: NDArray[np.int64]
+    sample_indices: Ints
     """[m]: index of each row among the n samples that are collated together."""
 
 
-def group_by_store(stores: Sequence[SequenceStore], sample_ids: NDArray[np.int64]) -> list[StoreRows]:
+def group_by_store(stores: Sequence[SequenceStore], sample_ids: Ints) -> list[StoreRows]:
     """Group samples [n], numbered consecutively through all stores, by store; without samples, into an empty one."""
     ends = np.cumsum([len(store) for store in stores])
     if len(sample_ids) and not 0 <= int(sample_ids.min()) <= int(sample_ids.max()) < ends[-1]:
@@ -54,9 +56,9 @@ class HistorySpans(NamedTuple):
                        history_ends
     """
 
-    begins: NDArray[np.int64]
-    history_ends: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    begins: Ints
+    history_ends: Ints
+    ends: Ints
 
 
 def find_spans(
@@ -80,24 +82,31 @@ class ItemTokens(NamedTuple):
     """The tokens of items: the codes of each [items, levels], -1 without a code, plus an offset for each level."""
 
     codes: NDArray[np.int32]
-    level_offsets: NDArray[np.int64]
+    level_offsets: Ints
 
 
 class KeyValues(NamedTuple):
     """The values of one key of n samples: of each, a slice of a column of its store, given by begin and size."""
 
     column: str
-    begins: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    begins: Ints
+    sizes: Ints
+    max_size: int
+    """Most elements of any sample, also of other batches and ranks."""
     tokens: ItemTokens | None = None
     """Replaces each element, an item, by its tokens."""
     is_of_user: bool = False
     """Whether it is a column of users rather than events."""
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """Values of each sample: int64 [n]."""
         return self.sizes if self.tokens is None else self.sizes * self.tokens.codes.shape[1]
+
+    @property
+    def length_limit(self) -> int:
+        """Most values of any sample."""
+        return self.max_size if self.tokens is None else self.max_size * self.tokens.codes.shape[1]
 
 
 def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> KeyValues:
@@ -109,13 +118,15 @@ def find_context(groups: Sequence[StoreRows], name: str, num_samples: int) -> Ke
             begins[sample_indices], sizes[sample_indices] = offsets[rows], offsets[rows + 1] - offsets[rows]
         else:
             begins[sample_indices], sizes[sample_indices] = rows, 1
-    return KeyValues(name, begins, sizes, is_of_user=True)
+    multi_valued = groups[0].store.multi_valued
+    max_size = multi_valued[name].max_length if name in multi_valued else 1
+    return KeyValues(name, begins, sizes, max_size, is_of_user=True)
 
 
 class Gathered(NamedTuple):
     """The values of some keys in G batches, one after the other; their views, and the longest row of each key [G]."""
 
-    values: NDArray[np.int64]
+    values: Ints
     tensors: list[KeyedJaggedTensor]
     max_lengths: list[dict[str, int]]
 
@@ -133,7 +144,7 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
     out_begins = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)  # [G, K, B], as lengths
     num_values = lengths.sum(axis=2)
     out = np.empty(int(num_values.sum()), dtype=np.int64)
-    for index, (column, begins, sizes, tokens, is_of_user) in enumerate(keys.values()):
+    for index, (column, begins, sizes, _, tokens, is_of_user) in enumerate(keys.values()):
         begins_of_key = out_begins[:, index].reshape(-1)
         for store, _, samples in groups:
             elements = (store.rows if is_of_user else store.events)[column]
@@ -152,7 +163,7 @@ def gather(groups: Sequence[StoreRows], keys: Mapping[str, KeyValues], batch_siz
     )
 
 
-def pad_rows(column: NDArray[np.int64], batch_size: int, num_batches: int, *, fill: int = 0) -> NDArray[np.int64]:
+def pad_rows(column: Ints, batch_size: int, num_batches: int, *, fill: int = 0) -> Ints:
     """Divide a column [n] into the rows of batches, padded with `fill`: int64 [num_batches, batch_size]."""
     rows = np.empty(num_batches * batch_size, dtype=np.int64)
     rows[: len(column)], rows[len(column) :] = column, fill
@@ -161,15 +172,15 @@ def pad_rows(column: NDArray[np.int64], batch_size: int, num_batches: int, *, fi
 
 @compiled
 def _find_spans(
-    offsets: NDArray[np.int64],
+    offsets: Ints,
     num_targets: NDArray[np.int32],
-    rows: NDArray[np.int64],
-    sample_indices: NDArray[np.int64],
+    rows: Ints,
+    sample_indices: Ints,
     max_history_length: int,
     max_num_candidates: int,
-    begins: NDArray[np.int64],
-    history_ends: NDArray[np.int64],
-    ends: NDArray[np.int64],
+    begins: Ints,
+    history_ends: Ints,
+    ends: Ints,
 ) -> bool:
     for index in range(len(rows)):
         row, sample = rows[index], sample_indices[index]
@@ -188,12 +199,7 @@ def _find_spans(
 
 @compiled
 def _copy_elements(
-    column: NDArray[np.integer],
-    sample_indices: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    out_begins: NDArray[np.int64],
-    out: NDArray[np.int64],
+    column: NDArray[np.integer], sample_indices: Ints, begins: Ints, sizes: Ints, out_begins: Ints, out: Ints
 ) -> int:
     # Samples are scattered over a column that fits no cache. Touching all their cache lines first lets the processor
     # fetch many lines at a time; copying right away would wait for each sample's lines in turn.
@@ -213,13 +219,13 @@ def _copy_elements(
 @compiled
 def _copy_tokens(
     column: NDArray[np.integer],
-    sample_indices: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    out_begins: NDArray[np.int64],
+    sample_indices: Ints,
+    begins: Ints,
+    sizes: Ints,
+    out_begins: Ints,
     codes: NDArray[np.int32],
-    level_offsets: NDArray[np.int64],
-    out: NDArray[np.int64],
+    level_offsets: Ints,
+    out: Ints,
 ) -> bool:
     """Return whether all items have codes."""
     levels = codes.shape[1]
@@ -239,7 +245,7 @@ def _copy_tokens(
 class SampleLengths:
     """The lengths of n samples as they are trained, known before batches are made."""
 
-    of_keys: Mapping[tuple[str, str], NDArray[np.int64]]
+    of_keys: Mapping[tuple[str, str], Ints]
     """Per field and key of the batch, in its order, [n]: after truncation, in tokens, with candidates."""
-    num_candidates: NDArray[np.int64]
+    num_candidates: Ints
     """[n]; zeros for batches without candidates."""

@@ -117,8 +117,7 @@ class JaggedCollate:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self._batch_size = batch_size
         self._loss_key = loss_key
-        self._keys: dict[str, list[str]] = {}  # by jagged field
-        self._dtypes: dict[str, torch.dtype] = {}  # by jagged field
+        self._jagged: dict[str, dict[str, Jagged]] = {}  # by field and key
         self._limits: dict[str, int] = {}  # by jagged key
         self._dense: dict[str, Mapping[str, Any]] = {}
         for name, declaration in declarations.items():
@@ -128,24 +127,23 @@ class JaggedCollate:
                 self._dense[name] = dict(declaration.metadata)
             else:
                 raise ConfigError(f"{name!r} must be jagged() or dense(), got {declaration!r}")
-        for name in (*self._keys, *self._dense):
+        for name in (*self._jagged, *self._dense):
             if not name.isidentifier() or hasattr(JaggedBatch, name) or name in CollatedBatch.__dataclass_fields__:
                 raise ConfigError(f"a batch cannot have a tensor called {name!r}; rename it")
-            if name in self._keys and name in self._dense:
+            if name in self._jagged and name in self._dense:
                 raise ConfigError(f"{name!r} is declared as dense and as the field of jagged keys; rename one of them")
-        check_loss_key(loss_key, [(field, key) for field, keys in self._keys.items() for key in keys])
-        self._fills = dict.fromkeys(self._keys, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
+        check_loss_key(loss_key, [(field, key) for field, keys in self._jagged.items() for key in keys])
+        self._fills = dict.fromkeys(self._jagged, 0.0) | {name: d["fill"] for name, d in self._dense.items()}
 
     def _add_jagged(self, name: str, declaration: Jagged) -> None:
-        field, dtype = declaration.field, declaration.dtype
-        if dtype == torch.bfloat16:
-            raise ConfigError(f"{name!r} cannot be jagged({dtype}), which NumPy lacks; use torch.float32")
-        if self._dtypes.setdefault(field, dtype) != dtype:
-            raise ConfigError(
-                f"{name!r} is {dtype}, but {self._keys[field][0]!r} of the same field is {self._dtypes[field]}; pass "
-                "one of them another field="
-            )
-        self._keys.setdefault(field, []).append(name)
+        if declaration.dtype == torch.bfloat16:
+            raise ConfigError(f"{name!r} cannot be jagged({declaration.dtype}), which NumPy lacks; use torch.float32")
+        of_field = self._jagged.setdefault(declaration.field, {})
+        of_field[name] = declaration
+        first, dtype = next((key, declared.dtype) for key, declared in of_field.items())
+        if declaration.dtype != dtype:
+            same_field = f"{first!r} of the same field is {dtype}"
+            raise ConfigError(f"{name!r} is {declaration.dtype}, but {same_field}; pass one of them another field=")
         if declaration.max_length is not None:
             self._limits[name] = declaration.max_length
 
@@ -158,14 +156,11 @@ class JaggedCollate:
         """
         values: dict[str, KeyedJaggedTensor | Tensor | None] = {}
         lengths: dict[tuple[str, str], NDArray[np.int64]] = {}
-        for field, keys in self._keys.items():
-            columns = [
-                _concatenate(_column(samples, key), key, self._dtypes[field], self._limits.get(key)) for key in keys
-            ]
-            values[field] = keyed_jagged_tensor(
-                keys, torch.cat([flat for flat, _ in columns]), np.stack([counts for _, counts in columns])
-            )
-            lengths |= {(field, key): counts for key, (_, counts) in zip(keys, columns, strict=True)}
+        for field, keys in self._jagged.items():
+            columns = {key: _concatenate(_column(samples, key), key, declared) for key, declared in keys.items()}
+            flat = torch.cat([flat for flat, _ in columns.values()])
+            values[field] = keyed_jagged_tensor(list(keys), flat, np.stack([counts for _, counts in columns.values()]))
+            lengths |= {(field, key): counts for key, (_, counts) in columns.items()}
         for name, declared in self._dense.items():
             values[name] = _stack(_column(samples, name), name, declared["dtype"], declared["shape"])
         batch = CollatedBatch(
@@ -190,18 +185,16 @@ def _column(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
         raise _bad_sample(index, f"no {name!r}: {has}; samples must be dicts with all names") from None
 
 
-def _concatenate(
-    column: Sequence[Any], name: str, dtype: torch.dtype, max_length: int | None
-) -> tuple[Tensor, NDArray[np.int64]]:
+def _concatenate(column: Sequence[Any], name: str, declared: Jagged) -> tuple[Tensor, NDArray[np.int64]]:
     """Return all samples' values, and how many each sample has: int64 [n]."""
-    arrays = [np.atleast_1d(_as_array(value, name, index, dtype)) for index, value in enumerate(column)]
+    arrays = [np.atleast_1d(_as_array(value, name, index, declared.dtype)) for index, value in enumerate(column)]
     for index, array in enumerate(arrays):
         if array.ndim != 1:
             raise _bad_sample(index, f"{name!r} of shape {array.shape}; jagged values must have one dimension")
-        if max_length is not None and len(array) > max_length:
-            values = f"{len(array)} values of {name!r}, more than its max_length, {max_length}"
+        if declared.max_length is not None and len(array) > declared.max_length:
+            values = f"{len(array)} values of {name!r}, more than its max_length, {declared.max_length}"
             raise _bad_sample(index, f"{values}; cut them, or raise it")
-    flat = np.concatenate([np.empty(0, dtype=_numpy_dtype(dtype)), *arrays])
+    flat = np.concatenate([np.empty(0, dtype=_numpy_dtype(declared.dtype)), *arrays])
     return torch.from_numpy(flat), np.array([len(array) for array in arrays], dtype=np.int64)
 
 

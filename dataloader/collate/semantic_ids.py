@@ -13,7 +13,7 @@ from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import check_regular
 from evenrank.dataloader.batches.batch import SemanticIdBatch
 from evenrank.dataloader.collate.gather import HistorySpans, ItemTokens, KeyValues
-from evenrank.dataloader.collate.sequences import LABEL, Collate, check_user_ids
+from evenrank.dataloader.collate.sequences import Collate, check_user_ids
 from evenrank.datasets.schema import ITEM_ID
 from evenrank.datasets.store import SequenceStore
 
@@ -143,9 +143,7 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
     max_num_candidates: int = 1
     table: CodeTable
     label_offsets: bool
-    """Whether labels are tokens, with the offsets of their levels, rather than codes."""
     history_labels: bool
-    """Whether the events of a history have labels too, except for its first."""
     candidate_feature: bool
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
@@ -175,9 +173,9 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
     def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
         begins, history_ends, ends = spans
         tokens = ItemTokens(self.table.codes, self.table.level_offsets)
-        values = {SEMANTIC_ID: KeyValues(ITEM_ID, begins, history_ends - begins, tokens)}
+        values = {SEMANTIC_ID: KeyValues(ITEM_ID, begins, history_ends - begins, self.max_history_length, tokens)}
         if self.candidate_feature:
-            values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, tokens)
+            values[CANDIDATE_ID] = KeyValues(ITEM_ID, history_ends, ends - history_ends, 1, tokens)
         return values
 
     def _label_values(self, spans: HistorySpans) -> KeyValues:
@@ -185,11 +183,5 @@ class SemanticIdCollate(Collate[SemanticIdBatch]):
         firsts = np.minimum(begins + 1, history_ends) if self.history_labels else history_ends
         offsets = self.table.level_offsets
         tokens = ItemTokens(self.table.codes, offsets if self.label_offsets else np.zeros_like(offsets))
-        return KeyValues(ITEM_ID, firsts, ends - firsts, tokens)
-
-    def _length_limits(self) -> dict[str, int]:
-        levels = self.table.codes.shape[1]
-        limits = {SEMANTIC_ID: self.max_history_length * levels}
-        if self.candidate_feature:
-            limits[CANDIDATE_ID] = levels
-        return limits | {LABEL: (max(self.max_history_length, 1) if self.history_labels else 1) * levels}
+        max_size = max(self.max_history_length, 1) if self.history_labels else 1
+        return KeyValues(ITEM_ID, firsts, ends - firsts, max_size, tokens)

@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.batches.batch import JaggedBatch, SequenceBatch
+from evenrank.dataloader.batches.batch import Batch, SequenceBatch
 from evenrank.dataloader.collate.gather import (
     HistorySpans,
     KeyValues,
@@ -26,20 +26,16 @@ from evenrank.datasets.store import SequenceStore
 
 LABEL = "label"
 
-Batch = TypeVar("Batch", bound=JaggedBatch)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collate(ABC, Generic[Batch]):
-    """Makes batches of samples, and decides which rows are samples."""
+    """Makes batches of samples, and decides which rows are samples. Its fields are the settings in `config.py`."""
 
     _batch_type: ClassVar[Callable[..., Any]]
 
     max_history_length: int
-    """Events of a history; longer histories keep their newest ones."""
     max_num_candidates: int
     user_id: bool
-    """Whether `user_id` is a feature."""
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks a column that batches need."""
@@ -87,7 +83,9 @@ class Collate(ABC, Generic[Batch]):
         for name, column in self._dense_columns(spans).items():
             fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
         fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
-        limits = context_limits(groups[0].store, user_id=self.user_id) | self._length_limits()
+        limits = {name: values.length_limit for name, values in features.items()}
+        if labels is not None:
+            limits[LABEL] = labels.length_limit
         return [
             self._batch_type(
                 batch_size=batch_size,
@@ -107,10 +105,6 @@ class Collate(ABC, Generic[Batch]):
     @abstractmethod
     def _label_values(self, spans: HistorySpans) -> KeyValues | None: ...
 
-    @abstractmethod
-    def _length_limits(self) -> dict[str, int]:
-        """Return the longest that a row of each key made from events, or of the labels, can be."""
-
     def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         """Return the dense fields besides the sample ids: int64 [n] each, 0 in padding rows."""
         return {}
@@ -123,7 +117,7 @@ class Collate(ABC, Generic[Batch]):
     ) -> tuple[HistorySpans, dict[str, KeyValues], KeyValues | None]:
         """Return the samples' histories and candidates, their features by key, and their labels."""
         spans = find_spans(groups, num_samples, self.max_history_length, self.max_num_candidates)
-        names = context_limits(groups[0].store, user_id=self.user_id)
+        names = (*((USER_ID,) if self.user_id else ()), *groups[0].store.manifest.contextual)
         context = {name: find_context(groups, name, num_samples) for name in names}
         return spans, context | self._event_values(spans), self._label_values(spans)
 
@@ -144,11 +138,8 @@ class SequenceCollate(Collate[SequenceBatch]):
     _batch_type = SequenceBatch
 
     num_tasks: int
-    """Above 1: labels keep this many low bits. Above 0 without candidates: the history has labels."""
     candidate_actions: bool
-    """Whether the `action` feature includes the candidates' actions."""
     extra_events: tuple[str, ...]
-    """Further list columns that become features."""
 
     def check(self, store: SequenceStore) -> None:
         """Raise a ConfigError if the store lacks one of the extra events."""
@@ -170,24 +161,23 @@ class SequenceCollate(Collate[SequenceBatch]):
         """Return the settings that decide which rows are samples."""
         return ("candidates", self.max_num_candidates)
 
-    def _has_candidates(self) -> dict[str, bool]:
-        """Return whether each key that is made from events includes the candidates."""
-        # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
-        names = (ITEM_ID, ACTION, *self.extra_events)
-        return {name: name in (ITEM_ID, TIMESTAMP_MS) or self.candidate_actions for name in names}
-
     def _event_values(self, spans: HistorySpans) -> dict[str, KeyValues]:
         begins, history_ends, ends = spans
-        return {
-            name: KeyValues(name, begins, (ends if has_candidates else history_ends) - begins)
-            for name, has_candidates in self._has_candidates().items()
-        }
+        values: dict[str, KeyValues] = {}
+        for name in (ITEM_ID, ACTION, *self.extra_events):
+            # The time at which a candidate is shown is known in advance; everything else about the event is an outcome.
+            if name in (ITEM_ID, TIMESTAMP_MS) or self.candidate_actions:
+                max_size = self.max_history_length + self.max_num_candidates
+                values[name] = KeyValues(name, begins, ends - begins, max_size)
+            else:
+                values[name] = KeyValues(name, begins, history_ends - begins, self.max_history_length)
+        return values
 
     def _label_values(self, spans: HistorySpans) -> KeyValues | None:
         if not self.max_num_candidates and not self.num_tasks:
             return None
         begins = spans.history_ends if self.max_num_candidates else spans.begins
-        return KeyValues(ACTION, begins, spans.ends - begins)
+        return KeyValues(ACTION, begins, spans.ends - begins, self.max_num_candidates or self.max_history_length)
 
     def _finish_labels(self, values: NDArray[np.int64]) -> None:
         if self.num_tasks > 1:
@@ -195,21 +185,6 @@ class SequenceCollate(Collate[SequenceBatch]):
 
     def _dense_columns(self, spans: HistorySpans) -> dict[str, NDArray[np.int64]]:
         return {"num_candidates": spans.ends - spans.history_ends}
-
-    def _length_limits(self) -> dict[str, int]:
-        limits = {
-            name: self.max_history_length + self.max_num_candidates * has_candidates
-            for name, has_candidates in self._has_candidates().items()
-        }
-        if self.max_num_candidates or self.num_tasks:
-            limits[LABEL] = self.max_num_candidates or self.max_history_length
-        return limits
-
-
-def context_limits(store: SequenceStore, *, user_id: bool) -> dict[str, int]:
-    """Return the most values that a sample can have of `user_id`, on request, and of each contextual feature."""
-    names = (*((USER_ID,) if user_id else ()), *store.manifest.contextual)
-    return {name: store.multi_valued[name].max_length if name in store.multi_valued else 1 for name in names}
 
 
 def check_user_ids(store: SequenceStore) -> None:

@@ -1,15 +1,15 @@
 from .bucketize import bucketize as bucketize
 from .bucketize import map_features as map_features
-from .dist_type import DIST_TYPE as DIST_TYPE
-from .dist_type import check_dist_type as check_dist_type
-from .dist_type import dist_type as dist_type
-from .dist_type import read_dist_type as read_dist_type
+from .key_map import MODES as MODES
 from .key_map import KeyMap as KeyMap
-from .modes import MODES as MODES
-from .modes import Mode as Mode
-from .modes import Routing as Routing
+from .key_map import Mode as Mode
+from .key_map import Routing as Routing
 from .owners import hash_keys as hash_keys
 from .owners import owner_rank as owner_rank
+from .remap import DIST_TYPE as DIST_TYPE
+from .remap import check_dist_type as check_dist_type
+from .remap import dist_type as dist_type
+from .remap import read_dist_type as read_dist_type
 from .remap import remap as remap
 from .remap import remap_checkpoint as remap_checkpoint
 

@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
 from evenrank.dataloader.routing import gpu_bucketize
-from evenrank.dataloader.routing.key_map import KeyMap
-from evenrank.dataloader.routing.modes import Routing, check_routing
+from evenrank.dataloader.routing.key_map import KeyMap, Routing, check_routing
 from evenrank.dataloader.routing.owners import owners_and_rows
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing.modes import HASH_MULTIPLIERS, HASH_SHIFT, MODES, Routing, rows_per_rank
+from evenrank.dataloader.routing.key_map import HASH_MULTIPLIERS, HASH_SHIFT, MODES, Routing, rows_per_rank
 
 try:
     import triton  # pyright: ignore[reportMissingImports]
@@ -68,20 +68,10 @@ def bucketize_with_kernels(
     weights: Tensor | None,
     positions: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Group the keys [n] of a batch on a GPU by (rank, feature, row), in their order; see `bucketize`.
+    """Group the keys [n] of a batch with lengths [K * B] on a GPU by (rank, feature, row), in their order.
 
-    Args:
-        keys: int32 or int64 [n].
-        lengths: integers [K * B].
-        offsets: integers [K * B + 1].
-        routings: of each of the K features.
-        world_size: number of ranks, W.
-        weights: [n]; None with positions.
-        positions: whether to return each key's index in its original row in place of weights.
-
-    Returns:
-        Lengths [W * K * B]; rows in the owner's shard [n], of the keys' dtype; weights [n] or positions [n], of the
-        keys' dtype, or None; and where each key went: int64 [n].
+    Return lengths [W * K * B]; rows in the owner's shard [n], of the keys' dtype; weights [n] or, if `positions`, the
+    index of each key in its original row [n], of the keys' dtype, or None; and the place of each key: int64 [n].
     """
     num_rows, num_keys = lengths.numel(), keys.numel()
     new_lengths = torch.zeros(world_size * num_rows, dtype=lengths.dtype, device=keys.device)

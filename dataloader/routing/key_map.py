@@ -1,16 +1,26 @@
-"""`KeyMap`: which row of a table has which key, so that patterns of keys spread over TorchRec's ranges of rows.
+"""The modes of routing, and `KeyMap`: which row of a table has which key, so that patterns of keys spread over ranks.
 
-TorchRec's row-wise sharding gives rank r the rows r b .. r b + b - 1 of a table of N rows, b = ceil(N / W). With 10
-rows and 4 ranks, b = 3:
+Where tables are looked up by key (`owners.py`), the modes of routing are
+
+    continuous        ranges: rank k // ceil(N / W) has key k of a table of N rows, as in TorchRec's row-wise sharding;
+                      keys past the last range go to rank k % W
+    roundrobin        rank k % W
+    hash_roundrobin   rank hash(k) % W, where `hash` is the finalizer of MurmurHash3
+
+Keys are words of 64 bits and compared as unsigned: key -1 is 2^64 - 1, also if its dtype is int32. Only `continuous`
+takes int32 keys as unsigned words of 32 bits, because fbgemm does.
+
+A KeyMap is for stock TorchRec, whose row-wise sharding gives rank r the rows r b .. r b + b - 1 of a table of N rows,
+b = ceil(N / W). With 10 rows and 4 ranks, b = 3:
 
     rank              0          1          2         3
     row               0  1  2    3  4  5    6  7  8   9
     key, continuous   0  1  2    3  4  5    6  7  8   9
     key, roundrobin   0  4  7    1  5  8    2  6  9   3
 
-Mode `hash_roundrobin` is a keyed Feistel network on pairs (Black and Rogaway, "Ciphers with arbitrary finite domains",
-2002), which makes every pattern of keys look random. For N rows it takes A = 2^a, about the square root of N, and
-B = ceil(N / A). Keys and rows are pairs j < B, r < A:
+There, `hash_roundrobin` is a keyed Feistel network on pairs (Black and Rogaway, "Ciphers with arbitrary finite
+domains", 2002), which makes every pattern of keys look random. For N rows it takes A = 2^a, about the square root of N,
+and B = ceil(N / A). Keys and rows are pairs j < B, r < A:
 
     key = j A + r
     r += hash(j) mod A, j += hash(r) mod B, r += hash(j) mod A, j += hash(r) mod B
@@ -23,7 +33,7 @@ the distance of their r. Rows past the table's end, fewer than A of A B, are per
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +41,52 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.core.hashing import MIX_MULTIPLIERS, MIX_SHIFTS, mix_word
 from evenrank.core.numba_cache import compiled
-from evenrank.dataloader.routing.modes import Mode, check_routing, rows_per_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Integers = TypeVar("Integers", "NDArray[Any]", "Tensor")
+Mode = Literal["continuous", "roundrobin", "hash_roundrobin"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+# The 64-bit finalizer of MurmurHash3 (Austin Appleby, MurmurHash3.cpp, `fmix64`).
+HASH_MULTIPLIERS = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+HASH_SHIFT = 33
+_LIMIT = 1 << 63  # so that every rank and row is an int64
 
 # Round keys, different for each round: the first hexadecimal digits of pi.
 ROUND_KEYS = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 CONSTANTS = *ROUND_KEYS, *MIX_MULTIPLIERS, *MIX_SHIFTS
 """Everything that `hash_roundrobin` depends on besides the number of rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """How the rows of one table are distributed over ranks; raises a ConfigError if a field is out of range."""
+
+    mode: Mode
+    num_embeddings: int | None = None
+    """Rows of the table; `continuous` needs it, and the other modes ignore it."""
+
+    def __post_init__(self) -> None:
+        check_routing(1, self.mode, self.num_embeddings)
+
+
+def rows_per_rank(num_embeddings: int, world_size: int) -> int:
+    """Return the rows of a rank's range in TorchRec's row-wise sharding; the last ranks may have fewer, or none."""
+    return -(-num_embeddings // world_size)
+
+
+def check_routing(world_size: int, mode: Mode, num_embeddings: int | None) -> None:
+    """Raise a ConfigError if the mode is unknown, or an argument is missing or out of range."""
+    if mode not in MODES:
+        raise ConfigError(f"the routing mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if mode == "continuous" and num_embeddings is None:
+        raise ConfigError("mode 'continuous' assigns ranges of rows, so it needs num_embeddings, the table's rows")
+    num_rows = 1 if num_embeddings is None else num_embeddings
+    for name, value in (("world_size", world_size), ("num_embeddings", num_rows)):
+        if type(value) is not int or not 1 <= value < _LIMIT:
+            raise ConfigError(f"{name} must be an integer of at least 1 and below 2^63, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +145,8 @@ class KeyMap:
 
     def _bijection(self) -> "RoundRobin | Permutation":
         if self.mode == "roundrobin":
-            return RoundRobin.of(self.num_embeddings, self.world_size)
+            range_rows = rows_per_rank(self.num_embeddings, self.world_size)
+            return RoundRobin(range_rows, *divmod(self.num_embeddings, range_rows))
         return Permutation.of(self.num_embeddings)
 
     def _check(self, values: Any, kind: str) -> None:
@@ -156,12 +202,6 @@ class RoundRobin(NamedTuple):
     full_ranks: int  # f
     last_rows: int  # l
 
-    @classmethod
-    def of(cls, num_embeddings: int, world_size: int) -> "RoundRobin":
-        """Return the bijection of a table that is sharded over `world_size` ranks."""
-        range_rows = rows_per_rank(num_embeddings, world_size)
-        return cls(range_rows, *divmod(num_embeddings, range_rows))
-
     def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each key: int64 [n]."""
         late = keys - self._num_early
@@ -196,52 +236,41 @@ class Permutation(NamedTuple):
     def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each key: int64 [n]."""
         rows = np.array(keys, order="C")
-        _permute(rows, *self)
+        _permute(rows, *self, False)
         return rows
 
     def keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the key of each row: int64 [n]."""
         keys = np.array(rows, order="C")
-        _restore(keys, *self)
+        _permute(keys, *self, True)
         return keys
 
 
 @compiled
-def _permute(rows: NDArray[np.int64], num_rows: int, bits: int, size: int) -> None:
-    """Replace keys, each in 0..num_rows-1, by their rows, in place."""
+def _permute(words: NDArray[np.int64], num_rows: int, bits: int, size: int, is_inverse: bool) -> None:
+    """Replace keys, each in 0..num_rows-1, by their rows, in place, or rows by their keys if `is_inverse`."""
     num_bits, num_first = np.uint64(bits), np.uint64(size)
     mask = (np.uint64(1) << num_bits) - np.uint64(1)
-    for index in range(len(rows)):
-        row = np.uint64(rows[index])
+    for index in range(len(words)):
+        word = np.uint64(words[index])
         while True:
-            first, second = row >> num_bits, row & mask
-            second = (second + _top_bits(first, 0, num_bits)) & mask
-            first = _add(first, _scaled(second, 1, num_first), num_first)
-            second = (second + _top_bits(first, 2, num_bits)) & mask
-            first = _add(first, _scaled(second, 3, num_first), num_first)
-            row = second * num_first + first
-            if row < np.uint64(num_rows):
+            if is_inverse:
+                second, first = word // num_first, word % num_first
+                first = _add(first, num_first - _scaled(second, 3, num_first), num_first)
+                second = (second - _top_bits(first, 2, num_bits)) & mask
+                first = _add(first, num_first - _scaled(second, 1, num_first), num_first)
+                second = (second - _top_bits(first, 0, num_bits)) & mask
+                word = (first << num_bits) | second
+            else:
+                first, second = word >> num_bits, word & mask
+                second = (second + _top_bits(first, 0, num_bits)) & mask
+                first = _add(first, _scaled(second, 1, num_first), num_first)
+                second = (second + _top_bits(first, 2, num_bits)) & mask
+                first = _add(first, _scaled(second, 3, num_first), num_first)
+                word = second * num_first + first
+            if word < np.uint64(num_rows):
                 break
-        rows[index] = np.int64(row)
-
-
-@compiled
-def _restore(rows: NDArray[np.int64], num_rows: int, bits: int, size: int) -> None:
-    """Replace rows by their keys, in place."""
-    num_bits, num_first = np.uint64(bits), np.uint64(size)
-    mask = (np.uint64(1) << num_bits) - np.uint64(1)
-    for index in range(len(rows)):
-        row = np.uint64(rows[index])
-        while True:
-            second, first = row // num_first, row % num_first
-            first = _add(first, num_first - _scaled(second, 3, num_first), num_first)
-            second = (second - _top_bits(first, 2, num_bits)) & mask
-            first = _add(first, num_first - _scaled(second, 1, num_first), num_first)
-            second = (second - _top_bits(first, 0, num_bits)) & mask
-            row = (first << num_bits) | second
-            if row < np.uint64(num_rows):
-                break
-        rows[index] = np.int64(row)
+        words[index] = np.int64(word)
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Which rank owns a key, by mode (see `modes.py`), and the row of the key in the shard of its owner."""
+"""Which rank owns a key, by mode (see `key_map.py`), and the row of the key in the shard of its owner."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -6,7 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing.modes import HASH_MULTIPLIERS, HASH_SHIFT, Mode, Routing, check_routing, rows_per_rank
+from evenrank.dataloader.routing.key_map import (
+    HASH_MULTIPLIERS,
+    HASH_SHIFT,
+    Mode,
+    Routing,
+    check_routing,
+    rows_per_rank,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,10 +1,16 @@
-"""`remap`: moves the rows of a table from one KeyMap to another; `remap_checkpoint`: in a whole checkpoint.
+"""Tables in checkpoints: `dist_type`, the key maps that they were trained with; `remap`, which moves their rows.
+
+The entry `dist_type` of a checkpoint keeps rows from being read under other keys:
+
+    {"item_id": {"mode": "hash_roundrobin", "num_embeddings": 131263, "constants": [...]}}
 
 A checkpoint of torch.distributed.checkpoint has whole tensors in any number of parts, so a single process remaps it,
 and the new one loads on any number of ranks.
 """
 
 import dataclasses
+import json
+import logging
 import os
 import shutil
 import warnings
@@ -22,11 +28,94 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from evenrank.core.errors import ConfigError, DataError, one_line
-from evenrank.dataloader.routing.dist_type import DIST_TYPE, dist_type, read_dist_type
+from evenrank.core.errors import ConfigError, DataError, StateError, escape_controls, one_line
 from evenrank.dataloader.routing.key_map import KeyMap
 
+DIST_TYPE = "dist_type"
+"""Name of the entry."""
+_log = logging.getLogger("evenrank")
+_CONTINUOUS = {"mode": "continuous"}
 _PART_BYTES = 256 << 20
+
+
+def dist_type(key_maps: Mapping[str, KeyMap]) -> str:
+    """Return the entry of a checkpoint for these key maps: JSON, as text, which every format can hold."""
+    return json.dumps({name: key_maps[name].describe() for name in sorted(key_maps)})
+
+
+def check_dist_type(saved: str | None, key_maps: Mapping[str, KeyMap], *, source: str, notify: bool = True) -> None:
+    """Check that a checkpoint has the key maps of this job. Features without a map are `continuous`.
+
+    Args:
+        saved: the entry; None if the checkpoint has none: then all features count as `continuous`.
+        key_maps: of this job.
+        source: of the entry, for messages, such as "the checkpoint".
+        notify: whether to log, to the logger `evenrank`, that there is no entry; one rank is enough.
+
+    Raises:
+        StateError: a feature has another map, or the entry is damaged.
+    """
+    if saved is None and notify:
+        _log.warning(
+            "%s has no %s, so its tables count as continuous: row k has key k, as in stock TorchRec",
+            escape_controls(source),
+            DIST_TYPE,
+        )
+    saved_entries = {} if saved is None else _parse(saved, source)
+    entries = json.loads(dist_type(key_maps))
+    for name in sorted({*saved_entries, *entries}):
+        before, now = saved_entries.get(name, _CONTINUOUS), entries.get(name, _CONTINUOUS)
+        # Of continuous maps, only entries that both have must be equal.
+        both = before["mode"] == now["mode"] == "continuous"
+        decisive = {*before} & {*now} if both else {*before, *now}
+        if different := {entry for entry in decisive if before.get(entry) != now.get(entry)}:
+            constants = " with other constants" if different == {"constants"} else ""
+            raise StateError(
+                f"{source} stores {name} with routing {_show(before)}, but this job uses {_show(now)}{constants}; use "
+                "the same key_maps, or change its tables with evenrank.dataloader.routing.remap"
+            )
+
+
+def read_dist_type(saved: str | None, *, source: str) -> dict[str, KeyMap]:
+    """Return the key maps of a checkpoint, to remap its tables; the arguments are those of `check_dist_type`.
+
+    Raises:
+        StateError: the entry is damaged, or a map has constants that this release does not have.
+    """
+    key_maps = {}
+    for name, entry in ({} if saved is None else _parse(saved, source)).items():
+        try:
+            # Only entries that depend on the world size have it.
+            key_map = KeyMap(
+                num_embeddings=entry["num_embeddings"], world_size=entry.get("world_size", 1), mode=entry["mode"]
+            )
+        except (KeyError, ConfigError) as error:
+            raise StateError(f"{source} has a damaged {DIST_TYPE} ({one_line(error)}); load an intact one") from error
+        if key_map.describe() != entry:
+            raise StateError(
+                f"{source} stores {name} with routing {_show(entry)}, which this release computes differently; use "
+                "the release of evenrank that saved it"
+            )
+        key_maps[name] = key_map
+    return key_maps
+
+
+def _parse(saved: str, source: str) -> dict[str, dict[str, Any]]:
+    try:
+        entries = json.loads(saved)
+    except (TypeError, ValueError, RecursionError):
+        entries = None
+    if not isinstance(entries, dict) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("mode"), str) for entry in entries.values()
+    ):
+        raise StateError(f"{source} has a damaged {DIST_TYPE}; load an intact one")
+    return entries
+
+
+def _show(entry: Mapping[str, Any]) -> str:
+    """Return an entry as text, without the constants, which are long."""
+    details = [f"{name} {entry[name]!r}" for name in ("num_embeddings", "world_size") if name in entry]
+    return f"{entry['mode']} ({', '.join(details)})" if details else str(entry["mode"])
 
 
 def remap(table: Tensor, before: KeyMap | None, after: KeyMap | None) -> Tensor:
@@ -90,10 +179,20 @@ def remap_checkpoint(
         raise ConfigError(f"{target} exists already; choose another target, or delete it")
     moves = _moves(tables, before, after)
     metadata = read_metadata(source)
-    tensors = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     if unknown := [name for name in moves if name not in tensors]:
         raise ConfigError(f"{source} has no tensor {unknown[0]!r}; it has {', '.join(sorted(tensors))}")
-    entries = _read(source, metadata)
+    entries: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata) | tensors
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            load(entries, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise DataError(f"{source} cannot be read ({_reason(error)}); pass an intact checkpoint") from error
     for name in _dist_types(entries):
         _check_entry(entries[name], before, "before", source=f"{name} of {source}")
         entries[name] = dist_type(after)
@@ -115,22 +214,23 @@ def _moves(
     tables: Mapping[str, Iterable[str]], before: Mapping[str, KeyMap], after: Mapping[str, KeyMap]
 ) -> dict[str, str]:
     """Return, for each tensor, a feature whose maps its rows follow."""
-    described = {name: (_describe(before.get(name)), _describe(after.get(name))) for name in {*before, *after, *tables}}
-    for feature, (old, new) in sorted(described.items()):
+    changes: dict[str, str] = {}
+    for feature in sorted({*before, *after, *tables}):
+        old, new = _describe(before.get(feature)), _describe(after.get(feature))
+        changes[feature] = "stays" if old == new else f"changes from {old} to {new}"
         if old != new and feature not in tables:
             raise ConfigError(
-                f"{feature} changes from {old} to {new}, but `tables` does not name it; add the tensors of its table, "
-                "an empty list if it has none"
+                f"{feature} {changes[feature]}, but `tables` does not name it; add the tensors of its table, an empty "
+                "list if it has none"
             )
-    changes = {feature: f"changes from {old} to {new}" for feature, (old, new) in described.items() if old != new}
     moves: dict[str, str] = {}
     for feature, names in tables.items():
         for name in names:
             first = moves.setdefault(name, feature)
-            if changes.get(first) != changes.get(feature):
+            if changes[first] != changes[feature]:
                 raise ConfigError(
-                    f"{name} is the table of {first}, which {changes.get(first, 'stays')}, and of {feature}, which "
-                    f"{changes.get(feature, 'stays')}; give all features of a table the same key maps"
+                    f"{name} is the table of {first}, which {changes[first]}, and of {feature}, which "
+                    f"{changes[feature]}; give all features of a table the same key maps"
                 )
     return moves
 
@@ -166,21 +266,6 @@ def read_metadata(source: Path) -> Metadata:
             f"{source} is no checkpoint of torch.distributed.checkpoint ({one_line(error)}); pass the folder with its "
             ".metadata"
         ) from error
-
-
-def _read(source: Path, metadata: Metadata) -> dict[str, Any]:
-    """Return all entries of a checkpoint by name, tensors in one piece."""
-    entries: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that there is no process group
-            load(entries, storage_reader=FileSystemReader(source), planner=planner, no_dist=True)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise DataError(f"{source} cannot be read ({_reason(error)}); pass an intact checkpoint") from error
-    return entries
 
 
 def _write(target: Path, entries: dict[str, Any], paths: Mapping[str, Any]) -> None:
@@ -226,13 +311,11 @@ def _parts(item: WriteItem) -> Iterator[WriteItem]:
     if data is None or not data.size or data.size.numel() * data.properties.dtype.itemsize <= _PART_BYTES:
         yield item
         return
-    num_rows, shape = data.size[0], data.size[1:]
-    rows_at_once = max(1, _PART_BYTES // (shape.numel() * data.properties.dtype.itemsize))
+    num_rows, *shape = data.size
+    rows_at_once = max(1, _PART_BYTES * num_rows // (data.size.numel() * data.properties.dtype.itemsize))
     for first in range(0, num_rows, rows_at_once):
-        chunk = ChunkStorageMetadata(
-            offsets=torch.Size([first, *(0 for _ in shape)]),
-            sizes=torch.Size([min(rows_at_once, num_rows - first), *shape]),
-        )
+        sizes = torch.Size([min(rows_at_once, num_rows - first), *shape])
+        chunk = ChunkStorageMetadata(offsets=torch.Size([first, *(0 for _ in shape)]), sizes=sizes)
         yield dataclasses.replace(
             item,
             index=dataclasses.replace(item.index, offset=chunk.offsets),

@@ -1,18 +1,20 @@
 """Step samplers that balance: planned alone by each rank, packed to a number of tokens, or assigned in windows."""
 
-from collections.abc import Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenrank.core.memo import Memo
 from evenrank.dataloader.balance.config import BalanceConfig
 from evenrank.dataloader.balance.no_exchange import LocalPlanner
 from evenrank.dataloader.balance.packing import PackedSchedule, clip_tokens, pack
 from evenrank.dataloader.balance.step_windows import WindowedOrder, Windows
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch
 from evenrank.dataloader.batches.schema import schema_of
 from evenrank.dataloader.collate.gather import SampleLengths, group_by_store
 from evenrank.dataloader.collate.sequences import Collate
@@ -21,13 +23,47 @@ from evenrank.dataloader.state.resume_point import OpenWindow, ResumePoint, Save
 from evenrank.datasets.order import SampleOrder, derive_seed
 from evenrank.datasets.store import SequenceStore
 
-_SCHEDULES_KEPT = 4  # the rest of an epoch and all of it, for the epoch that is iterated over and the next one
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
+Value = TypeVar("Value")
 
 # Samples whose lengths and costs are computed in one pass, of several small steps or of part of a large one. Fewer mean
 # more calls, for which threads wait for the GIL; of more, glibc returns the memory to the system after each step.
 _SAMPLES_AT_ONCE = 1 << 17
+
+
+class Memo(Generic[Value]):
+    """Keeps the `size` values used last, except in pickles and forks; threads wait for a value being computed."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._clear()
+
+    def _clear(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._values: dict[Hashable, Future[Value]] = {}  # the one used last comes last
+
+    def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return the value of a key, computed if it is not kept; exceptions of `compute` are not kept."""
+        if self._process != os.getpid():
+            self._clear()  # a forked child would wait forever for threads of its parent
+        own: Future[Value] = Future()
+        try:
+            with self._lock:
+                value = self._values[key] = self._values.pop(key, own)
+                if len(self._values) > self._size:
+                    del self._values[next(iter(self._values))]
+            if value is own:
+                own.set_result(compute())
+        except BaseException as error:  # also interrupts, or other threads would wait forever
+            with self._lock:
+                if self._values.get(key) is own:
+                    del self._values[key]
+            own.set_exception(error)
+            raise
+        return value.result()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._size,)
 
 
 class BalancedStepSampler(StepSampler[Batch]):
@@ -40,6 +76,9 @@ class BalancedStepSampler(StepSampler[Batch]):
         (empty,) = self.collate([StepSamples(np.empty(0, dtype=np.int64), {})])
         self._balance = replace(balance, on_step=None)  # which cannot be pickled, or need not be
         self._planner = LocalPlanner(balance, schema_of(empty), rank=shape.rank, world_size=shape.world_size)
+        # Of windows: those of all steps in flight, of which the first and the last may be within theirs, and one for
+        # states. Of schedules: the rest of an epoch and all of it, for the epoch that is iterated over and the next.
+        self._memo: Memo[Any] = Memo(-(-shape.in_flight // balance.window) + 2 if balance.window > 1 else 4)
 
     def rank_invariants(self, order: SampleOrder, *, seed: int) -> dict[str, Any]:
         """Return a hash of the costs and the plan of a first step."""
@@ -47,14 +86,13 @@ class BalancedStepSampler(StepSampler[Batch]):
         schedule = iteration.schedule
         if schedule.num_steps == 0:
             return {}
-        sample_ids = iteration.rows(schedule.positions_of_all(range(1)))
-        lengths = self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
+        lengths = self._block_lengths(iteration.rows(schedule.positions_of_all(range(1))))
         return {"costs and plan of the first step": self._planner.fingerprint(lengths, schedule.num_loaded(0))}
 
     def sample(self, iteration: Iteration, steps: range, *, is_measured: bool) -> list[StepSamples]:
         """Return the samples of these steps; with metrics if `is_measured`."""
         sampled = []
-        at_once = max(1, _SAMPLES_AT_ONCE // (self._shape.world_size * self._shape.batch_size))
+        at_once = max(1, _SAMPLES_AT_ONCE // self._shape.samples_per_step)
         for run in (steps[first : first + at_once] for first in range(0, len(steps), at_once)):
             sample_ids = iteration.rows(iteration.schedule.positions_of_all(run))
             plans = self._planner.plan(
@@ -74,24 +112,20 @@ class BalancedStepSampler(StepSampler[Batch]):
     def _lengths(self, sample_ids: NDArray[np.int64]) -> Iterator[SampleLengths]:
         """Yield the lengths of these samples, in blocks."""
         for first in range(0, len(sample_ids), _SAMPLES_AT_ONCE):
-            block = sample_ids[first : first + _SAMPLES_AT_ONCE]
-            yield self._collate.lengths(group_by_store(self._stores, block), len(block))
+            yield self._block_lengths(sample_ids[first : first + _SAMPLES_AT_ONCE])
+
+    def _block_lengths(self, sample_ids: NDArray[np.int64]) -> SampleLengths:
+        return self._collate.lengths(group_by_store(self._stores, sample_ids), len(sample_ids))
 
 
 class PackedStepSampler(BalancedStepSampler[Batch]):
     """Steps have as many samples as fit `max_tokens_per_rank`."""
 
-    def __init__(
-        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
-    ) -> None:
-        super().__init__(stores, collate, shape, balance)
-        self._schedules: Memo[PackedSchedule] = Memo(_SCHEDULES_KEPT)
-
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
         """Return the iteration that begins at a point of an epoch. Each point is packed once."""
         iteration = super().begin(order, point, seed=seed)
         key = (iteration.order.fingerprint(), point.epoch, point.position, seed)
-        return replace(iteration, schedule=self._schedules.get(key, lambda: self._pack(iteration)))
+        return replace(iteration, schedule=self._memo.get(key, lambda: self._pack(iteration)))
 
     def _pack(self, iteration: Iteration) -> PackedSchedule:
         max_tokens = self._balance.max_tokens_per_rank
@@ -121,17 +155,10 @@ class PackedStepSampler(BalancedStepSampler[Batch]):
 class WindowedStepSampler(BalancedStepSampler[Batch]):
     """Samples are assigned to steps in windows of several steps."""
 
-    def __init__(
-        self, stores: Sequence[SequenceStore], collate: Collate[Batch], shape: StepShape, balance: BalanceConfig
-    ) -> None:
-        super().__init__(stores, collate, shape, balance)
-        # The windows of all steps in flight, of which the first and the last may be within theirs, and one for states.
-        self._assigned: Memo[NDArray[np.integer[Any]]] = Memo(-(-shape.in_flight // balance.window) + 2)
-
     def begin(self, order: SampleOrder, point: ResumePoint, *, seed: int) -> Iteration:
         """Return the iteration that begins at a point of an epoch; its windows are assigned when they are needed."""
         iteration = super().begin(order, point, seed=seed)
-        samples_per_step = self._shape.world_size * self._shape.batch_size
+        samples_per_step = self._shape.samples_per_step
         end = order.num_samples - (order.num_samples - point.position) % samples_per_step
         steps_to_drain = -(-(point.frontier - point.start) // samples_per_step)
         windows = Windows(
@@ -162,7 +189,7 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
         shape = self._shape.world_size, self._shape.batch_size, self._balance.window
         if window is None or shape != (window.world_size, window.batch_size, window.steps):
             return after
-        if (saved.position - window.start) % (window.world_size * window.batch_size):
+        if (saved.position - window.start) % self._shape.samples_per_step:
             return after
         within = replace(after, start=window.start, pending=window.pending)
         again = self.skipped(order, within, saved.position, seed=saved.seed).pending
@@ -175,7 +202,8 @@ class WindowedStepSampler(BalancedStepSampler[Batch]):
             indices = self._planner.assign_to_steps(lengths, count, seed=derive_seed(seed, first), epoch=epoch)
             return indices.astype(np.min_scalar_type(count))  # half the memory of int64, at most 4 Gi samples
 
-        return self._assigned.get((order.fingerprint(), first, end, seed, epoch), assign)
+        indices: NDArray[np.integer[Any]] = self._memo.get((order.fingerprint(), first, end, seed, epoch), assign)
+        return indices
 
 
 def make_step_sampler(

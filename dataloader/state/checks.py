@@ -5,6 +5,7 @@ state also has a checksum, because a damaged position may be as plausible as an 
 """
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
@@ -69,7 +70,8 @@ class StateFormat:
 
     def make(self, **entries: Any) -> dict[str, Any]:
         """Return the state with these fields."""
-        return {"version": self.version, **entries, _CHECKSUM: self._checksum(entries)}
+        in_order = {name: entries[name] for name in self.fields}
+        return {"version": self.version, **in_order, _CHECKSUM: self._checksum(entries)}
 
     def check(self, state: object) -> dict[str, Any]:
         """Return a state after checking that it has this version, exactly these fields, and is intact."""
@@ -143,17 +145,13 @@ def decode(text: str) -> Any:
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes are read as anything
-            if unsafe := _unsafe_globals(content):
+            unsafe: list[str] = []
+            with contextlib.suppress(Exception):  # damaged beyond recognition
+                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+            if unsafe:
                 raise StateError(
                     f"the loader's part of the state contains {unsafe[0]}, which is not loaded from files by default; "
                     "if you trust them, call torch.serialization.add_safe_globals([...]) with that class"
                 ) from None
             kind = type(error).__name__
             raise StateError(f"the loader's part of the state is damaged ({kind}); load an intact one") from None
-
-
-def _unsafe_globals(content: bytes) -> list[str]:
-    try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-    except Exception:  # damaged beyond recognition
-        return []

@@ -2,13 +2,11 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, runtime_checkable
 
 from torchdata.nodes import BaseNode
 
-from evenrank.dataloader.batches.batch import JaggedBatch
-
-Batch = TypeVar("Batch", bound=JaggedBatch)
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 
 
 class EpochNode(BaseNode[Batch], Generic[Batch]):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""`ResumePoint`: where in an epoch an iteration begins; `SavedPosition`: the state of a loader, which encodes it.
+"""Positions in an epoch: `ResumePoint`, where an iteration begins; `SavedPosition`, the state of a loader; `Snapshots`.
 
 Usually everything from one position on is untrained. Within a window of steps whose samples were assigned together,
 some samples before the frontier are pending:
@@ -14,14 +14,15 @@ not stopped.
 import base64
 import hashlib
 import json
+from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import StateError
-from evenrank.dataloader.routing.dist_type import DIST_TYPE
+from evenrank.dataloader.routing.remap import DIST_TYPE
 from evenrank.dataloader.state.checks import COUNT, EPOCH, INT64_MAX, SEED, TEXT, StateFormat, integer
 from evenrank.datasets.order import SampleOrder
 
@@ -41,6 +42,7 @@ _FORMAT = StateFormat(
 )
 
 Positions = NDArray[np.int64]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,10 +84,7 @@ class _ResumedOrder:
         self._order = order
         self._point = point
         self._hash = hashlib.sha256(point.pending.tobytes()).hexdigest()
-
-    @property
-    def num_samples(self) -> int:
-        return self._order.num_samples
+        self.num_samples = order.num_samples
 
     def rows(self, positions: Positions, *, seed: int, epoch: int) -> Positions:
         return self._order.rows(self._point.positions(positions), seed=seed, epoch=epoch)
@@ -117,10 +116,9 @@ class SkippedSamples(NamedTuple):
         """Return the samples as text, which every format of checkpoints can hold; empty if there are none."""
         if self.pending is None:
             return ""
-        window = None
-        if self.window is not None:
-            before = self.window.pending
-            window = self.window._asdict() | {"pending": None if before is None else _encode(before)}
+        window = None if self.window is None else self.window._asdict()
+        if window is not None and window["pending"] is not None:
+            window["pending"] = _encode(window["pending"])
         return json.dumps({"positions": _encode(self.pending), "window": window})
 
     @classmethod
@@ -152,19 +150,13 @@ class SavedPosition(NamedTuple):
     seed: int
     skipped: SkippedSamples
     dist_type: str
-    """Mapping of the keys of batches; see `routing.dist_type`."""
+    """Mapping of the keys of batches; see `routing.remap`."""
 
     def to_state(self, num_samples: int, fingerprint: str) -> dict[str, Any]:
         """Return the state, given the number of samples of an epoch and a hash of all that decides on their order."""
-        return _FORMAT.make(
-            epoch=self.epoch,
-            position=self.position,
-            seed=self.seed,
-            num_samples=num_samples,
-            fingerprint=fingerprint,
-            pending=self.skipped.to_text(),
-            dist_type=self.dist_type,
-        )
+        entries = self._asdict() | {"pending": self.skipped.to_text()}
+        del entries["skipped"]
+        return _FORMAT.make(num_samples=num_samples, fingerprint=fingerprint, **entries)
 
     @classmethod
     def from_state(cls, state: object, num_samples: int, fingerprint: str) -> "SavedPosition":
@@ -176,8 +168,7 @@ class SavedPosition(NamedTuple):
                 f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and {fingerprint[:12]}; load "
                 "it with the dataset, the codes and the filters that it was saved with"
             )
-        position = entries["position"]
-        if position > num_samples:
+        if (position := entries["position"]) > num_samples:
             raise StateError(
                 f"the loader's state has position {position} of {num_samples} samples; load a state that state_dict "
                 "returned"
@@ -204,3 +195,37 @@ def _decode(value: Any, start: int, num_samples: int) -> Positions:
     if len(positions) != count or positions[0] != first or positions[-1] >= start + count:
         raise ValueError
     return positions
+
+
+class Position(NamedTuple):
+    """The position after a batch."""
+
+    epoch: int
+    position: int
+
+
+class Snapshots(Generic[Value]):
+    """Values of one rank, such as states of its loader, by position of its latest steps.
+
+    Those of the step handed out last, of `kept` steps before it, and of `ahead` steps that are pulled ahead of it.
+    """
+
+    def __init__(self, kept: int, ahead: int = 0) -> None:
+        self._kept = kept
+        self.entries: deque[tuple[Position, Value]] = deque(maxlen=kept + ahead + 1)
+
+    def add(self, position: Position, value: Value) -> None:
+        """Add the snapshot at a position, which replaces an earlier one at the same position."""
+        if self.entries and self.entries[-1][0] == position:
+            self.entries.pop()
+        self.entries.append((position, value))
+
+    def at(self, position: Position) -> Value:
+        """Return the snapshot at a position or, if this rank ran out of data before the others, at its end."""
+        for known, value in reversed(self.entries):
+            if known.epoch == position.epoch and known.position <= position.position:
+                return value
+        raise StateError(
+            f"the state after position {position.position} of epoch {position.epoch} is no longer known; call "
+            f"state_dict within {self._kept} steps of a batch"
+        )

@@ -17,7 +17,7 @@ import typer
 
 from evenrank.core.errors import ConfigError, EvenrankError
 from evenrank.dataloader.balance.partition.strategies import DEFAULT_TOLERANCE
-from evenrank.dataloader.routing.modes import MODES
+from evenrank.dataloader.routing import MODES
 
 MODELS = ("hstu", "semantic-ids")
 TASKS = ("ranking", "retrieval")

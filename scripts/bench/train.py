@@ -20,7 +20,7 @@ from end_to_end.experiments import Experiments, read_experiments
 from end_to_end.tasks import Plan, WorkerTask, check_names, make_plan, tasks_of
 from evenrank.cli.main import run_command
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.routing.modes import MODES
+from evenrank.dataloader.routing import MODES
 
 _HSTU = Path(__file__).resolve().parent / "experiments" / "hstu.toml"
 _GPUS_WITHOUT = 4  # shown by a dry run on a host without GPUs

@@ -21,7 +21,7 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.source import _FORMAT_OF_RANK
 from evenrank.dataloader.state.checks import encode
-from evenrank.dataloader.state.snapshots import Position
+from evenrank.dataloader.state.resume_point import Position
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.ranks import RankFailure, RankPool
 
@@ -247,7 +247,7 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
         ),
         (
             lambda s: s.update(ranks={"0": encode(Position(1, 2))}),
-            r"contains evenrank\.dataloader\.state\.snapshots\.Position, which is not loaded from files by default; ",
+            r"contains evenrank\.dataloader\.state\.resume_point\.Position, which is not loaded from files by default;",
         ),
     ],
 )

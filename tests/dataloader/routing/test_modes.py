@@ -5,7 +5,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import Routing
-from evenrank.dataloader.routing.modes import check_routing, rows_per_rank
+from evenrank.dataloader.routing.key_map import check_routing, rows_per_rank
 
 
 def test_ranges_cover_a_table_of_any_size() -> None:

@@ -37,8 +37,8 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.state.checks import decode, encode
-from evenrank.dataloader.stream.shuffle import ShardPosition
-from evenrank.dataloader.stream.state import FORMAT, encode_positions
+from evenrank.dataloader.stream_loader import FORMAT, encode_positions
+from evenrank.dataloader.stream_shuffle import ShardPosition
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.dataloader.resuming import with_changes

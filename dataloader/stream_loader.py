@@ -1,35 +1,32 @@
 """`build_stream_loader`: a dataset read sequentially -> this rank's batches, resumable on any number of ranks.
 
 Shards are distributed over ranks. A rank reads `open_shards` of its shards at a time, and takes the samples of a batch
-from all open ones. The next batches depend only on the position in each shard.
+from all open ones. The next batches depend only on the position in each shard. So a state has these positions for the
+shards of one rank, and `merge_stream_states` joins the states of all ranks.
 """
 
 import hashlib
+import itertools
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from evenrank.core.errors import ConfigError, StateError
-from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.batch import Batch, JaggedBatch
 from evenrank.dataloader.batches.torch_compat import outside_inference_mode
 from evenrank.dataloader.config import ReadConfig
 from evenrank.dataloader.rank_loader import RankLoader, Transform, shared_settings
-from evenrank.dataloader.routing.dist_type import DIST_TYPE, check_dist_type, dist_type
-from evenrank.dataloader.sampling.samples import remapped_stores
-from evenrank.dataloader.state.snapshots import Position, Snapshots
-from evenrank.dataloader.stream.shuffle import (
-    PendingWindow,
-    ShardPosition,
-    ShardReader,
-    Window,
-    read_ahead,
-    take_batches,
-)
-from evenrank.dataloader.stream.state import FORMAT, check_complete, check_position, decode_positions, encode_positions
+from evenrank.dataloader.routing.remap import DIST_TYPE, check_dist_type, dist_type
+from evenrank.dataloader.sampling.steps import remapped_stores
+from evenrank.dataloader.state import checks
+from evenrank.dataloader.state.checks import COUNT, check_intact, check_value, checksum, integer, show
+from evenrank.dataloader.state.resume_point import Position, Snapshots
+from evenrank.dataloader.stream_shuffle import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
 
@@ -38,8 +35,23 @@ __all__ = ["StreamConfig", "StreamLoader", "build_stream_loader"]
 # Steps whose positions are kept for `state_dict`: more than pipelines and a Balancer together pull ahead.
 _KEPT_STEPS = 256
 
-Batch = TypeVar("Batch", bound=JaggedBatch)
 ShardPositions = dict[int, ShardPosition]  # by index of the shard
+
+FORMAT = checks.StateFormat(
+    owner="the stream",
+    version=2,
+    fields={
+        "epoch": checks.EPOCH,
+        "position": integer(0, 1 << 62),  # to which an epoch's steps are added
+        "seed": checks.SEED,
+        "num_shards": COUNT,
+        "fingerprint": checks.TEXT,
+        "places": checks.MAPPING,  # the positions, by shard
+        DIST_TYPE: checks.TEXT,
+    },
+    # Positions of all ranks are merged, so each has a checksum of its own; dist_type is compared with the job's.
+    not_covered=frozenset({"places", DIST_TYPE}),
+)
 
 
 def build_stream_loader(
@@ -113,7 +125,7 @@ class StreamLoader(RankLoader[Batch]):
         batch_size = self._config.batch_size
         with read_ahead(self._config.num_workers) as submit:
 
-            def read(shard: Shard, window_position: int) -> PendingWindow:
+            def read(shard: Shard, window_position: int) -> Callable[[], Window]:
                 return submit(partial(self._load, shard, window_position, seed=seed, epoch=epoch))
 
             left = (shard for shard in shards if shard_positions[shard.index].windows_done < shard.num_windows)
@@ -165,8 +177,7 @@ class StreamLoader(RankLoader[Batch]):
             position = Position(after.epoch, after.position)
             shard_positions = self._snapshots.at(position)
         return FORMAT.make(
-            epoch=position.epoch,
-            position=position.position,
+            **position._asdict(),
             seed=self._seed,
             num_shards=len(self._shards),
             fingerprint=self._fingerprint,
@@ -190,14 +201,18 @@ class StreamLoader(RankLoader[Batch]):
                 "settings that it was saved with"
             )
         check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the stream's state")
-        shard_positions = decode_positions(state, len(self._shards))
-        for index, shard_position in shard_positions.items():
-            check_position(shard_position, self._shards[index], seed=state["seed"], epoch=state["epoch"])
-        epoch = state["epoch"]
-        own = {shard.index for shard in self._shards_of(self._rank, epoch, state["seed"])}
+        epoch, seed = state["epoch"], state["seed"]
+        shard_positions = _decode_positions(state, len(self._shards))
+        for index, (windows_done, samples_taken) in shard_positions.items():
+            shard, has = self._shards[index], f"the state of the stream has, in shard {index},"
+            check_value(windows_done, f"{has} windows_done", integer(0, shard.num_windows))
+            is_end = windows_done == shard.num_windows
+            num_rows = 1 if is_end else shard.window_rows(windows_done, seed=seed, epoch=epoch)
+            check_value(samples_taken, f"{has} samples_taken", integer(0, num_rows - 1))
+        own = {shard.index for shard in self._shards_of(self._rank, epoch, seed)}
         if set(shard_positions) != own:  # else it is this rank's own state, of the same number of ranks
-            check_complete(shard_positions, len(self._shards))
-        self._seed = state["seed"]
+            _check_complete(shard_positions, len(self._shards))
+        self._seed = seed
         self._snapshots.entries.clear()
         if self._is_exhausted(shard_positions, epoch):
             self._next, self._shard_positions = Position(epoch + 1, 0), {}
@@ -205,11 +220,8 @@ class StreamLoader(RankLoader[Batch]):
             self._next, self._shard_positions = Position(epoch, state["position"]), shard_positions
 
     def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:
-        """Return whether no rank has a batch left, as far as is known without reading which rows are samples.
-
-        False for the shards of one rank alone.
-        """
-        if len(shard_positions) < len(self._shards):
+        """Return whether no rank has a batch left, as far as is known without reading which rows are samples."""
+        if len(shard_positions) < len(self._shards):  # of one rank alone
             return False
         min_samples = self._config.batch_size if self._config.drop_last else 1
 
@@ -225,6 +237,74 @@ class StreamLoader(RankLoader[Batch]):
     @cached_property
     def _fingerprint(self) -> str:
         """A hash of everything that decides on the samples and their order, besides the seed."""
-        source, num_shards, buffer_rows = self._source, len(self._shards), self._stream.buffer_rows
-        decisive = (source.manifest.content_hash, source.split, num_shards, buffer_rows, self._collate.filters())
+        source, stream = self._source, (len(self._shards), self._stream.buffer_rows)
+        decisive = (source.manifest.content_hash, source.split, *stream, self._collate.filters())
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
+
+
+def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the states of all ranks after one step into the state of all shards, loadable on any number of ranks.
+
+    Raises:
+        StateError: the states are of different steps or streams, or the state of a rank is missing.
+    """
+    if not states:
+        raise StateError("there are no states to merge; pass those of all ranks")
+    states = [FORMAT.check(state) for state in states]
+    merged = states[0]
+    shard_positions: ShardPositions = {}
+    for index, state in enumerate(states):
+        for name in ("epoch", "position", "seed", "num_shards", "fingerprint", DIST_TYPE):
+            if state[name] != merged[name]:
+                raise StateError(
+                    f"states 0 and {index} cannot be merged: {name} is {merged[name]!r} and {state[name]!r}; save "
+                    "the states of all ranks after the same step"
+                )
+        for shard, position in _decode_positions(state, merged["num_shards"]).items():
+            if shard_positions.setdefault(shard, position) != position:
+                raise StateError(
+                    f"states cannot be merged: state {index} has position {list(position)} in shard {shard}, an "
+                    f"earlier one {list(shard_positions[shard])}; pass one state of each rank, after the same step"
+                )
+    _check_complete(shard_positions, merged["num_shards"])
+    return {**merged, "places": {name: entry for state in states for name, entry in state["places"].items()}}
+
+
+def encode_positions(
+    shard_positions: Mapping[int, ShardPosition], *, fingerprint: str, epoch: int
+) -> dict[str, list[int | str]]:
+    """Return positions by shard as they are saved: windows done, samples taken, checksum."""
+    return {
+        str(index): [*position, checksum(fingerprint, epoch, index, *position)]
+        for index, position in sorted(shard_positions.items())
+    }
+
+
+def _decode_positions(state: Mapping[str, Any], num_shards: int) -> ShardPositions:
+    """Return the positions of a state by index of the shard, 0..num_shards-1; a damaged one raises StateError."""
+    shard_positions: ShardPositions = {}
+    for name, entry in state["places"].items():
+        is_index = isinstance(name, str) and re.fullmatch("0|[1-9][0-9]{0,17}", name) and int(name) < num_shards
+        if not is_index or not isinstance(entry, list | tuple) or len(entry) != 3:
+            raise StateError(
+                f"the state of the stream has position {show(entry)} in shard {show(name)}, expected two integers and "
+                f"a checksum in one of {num_shards} shards; load a state that state_dict returned"
+            )
+        has = f"the state of the stream has, in the position in shard {name},"
+        for value in entry[:2]:
+            check_value(value, has, COUNT)
+        position = ShardPosition(*entry[:2])
+        expected = checksum(state["fingerprint"], state["epoch"], int(name), *position)
+        check_intact(entry[2] == expected, f"the position in shard {name} of the state of the stream")
+        shard_positions[int(name)] = position
+    return shard_positions
+
+
+def _check_complete(shard_positions: Mapping[int, ShardPosition], num_shards: int) -> None:
+    """Raise a StateError if the position in a shard is missing."""
+    if len(shard_positions) < num_shards:
+        first = next(index for index in itertools.count() if index not in shard_positions)
+        raise StateError(
+            f"the state lacks {num_shards - len(shard_positions)} of {num_shards} shards, among them shard {first}; "
+            "merge the states of all ranks with merge_stream_states"
+        )

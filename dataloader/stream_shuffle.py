@@ -31,15 +31,12 @@ class Window(NamedTuple):
     """The store's rows that are samples, in the epoch's order."""
 
 
-PendingWindow = Callable[[], Window]
-"""Waits for a window."""
-Submit = Callable[[Callable[[], Window]], PendingWindow]
-"""Starts to read a window."""
+Read = Callable[[], Window]
 
 
 @contextlib.contextmanager
-def read_ahead(num_workers: int) -> Iterator[Submit]:
-    """Provide threads that read windows; without workers, windows are read by the thread that waits for them."""
+def read_ahead(num_workers: int) -> Iterator[Callable[[Read], Read]]:
+    """Provide a function that has threads or, without workers, the thread that waits for a window read it."""
     if not num_workers:
         yield lambda read: read
         return
@@ -57,7 +54,7 @@ def read_ahead(num_workers: int) -> Iterator[Submit]:
 class ShardReader:
     """Reads a shard from a position on; keeps one window in memory, and with workers also the next one."""
 
-    def __init__(self, shard: Shard, position: ShardPosition, read: Callable[[Shard, int], PendingWindow]) -> None:
+    def __init__(self, shard: Shard, position: ShardPosition, read: Callable[[Shard, int], Read]) -> None:
         self.shard = shard
         self.position = position
         self._read = read

@@ -23,7 +23,7 @@ from evenrank.dataloader import (
     merge_stream_states,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
-from evenrank.dataloader.stream.state import FORMAT
+from evenrank.dataloader.stream_loader import FORMAT
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.stream import StreamSource
 from tests.dataloader.batch_helpers import ids_of, rows_of

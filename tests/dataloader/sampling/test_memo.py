@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from evenrank.core.memo import Memo
+from evenrank.dataloader.sampling.balanced_steps import Memo
 
 
 def test_threads_that_ask_for_one_value_wait_for_the_one_that_computes_it() -> None:
