@@ -59,12 +59,7 @@ def _check(sequences: Sequences, heads: int, head_dim: int, dtype: torch.dtype, 
     _compare(_inputs(sequences, heads, head_dim, dtype), sequences, dtype, few_tokens)
 
 
-def _compare(
-    inputs: list[Tensor],
-    sequences: Sequences,
-    dtype: torch.dtype,
-    few_tokens: bool = False,
-) -> None:
+def _compare(inputs: list[Tensor], sequences: Sequences, dtype: torch.dtype, few_tokens: bool = False) -> None:
     exact = _run(padded_attention, inputs, sequences, torch.float64)
     padded = _run(padded_attention, inputs, sequences, dtype)
     jagged = _run(triton_attention, inputs, sequences, dtype)

@@ -86,9 +86,7 @@ def test_places_of_targets_are_those_of_their_codes() -> None:
     items = torch.tensor([[5, 6], [7, -1], [1, 2], [-1, -1]])
     padding = (codes[:1], items[:1])
     beams = Beams(
-        items=torch.cat([items, padding[1]]),
-        codes=torch.cat([codes, padding[0]]),
-        log_probabilities=torch.zeros(5, 2),
+        items=torch.cat([items, padding[1]]), codes=torch.cat([codes, padding[0]]), log_probabilities=torch.zeros(5, 2)
     )
     assert beams.places_of_targets(batch).tolist() == [2, 1, 0, 0]
     empty = batch.index_select([4])

@@ -25,12 +25,7 @@ def _rows(batch: SemanticIdBatch) -> list[list[int]]:
 
 def test_tokens_are_contextual_ones_then_history_bos_and_candidate() -> None:
     batch = batch_of(SAMPLES, SIZES, batch_size=4, users=[7, 8, 9])
-    assert _rows(batch) == [
-        [7, 0, 5, 2, 7, -1, 1, 8],
-        [8, -1, 3, 4],
-        [9, 1, 5, -1, 2, 6],
-        [-1],
-    ]
+    assert _rows(batch) == [[7, 0, 5, 2, 7, -1, 1, 8], [8, -1, 3, 4], [9, 1, 5, -1, 2, 6], [-1]]
 
 
 @pytest.mark.parametrize("history_labels", [False, True])

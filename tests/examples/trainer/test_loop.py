@@ -23,11 +23,7 @@ from trainer.job import run_job, train
 from trainer.world import World
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"warmup_steps": 7}, SHARDED],
-    ids=["replicated", "sharded and pipelined"],
-)
+@pytest.mark.parametrize("options", [{"warmup_steps": 7}, SHARDED], ids=["replicated", "sharded and pipelined"])
 def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_happened(
     ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -6,16 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attention_timing import (
-    CudaTimer,
-    Heads,
-    Passes,
-    Times,
-    parse_dtype,
-    planned_runs,
-    require_cuda,
-    time_passes,
-)
+from attention_timing import CudaTimer, Heads, Passes, Times, parse_dtype, planned_runs, require_cuda, time_passes
 from evenrank.core.errors import ConfigError
 from hstu.config import ATTENTIONS
 
@@ -32,13 +23,7 @@ def test_flops_are_two_products_for_each_pair() -> None:
 
 @pytest.mark.parametrize(
     ("ms", "seconds", "expected"),
-    [
-        (1.0, math.inf, (10, 50)),
-        (10.0, 0.6, (10, 50)),
-        (20.0, 0.6, (5, 25)),
-        (1000.0, 0.6, (1, 3)),
-        (1.0, 0.0, (1, 3)),
-    ],
+    [(1.0, math.inf, (10, 50)), (10.0, 0.6, (10, 50)), (20.0, 0.6, (5, 25)), (1000.0, 0.6, (1, 3)), (1.0, 0.0, (1, 3))],
 )
 def test_runs_are_fewer_where_all_take_too_long(ms: float, seconds: float, expected: tuple[int, int]) -> None:
     assert planned_runs(ms, seconds) == expected

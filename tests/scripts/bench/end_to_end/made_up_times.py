@@ -86,9 +86,5 @@ def timed(
 def _work(tokens: Ints) -> Any:
     of_ranks = tokens.sum(axis=-1).T
     return made_up.work(
-        tokens=of_ranks,
-        pairs=of_ranks,
-        predictions=of_ranks,
-        loads=of_ranks,
-        sample_tokens=tokens.transpose(1, 0, 2),
+        tokens=of_ranks, pairs=of_ranks, predictions=of_ranks, loads=of_ranks, sample_tokens=tokens.transpose(1, 0, 2)
     )

@@ -28,10 +28,7 @@ def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution
 
 
 @settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40),
-    num_ranks=st.integers(1, 4),
-)
+@given(lengths=st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40), num_ranks=st.integers(1, 4))
 def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -> None:
     whole = np.array((lengths * num_ranks)[: len(lengths) // num_ranks * num_ranks or num_ranks])
     even = even_lengths(whole, num_ranks, cost, max_length=MAX_LENGTH)

@@ -4,15 +4,7 @@ import numpy as np
 import pytest
 
 from end_to_end.cost_fit import Fit, fit_cost
-from end_to_end.reports.cost_section import (
-    BALANCED,
-    FITTED,
-    OTHER_LENGTHS,
-    Errors,
-    compare,
-    fitted_runs,
-    write_section,
-)
+from end_to_end.reports.cost_section import BALANCED, FITTED, OTHER_LENGTHS, Errors, compare, fitted_runs, write_section
 from evenrank.dataloader.balance import MeasuredCost
 from tests.scripts.bench.end_to_end import made_up
 from tests.scripts.bench.end_to_end.made_up_times import timed
