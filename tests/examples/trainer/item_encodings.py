@@ -31,11 +31,10 @@ ENCODINGS: dict[str, Callable[[Ids], Ids]] = {
 
 def encode_items(data: Path, out: Path, encoding: str) -> Path:
     """Copy a dataset, with other ids of its items, and return the copy."""
-    encode = ENCODINGS[encoding]
     shutil.copytree(data, out, ignore=shutil.ignore_patterns(".cache"))
     manifest = read_manifest(data)
     splits = {
-        name: replace(split, files=tuple(_encode_file(out, file, encode) for file in split.files))
+        name: replace(split, files=tuple(_encode_file(out, file, ENCODINGS[encoding]) for file in split.files))
         for name, split in manifest.splits.items()
     }
     sizes = {**manifest.vocabulary_sizes, ITEM_ID: 8 * manifest.vocabulary_sizes[ITEM_ID]}

@@ -36,14 +36,6 @@ def test_a_log_says_nothing_on_other_ranks(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_terminal_there_are_lines_and_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with JobLog(tmp_path, is_first=True, tensorboard=False) as log:
-        log.start(0, 10)
-        log.advance()
-        log.say("step 1")
-    assert capsys.readouterr() == ("step 1\n", "")
-
-
 def test_a_missing_tensorboard_is_an_error_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"tensorboard is missing .*; pip install 'evenrank\[tensorboard\]'"):
@@ -67,25 +59,20 @@ def test_the_error_names_the_process_that_holds_the_lock_and_a_killed_one_holds_
     with subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
-        try:
-            with pytest.raises(DataError, match=re.escape(f"{out} is in use by process {holder.pid} on host ")):
-                FolderLock(out)
-        finally:
-            holder.kill()
+        with pytest.raises(DataError, match=re.escape(f"{out} is in use by process {holder.pid} on host ")):
+            FolderLock(out)
+        holder.kill()
     with FolderLock(out), pytest.raises(DataError, match=f"is in use by process {os.getpid()} on host "):
         FolderLock(out)
     with FolderLock(out):  # closed above
         pass
 
 
-def test_a_lock_whose_holder_is_not_known_is_held_all_the_same(tmp_path: Path) -> None:
+def test_a_lock_of_an_unknown_process_is_held_and_another_file_in_its_place_stays(tmp_path: Path) -> None:
     with FolderLock(tmp_path):
         (tmp_path / ".lock-holder").unlink()
         with pytest.raises(DataError, match="is in use by another process; wait for it, or choose another folder"):
             FolderLock(tmp_path)
-
-
-def test_a_file_in_its_place_is_an_error_and_stays(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("precious")
     with pytest.raises(DataError, match=f"{tmp_path} cannot be locked: {tmp_path}/.lock is not a lock file; choose an"):
         FolderLock(tmp_path)

@@ -59,30 +59,22 @@ def result(name: str, segments: Sequence[Segment] = (), **fields: Any) -> RunRes
 def work(**fields: Any) -> Work:
     """Return the work of two ranks in two batches."""
     made = {
-        "tokens": np.array([[300, 100], [100, 100]]),
-        "pairs": np.array([[9000, 1000], [1000, 1000]]),
-        "predictions": np.array([[10, 10], [10, 10]]),
-        "loads": np.array([[30, 10], [10, 10]]),
-        "sample_tokens": np.array([[[300, 0], [100, 0]], [[50, 50], [100, 0]]]),
+        "tokens": [[300, 100], [100, 100]],
+        "pairs": [[9000, 1000], [1000, 1000]],
+        "predictions": [[10, 10], [10, 10]],
+        "loads": [[30, 10], [10, 10]],
+        "sample_tokens": [[[300, 0], [100, 0]], [[50, 50], [100, 0]]],
     }
-    return Work(**(made | fields))
+    return Work(**{name: np.array(value) for name, value in (made | fields).items()})
 
 
-def balance(**fields: Any) -> Balance:
+def balance() -> Balance:
     """Return what balancing did to two batches."""
-    made: dict[str, Any] = {
-        "before": np.array([[30, 10], [10, 10]]),
-        "after": np.array([[20, 20], [10, 10]]),
-        "lower_bound": np.array([20, 10]),
-        "samples": np.array([4, 4]),
-        "moved_samples": np.array([2, 0]),
-        "tokens": np.array([400, 200]),
-        "moved_tokens": np.array([150, 0]),
-        "moved_bytes": np.array([1200, 0]),
-        "plan_seconds": np.array([0.001, 0.001]),
-        "gather_seconds": np.array([0.002, 0.002]),
-    }
-    return Balance(**(made | fields))
+    loads = {"before": [[30, 10], [10, 10]], "after": [[20, 20], [10, 10]], "lower_bound": [20, 10]}
+    moved = {"moved_samples": [2, 0], "moved_tokens": [150, 0], "moved_bytes": [1200, 0]}
+    seconds = {"plan_seconds": [0.001, 0.001], "gather_seconds": [0.002, 0.002]}
+    made = {"samples": [4, 4], "tokens": [400, 200], **loads, **moved, **seconds}
+    return Balance(**{name: np.array(value) for name, value in made.items()})
 
 
 def given(value: Value | None) -> Value:

@@ -17,6 +17,11 @@ ROWS = 32
 LENGTHS = {"lognormal": "lognormal:mean=512,std=512,high=4096", "clipped Zipf": "clipped-zipf:exponent=1.2,high=4096"}
 
 
+def _work(tokens: Ints) -> Any:
+    of_ranks = dict.fromkeys(("tokens", "pairs", "predictions", "loads"), tokens.sum(axis=-1).T)
+    return made_up.work(**of_ranks, sample_tokens=tokens.transpose(1, 0, 2))
+
+
 def compute_ms(tokens: Ints) -> Floats:
     """Return what ranks take for samples with so many tokens, [..., rows], without noise."""
     times: Floats = A + (B * tokens + C * tokens**2).sum(axis=-1)
@@ -81,10 +86,3 @@ def timed(
         "even": _work(even),
     }
     return made_up.result(name, segments, **(made | fields))
-
-
-def _work(tokens: Ints) -> Any:
-    of_ranks = tokens.sum(axis=-1).T
-    return made_up.work(
-        tokens=of_ranks, pairs=of_ranks, predictions=of_ranks, loads=of_ranks, sample_tokens=tokens.transpose(1, 0, 2)
-    )

@@ -15,12 +15,8 @@ from tests.scripts.bench.end_to_end.small_tables import make_tasks, result_of
 
 # As torchrun prints them.
 _START = "\n*****\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default\n*****\n"
-_FAILED = (
-    "E1122 08:31:16.236000 1 .venv/lib/torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)\n"
-)
-_TRACEBACK = (
-    'Traceback (most recent call last):\n  File "api.py", line 383, in launch_agent\n    raise ChildFailedError(\n'
-)
+_FAILED = "E1122 08:31:16.236000 1 lib/torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)\n"
+_TRACEBACK = 'Traceback (most recent call last):\n  File "api.py", line 383, in launch\n    raise ChildFailedError(\n'
 _CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nworker.py FAILED\n"
 _ENDED = "traceback : Signal 15 (SIGTERM) received by PID 7\nRoot Cause (first observed failure):\n"
 _KILLED = "exitcode : -9 (pid: 6)\n  traceback : Signal 9 (SIGKILL) received by PID 6\n"
@@ -44,15 +40,9 @@ def test_the_exit_code_and_the_result_say_how_a_run_has_ended(task: WorkerTask) 
     [
         ("[rank1]: ValueError: bad luck\n" + _SUMMARY, "ValueError: bad luck"),
         ("error: out must be a folder, got 'x'\n" + _SUMMARY, "out must be a folder, got 'x'"),
-        (
-            "evenrank.core.errors.ConfigError: no\nevenrank.core.errors.RankLostError: rank 0 died\n" + _SUMMARY,
-            "evenrank.core.errors.ConfigError: no",
-        ),
+        ("core.errors.ConfigError: no\ncore.errors.RankLostError: rank 0\n" + _SUMMARY, "core.errors.ConfigError: no"),
         ("[rank0]: torch.distributed.DistBackendError: NCCL\n" + _FAILED, "torch.distributed.DistBackendError: NCCL"),
-        (
-            "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried\nRuntimeError: later\n" + _SUMMARY,
-            "out of memory",
-        ),
+        ("[rank0]: torch.OutOfMemoryError: CUDA\nRuntimeError: later\n" + _SUMMARY, "out of memory"),
         (_SUMMARY + _KILLED, "Signal 9 (SIGKILL)"),
         ("ValueError: bad luck\n" + _SUMMARY + _KILLED, "ValueError: bad luck"),  # torchrun killed one that hung
         (_SUMMARY.replace(_CHILD_FAILED, ""), "exit code 3"),

@@ -28,33 +28,19 @@ WORKLOAD = Workload(
     warmup_steps=3,
     skipped_steps=1,
 )
-SETTINGS = {
-    "hidden": 16,
-    "heads": 2,
-    "layers": 1,
-    "embedding_dim": 8,
-    "num_tasks": 2,
-    "user_id": True,
-    "batch_size": 6,
-    "max_history_length": 64,
-    "attention": "padded",
-}
+SIZES = {"hidden": 16, "heads": 2, "layers": 1, "embedding_dim": 8, "max_history_length": 64}
+SETTINGS = {**SIZES, "num_tasks": 2, "user_id": True, "batch_size": 6, "attention": "padded"}
 
 
-def make_task(gpus: int, settings: dict[str, Any]) -> WorkerTask:
-    return WorkerTask(
-        run=Run(name="a run", settings=TrainConfig(**{**SETTINGS, **settings}), gpus=gpus),
-        workload=WORKLOAD,
-        lengths="skewed",
-        result=Path("not written"),
-        cost_result=None,
-    )
+def make_task(gpus: int, **settings: Any) -> WorkerTask:
+    run = Run(name="a run", settings=TrainConfig(**{**SETTINGS, **settings}), gpus=gpus)
+    return WorkerTask(run=run, workload=WORKLOAD, lengths="skewed", result=Path("not written"), cost_result=None)
 
 
 def run(rank: int, world_size: int, settings: dict[str, Any]) -> RunResult:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    task = make_task(world_size, settings)
+    task = make_task(world_size, **settings)
     world = World(rank=rank, size=world_size, device=torch.device("cpu"))
     return measured(task, divide(world, task.run.settings.tensor_parallel))
 
@@ -65,9 +51,8 @@ def balanced(ranks: RankPool) -> list[RunResult]:
 
 
 @pytest.fixture(scope="module")
-def unbalanced(ranks: RankPool) -> RunResult:
-    result: RunResult = ranks.run(2, run, {"balance": "none"})[0]
-    return result
+def unbalanced(ranks: RankPool) -> Any:
+    return ranks.run(2, run, {"balance": "none"})[0]
 
 
 def test_all_ranks_have_the_same_result(balanced: list[RunResult], tmp_path: Path) -> None:
@@ -107,13 +92,12 @@ def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult
     assert made_up.given(balanced[0].balance).moved_samples.all()
 
 
-def test_even_batches_are_the_same_on_every_rank_and_cost_the_mean(balanced: list[RunResult]) -> None:
+def test_kinds_of_batches_take_turns_and_even_ones_are_the_same_on_every_rank_and_cost_the_mean(
+    balanced: list[RunResult],
+) -> None:
     even, work = made_up.given(balanced[0].even), made_up.given(balanced[0].balanced)
     np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[1])
     np.testing.assert_allclose(even.loads[0], work.loads.mean(0), rtol=0.02)  # rounded to whole events of 6 samples
-
-
-def test_kinds_of_batches_take_turns_and_go_through_all_batches(balanced: list[RunResult]) -> None:
     segments = balanced[0].segments
     assert [(segment.round, segment.kind) for segment in segments] == [
         (number, kind) for number in (0, 1) for kind in ("live", "prepared", "even")
@@ -127,7 +111,7 @@ def test_kinds_of_batches_take_turns_and_go_through_all_batches(balanced: list[R
 
 def test_another_number_of_processes_than_the_task_says_is_an_error() -> None:
     with pytest.raises(ConfigError, match="the task is for 4 processes, not 2; start so many with torchrun"):
-        measured(make_task(4, {}), World(rank=0, size=2, device=torch.device("cpu")))
+        measured(make_task(4), World(rank=0, size=2, device=torch.device("cpu")))
 
 
 def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:
