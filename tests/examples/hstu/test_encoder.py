@@ -1,5 +1,3 @@
-"""Which value of which feature is which token, by hand and against a loop over samples."""
-
 from dataclasses import replace
 from typing import Any
 
@@ -88,12 +86,6 @@ def test_tokens_are_those_of_a_loop_over_samples_and_those_that_costs_count(
     assert sequences.num_candidates.tolist() == candidates.tolist()
     assert sequences.num_tokens == sum(map(len, expected))
     assert sequences.max_length >= max(map(len, expected))
-
-
-def test_last_items_are_indices_of_values() -> None:
-    batch = make_batch([Sample(item_id=[5, 6, 7]), Sample(item_id=[8]), Sample(item_id=[9, 10])], rows=4)
-    layout = lay_out(batch, CONFIG, predicts_history=torch.zeros(4, dtype=torch.bool))
-    assert layout.last_items(torch.tensor([2, 0, 1, 0]), 3).tolist() == [1, 2, 5]
 
 
 @pytest.mark.parametrize(

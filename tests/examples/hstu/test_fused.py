@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from hstu import unfused
 from hstu.config import HSTUConfig
 from hstu.layer import HSTULayer, pointwise_for
-from tests.examples.hstu.exactness import MODES, Results, check, check_bits, check_whole_layers, layer, parts
+from tests.examples.hstu.exactness import MODES, check, check_bits, check_whole_layers, layer
 from tests.examples.hstu.samples import CONFIG, make_sequences, needs_triton
 
 ROOT = Path(__file__).parents[3]
@@ -60,34 +61,19 @@ def test_on_cuda_kernels_are_chosen_unless_they_are_switched_off_or_the_dtype_is
     assert pointwise_for(tokens.double(), fused=True) is unfused
 
 
-def _parts(mode: str | None, tokens: int, head_dim: int, *, fused: bool) -> Results:
-    from hstu import fused as kernels
-
-    return parts(kernels if fused else unfused, mode, tokens, head_dim, device="cuda")
-
-
 @pytest.mark.gpu
 @EACH_MODE
-@pytest.mark.parametrize(("tokens", "head_dim"), [(0, 64), (1, 64), (37, 24), (1000, 256), (33_000, 64)])
-def test_results_and_gradients_are_as_exact_as_those_of_torch(mode: str, tokens: int, head_dim: int) -> None:
-    mine, reference = (_parts(mode, tokens, head_dim, fused=fused) for fused in (True, False))
-    check(mine, reference, _parts(None, tokens, head_dim, fused=False), MODES[mode])
-
-
-@pytest.mark.gpu
-def test_equal_inputs_give_equal_bits() -> None:
-    check_bits(*(_parts("autocast", 3000, 256, fused=True) for _ in range(2)))
-
-
-@pytest.mark.gpu
-@EACH_MODE
-@pytest.mark.parametrize("head_dim", [8, 64])
-def test_a_layer_is_as_exact_as_by_torch_and_recomputes_equal_bits(mode: str, head_dim: int) -> None:
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (1, 0, 0), (4, 0, 34), (3000, 0, 700)])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 256])
+def test_a_layer_is_as_exact_as_by_torch_and_recomputes_equal_bits(
+    mode: str, lengths: tuple[int, ...], head_dim: int
+) -> None:
+    shape: dict[str, Any] = {"head_dim": head_dim, "lengths": lengths, "device": "cuda"}
     mine, again, reference = (
-        layer(mode=mode, fused_norms=fused, recompute=recompute, head_dim=head_dim, device="cuda")
+        layer(mode=mode, fused_norms=fused, recompute=recompute, **shape)
         for fused, recompute in ((True, False), (True, True), (False, False))
     )
-    check(mine, reference, layer(mode=None, fused_norms=False, head_dim=head_dim, device="cuda"), MODES[mode])
+    check(mine, reference, layer(mode=None, fused_norms=False, **shape), MODES[mode])
     check_bits(again, mine)
 
 

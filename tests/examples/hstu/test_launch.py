@@ -1,5 +1,3 @@
-"""A kernel is compiled once for all launches that Triton would compile it for once."""
-
 from typing import Any
 
 import pytest
@@ -11,26 +9,19 @@ from tests.examples.hstu.samples import needs_triton
 Call = tuple[Any, ...]
 
 
-class Compiled:
-    def __init__(self, calls: list[Call]) -> None:
-        self._calls = calls
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self._calls.append(("launched", grid, *arguments))
-
-
 class Function:
-    """Stands in for what `triton.jit` returns."""
+    """Stands in for what `triton.jit` returns, and for the compiled forms of it."""
 
     arg_names = ("values", "count", "WIDTH", "ROWS")
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, calls: list[Call] | None = None, event: str = "compiled") -> None:
+        self.calls: list[Call] = [] if calls is None else calls
+        self.event = event
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Compiled:
-            self.calls.append(("compiled", grid, *arguments, *sorted(constants.items())))
-            return Compiled(self.calls)
+        def launch(*arguments: Any, **constants: Any) -> Any:
+            self.calls.append((self.event, grid, *arguments, *sorted(constants.items())))
+            return Function(self.calls, "launched")
 
         return launch
 

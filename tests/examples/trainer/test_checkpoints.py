@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import DataError, RankError, StateError
-from evenrank.dataloader.routing import KeyMap
 from tests.examples.trainer.jobs import check_failures
 from tests.ranks import RankPool
 from trainer.checkpoints import Checkpoints, complete_checkpoints
@@ -129,31 +127,3 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks_and_the_on
     check_failures(failures, "step-00000002 could not be written", kinds=[DataError, RankError])
     shutil.rmtree(tmp_path / "step-00000002", ignore_errors=True)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
-
-
-def _routed(rank: int, world_size: int, folder: Path, mode: str, size: int, key_ranks: int, *, saves: bool) -> None:
-    key_maps = {} if mode == "continuous" else {"item_id": KeyMap(num_embeddings=size, world_size=key_ranks, mode=mode)}  # type: ignore[arg-type]
-    checkpoints = Checkpoints(folder, keep=2, settings=SETTINGS, key_maps=key_maps)
-    if saves:
-        checkpoints.save(1, _state(1))
-        checkpoints.finish()
-    else:
-        checkpoints.load(folder / "step-00000001", _state(0))
-
-
-def test_a_checkpoint_loads_where_keys_are_mapped_as_they_were_and_nowhere_else(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    hashed, in_turn = tmp_path / "hashed", tmp_path / "in turn"
-    for folder, mode in ((hashed, "hash_roundrobin"), (in_turn, "roundrobin")):
-        ranks.run(2, partial(_routed, saves=True), folder, mode, 50, 2)
-    load = partial(_routed, saves=False)
-    ranks.run(2, load, hashed, "hash_roundrobin", 50, 7)
-    ranks.run(2, load, in_turn, "roundrobin", 50, 2)
-    for folder, *job, shown in (
-        (hashed, "roundrobin", 50, 2, "this job uses roundrobin (num_embeddings 50, world_size 2)"),
-        (hashed, "continuous", 0, 0, "this job uses continuous;"),
-        (hashed, "hash_roundrobin", 51, 2, "this job uses hash_roundrobin (num_embeddings 51"),
-        (in_turn, "roundrobin", 50, 3, "(num_embeddings 50, world_size 2), but this job uses roundrobin ("),
-    ):
-        check_failures(ranks.try_run(2, load, folder, *job), shown, "scripts/remap.py")

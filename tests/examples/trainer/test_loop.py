@@ -12,7 +12,7 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError, RankError
 from evenrank.dataloader.collate.semantic_ids import read_codes
 from evenrank.datasets import read_manifest
-from tests.examples.trainer.item_encodings import encode_items
+from tests.conftest import make_small_dataset
 from tests.examples.trainer.jobs import SHARDED, check_failures, log_lines, run, settings, together, train_on_cpu
 from tests.ranks import RankPool
 from trainer.config import TrainConfig, types_of_settings
@@ -128,7 +128,7 @@ def test_a_job_resumes_with_its_own_dataset_and_codes_wherever_they_are_and_with
     num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
     table = np.arange(2 * num_items).reshape(2, num_items) % 30
     first, moved, other = tmp_path / "first.npy", tmp_path / "moved.npy", tmp_path / "other"
-    encode_items(small_dataset, other, "blocks")
+    make_small_dataset(other, seed=8)
     np.save(first, table)
 
     def job(steps: int, codes: Path, data: Path = small_dataset, **more: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
+import importlib
 import shlex
 import sys
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType

@@ -10,8 +10,8 @@ from end_to_end.results import Balance, RunResult, Segment, Work
 from trainer.config import TrainConfig
 
 Value = TypeVar("Value")
+# Shares of a step of two ranks: before they compute, computing, after it; each [W, steps].
 PARTS = (np.full((2, 2), 0.1), np.array([[0.7, 0.8], [0.8, 0.6]]), np.array([[0.2, 0.1], [0.1, 0.3]]))
-"""Shares of a step of two ranks: before they compute, computing, after it; each [W, steps]."""
 
 
 def segment(kind: str, number: int, steps: Sequence[Any], *, batch: Sequence[int] | None = None) -> Segment:
@@ -34,17 +34,8 @@ def marked(kind: str, number: int, before: Any, compute: Any, after: Any, *, bat
 def result(name: str, segments: Sequence[Segment] = (), **fields: Any) -> RunResult:
     """Return a result of two ranks and two batches."""
     settings = dataclasses.asdict(TrainConfig(**fields.pop("settings", {"balance": "none"})))
-    made: dict[str, Any] = {
-        "name": name,
-        "adds_to": None,
-        "lengths": "lognormal",
-        "gpus": 2,
-        "data_ranks": 2,
-        "settings": settings,
-        "workload": {"steps": 4},
-        "environment": {"gpu": "H200", "torch": "2.11"},
-        "segments": tuple(segments),
-    }
+    made: dict[str, Any] = {"adds_to": None, "lengths": "lognormal", "gpus": 2, "data_ranks": 2, "settings": settings}
+    made |= {"workload": {"steps": 4}, "environment": {"gpu": "H200", "torch": "2.11"}}
     if "failure" not in fields:
         made |= {
             "peak_flops": 2e9,
@@ -53,7 +44,7 @@ def result(name: str, segments: Sequence[Segment] = (), **fields: Any) -> RunRes
             "balanced": work(),
             "peak_allocated": np.array([2 * 2**30, 3 * 2**30]),
         }
-    return RunResult(**(made | fields))
+    return RunResult(name=name, segments=tuple(segments), **(made | fields))
 
 
 def work(**fields: Any) -> Work:

@@ -88,16 +88,12 @@ def test_that_ranks_which_wait_are_slower_says_nothing_about_even_steps() -> Non
     assert calibration.step_seconds(fitted) == pytest.approx((compute_ms(tokens).mean() + OVERHEAD) / 1e3, rel=0.02)
 
 
-def test_a_step_takes_the_overhead_and_its_slowest_rank() -> None:
+def test_a_step_takes_the_overhead_and_its_slowest_rank_with_factors_and_noise_drawn_for_each_rank() -> None:
     exact = dataclasses.replace(Calibration.of(timed("baseline")), factors=np.ones(4), noise=np.ones(1), overhead=0.5)
     compute = np.array([[1.0, 3.0], [4.0, 2.0]])
     assert exact.step_seconds(compute) == 0.5 + 3.5
     slow = dataclasses.replace(exact, factors=np.full(4, 2.0), noise=np.array([1.5]))
     assert slow.step_seconds(compute) == 0.5 + 3.5 * 3
-
-
-def test_factors_and_noise_are_drawn_for_each_rank() -> None:
-    exact = Calibration.of(timed("baseline"))
     noisy = dataclasses.replace(exact, factors=np.array([1.0, 2.0]), noise=np.array([1.0, 1.5]), overhead=0.0)
     # Products are 1, 1.5, 2 and 3, each with probability 1/4; the larger of two is 3 with 7/16, 2 with 5/16, ...
     for num_ranks, expected in ((1, (1 + 1.5 + 2 + 3) / 4), (2, (7 * 3 + 5 * 2 + 3 * 1.5 + 1) / 16)):

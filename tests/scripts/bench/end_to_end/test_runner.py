@@ -12,7 +12,7 @@ import pytest
 
 from end_to_end.outcome import TIMED_OUT
 from end_to_end.results import RunResult
-from end_to_end.runner import Cluster, Command, check_sbatch, run_tasks, script_file, script_of, submit, torchrun
+from end_to_end.runner import Cluster, Command, check_sbatch, run_tasks, script_file, script_of, submit
 from end_to_end.tasks import WorkerTask, tasks_of
 from evenrank.core.errors import ConfigError
 from tests.scripts.bench.end_to_end.small_tables import make_table, make_tasks, result_of
@@ -81,18 +81,8 @@ def test_a_run_that_takes_too_long_is_ended_and_no_cost_is_fitted_to_it(tasks: t
     assert [result.failure for result in results] == [reason, fitted]
 
 
-def test_torchrun_starts_as_many_processes_as_the_run_has(tasks: tuple[WorkerTask, ...]) -> None:
-    assert torchrun(tasks[0])[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        str(ROOT / "scripts/bench/end_to_end/worker.py"),
-        str(tasks[0].task_file),
-    ]
-
-
 PROGRAM = """
-import sys
 from pathlib import Path
-
 from end_to_end import runner
 from end_to_end.tasks import WorkerTask
 from evenrank.cli.main import run_command
@@ -103,7 +93,6 @@ run_command(lambda: runner.run_tasks([task], limit_seconds=100) and None)
 """
 WORKER = """
 import os, signal, sys
-
 open(sys.argv[1] + "." + os.environ["RANK"], "w").write(str(os.getpid()) + " ")
 signal.pause()
 """
@@ -112,9 +101,8 @@ signal.pause()
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_the_processes_of_a_run(tasks: tuple[WorkerTask, ...], tmp_path: Path) -> None:
     tasks[0].save()
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    program = PROGRAM.format(worker=str(worker), task=str(tasks[0].task_file))
+    (tmp_path / "worker.py").write_text(WORKER)
+    program = PROGRAM.format(worker=str(tmp_path / "worker.py"), task=str(tasks[0].task_file))
     path = os.pathsep.join(str(ROOT / folder) for folder in ("scripts/bench", "examples"))
     command, environment, pipe = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": path}, subprocess.PIPE
     table = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -160,8 +148,7 @@ def test_a_job_has_the_hosts_and_the_time_of_its_run(tmp_path: Path) -> None:
 def test_a_job_leaves_a_result_when_its_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, failure: str
 ) -> None:
-    folder = tmp_path / "with spaces, 100%j and a 'quote'"
-    folder.mkdir()
+    (folder := tmp_path / "with spaces, 100%j and a 'quote'").mkdir()
     task = make_tasks(folder)[0]
     task.save()
     install(tmp_path, monkeypatch, "scontrol", "echo first; echo second")
@@ -183,11 +170,9 @@ def test_jobs_follow_one_another_and_a_refused_one_is_one_line(tmp_path: Path, m
     tasks = make_tasks(tmp_path)
     install(tmp_path, monkeypatch, "sbatch", f'echo "$@" >> "{tmp_path}/calls"; echo "$(wc -l < "{tmp_path}/calls");a"')
     assert submit(tasks, CLUSTER, limit_seconds=60) == ("1", "2", "3")
-    assert (tmp_path / "calls").read_text().splitlines() == [
-        f"--parsable {script_file(tasks[0])}",
-        f"--parsable --dependency=afterany:1 {script_file(tasks[1])}",
-        f"--parsable --dependency=afterany:2 {script_file(tasks[2])}",
-    ]
+    after = ("", "--dependency=afterany:1 ", "--dependency=afterany:2 ")
+    calls = [f"--parsable {one}{script_file(task)}" for one, task in zip(after, tasks, strict=True)]
+    assert (tmp_path / "calls").read_text().splitlines() == calls
     assert script_file(tasks[2]).read_text() == script_of(tasks[2], CLUSTER, limit_seconds=60)
     refuse = 'case "$*" in *baseline*) echo 5;; *) echo "sbatch: error: no such partition" >&2; exit 1;; esac'
     install(tmp_path, monkeypatch, "sbatch", refuse)

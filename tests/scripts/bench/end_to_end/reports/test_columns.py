@@ -41,33 +41,22 @@ def test_speed_of_a_run() -> None:
     assert speed_of(row_of(live, peak_allocated=np.zeros(2, np.int64))).peak_gib == ()  # of a CPU
 
 
-def test_speedup_is_over_the_first_run_of_the_chain_and_over_the_run_before() -> None:
+def test_speedup_is_over_the_first_run_of_the_chain_that_has_not_failed_and_over_the_run_before() -> None:
     chain = [
-        made_up.result("a", [made_up.segment(LIVE, 0, [20, 20]), made_up.segment(LIVE, 1, [25, 25])]),
+        made_up.result("failed", failure="out of memory"),
+        made_up.result("a", [made_up.segment(LIVE, n, [ms, ms]) for n, ms in ((0, 20), (1, 25))], adds_to="failed"),
         made_up.result("b", [made_up.segment(LIVE, 0, [10, 10])], adds_to="a"),
-        made_up.result("c", [made_up.segment(LIVE, 0, [4, 4]), made_up.segment(LIVE, 1, [6, 6])], adds_to="b"),
-    ]
-    first, _, last = make_rows(chain)
-    assert first.baseline == last.baseline == "a"
-    assert values(speed_of(first).speedup) == (1, 1, 1)
-    assert speed_of(first).added is None
-    assert values(speed_of(last).speedup) == (4.5, 20 / 6, 6.25)
-    assert values(speed_of(last).added) == (2, 10 / 6, 2.5)
-
-
-def test_a_baseline_that_failed_is_replaced_by_the_next_run_of_the_chain() -> None:
-    chain = [
-        made_up.result("a", failure="out of memory"),
-        made_up.result("b", [made_up.segment(LIVE, 0, [10])], adds_to="a"),
-        made_up.result("c", [made_up.segment(LIVE, 0, [5])], adds_to="b"),
+        made_up.result("c", [made_up.segment(LIVE, n, [ms, ms]) for n, ms in ((0, 4), (1, 6))], adds_to="b"),
         made_up.result("d", [made_up.segment(LIVE, 0, [5])], adds_to="missing"),
     ]
-    a, *others = make_rows(chain)
-    assert (a.failure, a.speed, a.evenness, a.baseline) == ("out of memory", None, None, None)
-    assert [row.baseline for row in others] == ["b", "b", None]
-    assert [speed_of(row).added is None for row in others] == [True, False, True]
-    assert values(speed_of(others[1]).speedup) == (2, 2, 2)
-    assert speed_of(others[2]).speedup is None
+    failed, *rows = make_rows(chain)
+    assert (failed.failure, failed.speed, failed.evenness, failed.baseline) == ("out of memory", None, None, None)
+    assert [row.baseline for row in rows] == ["a", "a", "a", None]
+    assert [speed_of(row).added is None for row in rows] == [True, False, False, True]
+    assert values(speed_of(rows[0]).speedup) == (1, 1, 1)
+    assert values(speed_of(rows[2]).speedup) == (4.5, 20 / 6, 6.25)
+    assert values(speed_of(rows[2]).added) == (2, 10 / 6, 2.5)
+    assert speed_of(rows[3]).speedup is None
 
 
 def test_ranks_that_divide_the_heads_of_a_batch_count_its_tokens_once() -> None:

@@ -38,8 +38,8 @@ UNBALANCED = of_ranks([[30, 10, 6], [10, 30, 6]], [[9, 3, 2], [3, 9, 2]], balanc
 BALANCED = of_ranks([[25, 21, 6], [25, 19, 6]], [[6, 6, 2], [6, 6, 2]], strategy="lpt-swap")
 
 
-def bars(axes: Axes) -> list[Rectangle]:
-    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+def bars(axes: Axes, of: str = "width") -> list[float]:
+    return [getattr(patch, f"get_{of}")() for patch in axes.patches if isinstance(patch, Rectangle)]
 
 
 def texts(axes: Axes) -> list[str]:
@@ -54,19 +54,15 @@ def check_inside(figure: Figure, panels: Sequence[Axes]) -> None:
 
 
 def test_throughput_has_a_bar_for_each_run_and_the_reason_of_those_that_failed(tmp_path: Path) -> None:
-    recompute = "+ recompute, embedding lookups overlapped with everything"
-    failure = "expected 4 processes, but one of them has ended before the first step " * 3
-    rows = make_rows(
-        [
-            made_up.result("padded", failure=failure),
-            run("plain", 12.5),
-            run("+ balance", 10, adds_to="plain", settings={"strategy": "lpt-swap"}),
-            run(recompute, 8, adds_to="plain", settings={"balance": "none", "recompute": True}),
-        ]
-    )
-    figure = plots.throughput(rows)
+    runs = [
+        made_up.result("padded", failure="expected 4 processes, but one of them has ended before the first step " * 3),
+        run("plain", 12.5),
+        run("+ balance", 10, adds_to="plain", settings={"strategy": "lpt-swap"}),
+        run("+ recompute, embedding lookups overlapped with everything", 8, adds_to="plain"),
+    ]
+    figure = plots.throughput(make_rows(runs))
     axes = figure.axes[0]
-    assert [bar.get_width() for bar in bars(axes)] == pytest.approx([FLOPS / 2 / ms * 1e-3 for ms in (12.5, 10, 8)])
+    assert bars(axes) == pytest.approx([FLOPS / 2 / ms * 1e-3 for ms in (12.5, 10, 8)])
     assert texts(axes)[0].startswith("failed: expected 4 processes")
     assert texts(axes)[1:] == ["20", "25  +25.0%", "31  +56.2% over plain"]
     check_inside(figure, [axes])  # of long names too
@@ -84,10 +80,7 @@ def test_headline_splits_bars_at_the_perfectly_even_batch() -> None:
         "other": make_rows([run("a", 13)]),
     }
     figure = plots.headline(tables)
-    assert [[bar.get_width() for bar in bars(axes)] for axes in figure.axes[:2]] == [
-        pytest.approx([1, 0.25, 1, 0.002]),
-        pytest.approx([1, 0.3, 0.99, 0]),
-    ]
+    assert [*bars(figure.axes[0]), *bars(figure.axes[1])] == pytest.approx([1, 0.25, 1, 0.002, 1, 0.3, 0.99, 0])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["unbalanced", "lpt-swap"]
     assert [texts(axes) for axes in figure.axes] == [
         ["1.250", "", "1.002", "1.25x as fast"],
@@ -99,11 +92,9 @@ def test_headline_splits_bars_at_the_perfectly_even_batch() -> None:
 
 def test_ranks_are_drawn_relative_to_the_mean_of_the_step_on_one_scale() -> None:
     panels = plots.ranks(UNBALANCED, BALANCED).axes[:4]
-    shown = [np.asarray(axes.images[0].get_array()) for axes in panels]
-    assert_allclose(shown[0], [[1.5, 0.5, 1], [0.5, 1.5, 1]])
-    assert_allclose(shown[1], [[1.5, 0.5, 1], [0.5, 1.5, 1]])
-    assert_allclose(shown[2], np.ones((2, 3)))
-    assert_allclose(shown[3], [[1, 1.05, 1], [1, 0.95, 1]])
+    unbalanced, compute = [[1.5, 0.5, 1], [0.5, 1.5, 1]], [[1, 1.05, 1], [1, 0.95, 1]]
+    for axes, expected in zip(panels, (unbalanced, unbalanced, np.ones((2, 3)), compute), strict=True):
+        assert_allclose(np.asarray(axes.images[0].get_array()), expected)
     assert [axes.images[0].get_clim() for axes in panels] == [pytest.approx((0.5, 1.5))] * 4
     assert panels[3].get_title(loc="left") == "compute time, lpt-swap: heaviest 1.02"
     equal = of_ranks([[10], [10]], [[5, 5], [5, 5]])
@@ -116,8 +107,7 @@ def test_timeline_has_the_same_batch_before_and_after_balancing_on_one_axis() ->
     assert before.get_xlim() == after.get_xlim()
     # That of the balanced run is not its median step. Of each part, the bars of ranks 0 and 1.
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["unbalanced: 32.0 ms", "lpt-swap: 27.0 ms"]
-    starts = np.array([bar.get_x() for bar in bars(before)]).reshape(4, 2)
-    widths = np.array([bar.get_width() for bar in bars(before)]).reshape(4, 2)
+    starts, widths = (np.array(bars(before, of)).reshape(4, 2) for of in ("x", "width"))
     assert_allclose(starts[0], 0)
     assert_allclose(widths, np.array([[1, 1], [10, 10 / 3], [20, 20 / 3], [1, 21]]))
     assert_allclose(starts[1:], (starts + widths)[:-1])

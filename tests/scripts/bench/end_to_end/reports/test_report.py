@@ -8,7 +8,7 @@ import pytest
 from end_to_end.experiments import Experiments, Run, Workload
 from end_to_end.reports import cost_section, scaling_section
 from end_to_end.reports.report import write_report
-from end_to_end.results import EVEN, LIVE, PREPARED, RunResult, Segment
+from end_to_end.results import EVEN, LIVE, PREPARED, RunResult
 from evenrank.core.errors import DataError
 from tests.scripts.bench.end_to_end import made_up
 from trainer.config import TrainConfig
@@ -16,15 +16,26 @@ from trainer.config import TrainConfig
 BALANCED = {"strategy": "lpt-swap"}
 SETTINGS = TrainConfig()
 EXPERIMENTS = Experiments(
-    workload=Workload(
-        lengths={"lognormal": "lognormal:mean=512,std=512", "clipped-zipf": "clipped-zipf:exponent=1.2,high=4096"}
-    ),
+    workload=Workload(lengths={"lognormal": "lognormal:mean=512,std=512", "clipped-zipf": "clipped-zipf:exponent=1.2"}),
     runs=(
         Run(name="baseline", settings=SETTINGS),
         Run(name="lpt-swap", settings=SETTINGS, adds_to="baseline"),
         Run(name="Tensor parallel 2", settings=SETTINGS, lengths=("lognormal",)),
     ),
 )
+
+
+def save(out: Path, *results: RunResult) -> None:
+    for result in results:
+        (out / result.lengths).mkdir(parents=True, exist_ok=True)
+        result.save(out / result.lengths / f"{result.name.lower().replace(' ', '-')}.json")
+
+
+def measured(lengths: str) -> tuple[RunResult, RunResult]:
+    even = [made_up.segment(kind, 0, [10]) for kind in (PREPARED, EVEN)]
+    unbalanced, balanced = ([made_up.segment(LIVE, 0, [ms]), *even] for ms in (12.5, 10))
+    second = made_up.result("lpt-swap", balanced, lengths=lengths, adds_to="baseline", settings=BALANCED)
+    return made_up.result("baseline", unbalanced, lengths=lengths), second
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +50,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     monkeypatch.setattr(cost_section, "write_section", partial(write, "Costs"))
     monkeypatch.setattr(scaling_section, "write_section", partial(write, "Scaling"))
     return names
-
-
-def save(out: Path, *results: RunResult) -> None:
-    for result in results:
-        (out / result.lengths).mkdir(parents=True, exist_ok=True)
-        result.save(out / result.lengths / f"{result.name.lower().replace(' ', '-')}.json")
-
-
-def measured(lengths: str) -> tuple[RunResult, RunResult]:
-    def segments(live: float) -> list[Segment]:
-        return [made_up.segment(kind, 0, [ms]) for kind, ms in ((LIVE, live), (PREPARED, 10), (EVEN, 10))]
-
-    return (
-        made_up.result("baseline", segments(12.5), lengths=lengths),
-        made_up.result("lpt-swap", segments(10), lengths=lengths, adds_to="baseline", settings=BALANCED),
-    )
 
 
 def test_report_has_tables_targets_plots_and_conditions(
@@ -101,7 +96,9 @@ def test_report_has_tables_targets_plots_and_conditions(
     assert "not measured: lpt-swap: at least as fast as karmarkar-karp\n" in output
 
 
-def test_runs_without_a_result_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_a_result_are_named_and_a_damaged_result_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path, measured("clipped-zipf")[0])
     missing = Run(name="fast, lpt-swap", settings=SETTINGS)
     write_report(tmp_path, dataclasses.replace(EXPERIMENTS, runs=(*EXPERIMENTS.runs, missing)))
@@ -111,10 +108,6 @@ def test_runs_without_a_result_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert "clipped-zipf: without a result: lpt-swap; fast, lpt-swap" in capsys.readouterr().out
     assert (tmp_path / "plots" / "throughput-clipped-zipf.png").exists()
     assert not (tmp_path / "plots" / "timeline-clipped-zipf.png").exists()
-
-
-def test_a_damaged_result_is_an_error(tmp_path: Path) -> None:
-    save(tmp_path, *measured("lognormal"))
-    (tmp_path / "lognormal" / "baseline.json").write_text("{}")
+    (tmp_path / "clipped-zipf" / "baseline.json").write_text("{}")
     with pytest.raises(DataError, match=r"baseline\.json cannot be read as"):
         write_report(tmp_path, EXPERIMENTS)
