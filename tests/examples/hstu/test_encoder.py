@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
+from hstu.config import ATTENTIONS, HSTUConfig, feature_of, tables
 from hstu.encoder import PositionEmbedding, lay_out, values_of
 from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_ranking, make_sequences, random_samples
 
@@ -101,6 +103,29 @@ def test_a_batch_that_lacks_something_is_refused(
     batch = make_batch([Sample()]).replace(**changes)
     with pytest.raises(ConfigError, match=message):
         lay_out(batch, replace(CONFIG, contextual=contextual), predicts_history=torch.tensor([False]))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("city", "user.age", "user_age", "a.b.c"), ("type", "items", "training", "_modules", "__class__", "type.")],
+)
+def test_features_of_any_name_have_a_table(names: tuple[str, ...]) -> None:
+    sizes = {name: size for size, name in enumerate(("item_id", "action", *names), start=3)}
+    configs = tables(sizes, HSTUConfig(max_length=20, contextual=names, embedding_dim=4))
+    assert {feature_of(table.name): table.num_embeddings for table in configs} == sizes
+    assert {"item_id", "action"} < {table.name for table in configs}  # plain names stay as they are
+    lengths = torch.ones(len(sizes), dtype=torch.int64)
+    features = KeyedJaggedTensor.from_lengths_sync([*sizes], torch.arange(len(sizes)) % 3, lengths=lengths)
+    found = EmbeddingCollection(tables=configs)(features)
+    assert {name: jagged.values().shape for name, jagged in found.items()} == dict.fromkeys(sizes, (1, 4))
+
+
+def test_a_single_feature_in_place_of_a_tuple_and_triton_on_the_cpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must be a tuple of features, got 'user_id'; add a comma behind it"):
+        HSTUConfig(max_length=10, contextual="user_id")  # type: ignore[arg-type]
+    values = torch.zeros(0, 1, 64)
+    with pytest.raises(ConfigError, match="'triton' needs a CUDA device, got cpu; choose 'auto' or 'padded'"):
+        ATTENTIONS["triton"](values, values, values, make_sequences([], [], []), scale_length=1)
 
 
 @pytest.mark.parametrize("feature", ["item_id", "action"])

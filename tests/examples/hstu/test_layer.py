@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import SequenceBatch
 from hstu.config import HSTUConfig
 from hstu.layer import NORM_EPS, HSTULayer, tensor_parallel
 from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, make_retrieval, make_sequences, random_samples
@@ -99,14 +98,14 @@ class _Allocations(TorchDispatchMode):
         return sum(count for reference, count in noted if not reference.expired())
 
 
-def _train(config: HSTUConfig, batch: SequenceBatch, *, autocast: bool) -> tuple[Any, list[Tensor], int]:
+def _train(config: HSTUConfig, *, autocast: bool) -> tuple[Any, list[Tensor], int]:
     """Return the logits, all gradients, and the bytes kept for the backward pass."""
     model = make_ranking(config)
     if autocast:
         model.float()
     with _Allocations() as allocations:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss_sums, logits = model(batch)
+            loss_sums, logits = model(make_batch(random_samples(12)))
             kept = allocations.live_bytes(model)
         loss_sums.sum().backward()
         logits = logits.tolist()
@@ -119,11 +118,11 @@ def _train(config: HSTUConfig, batch: SequenceBatch, *, autocast: bool) -> tuple
 
 @pytest.mark.parametrize(("autocast", "itemsize"), [(False, 8), (True, 2)])
 def test_norms_and_activations_are_not_kept_and_gradients_are_equal_bit_for_bit(autocast: bool, itemsize: int) -> None:
-    config, batch = replace(CONFIG, dropout=0.3, layers=3), make_batch(random_samples(12))
-    *results, kept = _train(config, batch, autocast=autocast)
-    *again, again_kept = _train(replace(config, recompute=True), batch, autocast=autocast)
+    config = replace(CONFIG, dropout=0.3, layers=3)
+    *results, kept = _train(config, autocast=autocast)
+    *again, again_kept = _train(replace(config, recompute=True), autocast=autocast)
     torch.testing.assert_close(again, results, rtol=0, atol=0)
-    num_tokens = sum(batch.features.length_per_key())
+    num_tokens = sum(make_batch(random_samples(12)).features.length_per_key())
     width = CONFIG.hidden + 4 * CONFIG.heads * CONFIG.head_dim  # of LayerNorm's output and SiLU's
     assert kept - again_kept >= config.layers * num_tokens * width * itemsize
 

@@ -125,18 +125,6 @@ def test_a_nan_stays_in_its_sample() -> None:
         assert result[100:200].isnan().all()
 
 
-def test_nothing_waits_for_the_device() -> None:
-    sequences = _sequences([500, 20], [1, 1], [3, 0])
-    inputs = _inputs(sequences, 2, 64, torch.bfloat16)
-    _run(triton_attention, inputs, sequences, torch.bfloat16)  # compiles
-    fresh = Sequences(**{name: getattr(sequences, name) for name in sequences.__dataclass_fields__})
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        _run(triton_attention, inputs, fresh, torch.bfloat16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_another_head_dim_or_dtype_is_an_error_that_names_those_that_work() -> None:
     sequences = _sequences([4], [0], [0])
     with pytest.raises(ConfigError, match=r"head_dim must be one of.*64, 128, 256.*got 32"):

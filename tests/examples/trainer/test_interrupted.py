@@ -50,12 +50,23 @@ def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[Interr
 
     ranks = pick(1, 2)
     task = pick("ranking", "ranking", "retrieval", "semantic-ids")
-    options: dict[str, Any] = {"model": "semantic-ids"} if task == "semantic-ids" else {"task": task}
-    options |= {"hidden": 8, "heads": 2, "layers": pick(1, 2), "max_history_length": 40, "user_id": pick(False, True)}
+    options: dict[str, Any] = {
+        "hidden": 8,
+        "heads": 2,
+        "max_history_length": 40,
+        "learning_rate": 0.01,
+        "epochs": 2,
+        "log_every": 1,
+    }
+    options |= {"layers": pick(1, 2), "user_id": pick(False, True), "batch_size": pick(8, 12) // ranks}
+    options |= {"dropout": pick(0.0, 0.2), "warmup_steps": pick(0, 5), "weight_decay": pick(0.0, 0.1)}
+    options |= {"precision": pick("fp32", "fp32", "bf16"), "seed": pick(0, 7), "num_workers": pick(0, 1, 2)}
+    options |= {"keep": pick(1, 2), "checkpoint_every": pick(1, 2, 5, None), "eval_every": pick(3, 7, None)}
+    options |= {"balance": pick("none", "no-exchange", "all-to-all", "all-gather")}
     if task == "semantic-ids":
-        options |= {"code_levels": pick(2, 3), "codebook_size": 8, "k": 4}
+        options |= {"model": task, "code_levels": pick(2, 3), "codebook_size": 8, "k": 4}
     else:
-        options |= {"embedding_dim": 8, "recompute": pick(False, True)}
+        options |= {"task": task, "embedding_dim": 8, "recompute": pick(False, True)}
         if pick(False, True):
             options |= {"embeddings": "sharded", "min_sharded_rows": pick(1, 300)}
             options |= {"routing": pick("continuous", "roundrobin", "hash_roundrobin")}
@@ -65,16 +76,10 @@ def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[Interr
             options |= {"pipeline": pick("none", "sparse-dist")}
         if ranks == 2:
             options |= {"tensor_parallel": pick(1, 1, 2)}
-    options |= {"balance": pick("none", "no-exchange", "all-to-all", "all-gather")}
     if options["balance"] != "none":
         options |= {"strategy": pick("lpt-swap", "min-move", "karmarkar-karp")}
     if options["balance"] == "no-exchange":
         options |= {"window": pick(1, 3, 4)}
-    options |= {"num_workers": pick(0, 1, 2), "batch_size": pick(8, 12) // ranks}
-    options |= {"dropout": pick(0.0, 0.2), "warmup_steps": pick(0, 5), "weight_decay": pick(0.0, 0.1)}
-    options |= {"learning_rate": 0.01, "precision": pick("fp32", "fp32", "bf16"), "seed": pick(0, 7)}
-    options |= {"epochs": 2, "log_every": 1, "keep": pick(1, 2)}
-    options |= {"checkpoint_every": pick(1, 2, 5, None), "eval_every": pick(3, 7, None)}
     interruptions = [
         Interruption(
             kills=pick(False, True),

@@ -26,16 +26,6 @@ def test_an_incomplete_line_of_a_killed_job_is_removed_and_numbers_are_json(tmp_
     ]
 
 
-def test_a_log_says_nothing_on_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with JobLog(tmp_path / "out", is_first=False, tensorboard=True) as log:
-        log.start(0, 10)
-        log.advance()
-        log.say("step 1")
-        log.record("train", 1, {"loss": 0.5})
-    assert capsys.readouterr() == ("", "")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_missing_tensorboard_is_an_error_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"tensorboard is missing .*; pip install 'evenrank\[tensorboard\]'"):

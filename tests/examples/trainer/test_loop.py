@@ -20,32 +20,6 @@ from trainer.data import check_names
 from trainer.job import run_job
 
 
-@pytest.mark.parametrize("options", [{"warmup_steps": 7}, SHARDED], ids=["replicated", "sharded and pipelined"])
-def test_a_job_that_dies_resumes_on_other_numbers_of_ranks_as_if_nothing_had_happened(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    def job(out: str, world_size: int, **more: Any) -> dict[str, Any]:
-        return settings(
-            tmp_path / out, small_dataset, epochs=2, batch_size=24 // world_size, learning_rate=0.01, **options, **more
-        )
-
-    samples, losses = together(ranks.run(1, run, job("whole", 1)))
-    died = together(ranks.run(2, run, job("parts", 2, checkpoint_every=5), 8))
-    parts = [
-        together(ranks.run(1, run, job("parts", 1, max_steps=12))),  # into the second epoch
-        together(ranks.run(3, run, job("parts", 3))),
-    ]
-    assert list(died[0]) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert list(parts[0][0]) == [6, 7, 8, 9, 10, 11, 12]
-    assert list(parts[1][0]) == list(range(13, len(samples) + 1))
-    for part_samples, part_losses in (died, *parts):
-        assert part_samples == {step: samples[step] for step in part_samples}
-        assert part_losses == pytest.approx({step: losses[step] for step in part_losses}, rel=1e-4)
-    assert losses[len(losses)] < losses[1]
-    whole, resumed = (log_lines(tmp_path / name, "eval")[-1] for name in ("whole", "parts"))
-    assert resumed == pytest.approx(whole, abs=1e-3)
-
-
 def test_a_job_that_dies_within_a_window_finishes_it_with_the_same_dropout(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:

@@ -77,7 +77,9 @@ def test_a_dry_run_prints_the_commands_or_scripts_of_a_table_and_writes_nothing(
     shown = command.run(file, "--dry-run", "--gpus", "4")
     lines = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("#")]
     assert len(lines) == count
-    assert all(Path(line[-1]).is_relative_to(tmp_path / "out" / "bench" / name) for line in lines)
+    for *_, worker, task in lines:
+        assert worker == str(BENCH / "end_to_end" / "worker.py")
+        assert Path(task).is_relative_to(tmp_path / "out" / "bench" / name)
     cluster = ("--runner", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--account", "us")
     scripts = command.run(file, "--dry-run", *cluster).stdout.splitlines()
     assert scripts.count("#!/bin/bash") == scripts.count("#SBATCH --account=us") == count
