@@ -1,5 +1,4 @@
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +60,6 @@ def test_tokens_are_context_then_items_each_followed_by_its_action() -> None:
     assert sequences.offsets.tolist() == [0, 8, 10, 16, 16]
     assert sequences.num_contextual.tolist() == [3, 1, 0, 0]
     assert sequences.num_candidates.tolist() == [1, 0, 2, 0]
-    assert sequences.num_tokens == 16
     assert sequences.max_length == 1 + 2 + 3 + 2  # the longest of each feature
 
 
@@ -90,19 +88,16 @@ def test_tokens_are_those_of_a_loop_over_samples_and_those_that_costs_count(
     assert sequences.max_length >= max(map(len, expected))
 
 
-@pytest.mark.parametrize(
-    ("changes", "contextual", "message"),
-    [
-        ({}, ("country",), "needs the feature 'country'; batches have user_id, tags, item_id, action"),
-        ({"max_lengths": None}, (), "has no max_lengths; iterate over a loader of evenrank or a Balancer"),
-    ],
-)
-def test_a_batch_that_lacks_something_is_refused(
-    changes: dict[str, Any], contextual: tuple[str, ...], message: str
-) -> None:
-    batch = make_batch([Sample()]).replace(**changes)
-    with pytest.raises(ConfigError, match=message):
-        lay_out(batch, replace(CONFIG, contextual=contextual), predicts_history=torch.tensor([False]))
+def test_a_batch_and_embeddings_that_lack_something_are_refused() -> None:
+    batch, no_history = make_batch([Sample()]), torch.tensor([False])
+    with pytest.raises(ConfigError, match="needs the feature 'country'; batches have user_id, tags, item_id, action"):
+        lay_out(batch, replace(CONFIG, contextual=("country",)), predicts_history=no_history)
+    with pytest.raises(ConfigError, match="has no max_lengths; iterate over a loader of evenrank or a Balancer"):
+        lay_out(batch.replace(max_lengths=None), CONFIG, predicts_history=no_history)
+    for feature in ("item_id", "action"):
+        embeddings = {name: torch.zeros(0, 6) for name in SIZES if name != feature}
+        with pytest.raises(ConfigError, match=f"lack the feature '{feature}', they have .*; create the tables with"):
+            lay_out(batch, CONFIG, predicts_history=no_history).arrange(embeddings)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +121,6 @@ def test_a_single_feature_in_place_of_a_tuple_and_triton_on_the_cpu_are_refused(
     values = torch.zeros(0, 1, 64)
     with pytest.raises(ConfigError, match="'triton' needs a CUDA device, got cpu; choose 'auto' or 'padded'"):
         ATTENTIONS["triton"](values, values, values, make_sequences([], [], []), scale_length=1)
-
-
-@pytest.mark.parametrize("feature", ["item_id", "action"])
-def test_embeddings_without_a_needed_feature_are_refused(feature: str) -> None:
-    layout = lay_out(make_batch([Sample()]), CONFIG, predicts_history=torch.tensor([False]))
-    embeddings = {name: torch.zeros(0, 6) for name in SIZES if name != feature}
-    with pytest.raises(ConfigError, match=f"lack the feature '{feature}', they have .*; create the tables with"):
-        layout.arrange(embeddings)
 
 
 def test_samples_that_may_be_longer_than_what_weights_are_divided_by_are_refused() -> None:

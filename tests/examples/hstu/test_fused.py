@@ -1,5 +1,3 @@
-"""Fused kernels are as close to float64 as torch's operations, and are chosen where they can run."""
-
 import os
 import subprocess
 import sys
@@ -24,10 +22,8 @@ EACH_MODE = pytest.mark.parametrize("mode", MODES)
 @needs_triton
 def test_interpreted_kernels_and_layers_are_as_exact_as_torchs_operations() -> None:
     """In another process, since Triton's interpreter is chosen before kernels are loaded."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT), *sys.path]),
-    }
+    path = os.pathsep.join([str(ROOT / "examples"), str(ROOT), *sys.path])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, str(Path(__file__).with_name("interpreted.py"))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
@@ -46,19 +42,12 @@ def test_a_norm_that_is_divided_among_ranks_is_applied_as_it_is() -> None:
     torch.testing.assert_close(fused.gate(attended, u, Double()), expected)
 
 
-def test_on_the_cpu_operations_are_torchs() -> None:
-    assert pointwise_for(torch.zeros(1, 8), fused=True) is unfused
-
-
-@pytest.mark.gpu
-def test_on_cuda_kernels_are_chosen_unless_they_are_switched_off_or_the_dtype_is_float64() -> None:
-    from hstu import fused
-
-    tokens = torch.zeros(1, 8, device="cuda")
-    assert pointwise_for(tokens, fused=True) is fused
-    assert pointwise_for(tokens.bfloat16(), fused=True) is fused
-    assert pointwise_for(tokens, fused=False) is unfused
-    assert pointwise_for(tokens.double(), fused=True) is unfused
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_cuda_kernels_are_chosen_unless_they_are_switched_off_or_the_dtype_is_float64(device: str) -> None:
+    tokens = torch.zeros(1, 8, device=device)
+    chosen = [pointwise_for(one, fused=True).__name__ for one in (tokens, tokens.bfloat16())]
+    assert chosen == ["hstu.fused" if device == "cuda" else "hstu.unfused"] * 2
+    assert pointwise_for(tokens, fused=False) is pointwise_for(tokens.double(), fused=True) is unfused
 
 
 @pytest.mark.gpu

@@ -95,23 +95,17 @@ def test_scores_are_compared_in_float32_under_autocast(monkeypatch: pytest.Monke
         assert model.places_of_targets(batch).tolist() == places.tolist()
 
 
-def test_a_candidate_is_ranked_by_the_history_alone() -> None:
+def test_a_candidate_is_ranked_by_the_history_alone_and_has_no_place_without_one() -> None:
     model = make_retrieval().eval()
-    as_history = model.places_of_targets(make_batch([SAMPLE]))
+    (place,) = model.places_of_targets(make_batch([SAMPLE])).tolist()
     as_candidate = replace(SAMPLE, action=[1, 2, 3], num_candidates=1, labels=[4])
-    assert model.places_of_targets(make_batch([as_candidate])).tolist() == as_history.tolist()
-    for other in range(SIZES["item_id"]):
-        among_others = replace(as_candidate, item_id=[4, 5, 6, other, 7], num_candidates=2, labels=[4, 4])
-        assert model.places_of_targets(make_batch([among_others])).tolist() == as_history.tolist()
-
-
-@pytest.mark.parametrize("user_id", [[], [3]])
-def test_candidates_without_a_history_have_no_place(user_id: list[int]) -> None:
-    model = make_retrieval().eval()
-    nothing_before = Sample(user_id=user_id, item_id=[4, 5], num_candidates=2, labels=[1, 1])
-    with_history = replace(SAMPLE, action=[1, 2, 3], num_candidates=1, labels=[4])
-    places = model.places_of_targets(make_batch([with_history, nothing_before, with_history]))
-    assert places.tolist() == 2 * model.places_of_targets(make_batch([SAMPLE])).tolist()
+    among_others = [
+        replace(as_candidate, item_id=[4, 5, 6, other, 7], num_candidates=2, labels=[4, 4])
+        for other in range(SIZES["item_id"])
+    ]
+    without = [Sample(user_id=user, item_id=[4, 5], num_candidates=2, labels=[1, 1]) for user in ([], [3])]
+    batch = make_batch([as_candidate, *without, *among_others])
+    assert model.places_of_targets(batch).tolist() == [place] * (1 + len(among_others))
 
 
 def test_a_model_that_has_diverged_ranks_last() -> None:
@@ -140,9 +134,8 @@ def test_negatives_are_those_of_the_step_whatever_samples_a_rank_has() -> None:
     assert 0 <= min(negatives[0]) < 100
     assert 900 <= max(negatives[0]) < 1000
     assert rows_of(draw(other), "negative_id") == negatives[:1]
-    for changed in (first.replace(epoch=3), first.replace(position=49)):
-        assert rows_of(draw(changed), "negative_id") != negatives
-    assert rows_of(UniformNegatives(1000, 50, seed=2)(first), "negative_id") != negatives
+    others = [draw(first.replace(epoch=3)), draw(first.replace(position=49)), UniformNegatives(1000, 50, seed=2)(first)]
+    assert all(rows_of(features, "negative_id") != negatives for features in others)
 
 
 def test_the_other_features_stay_as_they_are() -> None:

@@ -1,5 +1,3 @@
-"""Beam search over the items that exist."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""The tokens of a sample, and at which of them each label is predicted."""
-
 from pathlib import Path
 
 import pytest

@@ -50,14 +50,8 @@ def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[Interr
 
     ranks = pick(1, 2)
     task = pick("ranking", "ranking", "retrieval", "semantic-ids")
-    options: dict[str, Any] = {
-        "hidden": 8,
-        "heads": 2,
-        "max_history_length": 40,
-        "learning_rate": 0.01,
-        "epochs": 2,
-        "log_every": 1,
-    }
+    options: dict[str, Any] = {"hidden": 8, "heads": 2, "max_history_length": 40, "log_every": 1}
+    options |= {"epochs": 2, "learning_rate": 0.01}
     options |= {"layers": pick(1, 2), "user_id": pick(False, True), "batch_size": pick(8, 12) // ranks}
     options |= {"dropout": pick(0.0, 0.2), "warmup_steps": pick(0, 5), "weight_decay": pick(0.0, 0.1)}
     options |= {"precision": pick("fp32", "fp32", "bf16"), "seed": pick(0, 7), "num_workers": pick(0, 1, 2)}
