@@ -79,9 +79,9 @@ def test_a_checkout_that_is_not_ready_is_refused(repository: Path) -> None:
         with pytest.raises(ReleaseError, match=re.escape(message)):
             release(repository, "0.2.0", day=DAY, check_package=lambda: None)
 
-    _git(repository, "switch", "--quiet", "--create", "feature")
+    _git(repository, "branch", "--move", "feature")
     check("the branch is 'feature', releases are made from 'main'; run git ")
-    _git(repository, "switch", "--quiet", "main")
+    _git(repository, "branch", "--move", "main")
     (repository / "CHANGELOG.md").write_text(CHANGELOG.replace("- Something.\n", ""))
     check("has changes, such as 'M CHANGELOG.md'; commit or remove them")
     _git(repository, "commit", "--quiet", "--all", "--message", "Forget")

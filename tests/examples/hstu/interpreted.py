@@ -63,6 +63,8 @@ def check_norm_alone() -> None:
         gradients = torch.autograd.grad((weights * (stream + normed)).sum(), [values, *module.parameters()])
         results.append([stream, normed, *gradients])
     torch.testing.assert_close(*results)
+    stream, normed = fused.norm(torch.full((5, 8), 100.0, requires_grad=True), None, module)
+    assert not normed.any()  # of constant rows
     _, normed = fused.norm(values, None, module)
     (gradient,) = torch.autograd.grad(normed.square().sum(), values, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

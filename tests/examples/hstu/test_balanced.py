@@ -1,5 +1,3 @@
-"""Balanced training over 4 ranks has the gradients of one process on the whole batch."""
-
 from typing import Any
 
 import pytest

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,10 +24,6 @@ def _norm(row: Tensor) -> Tensor:
     return (row - row.mean()) / (row.var(correction=0) + NORM_EPS).sqrt()
 
 
-def _silu(values: Tensor) -> Tensor:
-    return values / (1 + torch.exp(-values))
-
-
 def _sees(query: int, key: int, contextual: int, history: int) -> bool:
     if key >= history:
         return query == key
@@ -39,7 +36,7 @@ def _one_by_one(layer: HSTULayer, tokens: Tensor, contextual: int, candidates: i
     weight = layer.uvqk.weight.view(heads, 4, head_dim, CONFIG.hidden)
     bias = layer.uvqk.bias.view(heads, 4, head_dim)
     u, v, q, k = (
-        [[_silu(weight[head, part] @ _norm(row) + bias[head, part]) for head in range(heads)] for row in tokens]
+        [[silu(weight[head, part] @ _norm(row) + bias[head, part]) for head in range(heads)] for row in tokens]
         for part in range(4)
     )
     rows = []
@@ -49,7 +46,7 @@ def _one_by_one(layer: HSTULayer, tokens: Tensor, contextual: int, candidates: i
             for j in range(len(tokens)):
                 if _sees(i, j, contextual, len(tokens) - candidates):
                     score = q[i][head] @ k[j][head] / math.sqrt(head_dim)
-                    attended[head] += _silu(score) / CONFIG.max_length * v[j][head]
+                    attended[head] += silu(score) / CONFIG.max_length * v[j][head]
         gated = _norm(attended.flatten()) * torch.cat(u[i])
         rows.append(tokens[i] + layer.output.weight @ gated + layer.output.bias)
     return torch.stack(rows)

@@ -1,5 +1,3 @@
-"""The model sees nothing that it predicts, and trains balanced as it does unbalanced."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Checkpoints are complete or not there, and load on any number of ranks."""
-
 import os
 import shutil
 from collections.abc import Callable

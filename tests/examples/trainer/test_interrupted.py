@@ -1,5 +1,3 @@
-"""A job that is interrupted again and again learns what it would have learnt without, to the last bit."""
-
 import contextlib
 import json
 import os
@@ -8,7 +6,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -129,14 +127,6 @@ def _started(ranks: int, options: dict[str, Any]) -> Iterator[list[BaseProcess]]
             process.join()
 
 
-def _wait(condition: Callable[[], bool], processes: list[BaseProcess]) -> None:
-    """Wait until a condition holds, or a rank has ended."""
-    deadline = time.monotonic() + _TIMEOUT + 40
-    while not condition() and all(process.is_alive() for process in processes):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def _run_to_the_end(ranks: int, options: dict[str, Any]) -> None:
     with _started(ranks, options) as processes:
         pass
@@ -149,7 +139,8 @@ def _run_interrupted(ranks: int, options: dict[str, Any], how: Interruption) -> 
     enough = len(_lines(out)) + how.after_lines
     with _started(ranks, options) as processes:
         # SIGTERM ends a rank that has not noted signals yet: only after a line of this run do all of them.
-        _wait(lambda: len(_lines(out)) >= enough + (not how.kills), processes)
+        while len(_lines(out)) < enough + (not how.kills) and all(process.is_alive() for process in processes):
+            time.sleep(0.005)
         time.sleep(how.delay)
         for process in processes if how.rank < 0 else [processes[how.rank]]:
             if process.pid is not None:
@@ -205,10 +196,5 @@ def _play(folder: Path, data: Path, seed: int, number: int) -> None:
 def test_an_interrupted_job_logs_and_saves_what_an_uninterrupted_one_does_to_the_last_bit(
     small_dataset: Path, tmp_path: Path, pytestconfig: pytest.Config, number: int
 ) -> None:
-    seed = pytestconfig.getoption("soak_seed")
-    try:
-        _play(tmp_path, small_dataset, seed, number)
-    except BaseException as error:
-        error.add_note(f"round {number} of seed {seed}: {draw_round(seed, number)}; its logs are in {tmp_path}")
-        raise
+    _play(tmp_path, small_dataset, pytestconfig.getoption("soak_seed"), number)
     shutil.rmtree(tmp_path)

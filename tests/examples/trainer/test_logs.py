@@ -1,5 +1,3 @@
-"""The log of a job, and the lock of its folder."""
-
 import json
 import math
 import os

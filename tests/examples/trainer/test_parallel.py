@@ -1,5 +1,3 @@
-"""Jobs that divide heads among ranks train what others do, and continue one another's checkpoints."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

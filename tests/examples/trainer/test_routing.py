@@ -1,5 +1,3 @@
-"""Routing decides which rank has a row, and nothing else; a job can only go on with the one that it has."""
-
 import re
 import shutil
 import subprocess

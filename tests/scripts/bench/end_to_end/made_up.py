@@ -10,8 +10,6 @@ from end_to_end.results import Balance, RunResult, Segment, Work
 from trainer.config import TrainConfig
 
 Value = TypeVar("Value")
-# Shares of a step of two ranks: before they compute, computing, after it; each [W, steps].
-PARTS = (np.full((2, 2), 0.1), np.array([[0.7, 0.8], [0.8, 0.6]]), np.array([[0.2, 0.1], [0.1, 0.3]]))
 
 
 def segment(kind: str, number: int, steps: Sequence[Any], *, batch: Sequence[int] | None = None) -> Segment:

@@ -1,9 +1,6 @@
-"""A run that failed has a result that says why, in one line."""
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +8,7 @@ from end_to_end import outcome
 from end_to_end.outcome import TIMED_OUT, conclude
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask
-from tests.scripts.bench.end_to_end.small_tables import make_tasks, result_of
+from tests.scripts.bench.end_to_end.small_tables import result_of
 
 # As torchrun prints them.
 _START = "\n*****\nSetting OMP_NUM_THREADS environment variable for each process to be 1 in default\n*****\n"
@@ -23,12 +20,8 @@ _KILLED = "exitcode : -9 (pid: 6)\n  traceback : Signal 9 (SIGKILL) received by 
 _SUMMARY = _FAILED + _TRACEBACK + _CHILD_FAILED + _ENDED
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> WorkerTask:
-    return make_tasks(tmp_path)[0]
-
-
-def test_the_exit_code_and_the_result_say_how_a_run_has_ended(task: WorkerTask) -> None:
+def test_the_exit_code_and_the_result_say_how_a_run_has_ended(tasks: tuple[WorkerTask, ...]) -> None:
+    task = tasks[0]
     assert conclude(task, 0, limit_seconds=60).failure == "ended without a result"
     assert conclude(task, TIMED_OUT, limit_seconds=90).failure == "took longer than the limit of 1.5 minutes"
     result_of(task).save(task.result)
@@ -50,7 +43,8 @@ def test_the_exit_code_and_the_result_say_how_a_run_has_ended(task: WorkerTask) 
         ("RuntimeError: " + "x" * 1000, "RuntimeError: " + "x" * 286),
     ],
 )
-def test_a_failure_is_the_most_telling_line_of_the_log(task: WorkerTask, log: str, reason: str) -> None:
+def test_a_failure_is_the_most_telling_line_of_the_log(tasks: tuple[WorkerTask, ...], log: str, reason: str) -> None:
+    task = tasks[0]
     task.log.write_text(_START + log)
     result_of(task).save(task.result)  # of a run that failed after it
     result = conclude(task, 3, limit_seconds=60)
@@ -59,7 +53,8 @@ def test_a_failure_is_the_most_telling_line_of_the_log(task: WorkerTask, log: st
     assert (result.name, result.settings["balance"], result.gpus, result.segments) == ("baseline", "none", 2, ())
 
 
-def test_a_script_concludes_a_run_by_a_command(task: WorkerTask) -> None:
+def test_a_script_concludes_a_run_by_a_command(tasks: tuple[WorkerTask, ...]) -> None:
+    task = tasks[0]
     task.save()
     task.log.write_text("ValueError: bad luck\n")
     command = [sys.executable, outcome.__file__, str(task.task_file), "1", "60"]

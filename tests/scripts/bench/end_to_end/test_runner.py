@@ -1,5 +1,3 @@
-"""Tasks run one after the other, here or as SLURM jobs; the failure of one is in its result, and the table goes on."""
-
 import os
 import shlex
 import signal
@@ -45,11 +43,6 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: st
 def options_of(script: str) -> dict[str, str]:
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     return {name: " ".join(shlex.split(value)) for name, _, value in (line.partition("=") for line in lines)}
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> tuple[WorkerTask, ...]:
-    return make_tasks(tmp_path)
 
 
 DONE = "os.replace(READY, RESULT)"

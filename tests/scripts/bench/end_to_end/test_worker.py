@@ -18,6 +18,7 @@ from tests.scripts.bench.end_to_end import made_up
 from trainer.config import TrainConfig
 from trainer.world import World, divide
 
+STEPS = {"steps": 8, "rounds": 2, "warmup_steps": 3, "skipped_steps": 1}
 WORKLOAD = Workload(
     lengths={"skewed": "lognormal:mean=12,std=20,high=64"},
     item_rows=500,

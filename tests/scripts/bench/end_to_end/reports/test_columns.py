@@ -109,11 +109,10 @@ def test_runs_are_compared_that_differ_in_balancing_alone() -> None:
     def run(name: str, ms: float, **settings: Any) -> RunResult:
         return made_up.result(name, [made_up.segment(LIVE, 0, [ms])], settings=settings)
 
-    slow = {"attention": "padded"}
     rows = make_rows(
         [
-            run("a", 30, balance="none", **slow),
-            run("b", 20, strategy="lpt-swap", **slow),
+            run("a", 30, balance="none", attention="padded"),
+            run("b", 20, strategy="lpt-swap", attention="padded"),
             run("c", 15, balance="none"),
             dataclasses.replace(run("fitted", 5, strategy="lpt-swap"), cost={"name": "MeasuredCost"}),
             run("d", 10, strategy="lpt-swap"),

@@ -93,6 +93,7 @@ def test_report_has_tables_targets_plots_and_conditions(
     assert set(given["Scaling"]) == {*given["Costs"], "lognormal/4 GPUs"}
     output = capsys.readouterr().out
     assert "lognormal: speed\n" in output
+    assert any(line.split()[:4] == ["lpt-swap", "2", "1", "10.00"] for line in output.splitlines())
     assert "not measured: lpt-swap: at least as fast as karmarkar-karp\n" in output
 
 
