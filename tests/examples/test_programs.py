@@ -34,9 +34,7 @@ def _losses_of_balanced(lines: list[str]) -> list[float]:
     ("library", "example", "page"),
     [("accelerate", "accelerate_loop", "accelerate"), ("lightning", "lightning_fit", "lightning")],
 )
-def test_the_same_command_resumes_in_the_middle_of_an_epoch(
-    small_dataset: Path, tmp_path: Path, library: str, example: str, page: str
-) -> None:
+def test_the_same_command_resumes(small_dataset: Path, tmp_path: Path, library: str, example: str, page: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
     checkpoints = tmp_path / "checkpoints"
     options = ["--log-every", 1, "--checkpoints", checkpoints, "--steps", 11, "--save-every", 9]  # epochs have 7 steps
@@ -54,9 +52,7 @@ def test_the_same_command_resumes_in_the_middle_of_an_epoch(
     check_tutorial(page, first, second)
 
 
-def test_an_epoch_is_finished_on_another_number_of_ranks_as_if_never_stopped(
-    small_dataset: Path, tmp_path: Path
-) -> None:
+def test_an_epoch_is_finished_on_another_number_of_ranks(small_dataset: Path, tmp_path: Path) -> None:
     options = ["--log-every", 1, "--checkpoint", tmp_path / "checkpoint", "--global-batch-size", 24]
     first = run("checkpoint_resume", small_dataset, tmp_path, *options, "--steps", 4)
     second = run("checkpoint_resume", small_dataset, tmp_path, *options, num_ranks=3)

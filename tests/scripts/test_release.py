@@ -98,9 +98,7 @@ def test_a_checkout_that_is_not_ready_is_refused(repository: Path) -> None:
         (CHANGELOG, "the package is not in order"),
     ],
 )
-def test_after_a_failed_check_nothing_is_released_and_changes_made_during_it_are_kept(
-    repository: Path, changed: str, message: str
-) -> None:
+def test_after_a_failed_check_nothing_is_released_or_lost(repository: Path, changed: str, message: str) -> None:
     def check() -> None:
         if changed == CHANGELOG:
             raise ReleaseError("the package is not in order")

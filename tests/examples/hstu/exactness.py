@@ -1,10 +1,8 @@
 """How far fused kernels are from float64, beside torch's operations; used on GPUs and in Triton's interpreter."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -140,15 +138,3 @@ def by_parts(pointwise: Pointwise, attention: Attention) -> Callable[..., Any]:
         return module.by_parts(pointwise, tokens, update, sequences)
 
     return apply
-
-
-@contextmanager
-def kernels_on_the_cpu() -> Iterator[None]:
-    """Choose fused kernels for layers that ask for them, also on the CPU."""
-    from hstu import fused as kernels
-
-    def choose(tokens: Tensor, *, fused: bool) -> Pointwise:
-        return kernels if fused else unfused
-
-    with mock.patch("hstu.layer.pointwise_for", choose):
-        yield

@@ -8,15 +8,7 @@ import torch
 from hstu import fused, unfused
 from hstu.attention import padded_attention
 from hstu.triton_attention import triton_attention
-from tests.examples.hstu.exactness import (
-    MODES,
-    attended,
-    check,
-    check_bits,
-    check_whole_layers,
-    kernels_on_the_cpu,
-    layer,
-)
+from tests.examples.hstu.exactness import MODES, attended, by_parts, check, check_bits, check_whole_layers, layer
 from tests.examples.hstu.samples import make_sequences
 
 
@@ -39,15 +31,13 @@ def check_attention() -> None:
 
 def check_layers() -> None:
     """Check norms, SiLU and gate in layers."""
+    kernels, operations = by_parts(fused, padded_attention), by_parts(unfused, padded_attention)
     for mode, tolerance in (("fp32", 2), ("autocast", 4)):  # the interpreter truncates to bfloat16, where GPUs round
         options: dict[str, Any]
         for options in ({}, {"lengths": (0, 0, 0)}, {"lengths": (1, 0, 0), "head_dim": 12}):  # no power of 2
-            with kernels_on_the_cpu():
-                mine, again, reference = (
-                    layer(mode=mode, fused_norms=is_fused, recompute=recompute, **options)
-                    for is_fused, recompute in ((True, False), (True, True), (False, False))
-                )
-            check(mine, reference, layer(mode=None, fused_norms=False, **options), MODES[mode], tolerance)
+            mine, again = (layer(kernels, mode=mode, recompute=recompute, **options) for recompute in (False, True))
+            reference, exact = (layer(operations, mode=one, **options) for one in (mode, None))
+            check(mine, reference, exact, MODES[mode], tolerance)
             # With recompute, torch adds the update, so it casts that gradient, with rounding.
             again["d_update"] = mine["d_update"]
             check_bits(again, mine)

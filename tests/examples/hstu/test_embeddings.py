@@ -167,7 +167,7 @@ def test_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_values_are_those_of_the_tables_own_distribution_and_random_states_are_left_as_they_were(
+def test_values_are_of_the_tables_own_distribution_by_their_own_random_state(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]

@@ -70,7 +70,7 @@ def test_tokens_are_context_then_items_each_followed_by_its_action() -> None:
     predict=st.sampled_from(["candidates", "candidates-with-actions", "history"]),
     interleave_actions=st.booleans(),
 )
-def test_tokens_are_those_of_a_loop_over_samples_and_those_that_costs_count(
+def test_tokens_are_those_of_a_loop(
     seed: int, count: int, padding: int, predict: str, interleave_actions: bool
 ) -> None:
     samples = random_samples(count, seed=seed, predict=predict)

@@ -169,9 +169,7 @@ def test_logits_and_gradients_agree_with_those_of_one_rank(ranks: RankPool, num_
     ("config", "dtype", "tolerance"),
     [(CONFIG, torch.float64, 1e-10), (replace(CONFIG, attention="triton", head_dim=64), torch.float32, 1e-3)],
 )
-def test_over_nccl_logits_and_gradients_agree_with_those_of_one_rank(
-    config: HSTUConfig, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_over_nccl_results_are_those_of_one_rank(config: HSTUConfig, dtype: torch.dtype, tolerance: float) -> None:
     expected = _run(make_ranking(replace(config, attention="padded")), random_samples(6))
     pool = RankPool()
     try:

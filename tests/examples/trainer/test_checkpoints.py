@@ -40,9 +40,7 @@ def _load(rank: int, world_size: int, folder: Path, settings: dict[str, Any], we
     return newest.name, state["model"][weights].tolist(), state["loader"], state["step"]
 
 
-def test_the_last_checkpoints_are_kept_and_the_newest_loads_on_other_numbers_of_ranks(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_the_last_checkpoints_are_kept_and_load_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     saved = ranks.run(2, _save, tmp_path, 1, 2, 30, 30, 200)
     assert saved == [["step-00000030", "step-00000200"]] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == saved[0]  # nothing else is left
@@ -118,7 +116,7 @@ def _save_where_something_is(rank: int, world_size: int, folder: Path, stage: st
 
 
 @pytest.mark.parametrize("stage", ["writing", "completing"])
-def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks_and_the_one_before_stays(
+def test_a_failed_write_is_an_error_on_all_ranks_that_leaves_the_one_before(
     ranks: RankPool, tmp_path: Path, stage: str
 ) -> None:
     failures = ranks.try_run(2, _save_where_something_is, tmp_path, stage)

@@ -66,9 +66,7 @@ RETRIEVAL = {"task": "retrieval"}
         (SEMANTIC_IDS, "tensor_parallel", "--tensor-parallel applies to --task ranking, not to --model semantic-ids"),
     ],
 )
-def test_an_option_that_would_be_ignored_is_an_error_even_with_its_default(
-    mode: dict[str, Any], given: str, message: str
-) -> None:
+def test_an_option_that_would_be_ignored_is_an_error(mode: dict[str, Any], given: str, message: str) -> None:
     config = read_config(None, mode)
     with pytest.raises(ConfigError) as caught:
         read_config(None, {**mode, given: getattr(config, given)})

@@ -18,9 +18,7 @@ from trainer.data import check_names
 from trainer.job import run_job
 
 
-def test_a_job_that_dies_within_a_window_finishes_it_with_the_same_dropout(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_a_job_that_dies_within_a_window_finishes_it(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     def job(out: str, **more: Any) -> dict[str, Any]:
         options = {"balance": "no-exchange", "window": 4, "strategy": "karmarkar-karp", "dropout": 0.3}
         return settings(tmp_path / out, small_dataset, batch_size=12, **options, **more)
@@ -60,7 +58,7 @@ def test_every_task_trains_and_is_measured(
     assert losses[-1] < losses[0]
 
 
-def test_a_signal_on_one_rank_ends_all_with_a_checkpoint_and_the_next_run_makes_up_for_an_evaluation_once(
+def test_a_signal_ends_all_ranks_and_the_next_run_evaluates(
     ranks: RankPool, small_dataset: Path, tmp_path: Path
 ) -> None:
     def job(out: str) -> dict[str, Any]:
@@ -78,9 +76,7 @@ def test_a_signal_on_one_rank_ends_all_with_a_checkpoint_and_the_next_run_makes_
     assert log_lines(tmp_path / "parts", "eval") == log_lines(tmp_path / "whole", "eval")
 
 
-def test_a_job_resumes_with_its_own_dataset_and_codes_wherever_they_are_and_with_no_others(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_a_job_resumes_with_its_own_data_and_codes_alone(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     num_items = read_manifest(small_dataset).vocabulary_sizes["item_id"]
     table = np.arange(2 * num_items).reshape(2, num_items) % 30
     first, moved, other = tmp_path / "first.npy", tmp_path / "moved.npy", tmp_path / "other"
@@ -132,9 +128,7 @@ def _settings_looked_at(rank: int, world_size: int, options: dict[str, Any]) -> 
     ],
     ids=["several tasks, sharded", "ranking", "retrieval", "semantic ids"],
 )
-def test_no_option_that_applies_is_ignored(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_no_option_is_ignored(ranks: RankPool, small_dataset: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     options = settings(tmp_path, small_dataset, batch_size=12, max_steps=1, hidden=8, layers=1, **options)
     (seen,) = ranks.run(1, _settings_looked_at, options)
     for name in types_of_settings().keys() - seen:

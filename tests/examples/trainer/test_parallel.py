@@ -36,7 +36,7 @@ def train(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> Callable[...,
 
 
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["replicated tables", "sharded tables"])
-def test_a_job_that_dies_resumes_on_other_meshes_with_the_samples_losses_logs_and_auc_of_one_rank(
+def test_a_job_that_dies_resumes_on_other_meshes(
     train: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     samples, losses = train("whole", 1, 1, **options)
@@ -76,9 +76,7 @@ def _note_dropped(rank: int, world_size: int, options: dict[str, Any]) -> tuple[
         return run(rank, world_size, options), kept
 
 
-def test_peers_have_equal_losses_and_drop_other_units_of_their_heads(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_peers_drop_other_units_of_their_heads(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     options = settings(tmp_path, small_dataset, **{**JOB, "tensor_parallel": 2, "dropout": 0.3, "max_steps": 2})
     results = ranks.run(4, _note_dropped, options)
     _data_parallel([trained for trained, _ in results], 2)
@@ -89,9 +87,7 @@ def test_peers_have_equal_losses_and_drop_other_units_of_their_heads(
             assert float((mine == others).double().mean()) == pytest.approx(0.7**2 + 0.3**2, abs=0.05)
 
 
-def test_ranks_that_cannot_be_grouped_are_an_error_on_all_of_them(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_cannot_be_grouped_are_an_error(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     message = "tensor_parallel = 2 cannot divide 3 ranks into equal groups; start a multiple of it, or choose a divisor"
     failures = ranks.try_run(3, run, settings(tmp_path, small_dataset, tensor_parallel=2))
     check_failures(failures, message, kinds=[ConfigError])

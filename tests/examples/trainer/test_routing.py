@@ -50,9 +50,7 @@ def _run_routed(rank: int, world_size: int, options: dict[str, Any]) -> Trained:
         return run(rank, world_size, options)
 
 
-def test_a_remapped_job_goes_on_with_equal_losses_and_another_one_not_at_all(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_only_a_remapped_job_goes_on_with_equal_losses(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     _, expected = together(ranks.run(2, run, _job(tmp_path / "whole", small_dataset, 2, max_steps=8)))
 
     def check(out: str, num_ranks: int, routing: str, first: int, last: int) -> None:
@@ -77,9 +75,7 @@ def test_a_remapped_job_goes_on_with_equal_losses_and_another_one_not_at_all(
     assert remapped == pytest.approx(evaluation, abs=1e-3)
 
 
-def test_features_that_cannot_name_modules_train_and_are_remapped(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_that_cannot_name_modules(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of older datasets may have dots, and modules have an attribute `type`."""
     monkeypatch.setattr(synthetic, "check_new_names", lambda names: None)
     features = {name: Uniform(low=1, high=200) for name in ("user.age", "type", "type-")}
@@ -142,9 +138,7 @@ def test_the_command_passes_its_arguments_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_copy_that_is_killed_leaves_none_or_a_whole_one_and_the_next_one_completes(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_a_copy_that_is_killed_leaves_none_or_a_whole_one(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     ranks.run(2, run, _job(tmp_path / "old", small_dataset, 2, max_steps=2))
     source, folder = tmp_path / "old" / "checkpoints" / "step-00000002", tmp_path / "new" / "checkpoints"
     before = {file.name: file.read_bytes() for file in source.iterdir()}

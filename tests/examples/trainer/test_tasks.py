@@ -17,9 +17,7 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("make", [ranking, retrieval])
-def test_the_model_has_the_shape_and_the_computation_of_the_settings(
-    small_dataset: Path, make: Callable[..., Task]
-) -> None:
+def test_the_model_has_the_shape_of_the_settings(small_dataset: Path, make: Callable[..., Task]) -> None:
     shape = {"hidden": 16, "heads": 4, "layers": 3, "recompute": True, "dropout": 0.25, "fused_norms": False}
     task = make(TrainConfig(attention="padded", **shape), read_manifest(small_dataset), WORLD)
     layers = [module for module in task.dense.modules() if isinstance(module, HSTULayer)]
@@ -39,9 +37,7 @@ class _DividedWorld(World):
 
 
 @pytest.mark.parametrize("make", [ranking, retrieval])
-def test_the_keys_of_sharded_tables_are_mapped_for_the_data_parallel_ranks_that_have_their_rows(
-    small_dataset: Path, make: Callable[..., Task]
-) -> None:
+def test_keys_are_mapped_for_data_parallel_ranks(small_dataset: Path, make: Callable[..., Task]) -> None:
     manifest = read_manifest(small_dataset)
     sizes = manifest.vocabulary_sizes
 

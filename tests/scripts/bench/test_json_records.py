@@ -31,9 +31,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_with_the_file_and_the_remedy(
-    tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_what_cannot_be_read_is_one_line_with_the_remedy(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "record.json"
     if text is not None:
         path.write_text(text)

@@ -4,9 +4,7 @@ import pytest
 import routing
 
 
-def test_each_pattern_is_spread_in_each_way(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patterns_are_spread_in_each_way(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["routing.py", "--ranks", "2,8", "--keys", "8000", "--draws", "20000"])
     routing.main()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

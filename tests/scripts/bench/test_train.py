@@ -67,9 +67,7 @@ def table(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "count"), [("smoke", 3), ("scaling", 12), ("hstu", 24)])
-def test_a_dry_run_prints_the_commands_or_scripts_of_a_table_and_writes_nothing(
-    command: Command, tmp_path: Path, name: str, count: int
-) -> None:
+def test_a_dry_run_prints_commands_and_writes_nothing(command: Command, tmp_path: Path, name: str, count: int) -> None:
     file = BENCH / f"experiments/{name}.toml"
     shown = command.run(file, "--dry-run", "--gpus", "4")
     lines = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("#")]
@@ -95,9 +93,7 @@ def test_a_dry_run_needs_neither_torch_nor_a_gpu_and_a_mistake_is_one_line(tmp_p
     assert wrong.stderr == "error: no.toml cannot be read: No such file or directory; check the path\n"
 
 
-def test_processes_are_as_many_as_gpus_or_the_file_names(
-    command: Command, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_as_many_as_gpus(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.run(BENCH / "experiments/smoke.toml", "--dry-run").stdout.count("--nproc_per_node 2") == 3
     monkeypatch.setattr(train, "_count_gpus", lambda: 2)
     assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
@@ -128,7 +124,7 @@ def test_a_routing_is_that_of_the_runs_with_sharded_tables(command: Command, tmp
     assert "routing must be one of continuous, roundrobin, hash_roundrobin, got 'best'" in str(wrong.exception)
 
 
-def test_a_report_can_be_made_alone_and_the_exit_code_says_whether_a_run_failed_other_than_by_memory(
+def test_a_report_can_be_made_alone_and_the_exit_code_is_that_of_runs(
     command: Command, tmp_path: Path, table: Path
 ) -> None:
     out = (table, "--out", "there")

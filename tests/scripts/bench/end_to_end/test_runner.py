@@ -49,9 +49,7 @@ DONE = "os.replace(READY, RESULT)"
 
 
 @pytest.mark.processes
-def test_results_are_those_of_the_processes_with_a_line_for_each(
-    tasks: tuple[WorkerTask, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_says_how_each_run_has_ended(tasks: tuple[WorkerTask, ...], capfd: pytest.CaptureFixture[str]) -> None:
     out_of_memory = "print('torch.OutOfMemoryError: CUDA out of memory.', file=sys.stderr)\nsys.exit(1)"
     command = stand_in("print('noise')\n" + DONE, out_of_memory, "raise ValueError('bad luck')")
     results = run_tasks(tasks, limit_seconds=100, command=command)
@@ -138,7 +136,7 @@ def test_a_job_has_the_hosts_and_the_time_of_its_run(tmp_path: Path) -> None:
     ("srun", "failure"),
     [("echo ValueError: a; exit 1", "ValueError: a"), (f"exit {TIMED_OUT}", "took longer than the limit")],
 )
-def test_a_job_leaves_a_result_when_its_run_fails(
+def test_a_job_that_fails_has_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, failure: str
 ) -> None:
     (folder := tmp_path / "with spaces, 100%j and a 'quote'").mkdir()

@@ -65,7 +65,7 @@ def test_complete_results_are_kept_and_others_made_again(tasks: tuple[WorkerTask
         ({"cost": {"name": "MeasuredCost"}}, "cost was 'measured' and is 'of the model'"),
     ],
 )
-def test_a_result_of_another_task_is_replaced(
+def test_results_of_other_tasks_are_replaced(
     tasks: tuple[WorkerTask, ...], changes: dict[str, Any], reason: str
 ) -> None:
     result = result_of(tasks[0])

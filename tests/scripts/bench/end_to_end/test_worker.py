@@ -20,14 +20,7 @@ from trainer.world import World, divide
 
 STEPS = {"steps": 8, "rounds": 2, "warmup_steps": 3, "skipped_steps": 1}
 WORKLOAD = Workload(
-    lengths={"skewed": "lognormal:mean=12,std=20,high=64"},
-    item_rows=500,
-    user_rows=300,
-    num_batches=3,
-    steps=8,
-    rounds=2,
-    warmup_steps=3,
-    skipped_steps=1,
+    lengths={"skewed": "lognormal:mean=12,std=20,high=64"}, item_rows=500, user_rows=300, num_batches=3, **STEPS
 )
 SIZES = {"hidden": 16, "heads": 2, "layers": 1, "embedding_dim": 8, "max_history_length": 64}
 SETTINGS = {**SIZES, "num_tasks": 2, "user_id": True, "batch_size": 6, "attention": "padded"}
@@ -56,7 +49,7 @@ def unbalanced(ranks: RankPool) -> Any:
     return ranks.run(2, run, {"balance": "none"})[0]
 
 
-def test_all_ranks_have_the_same_result_and_balancing_changes_only_who_trains_a_sample(
+def test_balancing_changes_only_who_trains_a_sample(
     balanced: list[RunResult], unbalanced: RunResult, tmp_path: Path
 ) -> None:
     for rank, result in enumerate(balanced):
@@ -90,9 +83,7 @@ def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult
     assert made_up.given(balanced[0].balance).moved_samples.all()
 
 
-def test_kinds_of_batches_take_turns_and_even_ones_are_the_same_on_every_rank_and_cost_the_mean(
-    balanced: list[RunResult],
-) -> None:
+def test_kinds_of_batches_take_turns_and_even_ones_cost_the_mean(balanced: list[RunResult]) -> None:
     even, work = made_up.given(balanced[0].even), made_up.given(balanced[0].balanced)
     np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[1])
     np.testing.assert_allclose(even.loads[0], work.loads.mean(0), rtol=0.02)  # rounded to whole events of 6 samples

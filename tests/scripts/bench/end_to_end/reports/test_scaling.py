@@ -132,7 +132,7 @@ def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_pa
     assert (tmp_path / "plots" / "scaling-lognormal.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_an_unbalanced_run_on_several_numbers_of_gpus_there_is_no_section(
+def test_one_number_of_gpus_or_balanced_runs_alone_have_no_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
