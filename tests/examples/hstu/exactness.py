@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hstu import unfused
 from hstu.attention import Sequences, padded_attention
@@ -36,6 +36,14 @@ def check_bits(mine: Results, reference: Results) -> None:
     assert not different, f"{different} differ"
 
 
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of all parameters, and set them to none."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    model.zero_grad()
+    return gradients
+
+
 def _error(result: Tensor, exact: Tensor) -> float:
     return float((result.double() - exact).norm())
 
@@ -54,7 +62,7 @@ def attended(
 ) -> Results:
     """Run attention on query, key and value, with the gradient of the output; return it and all gradients."""
     leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs[:3]]
-    output = attention(*leaves, sequences, scale_length=scale_length)
+    output = attention(leaves[0], leaves[1], leaves[2], sequences, scale_length=scale_length)
     output.backward(inputs[3].to(dtype))
     return {"output": output.detach()} | _gradients(dict(zip(("query", "key", "value"), leaves, strict=True)))
 

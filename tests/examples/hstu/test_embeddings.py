@@ -167,9 +167,7 @@ def test_parts_are_those_of_the_whole_table(cuts: list[int], block: int) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_values_are_of_the_tables_own_distribution_by_their_own_random_state(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_values_are_of_the_tables_own_distribution_and_state(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     values = _fill(60_000, 75_000, rows=75_000, device=device)  # over the end of a block
     torch.testing.assert_close([torch.get_rng_state(), *torch.cuda.get_rng_state_all()], before, rtol=0, atol=0)

@@ -18,12 +18,10 @@ KEYS = ("user_id", "tags", "item_id", "action")
 FIRST = {"user_id": 100, "tags": 200, "item_id": 300, "action": 400}  # what the tokens of a feature begin with
 
 
-def _arranged(
-    batch: SequenceBatch, *, interleave_actions: bool = True, predicts_history: bool = False
-) -> list[list[int]]:
+def _arranged(batch: SequenceBatch, *, interleave_actions: bool = True) -> list[list[int]]:
     """Return the tokens of each row, where the value v of a feature is FIRST[feature] + v."""
     config = replace(CONFIG, interleave_actions=interleave_actions)
-    layout = lay_out(batch, config, predicts_history=torch.full((batch.batch_size,), predicts_history))
+    layout = lay_out(batch, config, predicts_history=torch.zeros(batch.batch_size, dtype=torch.bool))
     embeddings = {
         key: JaggedTensor(batch.features[key].values()[:, None] + FIRST[key], lengths=batch.features[key].lengths())
         for key in KEYS
@@ -70,9 +68,7 @@ def test_tokens_are_context_then_items_each_followed_by_its_action() -> None:
     predict=st.sampled_from(["candidates", "candidates-with-actions", "history"]),
     interleave_actions=st.booleans(),
 )
-def test_tokens_are_those_of_a_loop(
-    seed: int, count: int, padding: int, predict: str, interleave_actions: bool
-) -> None:
+def test_tokens_are_those_of_loops(seed: int, count: int, padding: int, predict: str, interleave_actions: bool) -> None:
     samples = random_samples(count, seed=seed, predict=predict)
     batch = make_batch(samples, rows=count + padding + 1)
     expected = [_one_by_one(sample, interleave_actions) for sample in samples] + [[]] * (padding + 1)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from evenrank.core.errors import ConfigError
 from hstu.config import HSTUConfig
 from hstu.layer import NORM_EPS, HSTULayer, tensor_parallel
+from tests.examples.hstu.exactness import gradients_of
 from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, make_retrieval, make_sequences, random_samples
 from tests.ranks import RankPool
 
@@ -108,9 +109,7 @@ def _train(config: HSTUConfig, *, autocast: bool) -> tuple[Any, list[Tensor], in
         logits = logits.tolist()
         del loss_sums
     assert allocations.live_bytes(model) == 0  # what is computed again is freed
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    return logits, gradients, kept
+    return logits, gradients_of(model), kept
 
 
 @pytest.mark.parametrize(("autocast", "itemsize"), [(False, 8), (True, 2)])

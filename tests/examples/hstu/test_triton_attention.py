@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,13 +36,6 @@ def _run(attention: Attention, inputs: list[Tensor], sequences: Sequences, dtype
     return attended(attention, inputs, sequences, dtype, scale_length=1000)
 
 
-def _check(
-    samples: Sequence[list[int]], heads: int, head_dim: int, dtype: torch.dtype, few_tokens: bool = False
-) -> None:
-    sequences = _sequences(*samples)
-    _compare(_inputs(sequences, heads, head_dim, dtype), sequences, dtype, few_tokens)
-
-
 def _compare(inputs: list[Tensor], sequences: Sequences, dtype: torch.dtype, few_tokens: bool = False) -> None:
     runs = ((triton_attention, dtype), (padded_attention, dtype), (padded_attention, torch.float64))
     results = [_run(attention, inputs, sequences, kind) for attention, kind in runs]
@@ -56,27 +48,28 @@ def _compare(inputs: list[Tensor], sequences: Sequences, dtype: torch.dtype, few
     check(results[0], results[1], results[2], dtype, 5, roundings)
 
 
+Samples = tuple[list[int], list[int], list[int]]  # lengths, contextual tokens, candidates
+MANY = ([300, 0, 1, 129, 128, 17, 512, 64], [2, 0, 1, 0, 128, 3, 200, 1], [10, 0, 0, 129, 0, 1, 140, 63])
+
+
+def _check(samples: Samples, heads: int, head_dim: int, dtype: torch.dtype, few_tokens: bool = False) -> None:
+    sequences = _sequences(*samples)
+    _compare(_inputs(sequences, heads, head_dim, dtype), sequences, dtype, few_tokens)
+
+
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
 @HEAD_DIMS
 @BOTH_DTYPES
-@pytest.mark.parametrize(
-    ("lengths", "contextual", "candidates", "heads"),
-    [
-        ([300, 0, 1, 129, 128, 17, 512, 64], [2, 0, 1, 0, 128, 3, 200, 1], [10, 0, 0, 129, 0, 1, 140, 63], 3),
-        ([8192, 3], [5, 0], [20, 1], 1),
-    ],
-)
-def test_results_and_gradients_are_as_exact_as_those_of_the_reference(
-    head_dim: int, dtype: torch.dtype, lengths: list[int], contextual: list[int], candidates: list[int], heads: int
-) -> None:
-    _check((lengths, contextual, candidates), heads, head_dim, dtype)
+@pytest.mark.parametrize("samples", [MANY, ([8192, 3], [5, 0], [20, 1])], ids=["many", "long"])
+def test_results_are_as_exact_as_those_of_the_reference(head_dim: int, dtype: torch.dtype, samples: Samples) -> None:
+    _check(samples, 3 if samples is MANY else 1, head_dim, dtype)
 
 
 @st.composite
-def _samples(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+def _samples(draw: st.DrawFn) -> Samples:
     lengths = draw(st.lists(st.one_of(st.integers(0, 5), st.integers(60, 70), st.integers(120, 400)), max_size=6))
     contextual = [draw(st.integers(0, length)) for length in lengths]
     candidates = [draw(st.integers(0, length - prefix)) for length, prefix in zip(lengths, contextual, strict=True)]
@@ -87,9 +80,7 @@ def _samples(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 @BOTH_DTYPES
 @settings(max_examples=30, deadline=None)
 @given(samples=_samples())
-def test_any_lengths_prefixes_and_candidates_agree(
-    head_dim: int, dtype: torch.dtype, samples: tuple[list[int], list[int], list[int]]
-) -> None:
+def test_any_lengths_prefixes_and_candidates_agree(head_dim: int, dtype: torch.dtype, samples: Samples) -> None:
     _check(samples, 2, head_dim, dtype, few_tokens=True)
 
 

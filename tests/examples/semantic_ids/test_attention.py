@@ -45,11 +45,12 @@ def test_jagged_attention_equals_padded_attention(dtype: torch.dtype, head_dim: 
         (jagged_attention, on_gpu, dtype),
     ):
         inputs = [one.to(dtype).to(place.offsets.device, kind).requires_grad_() for one in _inputs(sequences, head_dim)]
+        query, key, value = inputs
         if attention is jagged_attention:
-            attention(*inputs, place)  # the first call may compile or allocate
+            attention(query, key, value, place)  # the first call may compile or allocate
             torch.cuda.set_sync_debug_mode("error")
         try:
-            out = attention(*inputs, place)
+            out = attention(query, key, value, place)
             gradients = torch.autograd.grad(out.square().sum(), inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")

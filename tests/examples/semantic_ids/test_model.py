@@ -16,6 +16,7 @@ from evenrank.dataloader.batches.batch import keyed_jagged_tensor
 from evenrank.training import scale_loss
 from semantic_ids.config import DecoderConfig
 from semantic_ids.model import SemanticIdModel
+from tests.examples.hstu.exactness import gradients_of
 from tests.examples.semantic_ids.samples import batch_of, random_samples
 from tests.ranks import RankPool
 
@@ -27,13 +28,6 @@ def _model(sizes: tuple[int, ...] = SIZES, num_users: int = 0) -> SemanticIdMode
     contextual = {"user_id": num_users} if num_users else {}
     config = DecoderConfig(codebook_sizes=sizes, contextual=contextual, hidden=16, heads=2, layers=2, dropout=0)
     return SemanticIdModel(config).double()
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    model.zero_grad()
-    return gradients
 
 
 def _changed(batch: SemanticIdBatch, key: str, index: int) -> SemanticIdBatch:
@@ -104,7 +98,7 @@ def test_a_batch_without_samples_has_a_zero_gradient_for_every_parameter(padding
     loss_sums.sum().backward()
     assert loss_sums.tolist() == [0, 0, 0]
     assert [list(of_level.shape) for of_level in logits] == [[0, 4], [0, 5], [0, 6]]
-    assert not any(gradient.any() for gradient in _gradients(model))
+    assert not any(gradient.any() for gradient in gradients_of(model))
 
 
 def test_the_cost_counts_contextual_tokens_the_history_and_the_candidate() -> None:
@@ -140,7 +134,7 @@ TABLE = random_codes(501, levels=3, codebook_size=8)
 
 
 def _config(batch_size: int) -> SemanticIdConfig:
-    options = {"max_history_length": 20, "candidate_feature": True, "history_labels": True}
+    options: dict[str, Any] = {"max_history_length": 20, "candidate_feature": True, "history_labels": True}
     return SemanticIdConfig(codes=TABLE, batch_size=batch_size, **options)
 
 
@@ -153,7 +147,7 @@ def _train(rank: int, world_size: int, path: Path) -> list[list[Tensor]]:
         for batch in balancer:
             loss_sums, _ = parallel(batch)
             scale_loss(loss_sums.sum(), batch).backward()
-            gradients.append(_gradients(model))
+            gradients.append(gradients_of(model))
     return gradients
 
 
@@ -162,7 +156,7 @@ def test_gradients_of_four_ranks_equal_those_of_one_process(ranks: RankPool, sma
     expected = []
     for batch in build_loader(small_dataset, _config(24), rank=0, world_size=1):
         (model(batch)[0].sum() / batch.loss_tokens).backward()
-        expected.append(_gradients(model))
+        expected.append(gradients_of(model))
     for gradients in ranks.run(4, _train, small_dataset):
         assert len(gradients) == len(expected) > 2
         torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_each_label_is_predicted_at_the_token_before_it(history_labels: bool) ->
 @pytest.mark.parametrize("history_labels", [False, True])
 def test_labels_of_a_loader_follow_the_tokens_that_predict_them(small_dataset: Path, history_labels: bool) -> None:
     table = random_codes(501, levels=3, codebook_size=8)
-    options = {"max_history_length": 9, "candidate_feature": True, "history_labels": history_labels}
+    options: dict[str, Any] = {"max_history_length": 9, "candidate_feature": True, "history_labels": history_labels}
     config = SemanticIdConfig(codes=table, batch_size=16, **options)
     names = ("semantic_id", BOS, "candidate_id")
     checked = 0

@@ -116,9 +116,7 @@ def _save_where_something_is(rank: int, world_size: int, folder: Path, stage: st
 
 
 @pytest.mark.parametrize("stage", ["writing", "completing"])
-def test_a_failed_write_is_an_error_on_all_ranks_that_leaves_the_one_before(
-    ranks: RankPool, tmp_path: Path, stage: str
-) -> None:
+def test_a_failed_write_is_an_error_that_leaves_the_one_before(ranks: RankPool, tmp_path: Path, stage: str) -> None:
     failures = ranks.try_run(2, _save_where_something_is, tmp_path, stage)
     check_failures(failures, "step-00000002 could not be written", kinds=[DataError, RankError])
     shutil.rmtree(tmp_path / "step-00000002", ignore_errors=True)

@@ -47,9 +47,11 @@ def test_the_error_names_the_process_that_holds_the_lock_and_a_killed_one_holds_
     with subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(DataError, match=re.escape(f"{out} is in use by process {holder.pid} on host ")):
-            FolderLock(out)
-        holder.kill()
+        try:
+            with pytest.raises(DataError, match=re.escape(f"{out} is in use by process {holder.pid} on host ")):
+                FolderLock(out)
+        finally:
+            holder.kill()
     with FolderLock(out), pytest.raises(DataError, match=f"is in use by process {os.getpid()} on host "):
         FolderLock(out)
     with FolderLock(out):  # closed above

@@ -58,14 +58,12 @@ def test_every_task_trains_and_is_measured(
     assert losses[-1] < losses[0]
 
 
-def test_a_signal_ends_all_ranks_and_the_next_run_evaluates(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_all_ranks_the_next_run_evaluates(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     def job(out: str) -> dict[str, Any]:
         return settings(tmp_path / out, small_dataset, batch_size=12, eval_every=4, max_steps=8, epochs=2, **SHARDED)
 
     ranks.run(2, run, job("whole"))
-    steps: list[list[int]]
+    steps: list[int]
     for signal_at, steps in ((3, [1, 2, 3, 4]), (7, [5, 6, 7, 8]), (0, []), (0, [])):
         parts = ranks.run(2, run, job("parts"), 0, signal_at)
         assert [list(part.samples) for part in parts] == [steps] * 2

@@ -119,9 +119,7 @@ def replicated(ranks: RankPool, small_dataset: Path, tmp_path_factory: pytest.Te
         ("damaged", "new", {}, "step-00000001 is damaged (__0_0.distcp is not as it was saved"),
     ],
 )
-def test_a_job_that_cannot_be_remapped_is_one_line(
-    replicated: Path, out: str, target: str, options: dict[str, Any], message: str
-) -> None:
+def test_mistakes_are_one_line(replicated: Path, out: str, target: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(EvenrankError, match=re.escape(message)) as caught:
         remap_job(replicated / out, replicated / target, **{"routing": "continuous", **options})
     assert "\n" not in str(caught.value)

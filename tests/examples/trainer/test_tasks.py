@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 @pytest.mark.parametrize("make", [ranking, retrieval])
 def test_the_model_has_the_shape_of_the_settings(small_dataset: Path, make: Callable[..., Task]) -> None:
-    shape = {"hidden": 16, "heads": 4, "layers": 3, "recompute": True, "dropout": 0.25, "fused_norms": False}
-    task = make(TrainConfig(attention="padded", **shape), read_manifest(small_dataset), WORLD)
+    shape: dict[str, Any] = {"hidden": 16, "heads": 4, "layers": 3, "recompute": True, "dropout": 0.25}
+    config = TrainConfig(attention="padded", fused_norms=False, **shape)
+    task = make(config, read_manifest(small_dataset), WORLD)
     layers = [module for module in task.dense.modules() if isinstance(module, HSTULayer)]
     assert len(layers) == 3
     for layer in layers:

@@ -121,30 +121,6 @@ def test_a_second_job_on_a_folder_ends_on_all_ranks_and_names_the_first(small_da
     assert errors == [f"error: {out} is in use by {holder}; wait for it, or choose another folder\n", ""]
 
 
-# Runs a job until it is about to make its data, prints a line, and waits there.
-STOPPED_JOB = f"""
-import runpy, signal, sys
-sys.path.insert(0, {str(ROOT / "examples")!r})
-import trainer.data
-def stop_here(folder):
-    print("opening", flush=True)
-    signal.pause()
-trainer.data._make_synthetic = stop_here
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
-"""
-
-
-def test_a_signal_before_training_begins_is_one_line_that_promises_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STOPPED_JOB, "--out", str(tmp_path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=_environment(), stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "opening\n"
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=240)
-    assert (process.returncode, errors) == (128 + signal.SIGTERM, "error: stopped by SIGTERM\n")
-
-
 def test_a_mistake_is_one_line_of_the_first_rank_alone_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text("batchsize = 8")
     arguments = ["--config", str(tmp_path / "settings.toml")]

@@ -124,9 +124,7 @@ def test_a_routing_is_that_of_the_runs_with_sharded_tables(command: Command, tmp
     assert "routing must be one of continuous, roundrobin, hash_roundrobin, got 'best'" in str(wrong.exception)
 
 
-def test_a_report_can_be_made_alone_and_the_exit_code_is_that_of_runs(
-    command: Command, tmp_path: Path, table: Path
-) -> None:
+def test_a_report_can_be_made_alone_and_the_exit_code_is_of_runs(command: Command, tmp_path: Path, table: Path) -> None:
     out = (table, "--out", "there")
     missing = command.run(*out, "--report-only")
     assert f"there are no results in {tmp_path}/there; run the table first" in str(missing.exception)

@@ -64,7 +64,7 @@ def timed(
         times *= 1 + slowdown * (1 - times / times.max(axis=0))
         after = times.max(axis=0) - times + OVERHEAD * 0.75
         segments.append(made_up.marked(kind, 0, np.full_like(times, OVERHEAD / 4), times, after, batch=order))
-    settings = {"balance": "none"} if strategy == "none" else {"strategy": strategy}
+    settings: dict[str, Any] = {"balance": "none"} if strategy == "none" else {"strategy": strategy}
     settings |= {"hidden": 1024, "heads": 4, "layers": 8, "max_history_length": 4096, "user_id": True}
     made: dict[str, Any] = {"gpus": gpus, "data_ranks": gpus, "lengths": lengths}
     made |= {"workload": {"lengths": LENGTHS, "item_rows": 1000, "user_rows": 1000}}

@@ -65,7 +65,7 @@ def test_hstu_cost_is_scaled_by_least_squares() -> None:
     assert fit.seconds_per_operation == pytest.approx(factor / 1e3)
     assert fit.predict(batches)[1] == pytest.approx(operations * factor / 1e3)
     assert fit.hstu_break_even == 5 * 1024  # 10 t d^2 = 2 t^2 d
-    shape = {"hidden": 1024, "heads": 4, "head_dim": 256, "layers": 8}
+    shape: dict[str, Any] = {"hidden": 1024, "heads": 4, "head_dim": 256, "layers": 8}
     assert fit.hstu == HSTUCost(**shape, interleave_actions=True, contextual=("user_id",), max_tokens=1 + 2 * 4096)
 
 

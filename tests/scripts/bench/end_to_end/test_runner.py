@@ -136,9 +136,7 @@ def test_a_job_has_the_hosts_and_the_time_of_its_run(tmp_path: Path) -> None:
     ("srun", "failure"),
     [("echo ValueError: a; exit 1", "ValueError: a"), (f"exit {TIMED_OUT}", "took longer than the limit")],
 )
-def test_a_job_that_fails_has_a_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, failure: str
-) -> None:
+def test_jobs_that_fail_have_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, failure: str) -> None:
     (folder := tmp_path / "with spaces, 100%j and a 'quote'").mkdir()
     task = make_tasks(folder)[0]
     task.save()

@@ -32,9 +32,7 @@ def test_each_run_has_a_task_for_each_of_its_lengths(tmp_path: Path) -> None:
         ([], [], 3, "run 'halved heads' divides heads among 2 GPUs, of which 3 is no multiple"),
     ],
 )
-def test_a_choice_that_cannot_run_is_one_line(
-    tmp_path: Path, only: list[str], lengths: list[str], gpus: int, message: str
-) -> None:
+def test_choices_that_cannot_run(tmp_path: Path, only: list[str], lengths: list[str], gpus: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tasks_of(make_table(tmp_path), tmp_path, gpus=gpus, only=only, lengths=lengths)
     assert message in str(caught.value)
@@ -65,9 +63,7 @@ def test_complete_results_are_kept_and_others_made_again(tasks: tuple[WorkerTask
         ({"cost": {"name": "MeasuredCost"}}, "cost was 'measured' and is 'of the model'"),
     ],
 )
-def test_results_of_other_tasks_are_replaced(
-    tasks: tuple[WorkerTask, ...], changes: dict[str, Any], reason: str
-) -> None:
+def test_results_of_others_are_replaced(tasks: tuple[WorkerTask, ...], changes: dict[str, Any], reason: str) -> None:
     result = result_of(tasks[0])
     values: dict[str, Any] = {name: getattr(result, name) | change for name, change in changes.items()}
     dataclasses.replace(result, **values).save(tasks[0].result)

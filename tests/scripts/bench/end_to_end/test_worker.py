@@ -49,12 +49,10 @@ def unbalanced(ranks: RankPool) -> Any:
     return ranks.run(2, run, {"balance": "none"})[0]
 
 
-def test_balancing_changes_only_who_trains_a_sample(
-    balanced: list[RunResult], unbalanced: RunResult, tmp_path: Path
-) -> None:
+def test_balancing_changes_who_trains_samples(balanced: list[RunResult], unbalanced: RunResult, tmp_path: Path) -> None:
     for rank, result in enumerate(balanced):
         # Background times are each rank's own.
-        of_rank = {"plan_seconds": np.zeros(0), "gather_seconds": np.zeros(0)}
+        of_rank: dict[str, Any] = {"plan_seconds": np.zeros(0), "gather_seconds": np.zeros(0)}
         balance = dataclasses.replace(made_up.given(result.balance), **of_rank)
         dataclasses.replace(result, balance=balance).save(tmp_path / str(rank))
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()

@@ -85,7 +85,8 @@ def test_headline_splits_bars_at_the_perfectly_even_batch() -> None:
 def test_ranks_are_drawn_relative_to_the_mean_of_the_step_on_one_scale() -> None:
     panels = plots.ranks(UNBALANCED, BALANCED).axes[:4]
     unbalanced, compute = [[1.5, 0.5, 1], [0.5, 1.5, 1]], [[1, 1.05, 1], [1, 0.95, 1]]
-    for axes, expected in zip(panels, (unbalanced, unbalanced, np.ones((2, 3)), compute), strict=True):
+    shown: tuple[Any, ...] = (unbalanced, unbalanced, np.ones((2, 3)), compute)
+    for axes, expected in zip(panels, shown, strict=True):
         assert_allclose(np.asarray(axes.images[0].get_array()), expected)
     assert [axes.images[0].get_clim() for axes in panels] == [pytest.approx((0.5, 1.5))] * 4
     assert panels[3].get_title(loc="left") == "compute time, lpt-swap: heaviest 1.02"

@@ -132,9 +132,7 @@ def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_pa
     assert (tmp_path / "plots" / "scaling-lognormal.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_number_of_gpus_or_balanced_runs_alone_have_no_section(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_number_of_gpus_or_balanced_runs_have_no_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
     section = write_section(tmp_path, [timed(f"few on {gpus}", gpus=gpus, batches=3) for gpus in (2, 4)])
     assert "No cost was fitted to few on 2 (lognormal): 6 steps are too few" in section
