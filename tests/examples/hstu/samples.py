@@ -106,23 +106,21 @@ def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") ->
         drawn: list[int] = rng.integers(0, SIZES[key], length).tolist()
         return drawn
 
-    samples = []
     num_candidates = 2 if predict.startswith("candidates") else 0
-    for _ in range(count):
+
+    def one() -> Sample:
         history = int(rng.integers(0, 8))
         actions = draw("action", history + num_candidates)
-        labels = {"history": actions, "next": None}.get(predict, actions[history:])
-        samples.append(
-            Sample(
-                user_id=draw("user_id", 1),
-                tags=draw("tags", int(rng.integers(0, 4))),
-                item_id=draw("item_id", history + num_candidates),
-                action=actions[:history] if predict == "candidates" else actions,
-                num_candidates=num_candidates,
-                labels=labels,
-            )
+        return Sample(
+            user_id=draw("user_id", 1),
+            tags=draw("tags", int(rng.integers(0, 4))),
+            item_id=draw("item_id", history + num_candidates),
+            action=actions[:history] if predict == "candidates" else actions,
+            num_candidates=num_candidates,
+            labels={"history": actions, "next": None}.get(predict, actions[history:]),
         )
-    return samples
+
+    return [one() for _ in range(count)]
 
 
 class Tables(nn.Module):

@@ -126,8 +126,7 @@ def test_norms_and_activations_are_not_kept_and_gradients_are_equal_bit_for_bit(
 def test_a_graph_can_be_used_twice() -> None:
     model = make_ranking(replace(CONFIG, recompute=True))
     loss = model(make_batch(random_samples(4)))[0].sum()
-    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    second = torch.autograd.grad(loss, list(model.parameters()))
+    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
