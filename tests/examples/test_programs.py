@@ -26,7 +26,7 @@ def _losses_of_balanced(lines: list[str]) -> list[float]:
     """Return the losses in lines that end with the load of the heaviest rank before and after balancing."""
     for line in lines:
         load_before, load_after = numbers_of(line)[2:]
-        assert 1 <= load_after < 1.02 < load_before
+        assert 1 <= load_after < min(1.02, load_before)
     return [numbers_of(line)[1] for line in lines]
 
 

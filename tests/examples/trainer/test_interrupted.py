@@ -1,8 +1,10 @@
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -19,8 +21,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+# The fork server, which imports this module once for all ranks, knows nothing of pytest's settings.
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+
 from tests.examples.trainer.jobs import train_on_cpu
-from tests.ranks import rank_context
 from trainer.checkpoints import complete_checkpoints
 from trainer.config import TrainConfig
 
@@ -31,8 +35,8 @@ _TIMEOUT = 200  # seconds
 def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[tuple[bool, int, int, float]]]:
     """Return ranks and options of a job, and how it is interrupted; they depend on the arguments alone.
 
-    By SIGKILL, or SIGTERM; on a rank, or on all of them if it is -1; once the job has written some lines of its log and
-    seconds have passed.
+    An interruption is whether it is by SIGKILL, rather than by SIGTERM; its rank, or -1 for all; the lines that the run
+    logs before it, and the seconds that pass then.
     """
     rng = np.random.default_rng([seed, number])
 
@@ -98,7 +102,8 @@ def _started(ranks: int, options: dict[str, Any]) -> Iterator[list[BaseProcess]]
     """Start the ranks of a job; wait for their ends, and kill those that are left then."""
     store = Path(options["out"]).with_suffix(".store")
     store.unlink(missing_ok=True)  # each run begins with a store of its own
-    context = rank_context()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     processes: list[BaseProcess] = [
         context.Process(target=_run_rank, args=(rank, ranks, options, store)) for rank in range(ranks)
     ]
