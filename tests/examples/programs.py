@@ -25,16 +25,10 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 def run(example: str, data: Path, cwd: Path, *arguments: object, num_ranks: int = 2) -> str:
     """Return what an example prints; it must succeed, and write nothing to standard error."""
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", str(num_ranks)]
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / f"{example}.py"), "--data", str(data), *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # or torchrun says that it sets it
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    command = [*torchrun, str(EXAMPLES / f"{example}.py"), "--data", str(data), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # or torchrun says that it sets it
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 

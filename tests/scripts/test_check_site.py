@@ -1,5 +1,3 @@
-"""The check of the built documentation finds dead links, and what is fetched from other hosts."""
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Releases of a small repository, with real git, and the tags that are published."""
-
 import re
 import subprocess
 from datetime import date
@@ -11,27 +9,13 @@ from scripts.check_tag import problem_with
 from scripts.release import ReleaseError, release
 
 DAY = date(2026, 12, 1)
-CHANGELOG = """# Changelog
-
-## 0.2.0 - unreleased
-
-### Added
-
-- Something.
-
-## 0.1.0 - 2026-11-22
-
-### Added
-
-- Everything.
-"""
+CODE = '"""A package."""\n\n__version__ = "0.1.0"\n'
+CHANGELOG = "# Changelog\n\n## 0.2.0 - unreleased\n\n- Something.\n\n## 0.1.0 - 2026-11-22\n\n- Everything.\n"
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    identity = ("-c", "user.name=Nobody", "-c", "user.email=nobody@example.com")
-    return subprocess.run(
-        ["git", *identity, *arguments], cwd=repository, check=True, capture_output=True, text=True
-    ).stdout
+    run = subprocess.run(["git", *arguments], cwd=repository, check=True, capture_output=True, text=True)
+    return run.stdout
 
 
 @pytest.fixture
@@ -40,7 +24,7 @@ def repository(tmp_path: Path) -> Path:
     _git(tmp_path, "init", "--quiet", "--initial-branch", "main")
     for key, value in (("user.name", "Nobody"), ("user.email", "nobody@example.com")):
         _git(tmp_path, "config", key, value)
-    (tmp_path / "__init__.py").write_text('"""A package."""\n\n__version__ = "0.1.0"\n')
+    (tmp_path / "__init__.py").write_text(CODE)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     _git(tmp_path, "add", ".")
     _git(tmp_path, "commit", "--quiet", "--message", "Start")
@@ -57,7 +41,7 @@ def test_a_release_is_a_commit_with_version_and_date_and_an_annotated_tag(reposi
     tag = release(repository, "0.2.0", day=DAY, check_package=lambda: seen.append(_texts(repository)))
     code, changelog = _texts(repository)
     assert tag == "v0.2.0"
-    assert code == '"""A package."""\n\n__version__ = "0.2.0"\n'
+    assert code == CODE.replace("0.1.0", "0.2.0")
     assert changelog == CHANGELOG.replace("0.2.0 - unreleased", "0.2.0 - 2026-12-01")
     assert seen == [(code, changelog)]  # what was checked is what was released
     assert _git(repository, "status", "--porcelain") == ""
@@ -95,9 +79,9 @@ def test_a_checkout_that_is_not_ready_is_refused(repository: Path) -> None:
         with pytest.raises(ReleaseError, match=re.escape(message)):
             release(repository, "0.2.0", day=DAY, check_package=lambda: None)
 
-    _git(repository, "switch", "--quiet", "--create", "feature")
+    _git(repository, "branch", "--move", "feature")
     check("the branch is 'feature', releases are made from 'main'; run git ")
-    _git(repository, "switch", "--quiet", "main")
+    _git(repository, "branch", "--move", "main")
     (repository / "CHANGELOG.md").write_text(CHANGELOG.replace("- Something.\n", ""))
     check("has changes, such as 'M CHANGELOG.md'; commit or remove them")
     _git(repository, "commit", "--quiet", "--all", "--message", "Forget")
@@ -107,47 +91,30 @@ def test_a_checkout_that_is_not_ready_is_refused(repository: Path) -> None:
     check("0.2.0 is older than 0.3.0 in __init__.py")
 
 
-def test_changes_made_during_the_checks_are_kept_and_not_released(repository: Path) -> None:
-    changed = CHANGELOG.replace("Something", "Something else")
-
-    def change() -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (CHANGELOG.replace("Something", "Else"), r"^CHANGELOG.md was changed during the checks; commit that, and run"),
+        (CHANGELOG, "the package is not in order"),
+    ],
+)
+def test_after_a_failed_check_nothing_is_released_or_lost(repository: Path, changed: str, message: str) -> None:
+    def check() -> None:
+        if changed == CHANGELOG:
+            raise ReleaseError("the package is not in order")
         (repository / "CHANGELOG.md").write_text(changed)
 
-    with pytest.raises(
-        ReleaseError, match=r"^CHANGELOG.md was changed during the checks; commit that, and run it again$"
-    ):
-        release(repository, "0.2.0", day=DAY, check_package=change)
-    assert _texts(repository) == ('"""A package."""\n\n__version__ = "0.1.0"\n', changed)
+    with pytest.raises(ReleaseError, match=message):
+        release(repository, "0.2.0", day=DAY, check_package=check)
+    assert _texts(repository) == (CODE, changed)
     assert _git(repository, "log", "-1", "--format=%s") == "Start\n"
-
-
-def test_a_package_that_is_not_in_order_leaves_the_checkout_as_it_was(repository: Path) -> None:
-    before = _texts(repository)
-
-    def fail() -> None:
-        raise ReleaseError("the package is not in order")
-
-    with pytest.raises(ReleaseError, match="not in order"):
-        release(repository, "0.2.0", day=DAY, check_package=fail)
-    assert _texts(repository) == before
-    assert _git(repository, "status", "--porcelain") == ""
     assert _git(repository, "tag").split() == ["v0.1.0"]
 
 
-CODE = '"""Docs."""\n\n__version__ = "0.2.0"\n'
-DATED = "# Changelog\n\n## 0.3.0 - unreleased\n\n## 0.2.0 - 2026-12-01\n\n- Something.\n"
-
-
-def test_the_tag_of_the_version_is_published() -> None:
-    assert problem_with("v0.2.0", CODE, DATED) is None
-
-
-@pytest.mark.parametrize("tag", ["v0.3.0", "0.2.0", "v0.2.0rc1"])
-def test_other_tags_are_not(tag: str) -> None:
-    problem = problem_with(tag, CODE, DATED)
-    assert problem == f"the tag is {tag}, but __init__.py has version 0.2.0; tag with make release VERSION=..."
-
-
-def test_a_version_without_a_date_in_the_changelog_is_not() -> None:
-    problem = problem_with("v0.2.0", CODE, DATED.replace("2026-12-01", "unreleased"))
-    assert problem == "CHANGELOG.md has no section '## 0.2.0 - DATE'; tag with make release VERSION=..."
+def test_only_the_tag_of_a_version_with_a_date_is_published() -> None:
+    assert problem_with("v0.1.0", CODE, CHANGELOG) is None
+    for tag in ("v0.2.0", "0.1.0", "v0.1.0rc1"):
+        problem = problem_with(tag, CODE, CHANGELOG)
+        assert problem == f"the tag is {tag}, but __init__.py has version 0.1.0; tag with make release VERSION=..."
+    problem = problem_with("v0.1.0", CODE, CHANGELOG.replace("2026-11-22", "unreleased"))
+    assert problem == "CHANGELOG.md has no section '## 0.1.0 - DATE'; tag with make release VERSION=..."

@@ -1,10 +1,8 @@
 """How far fused kernels are from float64, beside torch's operations; used on GPUs and in Triton's interpreter."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +14,16 @@ from hstu.layer import HSTUAttention, HSTULayer, Pointwise
 from tests.examples.hstu.samples import CONFIG, make_sequences
 
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.bfloat16}  # what matrix products take
-TOLERANCE = 3  # errors of torch's operations in the same dtype; sums in another order have up to twice as large ones
 Results = dict[str, Tensor]
 
 
-def check(mine: Results, reference: Results, exact: Results, dtype: torch.dtype, tolerance: int = TOLERANCE) -> None:
+def check(
+    mine: Results, reference: Results, exact: Results, dtype: torch.dtype, tolerance: int = 3, roundings: int = 1
+) -> None:
     """Check that no result is much further from the exact one, in float64, than that of torch's operations."""
     assert mine.keys() == reference.keys() == exact.keys()
     for name, best in exact.items():
-        limit = tolerance * _error(reference[name], best) + torch.finfo(dtype).eps / 2 * best.norm().item()
+        limit = tolerance * _error(reference[name], best) + roundings * torch.finfo(dtype).eps / 2 * best.norm().item()
         assert _error(mine[name], best) <= limit, f"{name}: {_error(mine[name], best):.3e} > {limit:.3e}"
 
 
@@ -34,15 +33,16 @@ def check_bits(mine: Results, reference: Results) -> None:
     assert not different, f"{different} differ"
 
 
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of all parameters, and set them to none."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    model.zero_grad()
+    return gradients
+
+
 def _error(result: Tensor, exact: Tensor) -> float:
     return float((result.double() - exact).norm())
-
-
-def _dtypes(mode: str | None) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype of parameters and the residual stream, and that of products."""
-    if mode is None:
-        return torch.float64, torch.float64
-    return torch.bfloat16 if mode == "bf16" else torch.float32, MODES[mode]
 
 
 def _gradients(leaves: dict[str, Tensor]) -> Results:
@@ -54,50 +54,14 @@ def _gradients(leaves: dict[str, Tensor]) -> Results:
     return gradients
 
 
-def parts(module: Pointwise, mode: str | None, tokens: int, head_dim: int, *, device: str = "cpu") -> Results:
-    """Run each of the functions of a module on inputs of its own, some of them views with gaps.
-
-    With mode None in float64, on the values that all modes have in common.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    wide, narrow = _dtypes(mode)
-    heads, hidden = 3, 40
-
-    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).bfloat16().to(dtype)
-
-    def leaf(values: Tensor) -> Tensor:
-        return values.detach().requires_grad_()
-
-    stream, other_stream = (leaf(draw(tokens, 2 * hidden, dtype=wide)[:, hidden:]) for _ in range(2))
-    update = leaf(draw(tokens, hidden, dtype=narrow))
-    projected = leaf(draw(tokens, heads * 4 * head_dim, dtype=narrow))
-    attended = leaf(draw(tokens, heads, 2, head_dim, dtype=narrow)[:, :, 0] / 8)
-    input_norm, output_norm = nn.LayerNorm(hidden), nn.LayerNorm(heads * head_dim, eps=1e-6)
-    for norm in (input_norm, output_norm):
-        norm.to(device, wide)
-        for parameter in norm.parameters():
-            parameter.data = draw(len(parameter), dtype=wide)
-    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mode == "autocast"):
-        total, normed = module.norm(stream, update, input_norm)
-        same_stream, other_normed = module.norm(other_stream, None, input_norm)
-        u, v, q, k = module.activate(projected, head_dim)
-        gated = module.gate(attended, u, output_norm)
-    if module is not unfused:
-        assert normed.dtype == gated.dtype == narrow
-        assert total.dtype == same_stream.dtype == wide
-        assert torch.equal(same_stream, other_stream)
-    # The products cast what torch's LayerNorm returns under autocast.
-    results = {"same_stream": same_stream, "total": total, "v": v, "q": q, "k": k}
-    results |= {"normed": normed.to(narrow), "other_normed": other_normed.to(narrow), "gated": gated.to(narrow)}
-    gradients = [draw(2, *result.shape, dtype=result.dtype)[1] for result in results.values()]
-    gradients[0] = gradients[0][:, :1].expand_as(same_stream)
-    torch.autograd.backward(list(results.values()), gradients)
-    leaves = {"stream": stream, "other_stream": other_stream, "update": update}
-    leaves |= {"projected": projected, "attended": attended}
-    for name, norm in (("input", input_norm), ("output", output_norm)):
-        leaves |= {f"{name}_weight": norm.weight, f"{name}_bias": norm.bias}
-    return {name: result.detach() for name, result in results.items()} | _gradients(leaves)
+def attended(
+    attention: Attention, inputs: Sequence[Tensor], sequences: Sequences, dtype: torch.dtype, *, scale_length: int
+) -> Results:
+    """Run attention on query, key and value, with the gradient of the output; return it and all gradients."""
+    leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in inputs[:3]]
+    output = attention(leaves[0], leaves[1], leaves[2], sequences, scale_length=scale_length)
+    output.backward(inputs[3].to(dtype))
+    return {"output": output.detach()} | _gradients(dict(zip(("query", "key", "value"), leaves, strict=True)))
 
 
 def layer(
@@ -112,7 +76,9 @@ def layer(
     torch.manual_seed(0)
     module = HSTULayer(replace(CONFIG, hidden=48, **{"heads": 2, "attention": "padded", **options}))
     draws = torch.randn(sum(lengths), 4, 48).bfloat16().float().unbind(1)  # with gaps between rows
-    wide, narrow = _dtypes(mode)
+    # The dtype of parameters and the residual stream, and that of products.
+    wide = torch.float64 if mode is None else torch.bfloat16 if mode == "bf16" else torch.float32
+    narrow = torch.float64 if mode is None else MODES[mode]
     for parameter in module.parameters():
         parameter.data = parameter.bfloat16().float()
     module.to(device, wide)
@@ -177,15 +143,3 @@ def by_parts(pointwise: Pointwise, attention: Attention) -> Callable[..., Any]:
         return module.by_parts(pointwise, tokens, update, sequences)
 
     return apply
-
-
-@contextmanager
-def kernels_on_the_cpu() -> Iterator[None]:
-    """Choose fused kernels for layers that ask for them, also on the CPU."""
-    from hstu import fused as kernels
-
-    def choose(tokens: Tensor, *, fused: bool) -> Pointwise:
-        return kernels if fused else unfused
-
-    with mock.patch("hstu.layer.pointwise_for", choose):
-        yield

@@ -1,15 +1,14 @@
 """Runs kernels and layers in Triton's interpreter, on the CPU, beside torch's operations; see `test_fused.py`."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hstu import fused, unfused
-from hstu.attention import Sequences, padded_attention
+from hstu.attention import padded_attention
 from hstu.triton_attention import triton_attention
-from tests.examples.hstu.exactness import MODES, check, check_bits, check_whole_layers, kernels_on_the_cpu, layer, parts
+from tests.examples.hstu.exactness import MODES, attended, by_parts, check, check_bits, check_whole_layers, layer
 from tests.examples.hstu.samples import make_sequences
 
 
@@ -23,39 +22,40 @@ def check_attention() -> None:
         sequences = make_sequences(lengths, contextual, candidates)
         generator = torch.Generator().manual_seed(0)
         inputs = list(torch.randn(sum(lengths), 1, 4, 64, generator=generator).unbind(2))
-        mine, expected = (_run(attention, inputs, sequences) for attention in (triton_attention, padded_attention))
-        for one, other in zip(mine, expected, strict=True):
-            assert (one - other).norm() <= 1e-6 * other.norm().clamp_min(1e-9)
+        mine, expected = (
+            attended(attention, inputs, sequences, torch.float32, scale_length=100)
+            for attention in (triton_attention, padded_attention)
+        )
+        assert all((mine[name] - best).norm() <= 1e-6 * best.norm().clamp_min(1e-9) for name, best in expected.items())
 
 
-def _run(attention: Callable[..., Tensor], inputs: list[Tensor], sequences: Sequences) -> list[Tensor]:
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
-    output = attention(*leaves, sequences, scale_length=100)
-    output.backward(inputs[3])
-    return [output.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
-
-
-def check_parts() -> None:
-    """Check norms, SiLU and gate, alone and in layers."""
+def check_layers() -> None:
+    """Check norms, SiLU and gate in layers."""
+    kernels, operations = by_parts(fused, padded_attention), by_parts(unfused, padded_attention)
     for mode, tolerance in (("fp32", 2), ("autocast", 4)):  # the interpreter truncates to bfloat16, where GPUs round
-        for tokens, head_dim in ((0, 8), (1, 8), (19, 12)):  # two programs sum 19 rows, and 12 is no power of 2
-            mine, reference = (parts(module, mode, tokens, head_dim) for module in (fused, unfused))
-            check(mine, reference, parts(unfused, None, tokens, head_dim), MODES[mode], tolerance)
-        with kernels_on_the_cpu():
-            mine, again, reference = (
-                layer(mode=mode, fused_norms=is_fused, recompute=recompute)
-                for is_fused, recompute in ((True, False), (True, True), (False, False))
-            )
-        check(mine, reference, layer(mode=None, fused_norms=False), MODES[mode], tolerance)
-        # With recompute, torch adds the update, so it casts that gradient, with rounding.
-        again["d_update"] = mine["d_update"]
-        check_bits(again, mine)
+        options: dict[str, Any]
+        for options in ({}, {"lengths": (0, 0, 0)}, {"lengths": (1, 0, 0), "head_dim": 12}):  # no power of 2
+            mine, again = (layer(kernels, mode=mode, recompute=recompute, **options) for recompute in (False, True))
+            reference, exact = (layer(operations, mode=one, **options) for one in (mode, None))
+            check(mine, reference, exact, MODES[mode], tolerance)
+            # With recompute, torch adds the update, so it casts that gradient, with rounding.
+            again["d_update"] = mine["d_update"]
+            check_bits(again, mine)
 
 
-def check_second_derivatives() -> None:
-    """Check that those are refused, since the kernels have none."""
-    values = torch.randn(3, 8, requires_grad=True)
-    _, normed = fused.norm(values, None, torch.nn.LayerNorm(8))
+def check_norm_alone() -> None:
+    """Check a norm without an update, and that second derivatives, which kernels have not, are refused."""
+    values, module = torch.randn(19, 8, requires_grad=True), torch.nn.LayerNorm(8)
+    weights = torch.randn(19, 8)
+    results = []
+    for norm in (fused.norm, unfused.norm):
+        stream, normed = norm(values, None, module)
+        gradients = torch.autograd.grad((weights * (stream + normed)).sum(), [values, *module.parameters()])
+        results.append([stream, normed, *gradients])
+    torch.testing.assert_close(*results)
+    stream, normed = fused.norm(torch.full((5, 8), 100.0, requires_grad=True), None, module)
+    assert not normed.any()  # of constant rows
+    _, normed = fused.norm(values, None, module)
     (gradient,) = torch.autograd.grad(normed.square().sum(), values, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
@@ -63,6 +63,6 @@ def check_second_derivatives() -> None:
 
 if __name__ == "__main__":
     check_attention()
-    check_parts()
-    check_second_derivatives()
+    check_layers()
+    check_norm_alone()
     check_whole_layers(mode="fp32", device="cpu", heads=1)

@@ -67,11 +67,11 @@ def make_batch(samples: Sequence[Sample], *, rows: int | None = None, first_id: 
     padding = Sample(labels=[] if all(sample.labels is not None for sample in samples) else None)
     padded = [*samples, *[padding] * ((rows or len(samples)) - len(samples))]
     keys = ("user_id", "tags", "item_id", "action")
-    features, limits = _jagged({key: [getattr(sample, key) for sample in padded] for key in keys})
+    features, limits = jagged({key: [getattr(sample, key) for sample in padded] for key in keys})
     labels = None
     num_loss_tokens = sum(max(len(sample.item_id) - 1, 0) for sample in samples)
     if padding.labels is not None:
-        labels, label_limits = _jagged({"label": [sample.labels or [] for sample in padded]})
+        labels, label_limits = jagged({"label": [sample.labels or [] for sample in padded]})
         limits |= label_limits
         num_loss_tokens = labels.length_per_key()[0]
     ids = [first_id + row if row < len(samples) else -1 for row in range(len(padded))]
@@ -87,7 +87,8 @@ def make_batch(samples: Sequence[Sample], *, rows: int | None = None, first_id: 
     )
 
 
-def _jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTensor, dict[str, int]]:
+def jagged(rows_by_key: Mapping[str, list[list[int]]]) -> tuple[KeyedJaggedTensor, dict[str, int]]:
+    """Return a tensor of these rows, and the longest of each key."""
     lengths = np.array([[len(row) for row in rows] for rows in rows_by_key.values()])
     values = [value for rows in rows_by_key.values() for row in rows for value in row]
     limits = {key: int(counts.max()) for key, counts in zip(rows_by_key, lengths, strict=True)}
@@ -105,23 +106,21 @@ def random_samples(count: int, *, seed: int = 0, predict: str = "candidates") ->
         drawn: list[int] = rng.integers(0, SIZES[key], length).tolist()
         return drawn
 
-    samples = []
-    for _ in range(count):
+    num_candidates = 2 if predict.startswith("candidates") else 0
+
+    def one() -> Sample:
         history = int(rng.integers(0, 8))
-        num_candidates = 2 if predict.startswith("candidates") else 0
         actions = draw("action", history + num_candidates)
-        labels = {"history": actions, "next": None}.get(predict, actions[history:])
-        samples.append(
-            Sample(
-                user_id=draw("user_id", 1),
-                tags=draw("tags", int(rng.integers(0, 4))),
-                item_id=draw("item_id", history + num_candidates),
-                action=actions[:history] if predict == "candidates" else actions,
-                num_candidates=num_candidates,
-                labels=labels,
-            )
+        return Sample(
+            user_id=draw("user_id", 1),
+            tags=draw("tags", int(rng.integers(0, 4))),
+            item_id=draw("item_id", history + num_candidates),
+            action=actions[:history] if predict == "candidates" else actions,
+            num_candidates=num_candidates,
+            labels={"history": actions, "next": None}.get(predict, actions[history:]),
         )
-    return samples
+
+    return [one() for _ in range(count)]
 
 
 class Tables(nn.Module):

@@ -1,17 +1,16 @@
-"""Which value of which feature is which token, by hand and against a loop over samples."""
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
+from hstu.config import ATTENTIONS, HSTUConfig, feature_of, tables
 from hstu.encoder import PositionEmbedding, lay_out, values_of
 from tests.examples.hstu.samples import CONFIG, SIZES, Sample, make_batch, make_ranking, make_sequences, random_samples
 
@@ -19,12 +18,10 @@ KEYS = ("user_id", "tags", "item_id", "action")
 FIRST = {"user_id": 100, "tags": 200, "item_id": 300, "action": 400}  # what the tokens of a feature begin with
 
 
-def _arranged(
-    batch: SequenceBatch, *, interleave_actions: bool = True, predicts_history: bool = False
-) -> list[list[int]]:
+def _arranged(batch: SequenceBatch, *, interleave_actions: bool = True) -> list[list[int]]:
     """Return the tokens of each row, where the value v of a feature is FIRST[feature] + v."""
     config = replace(CONFIG, interleave_actions=interleave_actions)
-    layout = lay_out(batch, config, predicts_history=torch.full((batch.batch_size,), predicts_history))
+    layout = lay_out(batch, config, predicts_history=torch.zeros(batch.batch_size, dtype=torch.bool))
     embeddings = {
         key: JaggedTensor(batch.features[key].values()[:, None] + FIRST[key], lengths=batch.features[key].lengths())
         for key in KEYS
@@ -61,7 +58,6 @@ def test_tokens_are_context_then_items_each_followed_by_its_action() -> None:
     assert sequences.offsets.tolist() == [0, 8, 10, 16, 16]
     assert sequences.num_contextual.tolist() == [3, 1, 0, 0]
     assert sequences.num_candidates.tolist() == [1, 0, 2, 0]
-    assert sequences.num_tokens == 16
     assert sequences.max_length == 1 + 2 + 3 + 2  # the longest of each feature
 
 
@@ -72,9 +68,7 @@ def test_tokens_are_context_then_items_each_followed_by_its_action() -> None:
     predict=st.sampled_from(["candidates", "candidates-with-actions", "history"]),
     interleave_actions=st.booleans(),
 )
-def test_tokens_are_those_of_a_loop_over_samples_and_those_that_costs_count(
-    seed: int, count: int, padding: int, predict: str, interleave_actions: bool
-) -> None:
+def test_tokens_are_those_of_loops(seed: int, count: int, padding: int, predict: str, interleave_actions: bool) -> None:
     samples = random_samples(count, seed=seed, predict=predict)
     batch = make_batch(samples, rows=count + padding + 1)
     expected = [_one_by_one(sample, interleave_actions) for sample in samples] + [[]] * (padding + 1)
@@ -90,33 +84,39 @@ def test_tokens_are_those_of_a_loop_over_samples_and_those_that_costs_count(
     assert sequences.max_length >= max(map(len, expected))
 
 
-def test_last_items_are_indices_of_values() -> None:
-    batch = make_batch([Sample(item_id=[5, 6, 7]), Sample(item_id=[8]), Sample(item_id=[9, 10])], rows=4)
-    layout = lay_out(batch, CONFIG, predicts_history=torch.zeros(4, dtype=torch.bool))
-    assert layout.last_items(torch.tensor([2, 0, 1, 0]), 3).tolist() == [1, 2, 5]
+def test_a_batch_and_embeddings_that_lack_something_are_refused() -> None:
+    batch, no_history = make_batch([Sample()]), torch.tensor([False])
+    with pytest.raises(ConfigError, match="needs the feature 'country'; batches have user_id, tags, item_id, action"):
+        lay_out(batch, replace(CONFIG, contextual=("country",)), predicts_history=no_history)
+    with pytest.raises(ConfigError, match="has no max_lengths; iterate over a loader of evenrank or a Balancer"):
+        lay_out(batch.replace(max_lengths=None), CONFIG, predicts_history=no_history)
+    for feature in ("item_id", "action"):
+        embeddings = {name: torch.zeros(0, 6) for name in SIZES if name != feature}
+        with pytest.raises(ConfigError, match=f"lack the feature '{feature}', they have .*; create the tables with"):
+            lay_out(batch, CONFIG, predicts_history=no_history).arrange(embeddings)
 
 
 @pytest.mark.parametrize(
-    ("changes", "contextual", "message"),
-    [
-        ({}, ("country",), "needs the feature 'country'; batches have user_id, tags, item_id, action"),
-        ({"max_lengths": None}, (), "has no max_lengths; iterate over a loader of evenrank or a Balancer"),
-    ],
+    "names",
+    [("city", "user.age", "user_age", "a.b.c"), ("type", "items", "training", "_modules", "__class__", "type.")],
 )
-def test_a_batch_that_lacks_something_is_refused(
-    changes: dict[str, Any], contextual: tuple[str, ...], message: str
-) -> None:
-    batch = make_batch([Sample()]).replace(**changes)
-    with pytest.raises(ConfigError, match=message):
-        lay_out(batch, replace(CONFIG, contextual=contextual), predicts_history=torch.tensor([False]))
+def test_features_of_any_name_have_a_table(names: tuple[str, ...]) -> None:
+    sizes = {name: size for size, name in enumerate(("item_id", "action", *names), start=3)}
+    configs = tables(sizes, HSTUConfig(max_length=20, contextual=names, embedding_dim=4))
+    assert {feature_of(table.name): table.num_embeddings for table in configs} == sizes
+    assert {"item_id", "action"} < {table.name for table in configs}  # plain names stay as they are
+    lengths = torch.ones(len(sizes), dtype=torch.int64)
+    features = KeyedJaggedTensor.from_lengths_sync([*sizes], torch.arange(len(sizes)) % 3, lengths=lengths)
+    found = EmbeddingCollection(tables=configs)(features)
+    assert {name: jagged.values().shape for name, jagged in found.items()} == dict.fromkeys(sizes, (1, 4))
 
 
-@pytest.mark.parametrize("feature", ["item_id", "action"])
-def test_embeddings_without_a_needed_feature_are_refused(feature: str) -> None:
-    layout = lay_out(make_batch([Sample()]), CONFIG, predicts_history=torch.tensor([False]))
-    embeddings = {name: torch.zeros(0, 6) for name in SIZES if name != feature}
-    with pytest.raises(ConfigError, match=f"lack the feature '{feature}', they have .*; create the tables with"):
-        layout.arrange(embeddings)
+def test_a_single_feature_in_place_of_a_tuple_and_triton_on_the_cpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must be a tuple of features, got 'user_id'; add a comma behind it"):
+        HSTUConfig(max_length=10, contextual="user_id")  # type: ignore[arg-type]
+    values = torch.zeros(0, 1, 64)
+    with pytest.raises(ConfigError, match="'triton' needs a CUDA device, got cpu; choose 'auto' or 'padded'"):
+        ATTENTIONS["triton"](values, values, values, make_sequences([], [], []), scale_length=1)
 
 
 def test_samples_that_may_be_longer_than_what_weights_are_divided_by_are_refused() -> None:

@@ -1,5 +1,3 @@
-"""A kernel is compiled once for all launches that Triton would compile it for once."""
-
 from typing import Any
 
 import pytest
@@ -11,32 +9,24 @@ from tests.examples.hstu.samples import needs_triton
 Call = tuple[Any, ...]
 
 
-class Compiled:
-    def __init__(self, calls: list[Call]) -> None:
-        self._calls = calls
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self._calls.append(("launched", grid, *arguments))
-
-
 class Function:
-    """Stands in for what `triton.jit` returns."""
+    """Stands in for what `triton.jit` returns, and for the compiled forms of it."""
 
     arg_names = ("values", "count", "WIDTH", "ROWS")
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, calls: list[Call], event: str = "compiled") -> None:
+        self.calls, self.event = calls, event
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Compiled:
-            self.calls.append(("compiled", grid, *arguments, *sorted(constants.items())))
-            return Compiled(self.calls)
+        def launch(*arguments: Any, **constants: Any) -> Any:
+            self.calls.append((self.event, grid, *arguments, *sorted(constants.items())))
+            return Function(self.calls, "launched")
 
         return launch
 
 
 def test_the_compiled_form_gets_arguments_and_constants_in_the_kernels_order() -> None:
-    function, values = Function(), torch.zeros(4)
+    function, values = Function([]), torch.zeros(4)
     kernel = Kernel(function)
     kernel.launch((2, 1, 1), values, 3, ROWS=8, WIDTH=4, num_warps=2)
     kernel.launch((5, 1, 1), values, 7, ROWS=8, WIDTH=4, num_warps=2)
@@ -57,7 +47,7 @@ ALIGNED = torch.zeros(40)
     ids=str,
 )
 def test_another_dtype_alignment_or_kind_is_compiled_for(other: Any, is_compiled: bool) -> None:
-    function = Function()
+    function = Function([])
     kernel = Kernel(function)
     for argument in (ALIGNED, other, ALIGNED, other):
         kernel.launch((1, 1, 1), ALIGNED, argument, WIDTH=4, ROWS=8)
@@ -80,7 +70,7 @@ def test_numbers_are_told_apart_as_triton_does(argument: float, other: float) ->
     backend = triton.compiler.make_backend(GPUTarget("cuda", 90, 32))
     bind = create_function_from_signature(function.signature, function.params, backend)
     (_, one, _), (_, two, _) = bind(ALIGNED, argument), bind(ALIGNED, other)
-    stand_in = Function()
+    stand_in = Function([])
     mine = Kernel(stand_in)
     for number in (argument, other):
         mine.launch((1, 1, 1), ALIGNED, number, WIDTH=4, ROWS=8)

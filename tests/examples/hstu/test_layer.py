@@ -1,5 +1,3 @@
-"""A layer against its equations, one token and head at a time; with activations recomputed; with heads divided."""
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,22 +9,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evenrank.core.errors import ConfigError
 from hstu.config import HSTUConfig
 from hstu.layer import NORM_EPS, HSTULayer, tensor_parallel
+from tests.examples.hstu.exactness import gradients_of
 from tests.examples.hstu.samples import CONFIG, make_batch, make_ranking, make_retrieval, make_sequences, random_samples
 from tests.ranks import RankPool
 
 
 def _norm(row: Tensor) -> Tensor:
     return (row - row.mean()) / (row.var(correction=0) + NORM_EPS).sqrt()
-
-
-def _silu(values: Tensor) -> Tensor:
-    return values / (1 + torch.exp(-values))
 
 
 def _sees(query: int, key: int, contextual: int, history: int) -> bool:
@@ -41,7 +37,7 @@ def _one_by_one(layer: HSTULayer, tokens: Tensor, contextual: int, candidates: i
     weight = layer.uvqk.weight.view(heads, 4, head_dim, CONFIG.hidden)
     bias = layer.uvqk.bias.view(heads, 4, head_dim)
     u, v, q, k = (
-        [[_silu(weight[head, part] @ _norm(row) + bias[head, part]) for head in range(heads)] for row in tokens]
+        [[silu(weight[head, part] @ _norm(row) + bias[head, part]) for head in range(heads)] for row in tokens]
         for part in range(4)
     )
     rows = []
@@ -51,7 +47,7 @@ def _one_by_one(layer: HSTULayer, tokens: Tensor, contextual: int, candidates: i
             for j in range(len(tokens)):
                 if _sees(i, j, contextual, len(tokens) - candidates):
                     score = q[i][head] @ k[j][head] / math.sqrt(head_dim)
-                    attended[head] += _silu(score) / CONFIG.max_length * v[j][head]
+                    attended[head] += silu(score) / CONFIG.max_length * v[j][head]
         gated = _norm(attended.flatten()) * torch.cat(u[i])
         rows.append(tokens[i] + layer.output.weight @ gated + layer.output.bias)
     return torch.stack(rows)
@@ -75,11 +71,6 @@ def test_dropout_is_before_the_output() -> None:
     assert torch.equal(stream, tokens)
     torch.testing.assert_close(update, layer.output.bias.expand_as(update))  # nothing but the bias is left
     assert not torch.allclose(layer.eval()(tokens, torch.zeros_like(tokens), sequences)[1], layer.output.bias)
-
-
-JAGGED = replace(CONFIG, attention="triton", head_dim=64)
-WITH_DROPOUT = replace(CONFIG, dropout=0.3, layers=3)
-SAMPLES = random_samples(12)
 
 
 class _Allocations(TorchDispatchMode):
@@ -112,59 +103,46 @@ def _train(config: HSTUConfig, *, autocast: bool) -> tuple[Any, list[Tensor], in
         model.float()
     with _Allocations() as allocations:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss_sums, logits = model(make_batch(SAMPLES))
+            loss_sums, logits = model(make_batch(random_samples(12)))
             kept = allocations.live_bytes(model)
         loss_sums.sum().backward()
         logits = logits.tolist()
         del loss_sums
     assert allocations.live_bytes(model) == 0  # what is computed again is freed
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    return logits, gradients, kept
+    return logits, gradients_of(model), kept
 
 
 @pytest.mark.parametrize(("autocast", "itemsize"), [(False, 8), (True, 2)])
 def test_norms_and_activations_are_not_kept_and_gradients_are_equal_bit_for_bit(autocast: bool, itemsize: int) -> None:
-    logits, gradients, kept = _train(WITH_DROPOUT, autocast=autocast)
-    again_logits, again_gradients, again_kept = _train(replace(WITH_DROPOUT, recompute=True), autocast=autocast)
-    assert again_logits == logits
-    for again, gradient in zip(again_gradients, gradients, strict=True):
-        assert torch.equal(again, gradient)
-    num_tokens = sum(make_batch(SAMPLES).features.length_per_key())
+    config = replace(CONFIG, dropout=0.3, layers=3)
+    *results, kept = _train(config, autocast=autocast)
+    *again, again_kept = _train(replace(config, recompute=True), autocast=autocast)
+    torch.testing.assert_close(again, results, rtol=0, atol=0)
+    num_tokens = sum(make_batch(random_samples(12)).features.length_per_key())
     width = CONFIG.hidden + 4 * CONFIG.heads * CONFIG.head_dim  # of LayerNorm's output and SiLU's
-    assert kept - again_kept >= WITH_DROPOUT.layers * num_tokens * width * itemsize
+    assert kept - again_kept >= config.layers * num_tokens * width * itemsize
 
 
 def test_a_graph_can_be_used_twice() -> None:
     model = make_ranking(replace(CONFIG, recompute=True))
     loss = model(make_batch(random_samples(4)))[0].sum()
-    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    second = torch.autograd.grad(loss, list(model.parameters()))
+    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-Result = tuple[Tensor, dict[str, Tensor]]  # logits, gradients by parameter
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
+def _run(model: nn.Module, samples: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits, and gradients by parameter."""
+    loss_sums, logits = model(make_batch(samples).to(next(model.parameters()).device))
+    loss_sums.sum().backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        gradients[name] = _whole(parameter.grad).clone()
-    return gradients
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradients[name] = gradient.clone().cpu()
+    return logits.detach().cpu(), gradients
 
 
-def _run(model: nn.Module, samples: list[Any]) -> Result:
-    loss_sums, logits = model(make_batch(samples).to(next(model.parameters()).device))
-    loss_sums.sum().backward()
-    return logits.detach().cpu(), {name: gradient.cpu() for name, gradient in _gradients(model).items()}
-
-
-def _divided(rank: int, world_size: int, config: HSTUConfig, dtype: torch.dtype, device: str = "cpu") -> Result:
+def _divided(rank: int, world_size: int, config: HSTUConfig, dtype: torch.dtype, device: str = "cpu") -> Any:
     model = make_ranking(config).to(dtype)
     if rank:  # the replicated parameters of the first rank count
         for parameter in model.parameters():
@@ -176,36 +154,20 @@ def _divided(rank: int, world_size: int, config: HSTUConfig, dtype: torch.dtype,
     return _run(model, random_samples(6))
 
 
-def _error(result: Tensor, exact: Tensor) -> float:
-    return float((result.double() - exact).abs().max())
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_logits_and_gradients_agree_with_those_of_one_rank(ranks: RankPool, recompute: bool) -> None:
+@pytest.mark.parametrize(("num_ranks", "recompute"), [(2, False), (4, True)])
+def test_logits_and_gradients_agree_with_those_of_one_rank(ranks: RankPool, num_ranks: int, recompute: bool) -> None:
     config = replace(CONFIG, recompute=recompute)
-    logits, gradients = _run(make_ranking(config), random_samples(6))
-    for divided_logits, divided_gradients in ranks.run(4 if recompute else 2, _divided, config, torch.float64):
-        torch.testing.assert_close(divided_logits, logits, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(divided_gradients, gradients, rtol=1e-12, atol=1e-12)
-
-
-def test_in_float32_errors_are_like_those_of_one_rank(ranks: RankPool) -> None:
-    exact_logits, exact_gradients = _run(make_ranking(), random_samples(6))
-    logits, gradients = _run(make_ranking().float(), random_samples(6))
-    for divided_logits, divided_gradients in ranks.run(4, _divided, CONFIG, torch.float32):
-        assert divided_logits.dtype == torch.float32
-        assert _error(divided_logits, exact_logits) <= 2 * _error(logits, exact_logits)
-        for name, exact in exact_gradients.items():
-            assert _error(divided_gradients[name], exact) <= 5 * _error(gradients[name], exact), name
+    expected = _run(make_ranking(config), random_samples(6))
+    for divided in ranks.run(num_ranks, _divided, config, torch.float64):
+        torch.testing.assert_close(divided, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
-    ("config", "dtype", "tolerance"), [(CONFIG, torch.float64, 1e-10), (JAGGED, torch.float32, 1e-3)]
+    ("config", "dtype", "tolerance"),
+    [(CONFIG, torch.float64, 1e-10), (replace(CONFIG, attention="triton", head_dim=64), torch.float32, 1e-3)],
 )
-def test_over_nccl_logits_and_gradients_agree_with_those_of_one_rank(
-    config: HSTUConfig, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_over_nccl_results_are_those_of_one_rank(config: HSTUConfig, dtype: torch.dtype, tolerance: float) -> None:
     expected = _run(make_ranking(replace(config, attention="padded")), random_samples(6))
     pool = RankPool()
     try:
@@ -215,17 +177,15 @@ def test_over_nccl_logits_and_gradients_agree_with_those_of_one_rank(
         pool.stop()
 
 
-def _ranks_and_refusal(rank: int, world_size: int) -> tuple[list[int], str]:
+def _places(rank: int, world_size: int) -> list[int]:
     mesh = init_device_mesh("cpu", (world_size,))
     model = make_retrieval()
     tensor_parallel(model.dense, mesh)
-    places: list[int] = model.places_of_targets(make_batch(random_samples(6, predict="next"))).tolist()
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="3 heads cannot be divided among 2 ranks; use a divisor"):
         tensor_parallel(make_ranking(replace(CONFIG, heads=3)), mesh)
-    return places, str(error.value)
+    return model.places_of_targets(make_batch(random_samples(6, predict="next"))).tolist()
 
 
-def test_retrieval_ranks_are_those_of_one_rank_and_heads_that_cannot_be_divided_are_refused(ranks: RankPool) -> None:
+def test_places_are_those_of_one_rank_and_heads_that_cannot_be_divided_are_refused(ranks: RankPool) -> None:
     expected = make_retrieval().places_of_targets(make_batch(random_samples(6, predict="next"))).tolist()
-    message = "3 heads cannot be divided among 2 ranks; use a divisor"
-    assert ranks.run(2, _ranks_and_refusal) == [(expected, message)] * 2
+    assert ranks.run(2, _places) == [expected] * 2

@@ -1,17 +1,16 @@
 """Batches of semantic ids from samples as lists of codes."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 
 from evenrank.dataloader import SemanticIdBatch
-from evenrank.dataloader.batches.batch import keyed_jagged_tensor
+from tests.examples.hstu.samples import jagged
 
 Codes = tuple[int, ...]
-Sample = tuple[Codes, ...]
-"""The codes of each event; the last event is the target."""
+Sample = tuple[Codes, ...]  # of each event; the last event is the target
 
 
 def batch_of(
@@ -29,28 +28,18 @@ def batch_of(
     features["semantic_id"] = [_tokens(events[:-1], offsets) for events in samples]
     features["candidate_id"] = [_tokens(events[-1:], offsets) for events in samples]
     first_labels = [min(1, len(events) - 1) if history_labels else len(events) - 1 for events in samples]
-    labels = {
-        "label": [
-            [code for codes in events[first:] for code in codes]
-            for events, first in zip(samples, first_labels, strict=True)
-        ]
-    }
-    tensors = {}
-    max_lengths: dict[str, int] = {}
-    for name, rows_by_key in (("features", features), ("labels", labels)):
-        lengths = np.array(
-            [[len(row) for row in rows] + [0] * (batch_size - len(rows)) for rows in rows_by_key.values()]
-        )
-        values = torch.tensor([value for rows in rows_by_key.values() for row in rows for value in row]).long()
-        tensors[name] = keyed_jagged_tensor(list(rows_by_key), values, lengths)
-        max_lengths |= {key: int(n.max(initial=0)) for key, n in zip(rows_by_key, lengths, strict=True)}
+    labels = [list(chain(*events[first:])) for events, first in zip(samples, first_labels, strict=True)]
+    padding: list[list[int]] = [[]] * (batch_size - len(samples))
+    of_features, limits = jagged({key: rows + padding for key, rows in features.items()})
+    of_labels, label_limits = jagged({"label": labels + padding})
     return SemanticIdBatch(
         batch_size=batch_size,
         num_real=len(samples),
-        loss_tokens=len(tensors["labels"].values()),
-        max_lengths=max_lengths,
+        loss_tokens=len(of_labels.values()),
+        max_lengths=limits | label_limits,
         sample_ids=torch.arange(batch_size),
-        **tensors,
+        features=of_features,
+        labels=of_labels,
     )
 
 
@@ -61,9 +50,5 @@ def _tokens(events: Sequence[Codes], offsets: Sequence[int]) -> list[int]:
 def random_samples(num_samples: int, codebook_sizes: Sequence[int], *, max_history: int, seed: int = 0) -> list[Sample]:
     """Return samples with histories of 0 to `max_history` events."""
     rng = np.random.default_rng(seed)
-    return [
-        tuple(
-            tuple(int(rng.integers(size)) for size in codebook_sizes) for _ in range(rng.integers(max_history + 1) + 1)
-        )
-        for _ in range(num_samples)
-    ]
+    lengths = (rng.integers(max_history + 1) + 1 for _ in range(num_samples))
+    return [tuple(tuple(rng.integers(codebook_sizes).tolist()) for _ in range(length)) for length in lengths]

@@ -1,5 +1,3 @@
-"""Attention over jagged sequences equals that over each sample alone."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -37,12 +35,8 @@ def test_each_token_sees_itself_and_those_before_it_in_its_sample() -> None:
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_jagged_attention_equals_padded_attention(dtype: torch.dtype, head_dim: int) -> None:
     sequences = _sequences(max_history=60)
-    on_gpu = Sequences(
-        offsets=sequences.offsets.cuda(),
-        rows=sequences.rows.cuda(),
-        positions=sequences.positions.cuda(),
-        max_length=sequences.max_length + 5,  # a bound, not the longest
-    )
+    tensors = {name: getattr(sequences, name).cuda() for name in ("offsets", "rows", "positions")}
+    on_gpu = Sequences(**tensors, max_length=sequences.max_length + 5)  # a bound, not the longest
     torch.backends.cuda.matmul.allow_tf32 = False
     results = []
     for attention, place, kind in (
@@ -50,9 +44,7 @@ def test_jagged_attention_equals_padded_attention(dtype: torch.dtype, head_dim: 
         (padded_attention, on_gpu, dtype),
         (jagged_attention, on_gpu, dtype),
     ):
-        inputs = [
-            tensor.to(dtype).to(place.offsets.device, kind).requires_grad_() for tensor in _inputs(sequences, head_dim)
-        ]
+        inputs = [one.to(dtype).to(place.offsets.device, kind).requires_grad_() for one in _inputs(sequences, head_dim)]
         query, key, value = inputs
         if attention is jagged_attention:
             attention(query, key, value, place)  # the first call may compile or allocate

@@ -1,5 +1,3 @@
-"""Beam search over the items that exist."""
-
 import numpy as np
 import pytest
 import torch
@@ -34,6 +32,7 @@ def _model(num_users: int = 0) -> SemanticIdModel:
     return model
 
 
+@torch.no_grad()
 def _score_all(model: SemanticIdModel, sample: Sample, table: CodeTable, user: int) -> Tensor:
     """Return the log-probability of each item, as training computes it: float64 [items]."""
     as_target = [(*sample[:-1], tuple(codes)) for codes in table.codes.tolist()]
@@ -53,10 +52,9 @@ def test_with_enough_beams_it_equals_scoring_every_item(items: set[int], seed: i
     samples = random_samples(4, SIZES, max_history=4, seed=seed)
     batch = batch_of(samples, SIZES, users=range(4), batch_size=5)
     found = beam_search(model, batch, Catalogue(table), beams=24)
+    count = len(items)
     for row, sample in enumerate(samples):
-        with torch.no_grad():
-            expected, order = _score_all(model, sample, table, user=row).sort(descending=True)
-        count = len(items)
+        expected, order = _score_all(model, sample, table, user=row).sort(descending=True)
         assert found.items[row, :count].tolist() == order.tolist()
         assert (found.items[row, count:] == -1).all()
         assert torch.isneginf(found.log_probabilities[row, count:]).all()
@@ -72,28 +70,20 @@ def test_fewer_beams_find_items_that_exist_with_their_own_scores() -> None:
     items = found.items[0].tolist()
     assert len(items) == 2
     assert set(items) < {0, 1, 3, 4, 5}  # not the item without a code, nor the second one of the same codes
-    with torch.no_grad():
-        scores = _score_all(model, sample, _table([22, 3, 0, 7, 15, 8, 3]), user=0)
+    scores = _score_all(model, sample, _table([22, 3, 0, 7, 15, 8, 3]), user=0)
     torch.testing.assert_close(found.log_probabilities[0], scores[items])
 
 
 def test_places_of_targets_are_those_of_their_codes() -> None:
     samples = [((0, 0, 0), (2, 3, 1)), ((1, 1, 1),), ((0, 1, 0), (0, 0, 1)), ((2, 2, 0),)]
     batch = batch_of(samples, SIZES, batch_size=5, history_labels=True)
-    codes = torch.tensor(
-        [[[0, 0, 0], [2, 3, 1]], [[1, 1, 1], [0, 0, 1]], [[1, 0, 0], [0, 1, 1]], [[2, 2, 0], [2, 2, 0]]]
-    )
-    items = torch.tensor([[5, 6], [7, -1], [1, 2], [-1, -1]])
-    padding = (codes[:1], items[:1])
-    beams = Beams(
-        items=torch.cat([items, padding[1]]),
-        codes=torch.cat([codes, padding[0]]),
-        log_probabilities=torch.zeros(5, 2),
-    )
+    found = [["000", "231"], ["111", "001"], ["100", "011"], ["220", "220"], ["000", "231"]]
+    codes = torch.tensor([[[int(code) for code in codes] for codes in row] for row in found])
+    items = torch.tensor([[5, 6], [7, -1], [1, 2], [-1, -1], [5, 6]])
+    beams = Beams(items=items, codes=codes, log_probabilities=torch.zeros(5, 2))
     assert beams.places_of_targets(batch).tolist() == [2, 1, 0, 0]
-    empty = batch.index_select([4])
-    only_padding = Beams(items=items[:1], codes=codes[:1], log_probabilities=torch.zeros(1, 2))
-    assert only_padding.places_of_targets(empty).tolist() == []
+    only_padding = Beams(items=items[4:], codes=codes[4:], log_probabilities=torch.zeros(1, 2))
+    assert only_padding.places_of_targets(batch.index_select([4])).tolist() == []
 
 
 def test_mistakes_are_refused() -> None:

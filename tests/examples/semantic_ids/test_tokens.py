@@ -1,12 +1,11 @@
-"""The tokens of a sample, and at which of them each label is predicted."""
-
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import SemanticIdBatch, SemanticIdConfig, build_loader, random_codes
+from evenrank.dataloader import SemanticIdConfig, build_loader, random_codes
 from semantic_ids.tokens import BOS, lay_out, predicting_tokens
 from tests.examples.semantic_ids.samples import batch_of
 
@@ -15,40 +14,25 @@ NAMES = ("user_id", "semantic_id", BOS, "candidate_id")
 SAMPLES = [((0, 1), (2, 3), (1, 4)), ((3, 0),), ((1, 1), (2, 2))]
 
 
-def _rows(batch: SemanticIdBatch) -> list[list[int]]:
-    """Return the values of each row's tokens; BOS is -1."""
-    layout = lay_out(batch, NAMES)
-    values = {name: batch.features[name].values()[:, None] for name in NAMES if name != BOS}
-    tokens = layout.arrange({**values, BOS: torch.full((batch.batch_size, 1), -1)}).flatten()
-    return [part.tolist() for part in tokens.split(layout.sequences.lengths.tolist())]
-
-
-def test_tokens_are_contextual_ones_then_history_bos_and_candidate() -> None:
-    batch = batch_of(SAMPLES, SIZES, batch_size=4, users=[7, 8, 9])
-    assert _rows(batch) == [
-        [7, 0, 5, 2, 7, -1, 1, 8],
-        [8, -1, 3, 4],
-        [9, 1, 5, -1, 2, 6],
-        [-1],
-    ]
-
-
 @pytest.mark.parametrize("history_labels", [False, True])
 def test_each_label_is_predicted_at_the_token_before_it(history_labels: bool) -> None:
     batch = batch_of(SAMPLES, SIZES, batch_size=4, users=[7, 8, 9], history_labels=history_labels)
+    layout = lay_out(batch, NAMES)
+    values = {name: batch.features[name].values()[:, None] for name in NAMES if name != BOS}
+    tokens = layout.arrange({**values, BOS: torch.full((batch.batch_size, 1), -1)}).flatten()
+    rows = [part.tolist() for part in tokens.split(layout.sequences.lengths.tolist())]
+    assert rows == [[7, 0, 5, 2, 7, -1, 1, 8], [8, -1, 3, 4], [9, 1, 5, -1, 2, 6], [-1]]
     expected = [[5, 6], [9, 10], [15, 16]]  # BOS of each sample and the token after it
     if history_labels:
         expected[0] = [2, 3, 5, 6]  # the last code of the first event, and the first of the second
-    places = predicting_tokens(batch, lay_out(batch, NAMES), 2)
-    assert places.tolist() == [place for row in expected for place in row]
+    assert predicting_tokens(batch, layout, 2).tolist() == [place for row in expected for place in row]
 
 
 @pytest.mark.parametrize("history_labels", [False, True])
 def test_labels_of_a_loader_follow_the_tokens_that_predict_them(small_dataset: Path, history_labels: bool) -> None:
     table = random_codes(501, levels=3, codebook_size=8)
-    config = SemanticIdConfig(
-        codes=table, batch_size=16, max_history_length=9, candidate_feature=True, history_labels=history_labels
-    )
+    options: dict[str, Any] = {"max_history_length": 9, "candidate_feature": True, "history_labels": history_labels}
+    config = SemanticIdConfig(codes=table, batch_size=16, **options)
     names = ("semantic_id", BOS, "candidate_id")
     checked = 0
     for batch in build_loader(small_dataset, config, rank=0, world_size=1):
@@ -58,8 +42,7 @@ def test_labels_of_a_loader_follow_the_tokens_that_predict_them(small_dataset: P
         at = predicting_tokens(batch, layout, 3)
         level = torch.arange(len(at)) % 3
         is_history = tokens.eq(-1).cumsum(0).gather(0, at) == layout.sequences.rows[at]  # BOS of its row is to come
-        followers = tokens[at + 1]
-        assert torch.equal(followers, batch.labels["label"].values() + 8 * level)
+        assert torch.equal(tokens[at + 1], batch.labels["label"].values() + 8 * level)
         assert torch.equal(layout.sequences.rows[at], layout.sequences.rows[at + 1])
         assert bool(is_history.any()) == history_labels
         assert layout.sequences.max_length >= layout.sequences.lengths.max()

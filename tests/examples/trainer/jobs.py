@@ -5,14 +5,16 @@ import json
 import os
 import signal
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torchrec.distributed import collective_utils, comm
+from torchrec.distributed import comm
 
+from evenrank.core.errors import StateError
 from trainer.config import TrainConfig
 from trainer.job import train
 from trainer.loop import Training
@@ -27,12 +29,9 @@ SETTINGS = {"hidden": 16, "heads": 2, "layers": 1, "max_history_length": 40, "lo
 class Trained:
     """What a rank trained in one run of a job."""
 
-    samples: dict[int, list[int]] = field(default_factory=dict)
-    """Per step, the ids of this rank's samples."""
-    losses: dict[int, float] = field(default_factory=dict)
-    """Per step, this rank's share of the loss; the mean over ranks is that of the step."""
-    stopped_by: int | None = None
-    """Number of the signal that ended it."""
+    samples: dict[int, list[int]] = field(default_factory=dict)  # per step, the ids of this rank's samples
+    losses: dict[int, float] = field(default_factory=dict)  # per step, this rank's share; the mean over ranks counts
+    stopped_by: int | None = None  # a signal
 
 
 class CrashError(Exception):
@@ -47,7 +46,7 @@ def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     trained = Trained()
-    note = Monitors.note
+    note, poll = Monitors.note, Training._save
 
     def record(monitors: Monitors, step: int, done: Any) -> None:
         note(monitors, step, done)
@@ -58,33 +57,26 @@ def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, 
         if step == crash_at:
             raise CrashError
 
-    poll = Training._save
-
     def save(training: Training) -> None:
         poll(training)
         training.checkpoints.finish()  # so that a crash comes after it
 
-    reset_torchrec()
     of_model = {} if options.get("model") == "semantic-ids" else {"embedding_dim": 8}
     config = TrainConfig(**SETTINGS | of_model | options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitors, "note", record)
         patch.setattr(Training, "_save", save)
         try:
-            stopped_by = train(config, World(rank=rank, size=world_size, device=torch.device("cpu")))
+            return dataclasses.replace(trained, stopped_by=train_on_cpu(rank, world_size, config))
         except CrashError:
             return trained
-    return dataclasses.replace(trained, stopped_by=stopped_by)
 
 
-def reset_torchrec() -> None:
-    """Undo what TorchRec initializes once per process; the ranks of an earlier job would not take part again."""
-    for module, name, value in (
-        (comm, "_INTRA_PG", None),
-        (comm, "_CROSS_PG", None),
-        (collective_utils, "_INITIALIZED", False),
-    ):
-        setattr(module, name, value)
+def train_on_cpu(rank: int, world_size: int, config: TrainConfig) -> int | None:
+    """Run a job on this rank."""
+    # TorchRec keeps these for the life of a process; the ranks of an earlier job would not take part again.
+    comm._INTRA_PG = comm._CROSS_PG = None
+    return train(config, World(rank=rank, size=world_size, device=torch.device("cpu")))
 
 
 def together(parts: list[Trained]) -> tuple[dict[int, list[int]], dict[int, float]]:
@@ -92,6 +84,14 @@ def together(parts: list[Trained]) -> tuple[dict[int, list[int]], dict[int, floa
     steps = parts[0].samples.keys()
     samples = {step: sorted(sample for part in parts for sample in part.samples[step]) for step in steps}
     return samples, {step: sum(part.losses[step] for part in parts) / len(parts) for step in steps}
+
+
+def check_failures(failures: list[Any], *texts: str, kinds: Sequence[type[Exception]] = (StateError,)) -> None:
+    """Check that all ranks have an error of one line with these texts."""
+    for failure in failures:
+        assert failure.type_name in [kind.__name__ for kind in kinds]
+        assert all(text in failure.message for text in texts), failure.message
+        assert "\n" not in failure.message
 
 
 def settings(out: Path, data: Path, **options: Any) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
-from evenrank.datasets.schema import SCHEMA_VERSION, Manifest
 from evenrank.training.flops import ModelFlops, mlp_flops
 from hstu.layer import HSTULayer
 from trainer.config import TrainConfig
@@ -18,43 +18,31 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("make", [ranking, retrieval])
-def test_the_model_has_the_shape_and_the_computation_of_the_settings(
-    small_dataset: Path, make: Callable[..., Task]
-) -> None:
-    config = TrainConfig(
-        hidden=16, heads=4, layers=3, recompute=True, attention="padded", dropout=0.25, fused_norms=False
-    )
+def test_the_model_has_the_shape_of_the_settings(small_dataset: Path, make: Callable[..., Task]) -> None:
+    shape: dict[str, Any] = {"hidden": 16, "heads": 4, "layers": 3, "recompute": True, "dropout": 0.25}
+    config = TrainConfig(attention="padded", fused_norms=False, **shape)
     task = make(config, read_manifest(small_dataset), WORLD)
     layers = [module for module in task.dense.modules() if isinstance(module, HSTULayer)]
     assert len(layers) == 3
     for layer in layers:
         assert (layer.heads, layer.head_dim, layer.recompute, layer.dropout.p) == (4, 4, True, 0.25)
-        assert layer.attention.name == "padded"
-        assert not layer.fused_norms
+        assert (layer.attention.name, layer.fused_norms) == ("padded", False)
         assert isinstance(layer.attention, task.attention)
 
 
-class _DividedWorld(World):
-    """Pairs of ranks, without the process groups of a device mesh."""
-
-    @property
-    def data_size(self) -> int:
-        return self.size // 2
-
-
 @pytest.mark.parametrize("make", [ranking, retrieval])
-def test_the_keys_of_sharded_tables_are_mapped_for_the_data_parallel_ranks_that_have_their_rows(
-    small_dataset: Path, make: Callable[..., Task]
+def test_keys_are_mapped_for_data_parallel_ranks(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Task]
 ) -> None:
+    monkeypatch.setattr(World, "data_size", property(lambda world: world.size // 2))  # without a device mesh
     manifest = read_manifest(small_dataset)
     sizes = manifest.vocabulary_sizes
-    assert sizes["action"] < sizes["user_id"] < sizes["item_id"]
 
     def found(min_sharded_rows: int, world_size: int = 3) -> dict[str, tuple[int, int]]:
         config = TrainConfig(
             user_id=True, embeddings="sharded", min_sharded_rows=min_sharded_rows, routing="roundrobin"
         )
-        task = make(config, manifest, _DividedWorld(rank=0, size=2 * world_size, device=torch.device("cpu")))
+        task = make(config, manifest, World(rank=0, size=2 * world_size, device=torch.device("cpu")))
         read = task.read(batch_size=4)
         assert dict(read.key_maps) == task.key_maps
         return {name: (one.num_embeddings, one.world_size) for name, one in task.key_maps.items()}
@@ -77,26 +65,14 @@ def test_flops_are_those_of_a_ranks_heads(small_dataset: Path) -> None:
     assert divided.per_prediction == whole.per_prediction
 
 
-def test_a_ranking_model_needs_no_dataset_but_vocabulary_sizes() -> None:
-    """Tables of any size: no rank has a sharded one in full."""
-    manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
-        dataset="random",
-        sources=(),
-        options={},
-        splits={},
-        contextual=(),
-        extra_events={},
-        vocabulary_sizes={"user_id": 50_000_000, "item_id": 50_000_000, "action": 256},
-        context_labels={},
-        content_hash="",
-    )
+def test_no_rank_has_a_sharded_table_in_full(small_dataset: Path) -> None:
+    sizes = {"user_id": 50_000_000, "item_id": 50_000_000, "action": 256}
     config = TrainConfig(num_tasks=8, user_id=True, embeddings="sharded", embedding_dim=128)
+    manifest = replace(read_manifest(small_dataset), contextual=(), vocabulary_sizes=sizes)
     task = ranking(config, manifest, WORLD)
     tables = {name.split(".")[-2]: (weight.shape, weight.device) for name, weight in task.model.named_parameters()}
     assert tables["user_id"] == tables["item_id"] == ((50_000_000, 128), torch.device("meta"))
     assert tables["action"] == ((256, 128), torch.device("cpu"))
-    assert task.num_tasks == 8
     read = task.read(batch_size=32)
     assert isinstance(read, LoaderConfig)
-    assert (read.user_id, read.num_tasks) == (True, 8)
+    assert (task.num_tasks, read.user_id, read.num_tasks) == (8, True, 8)

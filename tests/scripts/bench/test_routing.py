@@ -1,22 +1,16 @@
-"""The script runs, and its rows say what they should where that is known beforehand."""
-
 import json
 
 import pytest
 import routing
 
 
-def test_each_pattern_is_spread_in_each_way(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patterns_are_spread_in_each_way(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["routing.py", "--ranks", "2,8", "--keys", "8000", "--draws", "20000"])
     routing.main()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     row_of = {(row["pattern"], row["ranks"], row["way"]): row for row in rows}
-    ways = ("continuous", "roundrobin", "hash_roundrobin", "key_map")
-    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
-    assert len(patterns) == len(routing.STRIDES) + len(routing.BLOCKS) + 2 * len(routing.DRAWN)
-    assert list(row_of) == [(pattern, ranks, way) for pattern in patterns for ranks in (2, 8) for way in ways]
+    num_patterns = len(routing.STRIDES) + len(routing.BLOCKS) + 2 * len(routing.DRAWN)
+    assert len(row_of) == len(rows) == num_patterns * 2 * 4  # numbers of ranks, ways
 
     assert [row_of["stride 2", ranks, "roundrobin"]["keys"] for ranks in (2, 8)] == [2, 2]
     assert row_of["stride 1,009", 8, "roundrobin"]["keys"] == row_of["stride 64", 8, "continuous"]["keys"] == 1

@@ -1,11 +1,8 @@
-"""The command shows what it would run, continues tables, and mistakes are one line."""
-
-import importlib.util
+import importlib
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import typer
@@ -19,6 +16,7 @@ from tests.cli.programs import ROOT, run_program
 from tests.scripts.bench.end_to_end.small_tables import TABLE, result_of
 
 BENCH = ROOT / "scripts" / "bench"
+train = importlib.import_module("train")
 WITHOUT_TORCH = f"""
 import runpy, sys
 
@@ -32,16 +30,11 @@ class Command:
     """The command in this process, on a host without GPUs, with runs that only leave a result."""
 
     def __init__(self) -> None:
-        spec = importlib.util.spec_from_file_location("bench_train", BENCH / "train.py")
-        assert spec is not None
-        assert spec.loader is not None
-        self.module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.module)
         self.failures: dict[str, str] = {}
 
     def run(self, *arguments: str | Path) -> Result:
         app = typer.Typer()
-        app.command()(self.module.train)
+        app.command()(train.train)
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
     def run_tasks(self, tasks: Sequence[WorkerTask], *, limit_seconds: float) -> list[RunResult]:
@@ -59,11 +52,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
         typer.echo(f"report {out.name} {len(experiments.runs)}")
 
     found = Command()
-    report = ModuleType("end_to_end.reports.report")
-    report.write_report = write_report  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "end_to_end.reports.report", report)
+    monkeypatch.setattr("end_to_end.reports.report.write_report", write_report)
     monkeypatch.setattr(runner, "run_tasks", found.run_tasks)
-    monkeypatch.setattr(found.module, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(train, "_count_gpus", lambda: 0)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -76,16 +67,14 @@ def table(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "count"), [("smoke", 3), ("scaling", 12), ("hstu", 24)])
-def test_a_dry_run_prints_the_commands_or_scripts_of_a_table_and_writes_nothing(
-    command: Command, tmp_path: Path, name: str, count: int
-) -> None:
+def test_a_dry_run_prints_commands_and_writes_nothing(command: Command, tmp_path: Path, name: str, count: int) -> None:
     file = BENCH / f"experiments/{name}.toml"
     shown = command.run(file, "--dry-run", "--gpus", "4")
     lines = [shlex.split(line) for line in shown.stdout.splitlines() if not line.startswith("#")]
     assert len(lines) == count
-    for line in lines:
-        assert line[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        assert Path(line[-1]).is_relative_to(tmp_path / "out" / "bench" / name)
+    for *_, worker, task in lines:
+        assert worker == str(BENCH / "end_to_end" / "worker.py")
+        assert Path(task).is_relative_to(tmp_path / "out" / "bench" / name)
     cluster = ("--runner", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--account", "us")
     scripts = command.run(file, "--dry-run", *cluster).stdout.splitlines()
     assert scripts.count("#!/bin/bash") == scripts.count("#SBATCH --account=us") == count
@@ -104,14 +93,11 @@ def test_a_dry_run_needs_neither_torch_nor_a_gpu_and_a_mistake_is_one_line(tmp_p
     assert wrong.stderr == "error: no.toml cannot be read: No such file or directory; check the path\n"
 
 
-def test_processes_are_as_many_as_gpus_or_the_file_names(
-    command: Command, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_as_many_as_gpus(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.run(BENCH / "experiments/smoke.toml", "--dry-run").stdout.count("--nproc_per_node 2") == 3
-    monkeypatch.setattr(command.module, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(train, "_count_gpus", lambda: 2)
     assert "--gpus is 4, this host has 2" in str(command.run(table, "--gpus", "4").exception)
-    ended = command.run(table)
-    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "report small 3")
+    assert command.run(table).stdout.splitlines()[-1] == "report small 3"
 
 
 def test_a_table_runs_and_continues(command: Command, tmp_path: Path, table: Path) -> None:
@@ -119,15 +105,10 @@ def test_a_table_runs_and_continues(command: Command, tmp_path: Path, table: Pat
     first = command.run(*options, "--lengths", "short", "--only", "baseline")
     assert (first.exit_code, first.stdout.splitlines()) == (0, ["ran short: baseline 20 3 120.0", "report small 3"])
     second = command.run(*options, "--lengths", "short")
-    assert (second.exit_code, second.stdout.splitlines()) == (
-        0,
-        [
-            f"# kept: short: baseline ({tmp_path}/out/bench/small/short/baseline.json)",
-            "ran short: halved heads 20 3 120.0",
-            "ran short: measured cost 20 3 120.0",
-            "report small 3",
-        ],
-    )
+    assert second.stdout.splitlines() == [
+        f"# kept: short: baseline ({tmp_path}/out/bench/small/short/baseline.json)",
+        *("ran short: halved heads 20 3 120.0", "ran short: measured cost 20 3 120.0", "report small 3"),
+    ]
     third = command.run(table, "--gpus", "2", "--only", "baseline", "--lengths", "short")
     assert third.stdout.splitlines()[0] == "# again: short: baseline, because workload.steps was 20 and is 10"
 
@@ -136,29 +117,26 @@ def test_a_routing_is_that_of_the_runs_with_sharded_tables(command: Command, tmp
     options = (BENCH / "experiments/smoke.toml", "--out", "there", "--routing", "hash_roundrobin")
     assert command.run(*options).exit_code == 0
     settings = [WorkerTask.load(path).run.settings for path in (tmp_path / "there").rglob("*.task.json")]
-    assert sorted((one.embeddings, one.routing) for one in settings) == [
-        *[("replicated", "continuous")] * 2,
-        ("sharded", "hash_roundrobin"),
-    ]
+    routings = {"replicated": "continuous", "sharded": "hash_roundrobin"}
+    assert all(one.routing == routings.pop(one.embeddings, "continuous") for one in settings)
+    assert not routings
     wrong = command.run(*options[:-1], "best")
     assert "routing must be one of continuous, roundrobin, hash_roundrobin, got 'best'" in str(wrong.exception)
 
 
-def test_a_report_can_be_made_alone_and_the_exit_code_says_whether_a_run_failed_other_than_by_memory(
-    command: Command, tmp_path: Path, table: Path
-) -> None:
-    missing = command.run(table, "--report-only", "--out", "there")
+def test_a_report_can_be_made_alone_and_the_exit_code_is_of_runs(command: Command, tmp_path: Path, table: Path) -> None:
+    out = (table, "--out", "there")
+    missing = command.run(*out, "--report-only")
     assert f"there are no results in {tmp_path}/there; run the table first" in str(missing.exception)
     with runner.hold(tmp_path / "there"):
-        ended = command.run(table, "--gpus", "2", "--out", "there")
+        ended = command.run(*out, "--gpus", "2")
     assert f"another command runs the table in {tmp_path}/there; wait for it" in str(ended.exception)
     assert not (tmp_path / "there" / "short").exists()
     for failure, code in (("ValueError: bad luck", 1), ("out of memory", 0)):
         command.failures["halved heads"] = failure
-        ended = command.run(table, "--gpus", "2", "--out", "there")
+        ended = command.run(*out, "--gpus", "2")
         assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (code, "report there 3")
-    ended = command.run(table, "--report-only", "--out", "there")
-    assert (ended.exit_code, ended.stdout) == (0, "report there 3\n")
+    assert command.run(*out, "--report-only").stdout == "report there 3\n"
 
 
 @pytest.mark.parametrize(
@@ -174,23 +152,9 @@ def test_a_report_can_be_made_alone_and_the_exit_code_says_whether_a_run_failed_
         ("--runner slurm --gpus-per-node 2", "there is no sbatch on the PATH"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_written(
-    command: Command, tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
+def test_mistakes(command: Command, table: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     ended = command.run(table, *arguments.split())
     assert message in str(ended.exception)
     assert ended.stdout == ""
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_examples_of_the_help_are_valid(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [line.split("#")[0].split() for line in str(command.module.train.__doc__).splitlines()]
-    examples = [words[2:] for words in lines if words[:1] == ["python"]]
-    assert len(examples) == 6
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    (tmp_path / "out" / "bench" / "hstu").mkdir(parents=True)
-    monkeypatch.setattr(command.module, "_count_gpus", lambda: 4)
-    for example in examples:
-        dry = () if "--report-only" in example or "--dry-run" in example else ("--dry-run",)
-        assert command.run(*example, *dry).exit_code == 0
+    assert not Path("out").exists()  # it was found before anything was written

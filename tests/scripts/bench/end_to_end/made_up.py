@@ -10,8 +10,6 @@ from end_to_end.results import Balance, RunResult, Segment, Work
 from trainer.config import TrainConfig
 
 Value = TypeVar("Value")
-PARTS = (np.full((2, 2), 0.1), np.array([[0.7, 0.8], [0.8, 0.6]]), np.array([[0.2, 0.1], [0.1, 0.3]]))
-"""Shares of a step of two ranks: before they compute, computing, after it; each [W, steps]."""
 
 
 def segment(kind: str, number: int, steps: Sequence[Any], *, batch: Sequence[int] | None = None) -> Segment:
@@ -34,17 +32,8 @@ def marked(kind: str, number: int, before: Any, compute: Any, after: Any, *, bat
 def result(name: str, segments: Sequence[Segment] = (), **fields: Any) -> RunResult:
     """Return a result of two ranks and two batches."""
     settings = dataclasses.asdict(TrainConfig(**fields.pop("settings", {"balance": "none"})))
-    made: dict[str, Any] = {
-        "name": name,
-        "adds_to": None,
-        "lengths": "lognormal",
-        "gpus": 2,
-        "data_ranks": 2,
-        "settings": settings,
-        "workload": {"steps": 4},
-        "environment": {"gpu": "H200", "torch": "2.11"},
-        "segments": tuple(segments),
-    }
+    made: dict[str, Any] = {"adds_to": None, "lengths": "lognormal", "gpus": 2, "data_ranks": 2, "settings": settings}
+    made |= {"workload": {"steps": 4}, "environment": {"gpu": "H200", "torch": "2.11"}}
     if "failure" not in fields:
         made |= {
             "peak_flops": 2e9,
@@ -53,36 +42,28 @@ def result(name: str, segments: Sequence[Segment] = (), **fields: Any) -> RunRes
             "balanced": work(),
             "peak_allocated": np.array([2 * 2**30, 3 * 2**30]),
         }
-    return RunResult(**(made | fields))
+    return RunResult(name=name, segments=tuple(segments), **(made | fields))
 
 
 def work(**fields: Any) -> Work:
     """Return the work of two ranks in two batches."""
     made = {
-        "tokens": np.array([[300, 100], [100, 100]]),
-        "pairs": np.array([[9000, 1000], [1000, 1000]]),
-        "predictions": np.array([[10, 10], [10, 10]]),
-        "loads": np.array([[30, 10], [10, 10]]),
-        "sample_tokens": np.array([[[300, 0], [100, 0]], [[50, 50], [100, 0]]]),
+        "tokens": [[300, 100], [100, 100]],
+        "pairs": [[9000, 1000], [1000, 1000]],
+        "predictions": [[10, 10], [10, 10]],
+        "loads": [[30, 10], [10, 10]],
+        "sample_tokens": [[[300, 0], [100, 0]], [[50, 50], [100, 0]]],
     }
-    return Work(**(made | fields))
+    return Work(**{name: np.array(value) for name, value in (made | fields).items()})
 
 
-def balance(**fields: Any) -> Balance:
+def balance() -> Balance:
     """Return what balancing did to two batches."""
-    made: dict[str, Any] = {
-        "before": np.array([[30, 10], [10, 10]]),
-        "after": np.array([[20, 20], [10, 10]]),
-        "lower_bound": np.array([20, 10]),
-        "samples": np.array([4, 4]),
-        "moved_samples": np.array([2, 0]),
-        "tokens": np.array([400, 200]),
-        "moved_tokens": np.array([150, 0]),
-        "moved_bytes": np.array([1200, 0]),
-        "plan_seconds": np.array([0.001, 0.001]),
-        "gather_seconds": np.array([0.002, 0.002]),
-    }
-    return Balance(**(made | fields))
+    loads = {"before": [[30, 10], [10, 10]], "after": [[20, 20], [10, 10]], "lower_bound": [20, 10]}
+    moved = {"moved_samples": [2, 0], "moved_tokens": [150, 0], "moved_bytes": [1200, 0]}
+    seconds = {"plan_seconds": [0.001, 0.001], "gather_seconds": [0.002, 0.002]}
+    made = {"samples": [4, 4], "tokens": [400, 200], **loads, **moved, **seconds}
+    return Balance(**{name: np.array(value) for name, value in made.items()})
 
 
 def given(value: Value | None) -> Value:

@@ -9,12 +9,15 @@ from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.datasets.distributions import parse_distribution
 from tests.scripts.bench.end_to_end import made_up
 
-A, B, C = 1.5, 2e-3, 6e-7
-"""Milliseconds of a step, of a token, and of a squared token."""
-OVERHEAD = 4.0
-"""Milliseconds of a step before and after computing."""
+A, B, C = 1.5, 2e-3, 6e-7  # milliseconds of a step, of a token, and of a squared token
+OVERHEAD = 4.0  # milliseconds of a step before and after computing
 ROWS = 32
 LENGTHS = {"lognormal": "lognormal:mean=512,std=512,high=4096", "clipped Zipf": "clipped-zipf:exponent=1.2,high=4096"}
+
+
+def _work(tokens: Ints) -> Any:
+    of_ranks = dict.fromkeys(("tokens", "pairs", "predictions", "loads"), tokens.sum(axis=-1).T)
+    return made_up.work(**of_ranks, sample_tokens=tokens.transpose(1, 0, 2))
 
 
 def compute_ms(tokens: Ints) -> Floats:
@@ -61,34 +64,10 @@ def timed(
         times *= 1 + slowdown * (1 - times / times.max(axis=0))
         after = times.max(axis=0) - times + OVERHEAD * 0.75
         segments.append(made_up.marked(kind, 0, np.full_like(times, OVERHEAD / 4), times, after, batch=order))
-    settings = {
-        "balance": "none" if strategy == "none" else "all-to-all",
-        "strategy": "lpt-swap" if strategy == "none" else strategy,
-        "max_history_length": 4096,
-        "batch_size": ROWS,
-        "user_id": True,
-        "hidden": 1024,
-        "heads": 4,
-        "layers": 8,
-    }
-    made: dict[str, Any] = {
-        "gpus": gpus,
-        "data_ranks": gpus,
-        "lengths": lengths,
-        "workload": {"lengths": LENGTHS, "item_rows": 1000, "user_rows": 1000},
-        "settings": settings | fields.pop("settings", {}),
-        "balanced": _work(balanced),
-        "even": _work(even),
-    }
+    settings: dict[str, Any] = {"balance": "none"} if strategy == "none" else {"strategy": strategy}
+    settings |= {"hidden": 1024, "heads": 4, "layers": 8, "max_history_length": 4096, "user_id": True}
+    made: dict[str, Any] = {"gpus": gpus, "data_ranks": gpus, "lengths": lengths}
+    made |= {"workload": {"lengths": LENGTHS, "item_rows": 1000, "user_rows": 1000}}
+    made |= {"settings": settings | {"batch_size": ROWS} | fields.pop("settings", {})}
+    made |= {"balanced": _work(balanced), "even": _work(even)}
     return made_up.result(name, segments, **(made | fields))
-
-
-def _work(tokens: Ints) -> Any:
-    of_ranks = tokens.sum(axis=-1).T
-    return made_up.work(
-        tokens=of_ranks,
-        pairs=of_ranks,
-        predictions=of_ranks,
-        loads=of_ranks,
-        sample_tokens=tokens.transpose(1, 0, 2),
-    )

@@ -28,10 +28,7 @@ def test_even_batch_has_the_mean_cost_and_the_mean_events_of_a_step(distribution
 
 
 @settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40),
-    num_ranks=st.integers(1, 4),
-)
+@given(lengths=st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40), num_ranks=st.integers(1, 4))
 def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -> None:
     whole = np.array((lengths * num_ranks)[: len(lengths) // num_ranks * num_ranks or num_ranks])
     even = even_lengths(whole, num_ranks, cost, max_length=MAX_LENGTH)
@@ -43,8 +40,7 @@ def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -
 
 
 def test_lengths_that_are_even_already_stay_and_one_sample_has_the_mean_cost() -> None:
-    one_rank = np.array([5, 4000, 17, 300])
-    np.testing.assert_array_equal(even_lengths(one_rank, 1, cost, max_length=MAX_LENGTH), [4000, 300, 17, 5])
-    np.testing.assert_array_equal(even_lengths(np.full(12, 100), 4, cost, max_length=MAX_LENGTH), [100, 100, 100])
+    for lengths, num_ranks, expected in (([5, 4000, 17, 300], 1, [4000, 300, 17, 5]), ([100] * 12, 4, [100] * 3)):
+        assert even_lengths(np.array(lengths), num_ranks, cost, max_length=MAX_LENGTH).tolist() == expected
     even = even_lengths(np.array([100, 3000]), 2, cost, max_length=MAX_LENGTH)
     assert cost(even).sum() == pytest.approx(cost(np.array([100, 3000])).sum() / 2, rel=2e-3)

@@ -23,9 +23,8 @@ def test_a_cost_is_found_in_the_times_of_a_run() -> None:
     assert cost.r2 == pytest.approx(1)
     assert cost.steps == 4 * 50  # ranks and batches
     assert (cost.interleave_actions, cost.contextual, cost.max_tokens) == (True, ("user_id",), 1 + 2 * 4096)
-    assert predict(cost, made_up.given(run.balanced).sample_tokens) == pytest.approx(
-        compute_ms(made_up.given(run.balanced).sample_tokens) / 1e3, rel=1e-3
-    )
+    tokens = made_up.given(run.balanced).sample_tokens
+    assert predict(cost, tokens) == pytest.approx(compute_ms(tokens) / 1e3, rel=1e-3)
     without = fit_cost(timed("no user id", settings={"user_id": False, "max_history_length": 5000}))
     assert (without.contextual, without.max_tokens) == ((), 10_000)
 
@@ -65,20 +64,9 @@ def test_hstu_cost_is_scaled_by_least_squares() -> None:
     factor = (operations * milliseconds).sum() / (operations.astype(float) ** 2).sum()
     assert fit.seconds_per_operation == pytest.approx(factor / 1e3)
     assert fit.predict(batches)[1] == pytest.approx(operations * factor / 1e3)
-
-
-def test_the_cost_of_the_model_is_the_trainers() -> None:
-    fit = Fit.of(timed("baseline"))
     assert fit.hstu_break_even == 5 * 1024  # 10 t d^2 = 2 t^2 d
-    assert fit.hstu == HSTUCost(
-        hidden=1024,
-        heads=4,
-        head_dim=256,
-        layers=8,
-        interleave_actions=True,
-        contextual=("user_id",),
-        max_tokens=1 + 2 * 4096,
-    )
+    shape: dict[str, Any] = {"hidden": 1024, "heads": 4, "head_dim": 256, "layers": 8}
+    assert fit.hstu == HSTUCost(**shape, interleave_actions=True, contextual=("user_id",), max_tokens=1 + 2 * 4096)
 
 
 def test_factors_noise_and_overhead_are_found_in_the_times_of_a_run() -> None:
@@ -100,18 +88,13 @@ def test_that_ranks_which_wait_are_slower_says_nothing_about_even_steps() -> Non
     assert calibration.step_seconds(fitted) == pytest.approx((compute_ms(tokens).mean() + OVERHEAD) / 1e3, rel=0.02)
 
 
-def test_a_step_takes_the_overhead_and_its_slowest_rank() -> None:
+def test_a_step_takes_the_overhead_and_its_slowest_rank_with_factors_and_noise_drawn_for_each_rank() -> None:
     exact = dataclasses.replace(Calibration.of(timed("baseline")), factors=np.ones(4), noise=np.ones(1), overhead=0.5)
     compute = np.array([[1.0, 3.0], [4.0, 2.0]])
     assert exact.step_seconds(compute) == 0.5 + 3.5
     slow = dataclasses.replace(exact, factors=np.full(4, 2.0), noise=np.array([1.5]))
     assert slow.step_seconds(compute) == 0.5 + 3.5 * 3
-
-
-def test_factors_and_noise_are_drawn_for_each_rank() -> None:
-    exact = Calibration.of(timed("baseline"))
     noisy = dataclasses.replace(exact, factors=np.array([1.0, 2.0]), noise=np.array([1.0, 1.5]), overhead=0.0)
-    alone, pair = noisy.step_seconds(np.ones((100_000, 1))), noisy.step_seconds(np.ones((100_000, 2)))
     # Products are 1, 1.5, 2 and 3, each with probability 1/4; the larger of two is 3 with 7/16, 2 with 5/16, ...
-    assert alone == pytest.approx((1 + 1.5 + 2 + 3) / 4, rel=0.01)
-    assert pair == pytest.approx((7 * 3 + 5 * 2 + 3 * 1.5 + 1) / 16, rel=0.01)
+    for num_ranks, expected in ((1, (1 + 1.5 + 2 + 3) / 4), (2, (7 * 3 + 5 * 2 + 3 * 1.5 + 1) / 16)):
+        assert noisy.step_seconds(np.ones((100_000, num_ranks))) == pytest.approx(expected, rel=0.01)

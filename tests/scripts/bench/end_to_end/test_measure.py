@@ -1,10 +1,7 @@
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from end_to_end.measure import StepClock
 from evenrank.training.attention_timing import Clock
@@ -26,41 +23,16 @@ class Times(Clock):
     def wait(self) -> None: ...
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(2, 2)
-
-    def forward(self, embeddings: Tensor) -> Tensor:
-        result: Tensor = self.encoder(embeddings).sum()
-        return result
-
-
-@pytest.fixture
-def alone() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
 def test_five_points_of_each_step_in_the_order_in_which_they_are_reached() -> None:
-    model = Model()
-    clock = StepClock(model.encoder, model, torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    encoder = nn.Linear(2, 2)
+    model = nn.Sequential(encoder)
+    clock = StepClock(encoder, model, torch.device("cpu"))
     clock._clock = Times()
     for _ in range(2):  # each start forgets what was before
         clock.start()
         for _ in range(3):
-            model(torch.ones(1, 2, requires_grad=True)).backward()
+            model(torch.ones(1, 2, requires_grad=True)).sum().backward()
             clock.end_step()
-        expected = [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]]
-        np.testing.assert_array_equal(clock.read(), expected)
-
-    on_the_host = StepClock(model.encoder, model, torch.device("cpu"))
-    on_the_host.start()
-    model(torch.ones(1, 2, requires_grad=True)).backward()
-    on_the_host.end_step()
-    marks = on_the_host.read()
-    assert marks.shape == (1, 5)
-    assert (np.diff(marks) >= 0).all()
-    assert marks[0, 4] > 0
+        np.testing.assert_array_equal(clock.read(), [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]])
+    dist.destroy_process_group()

@@ -31,12 +31,10 @@ def test_ratio_is_of_medians_of_batches_and_then_the_mean_over_rounds() -> None:
 
 def test_a_disturbed_round_counts_in_means_alone() -> None:
     live = [made_up.segment(LIVE, number, [milliseconds]) for number, milliseconds in enumerate([20.0, 10.0, 12.0])]
-    even = [made_up.segment(EVEN, number, [10]) for number in range(3)]
-    result = made_up.result("a", [*live, *even])
-
-    median, mean = (made_up.given(ratio(result, (LIVE, EVEN), average)) for average in (np.median, np.mean))
-    assert (median.value, median.low, median.high) == pytest.approx((1.2, 1, 2))
-    assert (mean.value, mean.low, mean.high) == pytest.approx((1.4, 1, 2))
+    result = made_up.result("a", [*live, *(made_up.segment(EVEN, number, [10]) for number in range(3))])
+    for average, expected in ((np.median, 1.2), (np.mean, 1.4)):
+        spread = made_up.given(ratio(result, (LIVE, EVEN), average))
+        assert (spread.value, spread.low, spread.high) == pytest.approx((expected, 1, 2))
 
 
 def test_ratio_leaves_out_rounds_and_batches_without_a_partner() -> None:

@@ -1,5 +1,3 @@
-"""Tasks say what each run of a table is, and arrive in its processes as they were made."""
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -13,22 +11,15 @@ from tests.scripts.bench.end_to_end.small_tables import make_table, make_tasks, 
 
 def test_each_run_has_a_task_for_each_of_its_lengths(tmp_path: Path) -> None:
     tasks = tasks_of(make_table(tmp_path), tmp_path, gpus=4)
-    assert [task.title for task in tasks] == [
-        "short: baseline",
-        "short: halved heads",
-        "short: measured cost",
-        "long: baseline",
-        "long: measured cost",
-    ]
-    assert {task.gpus for task in tasks} == {4}
-    chosen = tasks_of(make_table(tmp_path), tmp_path, gpus=2, only=["measured-cost", "baseline"], lengths=["long"])
-    assert [task.title for task in chosen] == ["long: baseline", "long: measured cost"]
+    short = ["short: baseline", "short: halved heads", "short: measured cost"]
+    assert [task.title for task in tasks] == [*short, "long: baseline", "long: measured cost"]
+    only = ["measured-cost", "baseline"]
+    assert tasks_of(make_table(tmp_path), tmp_path, gpus=4, only=only, lengths=["long"]) == tasks[3:]
     assert tasks[1].result == tmp_path / "short" / "halved-heads.json"
     assert tasks[-1].cost_result == tmp_path / "long" / "baseline.json"
     baseline, halved, _ = make_tasks(tmp_path)
     assert (baseline.workload.item_rows, halved.workload.item_rows) == (50, 7)
     assert (baseline.data_ranks, halved.data_ranks) == (2, 1)
-    assert baseline.workload.lengths == {"short": "uniform:low=1,high=9"}
     assert baseline.distribution == "uniform:low=1,high=9"
 
 
@@ -41,22 +32,13 @@ def test_each_run_has_a_task_for_each_of_its_lengths(tmp_path: Path) -> None:
         ([], [], 3, "run 'halved heads' divides heads among 2 GPUs, of which 3 is no multiple"),
     ],
 )
-def test_a_choice_that_cannot_run_is_one_line(
-    tmp_path: Path, only: list[str], lengths: list[str], gpus: int, message: str
-) -> None:
+def test_choices_that_cannot_run(tmp_path: Path, only: list[str], lengths: list[str], gpus: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tasks_of(make_table(tmp_path), tmp_path, gpus=gpus, only=only, lengths=lengths)
     assert message in str(caught.value)
-    table = make_table(tmp_path, '[workload]\nlengths.a = "zipf"\n[[run]]\nname = "baseline"\ngpus = 4\n')
-    with pytest.raises(
-        ConfigError, match="'baseline' needs 4 GPUs, more than the 2 given; choose other runs with --only"
-    ):
+    table = make_table(tmp_path, '[workload]\nlengths.a = "zipf"\n[[run]]\nname = "a"\ngpus = 4\n')
+    with pytest.raises(ConfigError, match="'a' needs 4 GPUs, more than the 2 given; choose other runs with --only"):
         tasks_of(table, tmp_path, gpus=2)
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> tuple[WorkerTask, ...]:
-    return make_tasks(tmp_path)
 
 
 def test_complete_results_are_kept_and_others_made_again(tasks: tuple[WorkerTask, ...]) -> None:
@@ -69,10 +51,8 @@ def test_complete_results_are_kept_and_others_made_again(tasks: tuple[WorkerTask
     result_of(tasks[2]).save(tasks[2].result)
     plan = make_plan(tasks)
     assert plan.to_run == (tasks[0], tasks[2])
-    assert plan.again == {
-        tasks[0].result: "it failed: out of memory",
-        tasks[2].result: "its cost is fitted to 'baseline', which is run again",
-    }
+    of_cost = "its cost is fitted to 'baseline', which is run again"
+    assert plan.again == {tasks[0].result: "it failed: out of memory", tasks[2].result: of_cost}
 
 
 @pytest.mark.parametrize(
@@ -83,23 +63,20 @@ def test_complete_results_are_kept_and_others_made_again(tasks: tuple[WorkerTask
         ({"cost": {"name": "MeasuredCost"}}, "cost was 'measured' and is 'of the model'"),
     ],
 )
-def test_a_result_of_another_task_is_replaced(
-    tasks: tuple[WorkerTask, ...], changes: dict[str, Any], reason: str
-) -> None:
+def test_results_of_others_are_replaced(tasks: tuple[WorkerTask, ...], changes: dict[str, Any], reason: str) -> None:
     result = result_of(tasks[0])
-    values: dict[str, Any] = {name: {**(getattr(result, name) or {}), **change} for name, change in changes.items()}
+    values: dict[str, Any] = {name: getattr(result, name) | change for name, change in changes.items()}
     dataclasses.replace(result, **values).save(tasks[0].result)
     assert make_plan(tasks[:1]).again == {tasks[0].result: reason}
 
 
-@pytest.mark.parametrize("failure", [None, "out of memory"])
-def test_a_cost_without_times_to_fit_to_is_one_line(tasks: tuple[WorkerTask, ...], failure: str | None) -> None:
-    if failure:
-        result_of(tasks[0], failure=failure).save(tasks[0].result)
-    reason = failure or "it has no result"
-    with pytest.raises(ConfigError) as caught:
+def test_a_cost_without_times_to_fit_to_is_one_line(tasks: tuple[WorkerTask, ...]) -> None:
+    message = "'measured cost' needs the times of 'baseline' with the lengths 'short': "
+    with pytest.raises(ConfigError, match=message + "it has no result"):
         make_plan(tasks[2:])
-    assert f"'measured cost' needs the times of 'baseline' with the lengths 'short': {reason}; " in str(caught.value)
+    result_of(tasks[0], failure="out of memory").save(tasks[0].result)
+    with pytest.raises(ConfigError, match=message + "out of memory"):
+        make_plan(tasks[2:])
 
 
 def test_results_that_are_replaced_are_set_aside_before_the_first_run(tasks: tuple[WorkerTask, ...]) -> None:

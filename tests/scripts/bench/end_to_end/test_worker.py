@@ -18,43 +18,23 @@ from tests.scripts.bench.end_to_end import made_up
 from trainer.config import TrainConfig
 from trainer.world import World, divide
 
+STEPS = {"steps": 8, "rounds": 2, "warmup_steps": 3, "skipped_steps": 1}
 WORKLOAD = Workload(
-    lengths={"skewed": "lognormal:mean=12,std=20,high=64"},
-    item_rows=500,
-    user_rows=300,
-    num_batches=3,
-    steps=8,
-    rounds=2,
-    warmup_steps=3,
-    skipped_steps=1,
+    lengths={"skewed": "lognormal:mean=12,std=20,high=64"}, item_rows=500, user_rows=300, num_batches=3, **STEPS
 )
-SETTINGS = {
-    "hidden": 16,
-    "heads": 2,
-    "layers": 1,
-    "embedding_dim": 8,
-    "num_tasks": 2,
-    "user_id": True,
-    "batch_size": 6,
-    "max_history_length": 64,
-    "attention": "padded",
-}
+SIZES = {"hidden": 16, "heads": 2, "layers": 1, "embedding_dim": 8, "max_history_length": 64}
+SETTINGS = {**SIZES, "num_tasks": 2, "user_id": True, "batch_size": 6, "attention": "padded"}
 
 
-def make_task(gpus: int, settings: dict[str, Any]) -> WorkerTask:
-    return WorkerTask(
-        run=Run(name="a run", settings=TrainConfig(**{**SETTINGS, **settings}), gpus=gpus),
-        workload=WORKLOAD,
-        lengths="skewed",
-        result=Path("not written"),
-        cost_result=None,
-    )
+def make_task(gpus: int, **settings: Any) -> WorkerTask:
+    run = Run(name="a run", settings=TrainConfig(**{**SETTINGS, **settings}), gpus=gpus)
+    return WorkerTask(run=run, workload=WORKLOAD, lengths="skewed", result=Path("not written"), cost_result=None)
 
 
 def run(rank: int, world_size: int, settings: dict[str, Any]) -> RunResult:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    task = make_task(world_size, settings)
+    task = make_task(world_size, **settings)
     world = World(rank=rank, size=world_size, device=torch.device("cpu"))
     return measured(task, divide(world, task.run.settings.tensor_parallel))
 
@@ -65,23 +45,17 @@ def balanced(ranks: RankPool) -> list[RunResult]:
 
 
 @pytest.fixture(scope="module")
-def unbalanced(ranks: RankPool) -> RunResult:
-    result: RunResult = ranks.run(2, run, {"balance": "none"})[0]
-    return result
+def unbalanced(ranks: RankPool) -> Any:
+    return ranks.run(2, run, {"balance": "none"})[0]
 
 
-def test_all_ranks_have_the_same_result(balanced: list[RunResult], tmp_path: Path) -> None:
+def test_balancing_changes_who_trains_samples(balanced: list[RunResult], unbalanced: RunResult, tmp_path: Path) -> None:
     for rank, result in enumerate(balanced):
-        assert result.balance is not None
         # Background times are each rank's own.
-        balance = dataclasses.replace(result.balance, plan_seconds=np.zeros(0), gather_seconds=np.zeros(0))
+        of_rank: dict[str, Any] = {"plan_seconds": np.zeros(0), "gather_seconds": np.zeros(0)}
+        balance = dataclasses.replace(made_up.given(result.balance), **of_rank)
         dataclasses.replace(result, balance=balance).save(tmp_path / str(rank))
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
-
-
-def test_balancing_changes_who_trains_a_sample_and_nothing_else(
-    balanced: list[RunResult], unbalanced: RunResult
-) -> None:
     before, after = made_up.given(unbalanced.balanced), made_up.given(balanced[0].balanced)
     for name in ("tokens", "pairs", "predictions", "loads"):
         np.testing.assert_array_equal(getattr(before, name).sum(0), getattr(after, name).sum(0))
@@ -107,13 +81,10 @@ def test_work_and_balance_agree(balanced: list[RunResult], unbalanced: RunResult
     assert made_up.given(balanced[0].balance).moved_samples.all()
 
 
-def test_even_batches_are_the_same_on_every_rank_and_cost_the_mean(balanced: list[RunResult]) -> None:
+def test_kinds_of_batches_take_turns_and_even_ones_cost_the_mean(balanced: list[RunResult]) -> None:
     even, work = made_up.given(balanced[0].even), made_up.given(balanced[0].balanced)
     np.testing.assert_array_equal(even.sample_tokens[0], even.sample_tokens[1])
     np.testing.assert_allclose(even.loads[0], work.loads.mean(0), rtol=0.02)  # rounded to whole events of 6 samples
-
-
-def test_kinds_of_batches_take_turns_and_go_through_all_batches(balanced: list[RunResult]) -> None:
     segments = balanced[0].segments
     assert [(segment.round, segment.kind) for segment in segments] == [
         (number, kind) for number in (0, 1) for kind in ("live", "prepared", "even")
@@ -127,7 +98,7 @@ def test_kinds_of_batches_take_turns_and_go_through_all_batches(balanced: list[R
 
 def test_another_number_of_processes_than_the_task_says_is_an_error() -> None:
     with pytest.raises(ConfigError, match="the task is for 4 processes, not 2; start so many with torchrun"):
-        measured(make_task(4, {}), World(rank=0, size=2, device=torch.device("cpu")))
+        measured(make_task(4), World(rank=0, size=2, device=torch.device("cpu")))
 
 
 def test_ranks_that_divide_heads_train_the_same_batches(ranks: RankPool) -> None:

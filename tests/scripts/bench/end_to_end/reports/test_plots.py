@@ -1,6 +1,3 @@
-"""Bars, texts and colours of the plots, which stay inside their figures."""
-
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +5,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.testing import assert_allclose
 
@@ -40,44 +36,31 @@ UNBALANCED = of_ranks([[30, 10, 6], [10, 30, 6]], [[9, 3, 2], [3, 9, 2]], balanc
 BALANCED = of_ranks([[25, 21, 6], [25, 19, 6]], [[6, 6, 2], [6, 6, 2]], strategy="lpt-swap")
 
 
-def bars(axes: Axes) -> list[Rectangle]:
-    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+def bars(axes: Axes, of: str = "width") -> list[float]:
+    return [getattr(patch, f"get_{of}")() for patch in axes.patches if isinstance(patch, Rectangle)]
 
 
 def texts(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def check_inside(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Check that all texts of the axes are inside the figure."""
-    figure.draw_without_rendering()
-    width, height = figure.bbox.size
-    boxes = [text.get_window_extent() for axes in panels for text in axes.texts]
-    assert all(box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height for box in boxes)
-
-
 def test_throughput_has_a_bar_for_each_run_and_the_reason_of_those_that_failed(tmp_path: Path) -> None:
-    recompute = "+ recompute, embedding lookups overlapped with everything"
-    failure = "expected 4 processes, but one of them has ended before the first step " * 3
-    rows = make_rows(
-        [
-            made_up.result("padded", failure=failure),
-            run("plain", 12.5),
-            run("+ balance", 10, adds_to="plain", settings={"strategy": "lpt-swap"}),
-            run(recompute, 8, adds_to="plain", settings={"balance": "none", "recompute": True}),
-        ]
-    )
-    figure = plots.throughput(rows)
+    runs = [
+        made_up.result("padded", failure="expected 4 processes, but one of them has ended before the first step " * 3),
+        run("plain", 12.5),
+        run("+ balance", 10, adds_to="plain", settings={"strategy": "lpt-swap"}),
+        run("+ recompute, embedding lookups overlapped with everything", 8, adds_to="plain"),
+    ]
+    figure = plots.throughput(make_rows(runs))
     axes = figure.axes[0]
-    assert [bar.get_width() for bar in bars(axes)] == pytest.approx([FLOPS / 2 / ms * 1e-3 for ms in (12.5, 10, 8)])
-    assert [bar.get_y() + bar.get_height() / 2 for bar in bars(axes)] == pytest.approx([1, 2, 3])
+    assert bars(axes) == pytest.approx([FLOPS / 2 / ms * 1e-3 for ms in (12.5, 10, 8)])
     assert texts(axes)[0].startswith("failed: expected 4 processes")
     assert texts(axes)[1:] == ["20", "25  +25.0%", "31  +56.2% over plain"]
-    check_inside(figure, [axes])  # of long names too
-    other = axes.child_axes[0]
+    # Long texts are inside the figure.
+    figure.draw_without_rendering()
+    assert max(text.get_window_extent().x1 for text in axes.texts) <= figure.bbox.width
     # The peak is 1 TFLOP/s, of which the longest bar is MFU 31.4.
-    assert np.array(other.get_xlim()) == pytest.approx(100 * np.array(axes.get_xlim()))
-    assert other.get_xlabel() == "MFU (%)"
+    assert np.array(axes.child_axes[0].get_xlim()) == pytest.approx(100 * np.array(axes.get_xlim()))
     save(figure, tmp_path / "plots" / "throughput.png")
     assert matplotlib.image.imread(tmp_path / "plots" / "throughput.png").shape[1] == round(WIDTH * 150)
 
@@ -90,59 +73,38 @@ def test_headline_splits_bars_at_the_perfectly_even_batch() -> None:
         "other": make_rows([run("a", 13)]),
     }
     figure = plots.headline(tables)
-    first, second, third = figure.axes
-    assert [bar.get_width() for bar in bars(first)] == pytest.approx([1, 0.25, 1, 0.002])
-    assert [bar.get_width() for bar in bars(second)] == pytest.approx([1, 0.3, 0.99, 0])
-    assert [bar.get_x() for bar in bars(first)] == [0, 1, 0, 1]
-    assert [label.get_text() for label in first.get_yticklabels()] == ["unbalanced", "lpt-swap"]
-    assert texts(first) == ["1.250", "", "1.002", "1.25x as fast"]
-    assert texts(second) == ["1.300", "", "0.990", "1.31x as fast"]
-    assert texts(third)[-1] == "not measured"
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["lognormal", "zipf", "other"]
-    check_inside(figure, figure.axes)
+    assert [*bars(figure.axes[0]), *bars(figure.axes[1])] == pytest.approx([1, 0.25, 1, 0.002, 1, 0.3, 0.99, 0])
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["unbalanced", "lpt-swap"]
+    assert [texts(axes) for axes in figure.axes] == [
+        ["1.250", "", "1.002", "1.25x as fast"],
+        ["1.300", "", "0.990", "1.31x as fast"],
+        ["1.300", "", "not measured"],
+    ]
 
 
 def test_ranks_are_drawn_relative_to_the_mean_of_the_step_on_one_scale() -> None:
     panels = plots.ranks(UNBALANCED, BALANCED).axes[:4]
-    shown = [np.asarray(axes.images[0].get_array()) for axes in panels]
-    assert_allclose(shown[0], [[1.5, 0.5, 1], [0.5, 1.5, 1]])
-    assert_allclose(shown[1], [[1.5, 0.5, 1], [0.5, 1.5, 1]])
-    assert_allclose(shown[2], np.ones((2, 3)))
-    assert_allclose(shown[3], [[1, 1.05, 1], [1, 0.95, 1]])
+    unbalanced, compute = [[1.5, 0.5, 1], [0.5, 1.5, 1]], [[1, 1.05, 1], [1, 0.95, 1]]
+    shown: tuple[Any, ...] = (unbalanced, unbalanced, np.ones((2, 3)), compute)
+    for axes, expected in zip(panels, shown, strict=True):
+        assert_allclose(np.asarray(axes.images[0].get_array()), expected)
     assert [axes.images[0].get_clim() for axes in panels] == [pytest.approx((0.5, 1.5))] * 4
-    assert [axes.get_title(loc="left") for axes in panels] == [
-        "load, unbalanced: heaviest 1.33",
-        "compute time, unbalanced: heaviest 1.33",
-        "load, lpt-swap: heaviest 1.00",
-        "compute time, lpt-swap: heaviest 1.02",
-    ]
-    equal = of_ranks([[10], [10]], [[5, 5], [5, 5]])
-    assert plots.ranks(equal, equal).axes[0].images[0].get_clim() == pytest.approx((0.99, 1.01))
-
-
-def test_typical_step_is_that_of_the_median_time_and_begins_when_the_first_rank_does() -> None:
-    # Steps take 12, 22 and 8 ms.
-    step = typical_step(of_ranks([[10, 20, 6], [10, 20, 6]], np.ones((2, 3))))
-    assert (step.batch, step.milliseconds) == (0, 12)
-    assert_allclose(step.marks, [[0, 1, 1 + 10 / 3, 11, 12]] * 2)
-    segment = made_up.segment(LIVE, 0, [1, 2, 3, 4, 30], batch=[7, 7, 9, 9, 9])
-    segment.marks[0] += 105
-    segment.marks[1] += 100
-    result = made_up.result("a", [segment])
-    assert typical_step(result, batch=9).milliseconds == pytest.approx(4)
-    assert typical_step(result, batch=5).milliseconds == pytest.approx(3)
-    assert_allclose(typical_step(result, batch=9).marks[:, 0], [5, 0])
+    assert panels[3].get_title(loc="left") == "compute time, lpt-swap: heaviest 1.02"
 
 
 def test_timeline_has_the_same_batch_before_and_after_balancing_on_one_axis() -> None:
     figure = plots.timeline(UNBALANCED, BALANCED)
     before, after = figure.axes
     assert before.get_xlim() == after.get_xlim()
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["unbalanced: 32.0 ms", "lpt-swap: 27.0 ms"]
     # That of the balanced run is not its median step. Of each part, the bars of ranks 0 and 1.
-    starts = np.array([bar.get_x() for bar in bars(before)]).reshape(4, 2)
-    widths = np.array([bar.get_width() for bar in bars(before)]).reshape(4, 2)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["unbalanced: 32.0 ms", "lpt-swap: 27.0 ms"]
+    starts, widths = (np.array(bars(before, of)).reshape(4, 2) for of in ("x", "width"))
     assert_allclose(starts[0], 0)
     assert_allclose(widths, np.array([[1, 1], [10, 10 / 3], [20, 20 / 3], [1, 21]]))
     assert_allclose(starts[1:], (starts + widths)[:-1])
-    assert_allclose(np.array([bar.get_width() for bar in bars(after)]).reshape(4, 2)[3], [1, 1])
+    segment = made_up.segment(LIVE, 0, [1, 2, 3, 4, 30], batch=[7, 7, 9, 9, 9])
+    segment.marks[0] += 105
+    segment.marks[1] += 100
+    steps = [typical_step(made_up.result("a", [segment]), batch=batch) for batch in (9, 5)]
+    assert [step.milliseconds for step in steps] == pytest.approx([4, 3])
+    assert_allclose(steps[0].marks[:, 0], [5, 0])

@@ -35,19 +35,11 @@ def test_without_noise_the_speedup_is_that_of_the_simulator() -> None:
         summary = simulate(source, BalanceConfig(cost=cost, strategy=planned), 8, batch_size=4, steps=30)
         assert heaviest[UNBALANCED] / heaviest[strategy] == pytest.approx(summary.speedup, rel=1e-9)
         assert tokens == pytest.approx(summary.tokens / 8)
-    drawn, even = (
-        simulated_compute(cost, source, 4, batch_size=4, strategy=strategy, steps=5)[0]
-        for strategy in (UNBALANCED, EVEN)
-    )
+    drawn, even = (simulated_compute(cost, source, 4, batch_size=4, strategy=s, steps=5)[0] for s in (UNBALANCED, EVEN))
     assert even == pytest.approx(np.repeat(drawn.mean(axis=1, keepdims=True), 4, axis=1))
-
-
-def test_costs_of_a_rank_do_not_overflow() -> None:
-    # The longest sample costs about 2^60, 32 of them 2^65.
-    cost = fit_cost(timed("baseline"))
-    compute, tokens = simulated_compute(
-        cost, LengthSource(lengths=np.full(64, 4096)), 2, batch_size=32, strategy="lpt-swap", steps=1
-    )
+    # The longest sample costs about 2^60, 32 of them 2^65, which does not fit.
+    cost, source = fit_cost(timed("baseline")), LengthSource(lengths=np.full(64, 4096))
+    compute, tokens = simulated_compute(cost, source, 2, batch_size=32, strategy="lpt-swap", steps=1)
     assert compute == pytest.approx(compute_ms(np.full((1, 2, 32), 8193)) / 1e3, rel=1e-3)
     assert tokens == 32 * 8193
 
@@ -60,51 +52,38 @@ def test_what_was_measured_is_predicted_by_another_number_of_gpus() -> None:
         timed("two, lpt", gpus=2, strategy="lpt-swap", factors=(1.2, 1.2)),
     ]
     points = {(point.ranks, point.strategy): point for point in scale(runs).points}
-    assert {ranks: point.calibration.run for (ranks, _), point in points.items()} == {
-        1: "four",
-        2: "four",
-        4: "two",
-        8: "four",
-    }
-    assert {key: point.measured.run for key, point in points.items() if point.measured} == {
-        (2, UNBALANCED): "two",
-        (2, "lpt-swap"): "two, lpt",
-        (2, EVEN): "two",
-        (4, UNBALANCED): "four",
-        (4, EVEN): "four",
-    }
-    for run, strategy in ((runs[0], UNBALANCED), (runs[2], "lpt-swap")):
-        slowest = compute_ms(made_up.given(run.balanced).sample_tokens).max(axis=0).mean()
-        point = points[2, strategy]
-        measured, errors = made_up.given(point.measured), made_up.given(point.errors)
-        assert measured.seconds * 1e3 == pytest.approx(1.2 * slowest + OVERHEAD)
-        assert measured.predicted * 1e3 == pytest.approx(slowest + OVERHEAD, rel=1e-3)
-        assert errors[1] == pytest.approx((slowest + OVERHEAD) / (1.2 * slowest + OVERHEAD) - 1, abs=1e-3)
-        assert errors[0] == pytest.approx(point.seconds / measured.seconds - 1)
-    on_even = made_up.given(points[4, EVEN].measured)
-    slowest = compute_ms(made_up.given(runs[1].even).sample_tokens).mean()
-    assert on_even.seconds * 1e3 == pytest.approx(slowest + OVERHEAD)
-    assert on_even.predicted * 1e3 == pytest.approx(1.2 * slowest + OVERHEAD, rel=1e-3)
+    predicted_by = {ranks: point.calibration.run for (ranks, _), point in points.items()}
+    assert predicted_by == {1: "four", 2: "four", 4: "two", 8: "four"}
+    measured_by = {key: point.measured.run for key, point in points.items() if point.measured}
+    assert measured_by.pop((2, "lpt-swap")) == "two, lpt"
+    assert measured_by == {(2, UNBALANCED): "two", (2, EVEN): "two", (4, UNBALANCED): "four", (4, EVEN): "four"}
+    for key, work, measured_factor, predicted_factor in (
+        ((2, UNBALANCED), runs[0].balanced, 1.2, 1),
+        ((2, "lpt-swap"), runs[2].balanced, 1.2, 1),
+        ((4, EVEN), runs[1].even, 1, 1.2),
+    ):
+        slowest = compute_ms(made_up.given(work).sample_tokens).max(axis=0).mean()
+        measured, errors = made_up.given(points[key].measured), made_up.given(points[key].errors)
+        expected, predicted = (factor * slowest + OVERHEAD for factor in (measured_factor, predicted_factor))
+        assert measured.seconds * 1e3 == pytest.approx(expected)
+        assert measured.predicted * 1e3 == pytest.approx(predicted, rel=1e-3)
+        assert errors[1] == pytest.approx(predicted / expected - 1, abs=1e-3)
+        assert errors[0] == pytest.approx(points[key].seconds / measured.seconds - 1)
 
 
 def test_ratios_and_efficiency_follow_from_times() -> None:
-    runs = [timed("one", gpus=1), timed("four"), timed("lpt", strategy="lpt-swap")]
-    result = scale(runs)
-    point = result.find(4, "lpt-swap")
-    one = result.find(1, "lpt-swap")
+    result = scale([timed("one", gpus=1), timed("four"), timed("lpt", strategy="lpt-swap")])
+    point, one = result.find(4, "lpt-swap"), result.find(1, "lpt-swap")
     assert one.strategy == UNBALANCED
     unbalanced, even = result.find(4, UNBALANCED), result.find(4, EVEN)
     assert result.speedup(point) == unbalanced.seconds / point.seconds > 1.1
     assert result.to_even(point) == point.seconds / even.seconds
     of_one, of_balanced, of_even = (made_up.given(one.measured) for one in (one, point, even))
     assert result.efficiency(point) == point.tokens_per_second / of_one.tokens_per_second
-    assert result.efficiency(one, measured=True) == 1
-    # Of the same run, whose even steps are those of all strategies here.
+    # Of the same run, whose even steps are those of all strategies here, and count the tokens that they stand for.
     assert result.to_even(point, measured=True) == pytest.approx(of_balanced.seconds / of_even.seconds)
-    # Even steps count the tokens of those that they stand for.
-    assert of_even.tokens_per_second * of_even.seconds == pytest.approx(
-        of_balanced.tokens_per_second * of_balanced.seconds
-    )
+    num_tokens = of_balanced.tokens_per_second * of_balanced.seconds
+    assert of_even.tokens_per_second * of_even.seconds == pytest.approx(num_tokens)
     assert result.speedup(result.find(8, "lpt-swap"), measured=True) is None
 
 
@@ -130,40 +109,33 @@ def test_the_configuration_measured_in_most_ways_is_scaled_and_of_equals_the_fas
         timed("heads", data_ranks=2, settings={"tensor_parallel": 2}),
         made_up.result("failed", failure="out of memory"),
     ]
-    assert [[run.name for run in group] for group in scaled_runs(runs)] == [["recompute", "recompute, two"]]
     slow, fast = timed("slow", factors=(1.3,) * 4), timed("fast", settings=recompute)
-    for order in ([slow, fast], [fast, slow]):
-        assert [[run.name for run in group] for group in scaled_runs(order)] == [["fast"]]
     small = timed("small", gpus=2, workload={"lengths": LENGTHS, "item_rows": 10, "user_rows": 10})
-    groups = scaled_runs([timed("one", gpus=1), timed("four"), small])  # tables of other sizes are not comparable
-    assert [[run.name for run in group] for group in groups] == [["one", "four"]]
+    for given, expected in (
+        (runs, ["recompute", "recompute, two"]),
+        ([slow, fast], ["fast"]),
+        ([fast, slow], ["fast"]),
+        ([timed("one", gpus=1), timed("four"), small], ["one", "four"]),  # tables of other sizes are not comparable
+    ):
+        assert [[run.name for run in group] for group in scaled_runs(given)] == [expected]
 
 
 def test_the_section_states_errors_and_has_a_row_for_each_number_of_ranks(tmp_path: Path) -> None:
     runs = [timed("two", gpus=2, factors=(1.2, 1.2)), timed("four")]
     section = write_section(tmp_path, runs)
-    worst = max((error for point in scale(runs).points if (error := point.errors)), key=lambda error: abs(error[1]))
-    assert f"instead of others of the same distribution, at most {abs(worst[1]):.1%}." in section
+    worst = max(abs(point.errors[1]) for point in scale(runs).points if point.errors)
+    assert f"instead of others of the same distribution, at most {worst:.1%}." in section
     assert "Tried on 4 measured points" in section
-    assert (
-        "More ranks than measured are predicted by the run 'four' on 4 GPUs: factors of its ranks 1.000 to 1.000"
-        in section
-    )
-    rows = [line.split(" | ")[0] for line in section.splitlines() if line[2:3].isdigit()]
-    assert rows == ["| 2"] * 2 + ["| 4"] * 2 + [f"| {ranks}" for ranks in (1, 2, 4, 8)]
-    assert "![Speed-up and efficiency by ranks](plots/scaling-lognormal.png)" in section
-    assert "\n\n\n" not in section
+    assert "More ranks than measured are predicted by the run 'four' on 4 GPUs" in section
+    rows = [line.split()[1] for line in section.splitlines() if line[2:3].isdigit()]
+    assert rows == ["2", "2", "4", "4", "1", "2", "4", "8"]
     assert (tmp_path / "plots" / "scaling-lognormal.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_an_unbalanced_run_on_several_numbers_of_gpus_there_is_no_section(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_number_of_gpus_or_balanced_runs_have_no_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert write_section(tmp_path, [timed("lpt", strategy="lpt-swap")]) == ""
-    few = [timed(f"few on {gpus}", gpus=gpus, batches=3) for gpus in (2, 4)]
-    section = write_section(tmp_path, few)
-    for text in ("few on 2 (lognormal): 6 steps are too few", "few on 4 (lognormal): 12 steps are too few"):
-        assert f"No cost was fitted to {text}" in section
+    section = write_section(tmp_path, [timed(f"few on {gpus}", gpus=gpus, batches=3) for gpus in (2, 4)])
+    assert "No cost was fitted to few on 2 (lognormal): 6 steps are too few" in section
     monkeypatch.setattr(scaling, "scale", lambda runs, on_point: pytest.fail(f"simulated {runs}"))
     section = write_section(tmp_path, [timed("one", gpus=1), timed("one, lpt", gpus=1, strategy="lpt-swap")])
     assert "lognormal: measured on 1 GPU alone." in section
