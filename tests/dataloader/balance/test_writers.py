@@ -78,33 +78,13 @@ def write(path: Path, *steps: StepMetrics) -> None:
 def test_a_line_has_all_metrics_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "log.jsonl"
     write(path, step(7, epoch=2, before=(6, 2), after=(3, 5)))
-    assert lines(path) == [
-        {
-            "epoch": 2,
-            "step": 7,
-            "seen": 1,
-            "steps": 1,
-            "ratio_before": 1.5,
-            "ratio_after": 1.25,
-            "worst_after": 1.25,
-            "speedup": 1.2,
-            "moved_samples": 0.25,
-            "moved_tokens": 0.25,
-            "moved_bytes": 80.0,
-            "gather_seconds": 0.25,
-            "plan_seconds": 3.5,
-            "exchange_seconds": 0.125,
-            "waited_seconds": 0.0,
-            "heaviest_before": 6.0,
-            "heaviest_after": 5.0,
-            "samples": 4.0,
-            "tokens": 40.0,
-            "bytes": 320.0,
-            "before": [6, 2],
-            "after": [3, 5],
-            "lower_bound": 4,
-        }
-    ]
+    assert path.read_text() == (
+        '{"epoch": 2, "step": 7, "seen": 1, "steps": 1, "ratio_before": 1.5, "ratio_after": 1.25, "worst_after": 1.25, '
+        '"speedup": 1.2, "moved_samples": 0.25, "moved_tokens": 0.25, "moved_bytes": 80.0, "gather_seconds": 0.25, '
+        '"plan_seconds": 3.5, "exchange_seconds": 0.125, "waited_seconds": 0.0, "heaviest_before": 6.0, '
+        '"heaviest_after": 5.0, "samples": 4.0, "tokens": 40.0, "bytes": 320.0, "before": [6, 2], "after": [3, 5], '
+        '"lower_bound": 4}\n'
+    )
 
 
 def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> None:
@@ -148,14 +128,21 @@ def test_an_existing_file_is_continued_on_a_new_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("folder", "Is a directory"), ("file/log", "Not a directory"), ("file/a/b", "Not a directory")],
+    ("writer", "name", "message"),
+    [
+        (JsonLines, "folder", "Is a directory; choose another file"),
+        (JsonLines, "file/log", "Not a directory; choose another file"),
+        (JsonLines, "file/a/b", "Not a directory; choose another file"),
+        (TensorBoard, "file", "File exists; choose another folder"),
+    ],
 )
-def test_paths_that_cannot_be_written_are_reported_at_once(tmp_path: Path, name: str, message: str) -> None:
+def test_paths_that_cannot_be_written_are_reported_at_once(
+    tmp_path: Path, writer: type[JsonLines | TensorBoard], name: str, message: str
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=f"{name} cannot be written: {message}; choose another file"):
-        JsonLines(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} cannot be written: {message}"):
+        writer(tmp_path / name)
 
 
 @pytest.mark.parametrize("writer", [JsonLines, TensorBoard])
@@ -180,9 +167,9 @@ def _unprivileged() -> Iterator[None]:
 
 def test_a_job_that_is_killed_loses_no_line(tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from evenrank.dataloader.balance.writers import JsonLines\n"
+        "import os; from evenrank.dataloader.balance.writers import JsonLines\n"
         "from tests.dataloader.balance.test_writers import STEPS\n"
-        "log = JsonLines(Path('log.jsonl'))\n"
+        "log = JsonLines('log.jsonl')\n"
         "[log(metrics) for metrics in STEPS]\n"
         f"os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
     )
@@ -257,34 +244,20 @@ def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_place_of_the_folder_is_reported_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file cannot be written: File exists; choose another folder"):
-        TensorBoard(tmp_path / "file")
-
-
 def test_importing_needs_no_optional_packages_and_leaves_logging_as_it_is() -> None:
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard', 'torch'])); "
-        "import logging; from evenrank.dataloader.balance.writers import StepLogger; StepLogger(every=1); "
-        "log = logging.getLogger('evenrank'); "
-        "assert (log.level, log.handlers, logging.getLogger().handlers) == (0, [], [])"
+        "import logging, sys; sys.modules.update(dict.fromkeys(['polars', 'matplotlib', 'tensorboard', 'torch'])); "
+        "from evenrank.dataloader.balance.writers import StepLogger; StepLogger(every=1); "
+        "log = logging.getLogger('evenrank'); assert (log.level, log.handlers, log.root.handlers) == (0, [], [])"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
-TEXT_STEP = StepMetrics(
-    epoch=1,
-    step=100,
-    before=np.array([2_500_000_000, 1_250_000_000]),
-    after=np.array([1_874_000_000, 1_876_000_000]),
+TEXT_STEP = replace(
+    step(100, epoch=1, before=(2_500_000_000, 1_250_000_000), after=(1_874_000_000, 1_876_000_000)),
     lower_bound=1_875_000_000,
-    samples=64,
-    moved_samples=12,
     tokens=98_765,
     moved_tokens=12_345,
-    sample_bytes=1_000_000,
-    moved_bytes=100_000,
     plan_seconds=0.00123,
     exchange_seconds=0.0344,
 )
@@ -310,32 +283,16 @@ def test_the_text_of_a_line() -> None:
         "epoch 1 step 100: load max-min 1.2e9 -> 2.0e6 (imbalance 50.0% -> 0.1%, 1.333 -> 1.001 x lower bound), "
         "moved 12,345 of 98,765 tokens, plan 1.2 ms, exchange 34.4 ms"
     )
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "bound", "text"),
-    [
-        ((0, 99_999), (100_000, 0), 50_000, "99,999 -> 1.0e5 (imbalance 100.0% -> 100.0%, 2.000 -> 2.000 x lower"),
-        ((0, 0), (0, 0), 0, "0 -> 0 (imbalance 0.0% -> 0.0%, 1.000 -> 1.000 x lower bound)"),
-    ],
-)
-def test_small_loads_are_written_in_full(
-    before: tuple[int, int], after: tuple[int, int], bound: int, text: str
-) -> None:
-    line = log_line(replace(TEXT_STEP, before=np.array(before), after=np.array(after), lower_bound=bound))
-    assert f"load max-min {text}" in line
+    small = replace(TEXT_STEP, before=np.array([0, 99_999]), after=np.array([100_000, 0]), lower_bound=50_000)
+    text = "load max-min 99,999 -> 1.0e5 (imbalance 100.0% -> 100.0%, 2.000 -> 2.000 x lower bound), moved"
+    assert text in log_line(small)
+    zero = replace(TEXT_STEP, before=np.array([0, 0]), after=np.array([0, 0]), lower_bound=0)
+    assert "load max-min 0 -> 0 (imbalance 0.0% -> 0.0%, 1.000 -> 1.000 x lower bound), moved" in log_line(zero)
 
 
 @pytest.mark.parametrize(
     ("every", "window", "logged"),
-    [
-        (1, None, range(10)),
-        (4, None, [0, 4, 8]),
-        (1, (3, 6), [3, 4, 5]),
-        (3, (3, 9), [3, 6]),
-        (2, (5, 6), []),
-        (4, (8, 100), [8]),
-    ],
+    [(1, None, range(10)), (4, None, [0, 4, 8]), (1, (3, 6), [3, 4, 5]), (3, (3, 9), [3, 6]), (2, (5, 6), [])],
 )
 @pytest.mark.usefixtures("logger")
 def test_every_few_steps_of_a_window_are_logged(
@@ -357,10 +314,8 @@ def test_a_line_is_seen_where_nobody_has_configured_logging(
     assert logger.handlers == []
     for _ in range(4):
         log_step(TEXT_STEP)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} evenrank: " + re.escape(log_line(TEXT_STEP)), line)
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} evenrank: " + re.escape(log_line(TEXT_STEP)) + "\n"
+    assert re.fullmatch(2 * line, capsys.readouterr().err)
     assert len(logger.handlers) == 1
     assert logging.getLogger().handlers == []
 
@@ -368,14 +323,12 @@ def test_a_line_is_seen_where_nobody_has_configured_logging(
 def test_a_line_is_seen_where_the_root_logger_shows_only_warnings(
     monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
 ) -> None:
-    written = io.StringIO()
-    root = logging.getLogger()
+    written, root = io.StringIO(), logging.getLogger()
     monkeypatch.setattr(root, "handlers", [logging.StreamHandler(written)])
     monkeypatch.setattr(root, "level", logging.WARNING)
     StepLogger(every=1)(TEXT_STEP)
     assert written.getvalue() == f"{log_line(TEXT_STEP)}\n"
-    assert logger.handlers == []
-    assert root.level == logging.WARNING
+    assert (logger.handlers, root.level) == ([], logging.WARNING)
 
 
 def test_a_level_that_the_user_has_set_is_kept(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
@@ -391,54 +344,42 @@ def _batches(rank: int = 0) -> list[RichBatch]:
     return [replace(rich_batch(samples, first_id=10 * rank), step=step) for step in range(4)]
 
 
+@pytest.mark.parametrize("balances_alone", [False, True])
 @pytest.mark.usefixtures("logger")
-def test_the_lines_of_a_balancer_have_the_metrics_that_on_step_gets(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_have_the_metrics_that_on_step_gets(
+    caplog: pytest.LogCaptureFixture, small_dataset: Path, balances_alone: bool
+) -> None:
     seen: list[StepMetrics] = []
-    with Balancer(
-        _batches(), BalanceConfig(cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7))
-    ) as balancer:
-        for _ in range(2):
-            assert len(list(balancer)) == 4
-    assert len(seen) == 8
+    balance = BalanceConfig(cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7))
+    if balances_alone:
+        for rank in (1, 0):  # of which the first one logs
+            seen.clear()
+            list(build_loader(small_dataset, LoaderConfig(batch_size=4), rank=rank, world_size=2, balance=balance))
+    else:
+        with Balancer(_batches(), balance) as balancer:
+            assert [len(list(balancer)) for _ in range(2)] == [4, 4]
+        assert len(seen) == 8
     assert _lines(caplog) == [log_line(seen[number]) for number in (0, 2, 4, 6)]
 
 
-@pytest.mark.usefixtures("logger")
-def test_a_loader_that_balances_logs_too(caplog: pytest.LogCaptureFixture, small_dataset: Path) -> None:
-    seen: list[StepMetrics] = []
-    for rank in (1, 0):
-        balance = BalanceConfig(cost=one_per_sample, on_step=seen.append, log_every=2, log_window=(0, 7))
-        loader = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=rank, world_size=2, balance=balance)
-        seen.clear()
-        assert len(list(loader)) > 10
-    assert _lines(caplog) == [log_line(seen[number]) for number in (0, 2, 4, 6)]
-
-
-def _standard_error(rank: int, world_size: int) -> list[str]:
-    """Return what a rank writes, when ranks 1 and 2 of three balance together with different options."""
+def _logged(rank: int, world_size: int) -> list[str]:
+    """Return the lines of a rank, when ranks 1 and 2 of three balance together with different options."""
     group = dist.new_group([1, 2])
     if rank == 0:
         return []
     assert isinstance(group, dist.ProcessGroup)
     written = io.StringIO()
-    with (
-        contextlib.redirect_stderr(written),
-        Balancer(
-            _batches(rank), BalanceConfig(cost=one_per_sample, log_every=rank, log_window=(1, 3)), group=group
-        ) as balancer,
-    ):
-        root, log = logging.getLogger(), logging.getLogger("evenrank")
-        previous, root.handlers = root.handlers, []
-        try:
+    log = logging.getLogger("evenrank")
+    log.handlers = [logging.StreamHandler(written)]
+    config = BalanceConfig(cost=one_per_sample, log_every=rank, log_window=(1, 3))
+    try:
+        with Balancer(_batches(rank), config, group=group) as balancer:
             assert len(list(balancer)) == 4
-        finally:
-            root.handlers, log.handlers = previous, []
-            log.setLevel(logging.NOTSET)
-    return written.getvalue().splitlines()
+    finally:
+        log.handlers = []
+        log.setLevel(logging.NOTSET)
+    return [line.split(": load")[0] for line in written.getvalue().splitlines()]
 
 
 def test_only_the_first_rank_of_the_group_logs(ranks: RankPool) -> None:
-    outside, first, second = ranks.run(3, _standard_error)
-    assert (outside, second) == ([], [])
-    steps = [line.partition("evenrank: ")[2].split(": load")[0] for line in first]
-    assert steps == ["epoch 0 step 1", "epoch 0 step 2"]
+    assert ranks.run(3, _logged) == [[], ["epoch 0 step 1", "epoch 0 step 2"], []]

@@ -20,32 +20,24 @@ from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
     """Draw padded batches of all ranks, and any assignment within the batch size."""
     world_size, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    length = st.integers(0, 5)
-    batches, counts = [], []
+    rank_of = np.array(draw(st.permutations([*range(world_size)] * batch_size)), dtype=np.int32)
+    rank_of = rank_of.reshape(world_size, batch_size)
+    pairs = st.tuples(st.integers(0, 5), st.integers(0, 5))
+    batches = []
     for rank in range(world_size):
-        rows = draw(st.lists(st.tuples(length, length, length, length), max_size=batch_size))
-        pairs = [[(a, b), (c, d)] for a, b, c, d in rows]
-        counts.append(len(rows))
-        batches.append(pad_batch(rich_batch(pairs, first_id=10 * rank), batch_size))
-    shuffled_ranks = draw(st.permutations([rank for rank in range(world_size) for _ in range(batch_size)]))
-    rank_of = np.full((world_size, batch_size), -1, dtype=np.int32)
-    for rank, count in enumerate(counts):
-        rank_of[rank, :count] = shuffled_ranks[rank * batch_size : rank * batch_size + count]
+        rows = draw(st.lists(st.lists(pairs, min_size=2, max_size=2), max_size=batch_size))
+        rank_of[rank, len(rows) :] = -1
+        batches.append(pad_batch(rich_batch(rows, first_id=10 * rank), batch_size))
     return batches, Assignment(rank_of=rank_of)
 
 
 def _metadata(batches: list[RichBatch]) -> StepMetadata:
     schema = schema_of(batches[0])
-    messages = [
-        encode(
-            Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real),
-            schema,
-            costs=np.zeros(schema.batch_size, dtype=np.int64),
-            tokens=np.zeros(schema.batch_size, dtype=np.int64),
-            lengths=lengths_of(batch),
-        )
-        for batch in batches
-    ]
+    zeros = np.zeros(schema.batch_size, dtype=np.int64)
+    messages = []
+    for batch in batches:
+        header = Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real)
+        messages.append(encode(header, schema, costs=zeros, tokens=zeros, lengths=lengths_of(batch)))
     return decode(np.stack(messages), schema)
 
 
@@ -111,12 +103,7 @@ def test_metadata_survives_encoding() -> None:
 
 def test_the_bytes_of_a_sample_include_all_its_fields() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 0)]])
-    dense = sum(
-        value[0].numel() * value.element_size() for _, value in batch.tensors() if isinstance(value, torch.Tensor)
-    )
+    dense = batch.ids.element_size() + 2 * batch.matrix.element_size() + 3 * batch.flags.element_size()
     first, weighted = batch.first.values().element_size(), batch.weighted.values().element_size()
-    weights = batch.weighted.weights().element_size()
-    assert sample_bytes(schema_of(batch), lengths_of(batch)).tolist() == [
-        3 * first + 7 * (weighted + weights) + dense,
-        dense,
-    ]
+    jagged = 3 * first + 7 * (weighted + batch.weighted.weights().element_size())
+    assert sample_bytes(schema_of(batch), lengths_of(batch)).tolist() == [jagged + dense, dense]

@@ -1,6 +1,11 @@
+"""Assignments of samples to ranks, their lower bound, and the optimum of tiny steps by exhaustive search."""
+
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
@@ -12,10 +17,54 @@ from evenrank.dataloader.balance.partition.strategies import (
     partition,
 )
 from evenrank.datasets.distributions import Distribution, Lognormal, Zipf
-from tests.dataloader.balance.partition.steps import Step, optimal_heaviest_load, steps
 
 LENGTHS: dict[str, Distribution] = {"lognormal": Lognormal(mean=512, std=512), "zipf": Zipf(exponent=1.2)}
 NEVER_WORSE: list[str] = [strategy for strategy in STRATEGIES if strategy != "karmarkar-karp"]
+
+
+Step = tuple[NDArray[np.int64], NDArray[np.int64]]  # costs [W, B], samples of each rank [W]
+
+
+def _costs(size: int) -> st.SearchStrategy[NDArray[np.int64]]:
+    """Draw costs, int64 [size]: a mix of zeros, ties below 16, costs up to 2^40, and giants of 2^50.
+
+    Five bytes for each cost, drawn at once, which is several times faster than a list of integers.
+    """
+
+    def of_bytes(data: bytes) -> NDArray[np.int64]:
+        words = np.frombuffer(data, dtype=np.uint8).reshape(-1, 5).astype(np.int64)
+        values = (words << (8 * np.arange(5))).sum(axis=1)  # below 2^40
+        kind = words[:, 0] % 8
+        return np.select([kind == 0, kind <= 3, kind == 7], [0, values >> 36, 2**50], values)
+
+    return st.binary(min_size=5 * size, max_size=5 * size).map(of_bytes)
+
+
+@st.composite
+def steps(draw: st.DrawFn, max_world_size: int = 9, max_batch_size: int = 9) -> Step:
+    """Draw costs, int64 [W, B], and the number of each rank's samples, int64 [W]."""
+    world_size, batch_size = draw(st.integers(1, max_world_size)), draw(st.integers(1, max_batch_size))
+    step_costs = draw(_costs(world_size * batch_size))
+    num_real = draw(st.lists(st.integers(0, batch_size), min_size=world_size, max_size=world_size))
+    return step_costs.reshape(world_size, batch_size), np.array(num_real)
+
+
+def _optimum(costs: NDArray[np.int64], world_size: int) -> int:
+    """Return the smallest possible heaviest load with equal counts, by exhaustive search."""
+    batch_size = len(costs) // world_size
+
+    def heaviest(left: tuple[int, ...], ranks: int) -> int:
+        if not ranks:
+            return 0
+        first, *others = left  # on some rank; ranks are interchangeable
+        best = 1 << 62
+        for rest in itertools.combinations(others, batch_size - 1):
+            load = int(costs[first] + sum(costs[list(rest)]))
+            if load < best:
+                best = min(best, max(load, heaviest(tuple(i for i in others if i not in rest), ranks - 1)))
+        return best
+
+    return heaviest(tuple(range(len(costs))), world_size)
 
 
 def _check(strategy: str, step: Step) -> None:
@@ -65,7 +114,7 @@ def test_tiny_cases_come_close_to_the_optimum(strategy: str, world_size: int, ba
     ratios = []
     for _ in range(60):
         costs = rng.integers(0, 100, world_size * batch_size)
-        optimum = optimal_heaviest_load(costs, world_size)
+        optimum = _optimum(costs, world_size)
         heaviest = int(partition(costs, world_size, strategy=strategy, tolerance=0).loads(costs).max())
         assert heaviest >= optimum
         ratios.append(heaviest / max(optimum, 1))
@@ -209,7 +258,7 @@ def test_the_tightest_limit_is_rarely_missed(world_size: int, batch_size: int) -
     for _ in range(tries):
         tokens = rng.integers(0, 100, world_size * batch_size)
         costs = rng.integers(0, 100, world_size * batch_size)
-        limit = max(optimal_heaviest_load(tokens, world_size), 1)  # below this no assignment keeps it
+        limit = max(_optimum(tokens, world_size), 1)  # below this no assignment keeps it
         try:
             assignment = partition(costs, world_size, tokens=tokens, max_tokens_per_rank=limit)
             assert assignment.loads(tokens).max() <= limit
@@ -254,7 +303,31 @@ def test_costs_that_cannot_be_summed_are_refused(costs: NDArray[np.int64]) -> No
         partition(costs, 2)
 
 
-def test_the_exhaustive_search_of_the_tests_is_right() -> None:
-    costs = np.array([7, 5, 3, 1])
-    pairs = [(7 + other, 16 - 7 - other) for other in (5, 3, 1)]
-    assert optimal_heaviest_load(costs, 2) == min(max(pair) for pair in pairs) == 8
+@pytest.mark.parametrize(
+    ("costs", "world_size", "bound"),
+    [
+        ([4, 4, 4, 4], 2, 8),  # the mean
+        ([4, 4, 4, 5], 2, 9),  # the mean, rounded up
+        ([7], 1, 7),
+        ([9, 1, 2, 3, 3, 1], 2, 11),  # the largest takes at least the two smallest
+        ([8, 8, 8, 0, 0, 0], 2, 16),  # of the three largest, two share a rank
+        ([9, 9, 9, 1, 2, 3, 4, 5, 6, 0, 0, 0], 3, 16),  # mean 48 / 3
+        ([20, 20, 1, 1, 1, 1, 9, 9, 9], 3, 24),  # the two largest take 4 of the smallest: (40 + 1 + 1 + 1 + 1) / 2 = 22
+        ([6, 6, 6, 6, 6, 0], 2, 18),  # of five, three share a rank
+        ([0, 0], 2, 0),
+    ],
+)
+def test_costs_that_must_share_a_rank_are_counted(costs: list[int], world_size: int, bound: int) -> None:
+    assert lower_bound(np.array(costs), world_size) == bound
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (2, 2), (2, 4), (3, 2), (3, 3), (4, 2), (5, 2)])
+def test_no_assignment_is_below_the_bound(world_size: int, batch_size: int) -> None:
+    rng = np.random.default_rng(world_size * 10 + batch_size)
+    num_tight = 0
+    for _ in range(60):
+        costs = (rng.pareto(0.7, world_size * batch_size) * 10).astype(np.int64)
+        bound, optimum = lower_bound(costs, world_size), _optimum(costs, world_size)
+        assert bound <= optimum
+        num_tight += bound == optimum
+    assert num_tight >= 15  # of 60
