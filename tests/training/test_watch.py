@@ -49,19 +49,15 @@ class _Pipe:
             return self.reader.read()
 
 
-def test_an_alarm_rings_once_per_stall() -> None:
+def test_an_alarm_rings_once_per_stall_and_not_before_a_heartbeat_has_armed_it() -> None:
     alarm = Alarm(10)
-    assert not alarm.rings(1e9)  # no heartbeat has armed it
+    assert not alarm.rings(1e9)
     alarm.beat(100)
     assert [alarm.rings(now) for now in (100, 109.9, 110, 200)] == [False, False, True, False]
     alarm.beat(201)
     assert [alarm.rings(now) for now in (201, 210, 211, 212)] == [False, False, True, False]
     assert alarm.count == 2
-
-
-def test_a_disarmed_alarm_waits_for_the_next_heartbeat() -> None:
-    alarm = Alarm(10)
-    alarm.beat(0)
+    alarm.beat(300)
     alarm.disarm()
     assert not alarm.rings(1e9)
     alarm.beat(1e9)
@@ -109,12 +105,9 @@ def test_the_ranks_that_have_not_arrived_are_named_in_each_stall(ranks: RankPool
     reports, (of_rank_1,) = ranks.run(2, _stall_twice)
     assert "rank 1 has had no heartbeat" in of_rank_1
     assert "in _hang_here" in of_rank_1
-    assert len(reports) == 2
     for number, report in enumerate(reports):
-        last = report.splitlines()[-1]
-        assert re.fullmatch(
-            rf"evenrank: rank 0: 1 of 2 ranks have not arrived at heartbeat {number + 2}: 1 \(at \d\)", last
-        )
+        line = rf"evenrank: rank 0: 1 of 2 ranks have not arrived at heartbeat {number + 2}: 1 \(at \d\)"
+        assert re.fullmatch(line, report.splitlines()[-1])
         assert "in _stall_twice" in report
 
 
@@ -133,7 +126,6 @@ def test_a_stall_is_reported_although_the_store_does_not_answer(ranks: RankPool)
     with store_server() as server:
         (report,) = ranks.run(1, _stall_without_a_store, server)
     assert "rank 0 has had no heartbeat for 0.2 s, since heartbeat 1" in report
-    assert "in _hang_here" in report
 
 
 def _stall_with_a_broken_file(rank: int, world_size: int) -> list[str]:
@@ -205,14 +197,15 @@ sys.stdin.read()
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], text=True, stdin=pipe, stderr=pipe) as process:
-        assert process.stdin is not None
-        assert process.stderr is not None
-        first = next(line for line in process.stderr if line.startswith("evenrank"))
+        stdin, stderr = process.stdin, process.stderr
+        assert stdin is not None
+        assert stderr is not None
+        first = next(line for line in stderr if line.startswith("evenrank"))
         assert "rank 0 has had no heartbeat for 0.05 s, since heartbeat 1" in first
-        process.stdin.close()  # ends the stall, and the process
-        rest = process.stderr.read()
-        assert "File" in rest
-        assert "Error" not in rest
+        stdin.close()  # ends the stall, and the process
+        rest = stderr.read()
+    assert "File" in rest
+    assert "Error" not in rest
     assert process.returncode == 0
 
 
@@ -268,17 +261,15 @@ def test_releasing_the_cache_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_large_cache_is_released(caplog: pytest.LogCaptureFixture) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
-    watch = MemoryWatch(device)
+    watch = MemoryWatch(torch.device("cuda", torch.cuda.current_device()))
     start = watch.usage()
     if start.free < 0.6 * start.total:
         pytest.skip(f"the device is in use: {start.line()}")
-    kept = torch.ones(GIB // 4, device=device)
+    kept = torch.ones(GIB // 4, device="cuda")
     assert watch.check().allocated >= start.allocated + GIB
     assert not caplog.messages  # there is no reason
-    filling = torch.empty(int(0.55 * start.total), dtype=torch.uint8, device=device)
-    del filling
+    torch.empty(int(0.55 * start.total), dtype=torch.uint8, device="cuda")  # freed at once
     assert watch.usage().unallocated > start.total / 2
     with caplog.at_level(logging.WARNING, logger="evenrank"):
         after = watch.check()
@@ -295,9 +286,6 @@ def test_ranks_that_have_published_nothing_are_behind() -> None:
     ranks[1].publish(4)
     assert ranks[0].line(5) == "2 of 3 ranks have not arrived at heartbeat 5: 1 (at 4), 2 (at 0)"
     assert ranks[1].line(5) == "1 of 3 ranks have not arrived at heartbeat 5: 2 (at 0)"  # its latest is not published
-
-
-def test_one_process_has_nobody_to_ask() -> None:
     alone = Arrivals(Members(rank=0, world_size=1, store=None))
     alone.publish(1)
     assert alone.line(1) is None
