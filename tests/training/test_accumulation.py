@@ -1,5 +1,3 @@
-"""`accumulate`: the batches of each optimizer step, and the loss tokens that their losses are divided by."""
-
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path

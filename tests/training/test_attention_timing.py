@@ -1,5 +1,3 @@
-"""Layers are timed from first input to last gradient, within the interval alone, and compute the same bits."""
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""`FiniteCheck`: a NaN on one rank is the same error on every rank, while they train with DistributedDataParallel."""
-
 import math
 import re
 from collections.abc import Mapping

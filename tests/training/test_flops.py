@@ -1,5 +1,3 @@
-"""FLOPs from lengths are those that the matrix products of the example's attention and of torch's layers take."""
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +16,8 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
-from evenrank.training import (
-    Flops,
-    ModelFlops,
-    Work,
-    batch_work,
-    causal_work,
-    decoder_flops,
-    hstu_flops,
-    hstu_pairs,
-    hstu_work,
-)
+from evenrank.training import Flops, ModelFlops, Work, batch_work, causal_work, decoder_flops
+from evenrank.training.flops import hstu_flops, hstu_pairs, hstu_work
 from hstu.attention import Sequences
 from hstu.config import HSTUConfig, tables
 from hstu.layer import HSTUAttention, attention_flops

@@ -1,5 +1,3 @@
-"""Balanced training has the gradients of unbalanced training, with DistributedDataParallel and traced by torch.fx."""
-
 import contextlib
 import sys
 from pathlib import Path
@@ -112,9 +110,7 @@ def _train_on_one_rank(path: Path) -> list[list[Tensor]]:
     return gradients
 
 
-def test_balanced_gradients_equal_those_of_one_rank_that_trains_all_samples(
-    ranks: RankPool, small_dataset: Path
-) -> None:
+def test_balanced_gradients_equal_those_of_one_rank_with_all_samples(ranks: RankPool, small_dataset: Path) -> None:
     expected = _train_on_one_rank(small_dataset)
     assert [len(gradients) for gradients in expected] == [2] * len(expected)  # of both parameters
     for strategy in STRATEGIES:
@@ -147,9 +143,7 @@ def _count(samples: list[Sample], num_tasks: int) -> Tensor:
 
 @given(world=_worlds(), by_task=st.booleans())
 @settings(max_examples=60)
-def test_gradients_do_not_depend_on_who_trains_what_in_which_step(
-    world: tuple[int, list[list[list[Sample]]]], by_task: bool
-) -> None:
+def test_gradients_do_not_depend_on_who_trains_what(world: tuple[int, list[list[list[Sample]]]], by_task: bool) -> None:
     num_tasks, samples = world
     everything = [sample for steps in samples for of_step in steps for sample in of_step]
     weight = torch.linspace(-1, 1, num_tasks, dtype=torch.float64, requires_grad=True)
@@ -209,9 +203,7 @@ _TASKS = {"world_loss_tokens": 8, "dp_size": 4, "world_task_tokens": torch.tenso
         ((torch.ones(1), torch.ones(3)), _TASKS, None, "loss_sums must be a tensor, got tuple; pass the sums alone"),
     ],
 )
-def test_a_loss_that_cannot_be_scaled_is_refused(
-    sums: Any, batch: dict[str, Any], dp_size: int | None, message: str
-) -> None:
+def test_a_loss_without_a_scale_is_refused(sums: Any, batch: dict[str, Any], dp_size: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         scale_loss(sums, _batch(**batch), dp_size=dp_size)
 

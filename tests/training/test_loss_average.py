@@ -1,5 +1,3 @@
-"""`LossAverage`: mean losses over any mix of data- and tensor-parallel ranks, on real Gloo groups."""
-
 import math
 
 import pytest
@@ -48,9 +46,7 @@ def _worlds(draw: st.DrawFn) -> tuple[int, int, list[list[Step]]]:
 
 @given(world=_worlds())
 @settings(max_examples=15)
-def test_averages_are_those_of_all_data_parallel_ranks(
-    ranks: RankPool, world: tuple[int, int, list[list[Step]]]
-) -> None:
+def test_averages_are_of_all_data_parallel_ranks(ranks: RankPool, world: tuple[int, int, list[list[Step]]]) -> None:
     dp_size, num_tasks, steps_of_ranks = world
     results = ranks.run(4, _average, dp_size, num_tasks, steps_of_ranks)
     for half in (0, 1):

@@ -1,5 +1,3 @@
-"""Metrics are exact, and have equal bits however the samples are distributed over ranks."""
-
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction

@@ -1,5 +1,3 @@
-"""Pipelines by name: they train and evaluate like a plain loop, and drain when the data end."""
-
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +26,7 @@ from evenrank.training import (
 from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 from tests.registrations import restored
-from tests.training.sharded_model import (
-    Model,
-    balanced,
-    batches_of,
-    distribute,
-    join,
-    scaled,
-    skip_without_kernels,
-)
+from tests.training.sharded_model import Model, balanced, batches_of, distribute, join, scaled, skip_without_kernels
 
 PLAIN = "a plain loop"
 
@@ -172,9 +162,7 @@ def _stop_and_resume(rank: int, world_size: int, device_type: str) -> list[tuple
 
 @DEVICES
 @pytest.mark.processes
-def test_a_job_resumes_after_the_batch_trained_last_and_an_abandoned_run_leaves_nothing_behind(
-    pool: RankPool, device_type: str
-) -> None:
+def test_a_job_resumes_after_the_batch_trained_last_and_an_abandoned_run_ends(pool: RankPool, device_type: str) -> None:
     for of_ranks in zip(*pool.run(2, _stop_and_resume, device_type), strict=True):
         resumed, expected = (zip(*steps, strict=True) for steps in zip(*of_ranks, strict=True))
         for step, expected_step in zip(resumed, expected, strict=True):

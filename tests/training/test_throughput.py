@@ -1,5 +1,3 @@
-"""Rates are exact sums over steps and ranks, divided by the time of an interval; peaks are dense and found by name."""
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +7,7 @@ import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import (
-    ModelFlops,
-    Throughput,
-    ThroughputMeter,
-    Work,
-    computed_peaks,
-    device_peaks,
-    peaks_by_name,
-)
+from evenrank.training import ModelFlops, Throughput, ThroughputMeter, Work, computed_peaks, device_peaks, peaks_by_name
 from tests.ranks import RankPool
 
 MODEL = ModelFlops(per_token=10, per_pair=4, per_prediction=2)
@@ -83,9 +73,8 @@ def test_a_restart_on_one_rank_alone_does_not_mix_counts_with_what_others_reduce
 
 
 def test_a_line_of_the_log() -> None:
-    throughput = Throughput(
-        step=300, steps=100, step_ms=14.26, tokens=1234567, tokens_per_second=8.6e5, tflops=212.34, mfu=0.2146
-    )
+    tokens: dict[str, Any] = {"tokens": 1234567, "tokens_per_second": 8.6e5}
+    throughput = Throughput(step=300, steps=100, step_ms=14.26, tflops=212.34, mfu=0.2146, **tokens)
     line = "step 300 | loss 0.6932 | tokens 1,234,567 | 14.3 ms | 212.3 TFLOP/s | MFU"
     assert throughput.line(loss=0.69315) == f"{line} 21.5 %"
     assert replace(throughput, mfu=None).line(loss=0.69315) == f"{line} unknown"
@@ -176,7 +165,7 @@ def test_parts_of_a_device_and_devices_with_similar_names_are_not_taken_for_it(n
 
 # Multiprocessors and the boost clock of the datasheet's figures. One that counts sparsity would be twice the computed.
 @pytest.mark.parametrize(
-    ("name", "capability", "multiprocessors", "clock"),
+    ("name", "capability", "count", "clock"),
     [
         ("Tesla V100-SXM2-16GB", (7, 0), 80, 1.53e9),
         ("Tesla T4", (7, 5), 40, 1.59e9),
@@ -188,10 +177,8 @@ def test_parts_of_a_device_and_devices_with_similar_names_are_not_taken_for_it(n
         ("NVIDIA B200", (10, 0), 148, 1.85e9),
     ],
 )
-def test_the_table_agrees_with_multiprocessors_and_clocks(
-    name: str, capability: tuple[int, int], multiprocessors: int, clock: float
-) -> None:
-    known, computed = peaks_by_name(name), computed_peaks(capability, multiprocessors, clock)
+def test_the_table_agrees_with_clocks(name: str, capability: tuple[int, int], count: int, clock: float) -> None:
+    known, computed = peaks_by_name(name), computed_peaks(capability, count, clock)
     assert known is not None
     assert (known.bf16 is None, known.tf32 is None) == (computed.bf16 is None, computed.tf32 is None)
     assert known.fp32 == pytest.approx(computed.fp32, rel=0.15)  # its clock can be higher

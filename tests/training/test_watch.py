@@ -1,5 +1,3 @@
-"""A stall is reported once, with the stacks and the ranks that are behind; a cache is released for a reason."""
-
 import logging
 import os
 import re

@@ -1,5 +1,3 @@
-"""The batches of a Balancer, on real Gloo groups of 1 to 4 processes."""
-
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -22,10 +20,12 @@ from evenrank.dataloader.batches.schema import lengths_of, schema_of
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import COST, one_per_sample, rich_tokens
+from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
 
 Step = list[list[tuple[int, int]]]  # a rank's samples in a step: the lengths of their four keys, in pairs
+World = tuple[int, list[list[Step]]]  # a batch size and each rank's steps
 
 
 def _batches(rank: int, steps: list[Step], batch_size: int | None) -> list[RichBatch]:
@@ -34,9 +34,7 @@ def _batches(rank: int, steps: list[Step], batch_size: int | None) -> list[RichB
     return batches if batch_size is None else [pad_batch(batch, batch_size) for batch in batches]
 
 
-def _balance(
-    rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: str
-) -> list[dict[str, Any]]:
+def _balance(rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: str) -> list[Any]:
     batches = _batches(rank, steps[rank], batch_size)
     metrics: list[StepMetrics] = []
     config = BalanceConfig(cost=rich_tokens, strategy=strategy, on_step=metrics.append)
@@ -54,7 +52,7 @@ def _balance(
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
+def worlds(draw: st.DrawFn) -> World:
     """Draw a batch size and each rank's steps: partial and empty batches, ranks that end early or have no batches."""
     batch_size = draw(st.integers(1, 4))
     length = st.one_of(st.just(0), st.integers(0, 30))
@@ -63,7 +61,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
     return batch_size, draw(st.lists(steps, min_size=1, max_size=4))
 
 
-def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool = True) -> None:
+def _check_world(ranks: RankPool, strategy: str, world: World, is_padded: bool) -> None:
     batch_size = world[0] if is_padded else None
     steps = world[1]
     seen = ranks.run(len(steps), _balance, steps, batch_size, strategy)
@@ -100,12 +98,14 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=25)
-@given(world=worlds(), is_padded=st.booleans())
-def test_balancing_never_loses_duplicates_or_alters_a_sample(
-    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool
-) -> None:
-    _check_world(ranks, strategy, world, is_padded)
+@pytest.mark.parametrize("examples", [25, pytest.param(1500, marks=pytest.mark.long)])
+def test_balancing_never_loses_duplicates_or_alters_a_sample(ranks: RankPool, strategy: str, examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(world=worlds(), is_padded=st.booleans())
+    def check(world: World, is_padded: bool) -> None:
+        _check_world(ranks, strategy, world, is_padded)
+
+    check()
 
 
 def _rows(rank: int, world_size: int, batch_size: int | None) -> list[tuple[int, int]]:
@@ -130,7 +130,7 @@ def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, 
 
 @settings(max_examples=20)
 @given(world=worlds())
-def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: tuple[int, list[list[Step]]]) -> None:
+def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: World) -> None:
     batch_size, steps = world
     first, second = (ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in COLLECTIVES)
     assert first == second
@@ -152,31 +152,16 @@ def test_no_rank_exceeds_the_token_limit(ranks: RankPool, limit: int, on_overflo
     assert sorted(ranks.run(2, _limited, limit, on_overflow)) == [(14, 2), (22, 2)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=1500)
-@given(world=worlds())
-def test_balancing_never_loses_duplicates_or_alters_a_sample_in_many_rounds(
-    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
-) -> None:
-    _check_world(ranks, strategy, world)
-
-
 def _walk(rank: int, world_size: int, path: Path, stop: int | None, state: Any, batch_size: int) -> Any:
     loader = build_loader(path, LoaderConfig(batch_size=batch_size, seed=3), rank=rank, world_size=world_size)
-    trained: list[int] = []
-    batch = None
     with Balancer(loader, BalanceConfig(cost=COST, lookahead=3)) as balancer:
         if state is not None:
             balancer.load_state_dict(state)
-        for batch in itertools.islice(balancer, stop):
-            trained += batch.sample_ids[: batch.num_real].tolist()
-        return trained, balancer.state_dict(after=batch)
+        batches = list(itertools.islice(balancer, stop))
+        return [i for batch in batches for i in ids_of(batch)], balancer.state_dict(after=batches[-1])
 
 
-def test_training_resumes_on_another_world_size_with_the_remaining_samples(
-    ranks: RankPool, small_dataset: Path
-) -> None:
+def test_training_resumes_on_another_world_size(ranks: RankPool, small_dataset: Path) -> None:
     first = ranks.run(3, _walk, small_dataset, 4, None, 8)
     states = [state for _, state in first]
     assert states[0] == states[1] == states[2]
@@ -231,16 +216,14 @@ def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
     batches = [DenseBatch(batch_size=4, num_real=num_real, ids=ids)]
     with Balancer(batches, BalanceConfig(cost=one_per_sample, exchange=exchange)) as balancer:
         (batch,) = balancer
-    assert batch.ids[batch.num_real :].isnan().all()
-    ids_left: list[float] = batch.ids[: batch.num_real].tolist()
-    return ids_left
+    assert batch.num_real == 2
+    assert batch.ids[2:].isnan().all()
+    return batch.ids[:2].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("exchange", COLLECTIVES)
 def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
-    shares = ranks.run(2, _balance_dense, exchange)
-    assert [len(share) for share in shares] == [2, 2]
-    assert sorted(itertools.chain.from_iterable(shares)) == [0, 1, 2, 3]
+    assert sorted(itertools.chain(*ranks.run(2, _balance_dense, exchange))) == [0, 1, 2, 3]
 
 
 def test_without_a_process_group_there_is_one_rank(small_dataset: Path) -> None:

@@ -1,5 +1,3 @@
-"""Programs end cleanly whether or not they close their Balancers or destroy their default process group."""
-
 import json
 import subprocess
 import sys

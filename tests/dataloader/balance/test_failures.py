@@ -1,5 +1,3 @@
-"""No hangs: a failure on one rank, or a difference between ranks, is reported on every rank. Real Gloo groups."""
-
 import contextlib
 import os
 import signal
@@ -31,13 +29,6 @@ from tests.ranks import RankPool
 
 BATCH = rich_batch([[(1, 1), (1, 1)]])
 LOST = "a rank is lost or does not respond ("
-COUNTS_FILES = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
-
-
-def _counts() -> list[int]:
-    """Return the numbers of threads, open files and process groups."""
-    groups = len(dist.distributed_c10d._world.pg_map)
-    return [threading.active_count(), len(os.listdir("/proc/self/fd")), groups]
 
 
 def _balancer(batches: Iterable[JaggedBatch], **options: Any) -> Balancer[Any]:
@@ -62,31 +53,9 @@ def test_an_error_of_one_loader_is_raised_on_all_ranks(ranks: RankPool, culprit:
         assert failure.message == f"rank {culprit} failed: OSError: cannot read row 17"
 
 
-def _writer_fails(rank: int, world_size: int) -> list[str]:
-    def write(metrics: StepMetrics) -> None:
-        if rank == 1 and metrics.step == 2:
-            raise OSError("no space left on device")
+def _leave_with_a_step_in_flight(rank: int, world_size: int, how: str) -> list[str]:
+    """Return the first error, and that of the next use of the Balancer by a program that goes on."""
 
-    batches = [replace(BATCH, step=step) for step in range(8)]
-    errors = []
-    with _balancer(batches, on_step=write, timeout=timedelta(minutes=10)) as balancer:
-        for _ in range(2):
-            try:
-                list(balancer)
-            except (OSError, EvenrankError) as error:  # as a program that goes on, and does not close the Balancer
-                errors.append(str(error))
-    return errors
-
-
-def test_an_error_of_a_callback_that_the_program_catches_ends_all_ranks(ranks: RankPool) -> None:
-    cause = "OSError: no space left on device"
-    first, culprit, last = ranks.run(3, _writer_fails)
-    assert culprit == ["no space left on device", f"the Balancer is closed, after {cause}; create a new one"]
-    of_others = f"rank 1 failed: {cause}"
-    assert first == last == [of_others, f"the Balancer is closed, after {of_others}; create a new one"]
-
-
-def _leave_with_a_step_in_flight(rank: int, world_size: int, how: str) -> str:
     def write(metrics: StepMetrics) -> None:
         if rank == 1 and metrics.step == 1 and how != "close":
             raise OSError("no space left on device")
@@ -102,25 +71,28 @@ def _leave_with_a_step_in_flight(rank: int, world_size: int, how: str) -> str:
         if rank == 1 and how == "close":
             balancer.close()  # and keeps the iterator
             balancer.start(batches[0])
-        for _ in iterator:
-            pass
+        list(iterator)
     except (OSError, EvenrankError) as error:
         # Rank 1 keeps its error, and with it the frames that refer to the step in flight, until the others have ended.
         dist.monitored_barrier(timeout=timedelta(seconds=60))
-        return one_line(error)
-    return "no error"
+        with pytest.raises(ConfigError) as closed:
+            list(balancer)
+        return [one_line(error), str(closed.value)]
+    return []
 
 
 @pytest.mark.parametrize("how", ["callback", "by hand", "close"])
 def test_a_step_in_flight_that_is_kept_does_not_keep_the_other_ranks_waiting(ranks: RankPool, how: str) -> None:
     first, culprit, last = ranks.run(3, _leave_with_a_step_in_flight, how)
-    if how != "close":
-        assert culprit == "OSError: no space left on device"
-        assert first == last == f"rank 1 failed: {culprit}"
+    if how == "close":
+        assert culprit == ["the Balancer is closed; create a new one"] * 2
+        assert first[0].startswith(LOST)
+        assert last[0].startswith(LOST)
     else:
-        assert culprit == "the Balancer is closed; create a new one"
-        assert first.startswith(LOST)
-        assert last.startswith(LOST)
+        cause = "OSError: no space left on device"
+        assert culprit == [cause, f"the Balancer is closed, after {cause}; create a new one"]
+        of_others = f"rank 1 failed: {cause}"
+        assert first == last == [of_others, f"the Balancer is closed, after {of_others}; create a new one"]
 
 
 def test_an_iterator_of_a_closed_balancer_says_so() -> None:
@@ -191,30 +163,33 @@ def test_a_difference_between_ranks_is_named_on_every_rank(ranks: RankPool, what
     assert len({failure.message for failure in failures}) == 1
 
 
-def _invalid_strategy(rank: int, world_size: int) -> None:
-    _balancer([BATCH], strategy="best" if rank == 1 else "lpt-swap")
+def _balance_with(rank: int, world_size: int, options: dict[int, dict[str, Any]]) -> None:
+    with _balancer([BATCH] * 5, **options.get(rank, {})) as balancer:
+        list(balancer)
 
 
-def test_an_argument_that_is_invalid_on_one_rank_is_an_error_on_all(ranks: RankPool) -> None:
+def test_an_argument_that_is_invalid_on_one_rank_or_all_is_an_error_on_all(ranks: RankPool) -> None:
+    failures = ranks.try_run(3, _balance_with, {1: {"strategy": "best"}})
     message = "no strategy is called 'best'; known are none, karmarkar-karp, lpt-swap, min-move"
     own, of_others = ("ConfigError", message), ("RankError", f"rank 1 failed: {message}")
-    failures = [(failure.type_name, failure.message) for failure in ranks.try_run(3, _invalid_strategy)]
-    assert failures == [of_others, own, of_others]
+    assert [(failure.type_name, failure.message) for failure in failures] == [of_others, own, of_others]
+    for failure in ranks.try_run(3, _balance_with, {rank: {"max_tokens_per_rank": 3} for rank in range(3)}):
+        assert failure.type_name == "ConfigError"
+        assert failure.message.startswith(
+            "max_tokens_per_rank = 3 cannot be kept: the best assignment found has a rank"
+        )
 
 
-def _loaders_disagree(rank: int, world_size: int, path: Path, what: str, state: dict[str, Any] | None) -> int:
-    seed = rank if what == "seed" else 0
-    loader_rank = 0 if what == "rank" else rank
-    loader = build_loader(path, LoaderConfig(batch_size=4, seed=seed), rank=loader_rank, world_size=world_size)
+def _loaders_disagree(rank: int, world_size: int, path: Path, what: str, state: dict[str, Any]) -> None:
+    config = LoaderConfig(batch_size=4, seed=rank if what == "seed" else 0)
+    loader = build_loader(path, config, rank=0 if what == "rank" else rank, world_size=world_size)
     with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
-        steps = 0
         for batch in balancer:
-            steps += 1
             if what == "break" and rank == 1 and batch.step == 2:
                 break
         if what in ("state", "seed in state") and rank == 1:
-            balancer.load_state_dict(state or {})
-        return steps + len(list(balancer))
+            balancer.load_state_dict(state)
+        list(balancer)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +202,7 @@ def _loaders_disagree(rank: int, world_size: int, path: Path, what: str, state: 
         ("break", "ranks are out of step: epoch is 0 on rank 0, 1 on rank 1; iterate over the same epochs"),
     ],
 )
-def test_loaders_that_differ_between_ranks_are_found(
-    ranks: RankPool, small_dataset: Path, what: str, message: str
-) -> None:
+def test_loaders_that_differ_by_rank_are_found(ranks: RankPool, small_dataset: Path, what: str, message: str) -> None:
     state = build_loader(small_dataset, LoaderConfig(batch_size=4), rank=0, world_size=1).state_dict()
     state = with_changes(_FORMAT, state, seed=5 if what == "seed in state" else 0, position=16, epoch=1)
     failures = ranks.try_run(3, _loaders_disagree, small_dataset, what, state)
@@ -273,41 +246,6 @@ def test_closing_twice_or_after_the_default_group_does_nothing(ranks: RankPool) 
     ranks.run(2, _close_twice)
 
 
-def _leave_and_count(rank: int, world_size: int, path: Path) -> None:
-    """Leave several Balancers early; none of their threads, files or groups may be left."""
-    loader = build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size)
-    counts = []
-    for _ in range(6):
-        with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
-            for batch in balancer:
-                if batch.step == 1:
-                    break
-            steps = [batch.step for batch in balancer]
-            assert steps == list(range(len(steps)))  # the whole next epoch
-            assert len(steps) > 10
-        counts.append(_counts())
-    # The first Balancer can load things that stay; files can be closed a moment later.
-    assert all(last <= early for early, last in zip(counts[1], counts[-1], strict=True)), counts
-    assert counts[-1][2] == 1
-
-
-@COUNTS_FILES
-def test_balancers_leave_no_thread_file_or_group_behind(ranks: RankPool, small_dataset: Path) -> None:
-    ranks.run(3, _leave_and_count, small_dataset)
-
-
-def _balance_within_impossible_limit(rank: int, world_size: int) -> None:
-    with _balancer([BATCH] * 5, max_tokens_per_rank=3) as balancer:
-        list(balancer)
-
-
-def test_a_token_limit_that_cannot_be_kept_is_raised_on_all_ranks(ranks: RankPool) -> None:
-    message = "max_tokens_per_rank = 3 cannot be kept: the best assignment found has a rank with 4 tokens"
-    for failure in ranks.try_run(3, _balance_within_impossible_limit):
-        assert failure.type_name == "ConfigError"
-        assert failure.message.startswith(message)
-
-
 def _fail_while_connecting(rank: int, world_size: int) -> str:
     def connect(self: Exchange) -> None:
         raise OSError("out of memory")
@@ -329,22 +267,27 @@ def test_a_constructor_that_fails_on_one_rank_ends_on_the_others(ranks: RankPool
 
 
 def _drop(rank: int, world_size: int, kind: str) -> None:
-    """Drop Balancers without closing them; none of their threads, files or groups may be left."""
+    """Drop Balancers, most without closing them; none of their threads, files or groups may be left."""
     counts = []
     for _ in range(6):
         balancer = _balancer([BATCH] * 6)
         for batch in balancer if kind != "unused" else ():
-            if kind == "left early" and batch.step == 1:
+            if kind in ("left early", "closed early") and batch.step == 1:
                 break
+        if kind == "closed early":
+            assert [batch.position for batch in balancer] == [1, 2, 3, 4, 5, 6]  # the whole next epoch
+            balancer.close()
         background = balancer._connection._background
         del balancer
         background.shutdown()  # waits for its thread, which ends a moment later
-        counts.append(_counts())
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+        assert len(dist.distributed_c10d._world.pg_map) == 1
+    # The first Balancer can load things that stay; files can be closed a moment later.
     assert all(last <= early for early, last in zip(counts[1], counts[-1], strict=True)), counts
 
 
-@COUNTS_FILES
-@pytest.mark.parametrize("kind", ["unused", "whole epoch", "left early"])
-def test_dropped_balancers_leave_no_thread_or_file_behind(ranks: RankPool, kind: str) -> None:
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+@pytest.mark.parametrize("kind", ["unused", "whole epoch", "left early", "closed early"])
+def test_dropped_balancers_leave_nothing_behind(ranks: RankPool, kind: str) -> None:
     for world_size in (1, 2):
         ranks.run(world_size, _drop, kind)

@@ -156,11 +156,7 @@ def test_the_longest_sample_that_fits_depends_on_max_tokens() -> None:
         (GOOD + 131_072, _times(GOOD), r"step 0 has a sample of 13\d,\d+ tokens, which must be between 0 and 131,072"),
         (GOOD, np.random.default_rng(0).uniform(1, 2, 200), "200 times, at least 80% is needed; time the forward"),
         (GOOD, 1 - _times(GOOD), "time of the 200 steps does not grow with tokens; time the forward"),
-        (
-            GOOD,
-            _times(GOOD) * np.where(NUMBERS % 10 < 3, 10, 1),
-            "60 of 200 times are far .*, at most 25% may be; time",
-        ),
+        (GOOD, _times(GOOD) * np.where(NUMBERS % 10 < 3, 10, 1), "60 of 200 times are far .*, at most 25% may be;"),
     ],
 )
 def test_a_poor_fit_is_refused_with_the_reason(lengths: Ints, seconds: NDArray[np.float64], message: str) -> None:
@@ -194,9 +190,7 @@ def test_candidates_that_are_not_among_the_tokens_are_refused(candidates: Ints, 
         contextual=st.lists(st.text(max_size=5), max_size=3).map(tuple),
     )
 )
-def test_a_saved_cost_is_loaded_equal_and_described_equally(
-    tmp_path_factory: pytest.TempPathFactory, cost: MeasuredCost
-) -> None:
+def test_a_saved_cost_is_loaded_as_it_was(tmp_path_factory: pytest.TempPathFactory, cost: MeasuredCost) -> None:
     path = tmp_path_factory.mktemp("cost") / "cost.json"
     cost.save(path)
     loaded = MeasuredCost.load(path)

@@ -1,5 +1,3 @@
-"""A loader that balances its steps yields what a Balancer over a plain loader does, on Gloo groups of 1 to 8 ranks."""
-
 import dataclasses
 import itertools
 import pickle
@@ -61,7 +59,7 @@ def _without_and_with_exchange(
     ],
     ids=str,
 )
-def test_batches_are_those_of_a_balancer(
+def test_batches_are_as_exchanged(
     ranks: RankPool, small_dataset: Path, world_size: int, options: dict[str, Any]
 ) -> None:
     config = LoaderConfig(batch_size=5, max_history_length=20, user_id=True, num_workers=2, prefetch=3)
@@ -80,7 +78,7 @@ def test_batches_are_those_of_a_balancer(
     ],
     ids=str,
 )
-def test_all_settings_of_a_loader_are_planned_as_they_are_trained(
+def test_settings_are_planned_as_they_are_trained(
     ranks: RankPool, small_dataset: Path, options: dict[str, Any]
 ) -> None:
     ranks.run(3, _without_and_with_exchange, small_dataset, LoaderConfig(**{"batch_size": 4, **options}), 1, {})
@@ -147,7 +145,7 @@ def _steps(path: Path, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 29, 1 << 20])
-def test_steps_are_the_same_planned_in_parts_or_several_at_once(
+def test_steps_are_planned_one_by_one_or_more(
     small_dataset: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     one_by_one = _steps(small_dataset, prefetch=1)
@@ -172,9 +170,8 @@ def test_a_transform_is_refused(small_dataset: Path) -> None:
 
 def _pickled(rank: int, world_size: int, path: Path) -> list[list[int]]:
     balance = BalanceConfig(cost=COST, on_step=lambda metrics: None)
-    loader = build_loader(
-        path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance, group=dist.group.WORLD
-    )
+    build = partial(build_loader, path, LoaderConfig(batch_size=4), balance=balance)
+    loader = build(rank=rank, world_size=world_size, group=dist.group.WORLD)
     copy = pickle.loads(pickle.dumps(loader))
     assert [bits_of(batch) for batch in copy] == [bits_of(batch) for batch in loader]
     return [ids_of(batch) for batch in copy]

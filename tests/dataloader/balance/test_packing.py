@@ -1,5 +1,3 @@
-"""Packed steps: as many samples as fit, each once per epoch, and the rest of an epoch is a position."""
-
 import itertools
 import warnings
 from pathlib import Path
@@ -16,6 +14,9 @@ from evenrank.dataloader.balance import BalanceConfig, StepMetrics, TokenLimitWa
 from evenrank.dataloader.balance.packing import PackedSchedule, pack
 from tests.dataloader.balance.costs import COST, Ints
 from tests.dataloader.batch_helpers import ids_of
+
+Tokens = dict[int, int]  # by sample
+Problem = tuple[Ints, int, int, int]  # tokens of all samples, world size, batch size and budget
 
 
 def _pack(tokens: Ints, world_size: int, batch_size: int, budget: int, **options: Any) -> PackedSchedule:
@@ -38,8 +39,7 @@ def _fits(tokens: Ints, world_size: int, batch_size: int, budget: int) -> bool:
 
 
 @st.composite
-def _problems(draw: st.DrawFn) -> tuple[Ints, int, int, int]:
-    """Tokens of all samples, world size, batch size and budget."""
+def _problems(draw: st.DrawFn) -> Problem:
     budget = draw(st.integers(1, 60))
     lengths = st.one_of(st.integers(0, budget), st.sampled_from([0, 1, budget, budget // 2, budget // 2 + 1]))
     tokens = draw(st.lists(lengths, min_size=1, max_size=80))
@@ -48,9 +48,7 @@ def _problems(draw: st.DrawFn) -> tuple[Ints, int, int, int]:
 
 @settings(max_examples=200)
 @given(_problems(), st.data())
-def test_steps_are_as_full_as_the_rule_says_and_ranks_would_load_equal_shares(
-    problem: tuple[Ints, int, int, int], data: st.DataObject
-) -> None:
+def test_steps_are_full_and_ranks_would_load_equal_shares(problem: Problem, data: st.DataObject) -> None:
     tokens, *limits = problem
     world_size, batch_size, budget = limits
     start = data.draw(st.integers(0, len(tokens)))
@@ -74,9 +72,7 @@ def test_steps_are_as_full_as_the_rule_says_and_ranks_would_load_equal_shares(
 
 @settings(max_examples=200)
 @given(_problems(), st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]), st.integers(0, 3))
-def test_every_packed_step_can_be_assigned_by_any_strategy(
-    problem: tuple[Ints, int, int, int], strategy: str, seed: int
-) -> None:
+def test_any_strategy_can_assign_every_packed_step(problem: Problem, strategy: str, seed: int) -> None:
     tokens, world_size, batch_size, budget = problem
     schedule = _pack(tokens, world_size, batch_size, budget)
     for step in range(schedule.num_steps):
@@ -84,9 +80,8 @@ def test_every_packed_step_can_be_assigned_by_any_strategy(
         rows = np.zeros((world_size, batch_size), dtype=np.int64)
         rows[np.arange(batch_size) < num_real[:, np.newaxis]] = tokens[schedule.positions_of_all(range(step, step + 1))]
         costs = np.random.default_rng(seed).permutation(rows.reshape(-1)) if seed else rows
-        assignment = partition(
-            costs, world_size, tokens=rows, num_real=num_real, strategy=strategy, max_tokens_per_rank=budget
-        )
+        options: dict[str, Any] = {"num_real": num_real, "strategy": strategy, "max_tokens_per_rank": budget}
+        assignment = partition(costs, world_size, tokens=rows, **options)
         assert assignment.loads(rows).max() <= budget
 
 
@@ -134,7 +129,7 @@ def _loaders(path: Path, world_size: int, *, budget: int = 100, **options: Any) 
 
 
 @pytest.fixture(scope="module")
-def tokens_of(small_dataset: Path) -> dict[int, int]:
+def tokens_of(small_dataset: Path) -> Tokens:
     """Return the tokens of each sample by its id."""
     loader = build_loader(small_dataset, LoaderConfig(batch_size=1), rank=0, world_size=1)
     tokens = {ids_of(batch)[0]: int(batch.features["item_id"].lengths().sum()) for batch in loader}
@@ -145,17 +140,16 @@ def tokens_of(small_dataset: Path) -> dict[int, int]:
 @settings(max_examples=25)
 @given(
     world_size=st.integers(1, 6),
-    options=st.fixed_dictionaries(
-        {
-            "batch_size": st.integers(1, 24),
-            "budget": st.integers(60, 400),
-            "strategy": st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]),
-            "num_workers": st.integers(0, 2),
-        }
+    options=st.builds(
+        dict,
+        batch_size=st.integers(1, 24),
+        budget=st.integers(60, 400),
+        strategy=st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]),
+        num_workers=st.integers(0, 2),
     ),
 )
-def test_each_sample_comes_once_within_budget_and_batch_size(
-    small_dataset: Path, tokens_of: dict[int, int], world_size: int, options: dict[str, Any]
+def test_each_sample_comes_once(
+    small_dataset: Path, tokens_of: Tokens, world_size: int, options: dict[str, Any]
 ) -> None:
     metrics: list[StepMetrics] = []
     loaders = _loaders(small_dataset, world_size, **options, on_step=metrics.append)
@@ -182,12 +176,10 @@ def test_each_sample_comes_once_within_budget_and_batch_size(
 @given(
     world_size=st.integers(1, 4),
     budget=st.integers(60, 300),
-    other=st.fixed_dictionaries(
-        {"world_size": st.integers(1, 4), "budget": st.integers(60, 300), "batch_size": st.integers(2, 20)}
-    ),
+    other=st.builds(dict, world_size=st.integers(1, 4), budget=st.integers(60, 300), batch_size=st.integers(2, 20)),
 )
-def test_it_resumes_after_every_step_also_on_other_ranks_and_budgets(
-    small_dataset: Path, tokens_of: dict[int, int], world_size: int, budget: int, other: dict[str, int]
+def test_it_resumes_after_every_step_on_other_ranks(
+    small_dataset: Path, tokens_of: Tokens, world_size: int, budget: int, other: dict[str, int]
 ) -> None:
     loaders, same = (_loaders(small_dataset, world_size, budget=budget) for _ in range(2))
     others = _loaders(small_dataset, **other)
@@ -236,14 +228,14 @@ def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.Monke
     assert len(planned) == 3
 
 
-def test_a_sample_above_the_budget_is_an_error_that_names_it(small_dataset: Path, tokens_of: dict[int, int]) -> None:
+def test_a_sample_above_the_budget_is_an_error_that_names_it(small_dataset: Path, tokens_of: Tokens) -> None:
     longest = min(row for row, tokens in tokens_of.items() if tokens == 60)
     message = rf"^row {longest} of \S+ has 60 tokens, more than max_tokens_per_rank = 59; raise the .*$"
     with pytest.raises(ConfigError, match=message):
         len(_loaders(small_dataset, 2, budget=59, order="rows")[0])
 
 
-def test_a_sample_above_the_budget_can_have_a_rank_of_its_own(small_dataset: Path, tokens_of: dict[int, int]) -> None:
+def test_a_sample_above_the_budget_can_have_a_rank_of_its_own(small_dataset: Path, tokens_of: Tokens) -> None:
     loaders = _loaders(small_dataset, 3, budget=40, on_overflow="warn")
     with pytest.warns(TokenLimitWarning, match="some samples have more tokens than max_tokens_per_rank = 40"):
         len(loaders[0])

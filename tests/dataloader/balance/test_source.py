@@ -1,5 +1,3 @@
-"""Balancers over anyone's loaders."""
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -57,14 +55,14 @@ class IterableStyle(IterableDataset[dict[str, Any]]):
         return map(_sample, self.samples.indices)
 
 
-class OwnEpochs:
-    """An iterable without a length."""
+class OwnIterable:
+    """An iterable of batches, without a length."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.samples = MapStyle(rank, world_size)
+        self.loader = _data_loader(MapStyle(rank, world_size))
 
     def __iter__(self) -> Iterator[Any]:
-        yield from _data_loader(self.samples)
+        return iter(self.loader)
 
 
 def _data_loader(dataset: Any, num_workers: int = 0, kind: Any = DataLoader, **options: Any) -> Any:
@@ -90,7 +88,7 @@ LOADERS: dict[str, Callable[[int, int], Any]] = {
     "stateful, worker": lambda rank, n: _stateful(MapStyle(rank, n), num_workers=1),
     "padded batches": _padded_batches,
     "list": lambda rank, n: list(_data_loader(MapStyle(rank, n))),
-    "iterable of one's own": OwnEpochs,
+    "iterable of one's own": OwnIterable,
 }
 
 
@@ -154,6 +152,8 @@ def _stop_and_resume(rank: int, world_size: int, kind: str) -> list[tuple[list[i
     of_stops = []
     for step, state in enumerate(states):
         with make() as resumed:
+            if step % 2 and "worker" not in kind:
+                resumed.state_dict()  # as torch.distributed.checkpoint, which takes it as a template
             resumed.load_state_dict(state)
             assert resumed.state_dict() == state
             if step:
@@ -226,10 +226,7 @@ def _part(**changes: Any) -> dict[str, Any]:
         ({"ranks": {"0": "abcd"}}, "the loader's part of the state is damaged"),
         ({"ranks": {"0": encode({})}}, "the state of a rank has version None, expected 3"),
         (_part(rank=1), "the state of the Balancer has that of rank 1 under rank 0; load an intact"),
-        (
-            {"ranks": {"0": encode(Position(1, 2))}},
-            r"contains evenrank\..*\.Position, which is not loaded from files by",
-        ),
+        ({"ranks": {"0": encode(Position(1, 2))}}, r"contains evenrank\..*\.Position, which is not loaded from files"),
     ],
 )
 def test_damaged_state_is_refused_and_the_position_kept(changes: dict[str, Any], message: str) -> None:
@@ -241,20 +238,6 @@ def test_damaged_state_is_refused_and_the_position_kept(changes: dict[str, Any],
             balancer.load_state_dict(damaged)
         assert "\n" not in str(raised.value)
         assert balancer.state_dict() == state
-
-
-@pytest.mark.parametrize("kind", [kind for kind in STATEFUL if "worker" not in kind])
-def test_state_is_loaded_after_another_one_was_asked_for(kind: str) -> None:
-    """As torch.distributed.checkpoint does, which takes it as a template."""
-    with Balancer(STATEFUL[kind](MapStyle(0, 1)), BalanceConfig(cost=_tokens)) as balancer:
-        steps = iter(balancer)
-        trained = _ids(next(steps)) + _ids(next(steps))
-        state = balancer.state_dict()
-    with Balancer(STATEFUL[kind](MapStyle(0, 1)), BalanceConfig(cost=_tokens)) as resumed:
-        resumed.state_dict()
-        resumed.load_state_dict(state)
-        rest = [i for batch in resumed for i in _ids(batch)]
-    assert sorted(trained + rest) == list(range(NUM_SAMPLES))
 
 
 @pytest.mark.parametrize("kind", ["StatefulDataLoader", "nodes"])
@@ -362,9 +345,7 @@ def _stop_early(rank: int, world_size: int, kind: Any, num_workers: int) -> None
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(DataLoader, 0), (DataLoader, 1), (StatefulDataLoader, 0)])
-def test_data_loader_that_a_sample_has_ended_is_an_error_on_all_ranks(
-    ranks: RankPool, kind: Any, num_workers: int
-) -> None:
+def test_data_loader_that_a_sample_ended_is_an_error_on_all_ranks(ranks: RankPool, kind: Any, num_workers: int) -> None:
     for failure in ranks.try_run(2, _stop_early, kind, num_workers):
         assert failure.message.startswith("rank 1 failed: the DataLoader ended after 2 of 5 batches: its dataset or ")
 

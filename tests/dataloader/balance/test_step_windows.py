@@ -1,5 +1,3 @@
-"""The samples of a window are assigned to its steps once each, so that what steps wait for is little in all."""
-
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,9 @@ def _assign(
     **options: Any,
 ) -> Ints:
     """Return the samples of each step."""
+    shape: dict[str, int] = {"num_steps": num_steps, "world_size": world_size, "seed": seed, "epoch": epoch}
     config = BalanceConfig(cost=one_per_sample, **options)
-    tokens = costs if tokens is None else tokens
-    indices = assign_to_steps(
-        costs, tokens, num_steps=num_steps, world_size=world_size, config=config, seed=seed, epoch=epoch
-    )
-    return indices.reshape(num_steps, -1)
+    return assign_to_steps(costs, costs if tokens is None else tokens, config=config, **shape).reshape(num_steps, -1)
 
 
 @settings(max_examples=60)
@@ -43,7 +38,7 @@ def _assign(
     seed=st.integers(0, 1 << 62),
     high=st.sampled_from([0, 1, 10, 1 << 40]),
 )
-def test_each_sample_goes_to_one_step_and_all_steps_are_full(
+def test_each_sample_goes_to_a_full_step(
     num_steps: int, world_size: int, batch_size: int, strategy: str, seed: int, high: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -119,9 +114,7 @@ def test_the_token_limit_holds_for_bins() -> None:
         (15, 35, [(3, 11), (11, 15), (15, 23), (23, 31), (31, 35)]),  # after what was left of another window
     ],
 )
-def test_bounds_are_those_of_the_window_that_has_a_position(
-    first_end: int, end: int, bounds: list[tuple[int, int]]
-) -> None:
+def test_bounds_are_those_of_the_window_of_a_position(first_end: int, end: int, bounds: list[tuple[int, int]]) -> None:
     windows = Windows(start=3, first_end=first_end, end=end, samples_per_step=4, steps=2)
     expected = [of_window for of_window in bounds for _ in range(*of_window)]
     assert [windows.bounds(position) for position in range(3, end)] == expected

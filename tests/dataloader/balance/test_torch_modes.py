@@ -1,5 +1,3 @@
-"""Global modes of PyTorch around a Balancer change nothing: neither the batches, nor what can be done with them."""
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -70,11 +68,7 @@ def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) 
 
 @pytest.mark.parametrize(
     ("exchange", "on_gpus"),
-    [
-        ("all-to-all", False),
-        ("all-gather", False),
-        pytest.param("all-to-all", True, marks=pytest.mark.multi_gpu),
-    ],
+    [("all-to-all", False), ("all-gather", False), pytest.param("all-to-all", True, marks=pytest.mark.multi_gpu)],
 )
 def test_modes_of_pytorch_change_nothing(ranks: RankPool, exchange: str, on_gpus: bool) -> None:
     expected = ranks.run(2, _train, "none", exchange, on_gpus)

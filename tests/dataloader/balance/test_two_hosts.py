@@ -1,5 +1,3 @@
-"""Balancing over two hosts: exact, also over a slow link; an error on every rank when the link or a host is lost."""
-
 import contextlib
 import itertools
 import pkgutil
@@ -62,7 +60,7 @@ def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
 
 
 @pytest.mark.parametrize("discipline", [None, "netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
-def test_every_sample_is_trained_once_over_two_hosts_also_with_a_slow_link(
+def test_two_hosts_train_every_sample_once_also_slowly(
     make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str | None
 ) -> None:
     hosts = make_hosts()
@@ -148,9 +146,7 @@ def test_a_link_that_is_cut_while_ranks_train_ends_all_of_them(make_hosts: Calla
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_while_ranks_create_a_balancer_ends_all_of_them(
-    make_hosts: Callable[[], TwoHosts], small_dataset: Path
-) -> None:
+def test_a_link_that_is_cut_ends_ranks_that_begin(make_hosts: Callable[[], TwoHosts], small_dataset: Path) -> None:
     names = ("members_of", "handshake", "Connection")
     steps = [f"evenrank.dataloader.balance.balancer.{name}" for name in names]
     steps.append("evenrank.dataloader.balance.exchange.exchange.Exchange.connect")

@@ -24,9 +24,7 @@ def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[ByteCopies, list[
     end = int((sizes + gaps).sum())
     starts = np.cumsum(sizes + gaps) - sizes
     targets = int(sizes.sum()) - np.cumsum(sizes)
-    parts = [
-        ByteCopies.from_source(source, starts[source::2], targets[source::2], sizes[source::2]) for source in range(2)
-    ]
+    parts = [ByteCopies.from_source(i, starts[i::2], targets[i::2], sizes[i::2]) for i in range(2)]
     rng = np.random.default_rng(end)
     sources = [torch.from_numpy(rng.integers(0, 256, end, dtype=np.uint8)) for _ in range(2)]
     expected = torch.zeros_like(sources[0])
@@ -77,12 +75,8 @@ def test_rows_of_every_dtype_and_of_100_000_elements_are_copied(dtype: torch.dty
 
 def test_tiles_cover_each_range_once() -> None:
     copies = ByteCopies.from_source(1, np.array([0, 5, 100]), np.array([3, 0, 40_000]), np.array([3, 0, 8192 * 2 + 1]))
-    assert tile_descriptors(copies).tolist() == [
-        [1, 0, 3, 3],
-        [1, 100, 40_000, 8192],
-        [1, 8292, 48_192, 8192],
-        [1, 16_484, 56_384, 1],
-    ]
+    tiles = [[1, 100, 40_000, 8192], [1, 8292, 48_192, 8192], [1, 16_484, 56_384, 1]]
+    assert tile_descriptors(copies).tolist() == [[1, 0, 3, 3], *tiles]
 
 
 def test_views_as_bytes_share_memory() -> None:

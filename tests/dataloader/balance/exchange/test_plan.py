@@ -59,9 +59,8 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[Ri
     exchange = Exchange(AllToAll(), None, ExchangeDevice(), world_size=1)
     prepared = [exchange.prepare(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
     in_flight = [exchange.launch(step) for step in prepared]
-    chunks = [
-        torch.split(step.send_buffer, plan.send_bytes.tolist()) for step, plan in zip(prepared, plans, strict=True)
-    ]
+    pairs = zip(prepared, plans, strict=True)
+    chunks = [torch.split(step.send_buffer, plan.send_bytes.tolist()) for step, plan in pairs]
     for rank in range(world_size):
         received = torch.cat([chunks[source][rank] for source in range(world_size)])
         step = replace(in_flight[rank], prepared=replace(prepared[rank], receive_buffer=received))
@@ -86,12 +85,10 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[Ri
 def test_metadata_survives_encoding() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
     schema = schema_of(batch)
-    header = Header(
-        schema_hash=2**62, status=1, ended=1, num_real=2, num_rows=6, epoch=3, step=4, position=2**40, loader_hash=5
-    )
-    message = encode(
-        header, schema, costs=np.array([7, 2**61]), tokens=np.array([0, 2**31 - 1]), lengths=lengths_of(batch)
-    )
+    numbers = {"num_real": 2, "num_rows": 6, "epoch": 3, "step": 4, "position": 2**40, "loader_hash": 5}
+    header = Header(schema_hash=2**62, status=1, ended=1, **numbers)
+    costs, tokens = np.array([7, 2**61]), np.array([0, 2**31 - 1])
+    message = encode(header, schema, costs=costs, tokens=tokens, lengths=lengths_of(batch))
     metadata = decode(message[np.newaxis], schema)
     assert metadata.headers.tolist() == [[2**62, 1, 1, 2, 6, 3, 4, 2**40, 5]]
     assert metadata.header("position").tolist() == [2**40]

@@ -13,6 +13,8 @@ from evenrank.dataloader.balance.partition.rank_loads import (
     update,
 )
 
+LOADS = st.integers(0, 20)
+
 
 @settings(max_examples=300)
 @given(st.lists(st.one_of(st.integers(-5, 5), st.integers(-(2**61), 2**61)), min_size=1, max_size=200))
@@ -29,13 +31,8 @@ def test_every_digit_width_and_number_of_passes_sorts(size: int, highest: int) -
 
 
 @settings(max_examples=200)
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=20),
-    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 20)), max_size=30),
-)
-def test_the_lightest_rank_wins_and_the_lower_one_among_equals(
-    loads: list[int], changes: list[tuple[int, int]]
-) -> None:
+@given(st.lists(LOADS, min_size=1, max_size=20), st.lists(st.tuples(st.integers(0, 19), LOADS), max_size=30))
+def test_the_lightest_rank_wins_or_the_lower_of_equals(loads: list[int], changes: list[tuple[int, int]]) -> None:
     world_size, bits = len(loads), rank_bits(len(loads))
     tree = empty_tree(bits)
     for rank, load in enumerate(loads):

@@ -19,9 +19,7 @@ from evenrank.dataloader.balance.partition.relabel import relabel
         ([2, 2, 2, 1, 0], [1, 1, 1, 2, 7], [0, 0, 0, 0, 2], [0, 0, 0, 1, 2]),
     ],
 )
-def test_parts_go_to_the_rank_that_has_most_of_their_tokens(
-    parts: list[int], tokens: list[int], home: list[int], ranks: list[int]
-) -> None:
+def test_parts_go_to_their_tokens(parts: list[int], tokens: list[int], home: list[int], ranks: list[int]) -> None:
     relabelled = relabel(np.array(parts, np.int32), np.array(tokens), np.array(home, np.int32), max(parts) + 1)
     assert relabelled.tolist() == ranks
 

@@ -1,5 +1,3 @@
-"""All-gathers of metadata messages, on real Gloo groups."""
-
 import itertools
 import socket
 from datetime import timedelta

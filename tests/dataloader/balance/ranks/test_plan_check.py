@@ -1,5 +1,3 @@
-"""Ranks that plan differently learn of it: at once with a Balancer, later where each plans alone. Real Gloo groups."""
-
 import itertools
 import multiprocessing
 import threading
@@ -18,15 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import RankError
 from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
-from evenrank.dataloader.balance import (
-    STRATEGIES,
-    BalanceConfig,
-    Balancer,
-    PartitionProblem,
-    partition,
-    register_strategy,
-)
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
+from evenrank.dataloader.balance.partition.strategies import PartitionProblem
 from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.plan_check import PlanCheck, confirm
 from evenrank.dataloader.balance.ranks.process_group import Members, members_of
@@ -39,25 +31,18 @@ from tests.ranks import RankPool
 from tests.registrations import restored
 
 TIMEOUT = timedelta(seconds=30)
-DIFFERS = (
-    "{} assigns samples differently from rank 0, given the same costs; the strategy '{}' must be a pure function of "
-    "its argument, and the same code on all ranks"
-)
 
 
 class _CostOfRank:
     """Costs are equal on all ranks, tokens are not: random numbers with the rank as seed."""
 
-    def __init__(self, rank: int, *, fails: bool = False) -> None:
+    def __init__(self, rank: int) -> None:
         self._rng = np.random.default_rng(rank)
-        self._fails = fails
 
     def __call__(self, lengths: Lengths, num_candidates: Ints) -> Ints:
         return lengths["item_id"] + 1
 
     def tokens(self, lengths: Lengths) -> Ints:
-        if self._fails:
-            raise ZeroDivisionError("no tokens")
         return self._rng.integers(0, 1000, len(lengths["item_id"]))
 
 
@@ -70,16 +55,9 @@ def _samples(batch: Any) -> list[tuple[int, list[int]]]:
     return list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False))
 
 
-def _train_with_tokens_of_rank(
-    rank: int, world_size: int, options: dict[str, Any], failing: int | None
-) -> list[list[tuple[int, list[int]]]] | str:
-    balancer = Balancer(
-        _batches(rank, world_size), BalanceConfig(cost=_CostOfRank(rank, fails=rank == failing), **options)
-    )
-    try:
+def _train_with_tokens_of_rank(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
+    with Balancer(_batches(rank, world_size), BalanceConfig(cost=_CostOfRank(rank), **options)) as balancer:
         return [_samples(batch) for batch in balancer]
-    except RankError as error:  # and the program goes on without closing the Balancer
-        return str(error)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +70,7 @@ def _train_with_tokens_of_rank(
 )
 @pytest.mark.filterwarnings("ignore:max_tokens_per_rank")
 def test_tokens_that_each_rank_counts_in_its_own_way_lose_no_sample(ranks: RankPool, options: dict[str, Any]) -> None:
-    by_rank = ranks.run(3, _train_with_tokens_of_rank, options, None)
+    by_rank = ranks.run(3, _train_with_tokens_of_rank, options)
     for number, steps in enumerate(zip(*by_rank, strict=True)):
         loaded = [_samples(_batches(rank, 3).batch(number)) for rank in range(3)]
         assert sorted(itertools.chain(*steps)) == sorted(itertools.chain(*loaded))
@@ -118,35 +96,25 @@ def _train_with_strategy(rank: int, world_size: int, what: str, exchange: str) -
             list(balancer)
 
 
-@pytest.mark.parametrize(
-    ("what", "exchange", "message"),
-    [
-        ("raises", "all-to-all", "rank 1 failed: ZeroDivisionError: no such sample"),
-        *[("differs", exchange, DIFFERS.format("in step 2 of epoch 0, rank 1", "mine")) for exchange in COLLECTIVES],
-    ],
-)
-def test_a_rank_that_assigns_differently_or_fails_is_named_before_a_sample_moves(
-    ranks: RankPool, what: str, exchange: str, message: str
-) -> None:
-    first, culprit, last = ranks.try_run(3, _train_with_strategy, what, exchange)
-    for failure in (first, last) if what == "raises" else (first, culprit, last):
+@pytest.mark.parametrize("exchange", COLLECTIVES)
+def test_a_rank_that_assigns_differently_is_named_before_a_sample_moves(ranks: RankPool, exchange: str) -> None:
+    for failure in ranks.try_run(3, _train_with_strategy, "differs", exchange):
         assert failure.type_name == "RankError"
-        assert failure.message == message
-    if what == "raises":
-        assert (culprit.type_name, culprit.message) == ("ZeroDivisionError", "no such sample")
+        assert failure.message == (
+            "in step 2 of epoch 0, rank 1 assigns samples differently from rank 0, given the same costs; the strategy "
+            "'mine' must be a pure function of its argument, and the same code on all ranks"
+        )
 
 
-def test_tokens_that_raise_on_one_rank_end_all_ranks(ranks: RankPool) -> None:
-    message = "rank 1 failed: ZeroDivisionError: no tokens"
-    assert ranks.run(3, _train_with_tokens_of_rank, {}, 1) == [message] * 3
+def test_an_error_in_the_strategy_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
+    own, of_others = "no such sample", "rank 1 failed: ZeroDivisionError: no such sample"
+    failures = ranks.try_run(3, _train_with_strategy, "raises", "all-to-all")
+    assert [failure.message for failure in failures] == [of_others, own, of_others]
 
 
-def _confirm(rank: int, world_size: int, what: str) -> None:
+def _confirm(rank: int, world_size: int) -> None:
     metadata, rank_of = np.arange(24, dtype=np.uint8).reshape(3, 8), np.zeros((3, 2), dtype=np.int32)
-    if rank == 2 and what == "metadata":
-        metadata[1, 7] ^= 1
-    if rank == 2 and what == "assignment":
-        rank_of[2, 1] = 1
+    metadata[1, 7] ^= rank == 2
     gather = MetadataAllGather(members_of(None, TIMEOUT), None, TIMEOUT)
     try:
         confirm(gather, metadata=metadata, rank_of=rank_of, error=None, step_name="step 7", strategy="min-move")
@@ -154,15 +122,9 @@ def _confirm(rank: int, world_size: int, what: str) -> None:
         gather.close()
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("metadata", "in step 7, rank 2 received other metadata than rank 0; the memory or the network"),
-        ("assignment", DIFFERS.format("in step 7, rank 2", "min-move")),
-    ],
-)
-def test_a_single_bit_that_differs_is_found_on_every_rank(ranks: RankPool, what: str, message: str) -> None:
-    for failure in ranks.try_run(3, _confirm, what):
+def test_a_single_bit_of_metadata_that_differs_is_found_on_every_rank(ranks: RankPool) -> None:
+    message = "in step 7, rank 2 received other metadata than rank 0; the memory or the network"
+    for failure in ranks.try_run(3, _confirm):
         assert failure.type_name == "RankError"
         assert failure.message.startswith(message)
 
@@ -208,9 +170,7 @@ def _train(rank: int, world_size: int, path: Path, refitted_on: list[int]) -> tu
 
 
 @pytest.mark.parametrize("refitted_on", [[1], [0, 2], [0, 1, 2], []])
-def test_the_end_of_an_epoch_tells_all_ranks_that_plans_differed(
-    ranks: RankPool, small_dataset: Path, refitted_on: list[int]
-) -> None:
+def test_an_epochs_end_tells_that_plans_differed(ranks: RankPool, small_dataset: Path, refitted_on: list[int]) -> None:
     results = ranks.run(3, _train, small_dataset, refitted_on)
     trained = Counter(sample for ids, _ in results for sample in ids)
     (error,) = {error for _, error in results}
@@ -229,18 +189,15 @@ def _states(rank: int, world_size: int, path: Path) -> list[str | None]:
     errors = []
     for step in range(3):
         next(iterator)
-        dist.barrier()
-        errors.append(_error(loader.state_dict))
-        dist.barrier()  # for the second time, so that the first rank asks after the others
-        errors.append(_error(loader.state_dict))
+        for _ in range(2):  # twice, so that the first rank asks after the others
+            dist.barrier()
+            errors.append(_error(loader.state_dict))
         if step == 0 and rank == 1:
             cost.power = 0
     return errors
 
 
-def test_states_tell_a_difference_as_soon_as_another_rank_has_asked_for_its_own(
-    ranks: RankPool, small_dataset: Path
-) -> None:
+def test_states_tell_a_difference_once_another_rank_has_asked_for_its_own(ranks: RankPool, small_dataset: Path) -> None:
     first, second = ranks.run(2, _states, small_dataset)
     assert first[:2] == second[:2] == [None, None]
     # One of the ranks may have been the first to ask.
@@ -288,9 +245,7 @@ def _out_of_step(rank: int, world_size: int, path: Path, changes: dict[str, int]
 
 
 @pytest.mark.parametrize("changes", [{"position": 16}, {"epoch": 1}], ids=str)
-def test_ranks_that_load_other_states_learn_of_it_by_the_end_of_the_epoch(
-    ranks: RankPool, small_dataset: Path, changes: dict[str, int]
-) -> None:
+def test_ranks_that_load_other_states_are_told(ranks: RankPool, small_dataset: Path, changes: dict[str, int]) -> None:
     first, second = ranks.run(2, _out_of_step, small_dataset, changes)
     assert first == second
     assert first.startswith("ranks are out of step: rank ")
@@ -332,14 +287,14 @@ def test_plans_can_be_compared_while_another_thread_adds_some() -> None:
     assert iteration.plans[0] > 0
 
 
-def _compare_elsewhere(check: PlanCheck) -> None:
-    check.compare()
-    check.end_epoch(check.begin_epoch(1, 5))  # would wait for the other rank
-
-
 def test_a_forked_process_leaves_the_connection_alone() -> None:
     check = PlanCheck(Members(rank=0, world_size=2, store=HashStore()), timedelta(seconds=60))
-    process = multiprocessing.get_context("fork").Process(target=_compare_elsewhere, args=(check,))
+
+    def compare() -> None:
+        check.compare()
+        check.end_epoch(check.begin_epoch(1, 5))  # would wait for the other rank
+
+    process = multiprocessing.get_context("fork").Process(target=compare)
     process.start()
     process.join(50)
     assert process.exitcode == 0
@@ -383,9 +338,8 @@ def test_the_hash_of_a_plan_is_that_of_who_trains_what(small_dataset: Path) -> N
     def hashes(cost: Any, rank: int, **options: Any) -> list[int | None]:
         config = LoaderConfig(**{"batch_size": 4, **options})
         balance = BalanceConfig(cost=cost)
-        return [
-            batch.plan_hash for batch in build_loader(small_dataset, config, rank=rank, world_size=2, balance=balance)
-        ]
+        loader = build_loader(small_dataset, config, rank=rank, world_size=2, balance=balance)
+        return [batch.plan_hash for batch in loader]
 
     first = hashes(Refitted(), 0)
     assert len(set(first)) == len(first) > 10

@@ -1,11 +1,10 @@
-"""Whatever uses a store ends in time, with one line, if the process that serves the store does not answer."""
-
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +30,18 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_a_call_that_returns_has_its_result() -> None:
+def test_a_call_has_its_result_or_its_error_and_that_of_the_store_is_one_line() -> None:
     thread = within(TIMEOUT, threading.current_thread)
     assert thread.daemon
     assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("error", [ConfigError("a"), RankLostError("c"), RuntimeError("out of memory")], ids=repr)
-def test_an_error_of_the_call_stays_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised:
-        within(TIMEOUT, lambda: _raise(error))
-    assert raised.value is error
-
-
-def test_an_error_of_the_store_is_one_line_that_says_so() -> None:
-    error = dist.DistNetworkError("Connection reset by peer\nException raised from recvBytes")
-    with pytest.raises(RankLostError) as raised:
-        within(TIMEOUT, lambda: _raise(error))
-    assert str(raised.value) == NO_ANSWER.replace("no answer within 0.5 s", "Connection reset by peer")
+    for error in (ConfigError("a"), RankLostError("c"), RuntimeError("out of memory")):
+        with pytest.raises(type(error)) as raised:
+            within(TIMEOUT, partial(_raise, error))
+        assert raised.value is error
+    reset = dist.DistNetworkError("Connection reset by peer\nException raised from recvBytes")
+    with pytest.raises(RankLostError) as lost:
+        within(TIMEOUT, lambda: _raise(reset))
+    assert str(lost.value) == NO_ANSWER.replace("no answer within 0.5 s", "Connection reset by peer")
 
 
 def _members(store: TCPStore) -> Members:
