@@ -52,17 +52,14 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1, 1, DIM).unsqueeze(-1))
 
     def forward(self, batch: SequenceBatch, embeddings: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
-        pooled = torch.stack([_sum_of_rows(embeddings[key]) for key in ROWS]).sum(0)
+        pooled = torch.zeros(batch.batch_size, DIM, device=self.weight.device)
+        for key in ROWS:
+            values, lengths = embeddings[key].values(), embeddings[key].lengths()
+            rows = torch.arange(len(lengths), device=values.device)
+            pooled = pooled.index_add(0, rows.repeat_interleave(lengths, output_size=len(values)), values)
         scores = torch.tanh(0.1 * pooled @ self.weight)
         logits = scores.repeat_interleave(batch.num_candidates, dim=0, output_size=batch.loss_tokens)
         return ((logits - 0.5) ** 2).sum(0), logits
-
-
-def _sum_of_rows(jagged: JaggedTensor) -> Tensor:
-    values, lengths = jagged.values(), jagged.lengths()
-    rows = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths, output_size=len(values))
-    sums: Tensor = values.new_zeros(len(lengths), DIM).index_add(0, rows, values)
-    return sums
 
 
 class Model(nn.Module):

@@ -56,7 +56,6 @@ def test_pairs_of_a_decoder_are_those_of_a_triangle(tokens: list[int]) -> None:
 
 
 def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
-    """Return torch's counts of a forward and a backward pass."""
     with FlopCounterMode(display=False) as forward:
         outputs = module(inputs)
     with FlopCounterMode(display=False) as backward:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import SequenceBatch
 from evenrank.training import (
     PIPELINES,
     Pipeline,
@@ -45,13 +44,11 @@ def pool(device_type: str, request: pytest.FixtureRequest) -> RankPool:
 
 NUM_TRAIN, NUM_EVAL, NUM_EPOCHS = 6, 3, 2
 
-Log = list[tuple[str, int, int, float, Any]]
-"""What, epoch, step, loss and logits of each batch."""
+Log = list[tuple[str, int, int, float, Any]]  # what, epoch, step, loss and logits of each batch
+Steps = Iterator[tuple[Any, Tensor, Tensor]]  # batch, loss and logits
 
 
-def _loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_inside: bool, batches: Iterable[Any]
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, loss_inside: bool, batches: Iterable[Any]) -> Steps:
     for batch in batches:
         optimizer.zero_grad()
         output = model(batch)
@@ -62,31 +59,27 @@ def _loop(
         yield batch, loss.detach(), output[1]
 
 
-def _task_tokens(batch: SequenceBatch) -> Tensor:
-    return batch.num_candidates.sum().view(1)
-
-
 def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str, loss_inside: bool) -> Log:
     """Train for some epochs; evaluate after three steps and at the end of each, and without the pipeline too."""
     device, group = join(rank, device_type)
     model, optimizer = distribute(Model(loss_inside=loss_inside), device, group, cached=mode == "prefetch")
-    run: Callable[[Iterable[Any]], Iterator[tuple[Any, Tensor, Tensor]]]
-    if mode == PLAIN:
-        run = functools.partial(_loop, model, optimizer, loss_inside)
-    else:
-        pipeline: Any = make_pipeline(mode, model, optimizer, device, loss=None if loss_inside else scaled)
-
-        def run(batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor]]:
-            for step in run_pipeline(pipeline, batches):
-                if mode != "none":
-                    assert len(pipeline._pipelined_modules) == 1  # its ids are sent ahead
-                yield step.batch, step.loss, step.output if loss_inside else step.output[1]
-
+    plain = functools.partial(_loop, model, optimizer, loss_inside)
     log: Log = []
 
-    def note(kind: str, steps: Iterator[tuple[Any, Tensor, Tensor]]) -> None:
+    def note(kind: str, steps: Steps) -> None:
         for batch, loss, logits in steps:
             log.append((kind, batch.epoch, batch.step, float(loss), logits.detach().cpu().numpy()))
+
+    if mode != PLAIN:
+        pipeline: Any = make_pipeline(mode, model, optimizer, device, loss=None if loss_inside else scaled)
+
+    def run(batches: Iterable[Any]) -> Steps:
+        if mode == PLAIN:
+            yield from plain(batches)
+            return
+        for step in run_pipeline(pipeline, batches):
+            assert mode == "none" or len(pipeline._pipelined_modules) == 1  # its ids are sent ahead
+            yield step.batch, step.loss, step.output if loss_inside else step.output[1]
 
     train = balanced(batches_of(rank, world_size, num_batches=NUM_TRAIN), device)
     evaluation = balanced(batches_of(rank, world_size, num_batches=NUM_EVAL), device)
@@ -94,14 +87,16 @@ def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str,
         for number in range(NUM_EPOCHS):
             epoch: Iterator[Any] = iter(train)
             if number:  # with loss tokens per task
-                epoch = chain.from_iterable(accumulate(train, 1, task_tokens=_task_tokens))
+                epoch = chain.from_iterable(
+                    accumulate(train, 1, task_tokens=lambda batch: batch.num_candidates.sum().view(1))
+                )
             for part in (islice(epoch, 3), epoch):
                 model.train()
                 note("train", run(part))
                 model.eval()
                 with torch.no_grad():
                     note("eval", run(evaluation))
-                    note("direct", _loop(model, optimizer, loss_inside, evaluation))
+                    note("direct", plain(evaluation))
     return log
 
 
@@ -261,16 +256,11 @@ def test_a_model_without_torchrec_trains_in_the_pipeline_none() -> None:
     losses = [step.loss.item() for step in run_pipeline(_make("none", model, loss=_sum), batches)]
     assert losses == [1, 2 * 0.5]
     assert model.weight.item() == 1 - 0.5 - 1
-
-
-def test_a_model_without_its_loss_is_refused_where_none_is_given() -> None:
     with pytest.raises(ConfigError, match=r"returned Tensor instead of \(loss, output\); pass loss= to make_pipeline"):
-        list(run_pipeline(_make("none", _line()), [torch.ones(1, 1)]))
+        list(run_pipeline(_make("none", model), batches))
 
 
 class _Slowly:
-    """A pipeline of its own, with nothing ahead."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, forward: PipelineForward[Any]) -> None:
         self._optimizer = optimizer
         self._forward = forward
@@ -299,8 +289,5 @@ def test_a_registered_pipeline_is_made_and_run_like_ours() -> None:
     model.eval()
     assert [(step.loss.item(), step.output.item()) for step in run_pipeline(pipeline, ones)] == [(0, 0)] * 2
     assert pipeline.num_resets == 2
-
-
-def test_a_pipeline_that_is_no_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="'mine' must be a function of model, optimizer, device and forward, got 1"):
         register_pipeline("mine")(1)  # type: ignore[arg-type]

@@ -14,8 +14,6 @@ MODEL = ModelFlops(per_token=10, per_pair=4, per_prediction=2)
 
 
 class _Clock:
-    """Seconds that pass as the test says."""
-
     def __init__(self) -> None:
         self.now = 50.0
 
@@ -81,7 +79,6 @@ def test_a_line_of_the_log() -> None:
 
 
 def _measure(rank: int, world_size: int) -> Any:
-    """Return an interval of all ranks, and one of this rank alone."""
     clock = _Clock()
     meter = ThroughputMeter(MODEL, every=1, peak_flops=1e3, clock=clock)
     groups = [dist.new_group([number]) for number in range(world_size)]
@@ -102,12 +99,9 @@ def _differ(rank: int, world_size: int) -> None:
     ThroughputMeter(MODEL, every=5 + rank)
 
 
-def test_different_intervals_are_an_error_on_every_rank(ranks: RankPool) -> None:
+def test_intervals_that_differ_or_have_no_steps_are_errors(ranks: RankPool) -> None:
     message = "every differs between ranks: 5 on rank 0, 6 on rank 1"
     assert [(f.type_name, f.message) for f in ranks.try_run(2, _differ)] == [("RankError", message)] * 2
-
-
-def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
         ThroughputMeter(MODEL, every=0)
     with pytest.raises(ConfigError, match="peak_flops must be positive, got 0"):
@@ -191,33 +185,27 @@ def test_each_dtype_has_its_peak_or_an_error() -> None:
     h200, t4 = peaks_by_name("NVIDIA H200"), peaks_by_name("Tesla T4")
     assert h200 is not None
     assert t4 is not None
-    assert h200.flops(torch.float32) == pytest.approx(66.9e12)
-    assert h200.flops(torch.float32, tf32=True) == pytest.approx(494.7e12)
-    assert h200.flops(torch.float8_e4m3fn) == pytest.approx(1978.9e12)
+    peaks = [h200.flops(torch.float32), h200.flops(torch.float32, tf32=True), h200.flops(torch.float8_e4m3fn)]
+    assert peaks == pytest.approx([66.9e12, 494.7e12, 1978.9e12])
     for dtype, tf32, name in ((torch.bfloat16, False, "bfloat16"), (torch.float32, True, "TF32")):
         with pytest.raises(ConfigError, match=rf"no peak is known for {name} .*pass it in FLOP/s"):
             t4.flops(dtype, tf32=tf32)
+    with pytest.raises(ConfigError, match=r"compute capability is 13\.7, .*pass the device's peak in FLOP/s"):
+        computed_peaks((13, 7), 100, 2e9)
+    with pytest.raises(ConfigError, match="no peaks are known of the device cpu; pass a CUDA device"):
+        device_peaks("cpu")
 
 
 def test_an_unknown_device_is_computed_from_its_multiprocessors_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", major=9, minor=0, multi_processor_count=16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    with pytest.raises(
-        ConfigError, match=r"the peaks of 'NVIDIA H200 MIG 1g\.18gb' are not known; pass its peak in FLOP/s"
-    ):
+    with pytest.raises(ConfigError, match=r"the peaks of 'NVIDIA H200 MIG 1g\.18gb' are not known; pass its peak"):
         device_peaks()  # without its clock
     properties.clock_rate, properties.memory_clock_rate, properties.memory_bus_width = 1_980_000, 3_201_000, 6144
     peaks = device_peaks()
     assert peaks.flops(torch.bfloat16) == 4096 * 16 * 1.98e9
     assert peaks.bandwidth == pytest.approx(4.917e12, rel=1e-3)
     assert peaks.source == "computed from 16 multiprocessors at 1.98 GHz"
-
-
-def test_a_device_without_known_peaks_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"compute capability is 13\.7, .*pass the device's peak in FLOP/s"):
-        computed_peaks((13, 7), 100, 2e9)
-    with pytest.raises(ConfigError, match="no peaks are known of the device cpu; pass a CUDA device"):
-        device_peaks("cpu")
 
 
 @pytest.mark.gpu

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.ranks.process_group import Members, members_of
+from evenrank.dataloader.balance.ranks.process_group import Members
 from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
-from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm, Arrivals, arrivals_line
+from evenrank.training.watch import GIB, Alarm, Arrivals, arrivals_line
 from tests.ranks import RankPool
 from tests.stopped_store import StoreServer, store_server
 
@@ -25,8 +25,6 @@ SECONDS = 0.2  # without a heartbeat; tests wait for reports, not for this long
 
 
 class _Pipe:
-    """What a watch writes, line by line, as it is written."""
-
     def __init__(self) -> None:
         reader, writer = os.pipe()
         self.writer: TextIO = os.fdopen(writer, "w")
@@ -41,7 +39,6 @@ class _Pipe:
         return "".join(lines)
 
     def close(self) -> str:
-        """Return all that has not been read."""
         self.writer.close()
         with self.reader:
             return self.reader.read()
@@ -81,8 +78,9 @@ def test_the_stacks_of_a_stalled_process_are_written_and_the_next_stall_as_well(
 
 def _stall_twice(rank: int, world_size: int) -> list[str]:
     """Let rank 1 stay behind, while rank 0 waits for it, and return the reports of this rank."""
-    pipe = _Pipe()
-    reports = []
+    if rank == 0:
+        StallWatch(SECONDS)  # on some ranks alone, which does not separate the store of other watches and Balancers
+    pipe, reports = _Pipe(), []
     with StallWatch(SECONDS, file=pipe.writer) as watch:
         watch.beat()
         for heartbeat in (2, 3):
@@ -155,19 +153,6 @@ def test_a_rank_whose_reports_cannot_be_written_is_still_watched(ranks: RankPool
     assert reports == [f"evenrank: rank 0: all 2 ranks have arrived at heartbeat {number}" for number in (1, 2)]
 
 
-def _share_a_store(rank: int, world_size: int) -> list[bool]:
-    if rank == 0:
-        StallWatch(SECONDS)
-    store = members_of(None, STORE_TIMEOUT).substore("test")  # as a Balancer's
-    store.set(str(rank), "here")
-    dist.barrier()
-    return [store.check([str(other)]) for other in range(world_size)]
-
-
-def test_a_watch_on_some_ranks_does_not_separate_the_balancers_of_a_group(ranks: RankPool) -> None:
-    assert ranks.run(2, _share_a_store) == [[True, True]] * 2
-
-
 def test_the_thread_ends_with_the_watch() -> None:
     def watching() -> int:
         return sum(thread.name == "evenrank-stall-watch" for thread in threading.enumerate())
@@ -180,6 +165,9 @@ def test_the_thread_ends_with_the_watch() -> None:
     watch.close()
     with pytest.raises(ConfigError, match="the StallWatch is closed; create another one"):
         watch.beat()
+    for seconds in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="seconds must be positive and finite"):
+            StallWatch(seconds)
 
 
 @pytest.mark.parametrize("file", ["None", "open('/dev/null')"])
@@ -207,12 +195,6 @@ sys.stdin.read()
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
-def test_a_time_that_never_passes_is_an_error(seconds: float) -> None:
-    with pytest.raises(ConfigError, match="seconds must be positive and finite"):
-        StallWatch(seconds)
-
-
 @pytest.mark.parametrize(
     ("unallocated", "free", "reason"),
     [
@@ -226,13 +208,6 @@ def test_a_time_that_never_passes_is_an_error(seconds: float) -> None:
 def test_the_limits_are_half_of_the_device_and_two_gibibytes(unallocated: int, free: int, reason: str | None) -> None:
     usage = MemoryUsage(allocated=5 * GIB, reserved=5 * GIB + unallocated, free=free, total=80 * GIB)
     assert usage.reason_to_release() == reason
-
-
-def test_memory_is_reported_in_a_line_and_watched_on_cuda_alone() -> None:
-    usage = MemoryUsage(allocated=3 * GIB // 2, reserved=2 * GIB, free=77 * GIB, total=80 * GIB)
-    assert usage.line() == "memory: 1.5 GiB allocated, 2.0 reserved, 77.0 free of 80.0"
-    with pytest.raises(ConfigError, match="device is cpu; memory is watched on cuda"):
-        MemoryWatch("cpu")
 
 
 class _Filling(MemoryWatch):
@@ -249,12 +224,13 @@ def test_releasing_the_cache_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(_Filling, "is_cached", False))
     watch = _Filling("cuda")
     with caplog.at_level(logging.WARNING, logger="evenrank"):
-        assert watch.check().reserved == GIB
-        assert watch.check().reserved == GIB
+        assert [watch.check().reserved for _ in range(2)] == [GIB, GIB]
     assert caplog.messages == [
         "memory: 1.0 GiB allocated, 51.0 reserved, 29.0 free of 80.0; more than half of the device is reserved but "
         "unallocated, so 50.0 GiB of cache were released"
     ]
+    with pytest.raises(ConfigError, match="device is cpu; memory is watched on cuda"):
+        MemoryWatch("cpu")
 
 
 @pytest.mark.gpu
@@ -306,13 +282,11 @@ def test_publishing_does_not_wait_for_training_that_waits_in_the_store() -> None
 
 @given(counts=st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_exactly_the_ranks_behind_the_furthest_have_not_arrived(counts: list[int]) -> None:
-    line = arrivals_line(counts)
-    behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
-    if not behind:
-        assert line == f"all {len(counts)} ranks have arrived at heartbeat {max(counts)}"
-        return
-    start, names = line.split(": ")
-    assert start == f"{len(behind)} of {len(counts)} ranks have not arrived at heartbeat {max(counts)}"
-    named = [int(rank) for rank in re.findall(r"(\d+) \(at", names)]
-    assert named == behind[:16]
-    assert ("more" in names) == (len(behind) > 16)
+    line, last = arrivals_line(counts), max(counts)
+    behind = [rank for rank, count in enumerate(counts) if count < last]
+    if behind:
+        assert line.startswith(f"{len(behind)} of {len(counts)} ranks have not arrived at heartbeat {last}: ")
+        assert [int(rank) for rank in re.findall(r"(\d+) \(at", line)] == behind[:16]
+        assert ("more" in line) == (len(behind) > 16)
+    else:
+        assert line == f"all {len(counts)} ranks have arrived at heartbeat {last}"

@@ -29,7 +29,6 @@ World = tuple[int, list[list[Step]]]  # a batch size and each rank's steps
 
 
 def _batches(rank: int, steps: list[Step], batch_size: int | None) -> list[RichBatch]:
-    """Return a rank's batches, padded to `batch_size` rows; None: not padded."""
     batches = [rich_batch(samples, first_id=1000 * rank + 10 * number) for number, samples in enumerate(steps)]
     return batches if batch_size is None else [pad_batch(batch, batch_size) for batch in batches]
 
@@ -109,7 +108,6 @@ def test_balancing_never_loses_duplicates_or_alters_a_sample(ranks: RankPool, st
 
 
 def _rows(rank: int, world_size: int, batch_size: int | None) -> list[tuple[int, int]]:
-    """Return rows and samples of the balanced batches of loaders that yield batches of 1, 3, ... rows."""
     batches = _batches(rank, [[[(1, 1), (1, 1)]] * rows for rows in ([1, 3, 2] if rank == 0 else [2, 1])], None)
     with Balancer(batches, BalanceConfig(cost=rich_tokens, batch_size=batch_size)) as balancer:
         return [(batch.batch_size, batch.num_real) for batch in [*balancer, *balancer]]

@@ -155,9 +155,7 @@ def test_impossible_model_shapes_are_refused() -> None:
 
 @settings(max_examples=300)
 @given(data=st.data(), interleave=st.booleans(), candidate_actions=st.booleans(), causal=st.booleans())
-def test_candidates_attend_to_history(
-    data: st.DataObject, interleave: bool, candidate_actions: bool, causal: bool
-) -> None:
+def test_candidates_attend_to_history(data: Any, interleave: bool, candidate_actions: bool, causal: bool) -> None:
     events, contextual = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 3))
     num_candidates = data.draw(st.integers(0, events))
     tokens = _write_tokens(events, num_candidates, contextual, interleave, candidate_actions)

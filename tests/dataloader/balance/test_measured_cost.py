@@ -51,7 +51,12 @@ def test_exact_times_give_the_coefficients_back() -> None:
     assert _seconds(cost) == pytest.approx((B, C, A), rel=1e-6)
     assert cost.steps == 200
     assert cost.r2 == pytest.approx(1.0)
-    assert _fit(GOOD, _times(GOOD)) == cost  # deterministic
+    times = _times(GOOD, noise=0.003)
+    cost = _fit(GOOD, times)
+    assert _fit(GOOD, times) == cost  # deterministic
+    assert _fit(GOOD, times, candidates=np.zeros_like(GOOD)) == cost
+    assert _fit(GOOD, times, candidates=np.minimum(GOOD, 1)) == cost  # p = t^2
+    assert _fit(GOOD, times, candidates=GOOD // 4) != cost
 
 
 def test_times_of_steps_with_candidates_give_the_coefficients_back() -> None:
@@ -72,14 +77,6 @@ def test_times_of_steps_with_candidates_give_the_coefficients_back() -> None:
     # What was fitted is what a Balancer is told of the same steps.
     told = [cost.seconds_per_step + np.ldexp(float(cost(*step).sum()), -cost.fraction_bits) for step in steps]
     assert told == pytest.approx(times, rel=1e-6)
-
-
-def test_steps_without_candidates_are_fitted_as_ever() -> None:
-    times = _times(GOOD, noise=0.003)
-    cost = _fit(GOOD, times)
-    assert _fit(GOOD, times, candidates=np.zeros_like(GOOD)) == cost
-    assert _fit(GOOD, times, candidates=np.minimum(GOOD, 1)) == cost  # p = t^2
-    assert _fit(GOOD, times, candidates=GOOD // 4) != cost
 
 
 @pytest.mark.parametrize("are_longest", [False, True])
@@ -251,14 +248,7 @@ def test_a_file_of_a_cost_that_was_fitted_to_squared_tokens_is_read(tmp_path: Pa
     assert cost(lengths, np.array([0, 2])).tolist() == [700 * 11 + 11 * 11**2, 700 * 9 + 11 * (7**2 + 2 * 15)]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "text.json").write_text("seconds")
-    for name, reason in (("none", "No such file"), ("text", "Expecting value")):
-        with pytest.raises(DataError, match=f"{name}.json cannot be read as a measured cost: .*{reason}"):
-            MeasuredCost.load(tmp_path / f"{name}.json")
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing_and_keeps_the_old_one(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_or_written_is_named_and_an_old_one_kept(tmp_path: Path) -> None:
     before = _saved(tmp_path).read_bytes()
     with pytest.raises(DataError, match=r"none/cost.json could not be written: No such file or directory"):
         EXISTING.save(tmp_path / "none" / "cost.json")
@@ -266,3 +256,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_keeps_the_old_one(tmp_
         EXISTING.save(tmp_path)  # a folder
     assert (tmp_path / "cost.json").read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["cost.json"]
+    (tmp_path / "text.json").write_text("seconds")
+    for name, reason in (("none", "No such file"), ("text", "Expecting value")):
+        with pytest.raises(DataError, match=f"{name}.json cannot be read as a measured cost: .*{reason}"):
+            MeasuredCost.load(tmp_path / f"{name}.json")

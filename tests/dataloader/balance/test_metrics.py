@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, combine, measure_step, summarize
 from evenrank.dataloader.balance.partition.strategies import Assignment
+from tests.dataloader.balance.test_writers import step
 
 
 @st.composite
@@ -30,31 +31,15 @@ def test_combined_summaries_equal_the_summary_of_all_their_steps(chunks: list[li
 
 
 def test_a_summary_of_two_steps() -> None:
-    first = StepMetrics(
-        epoch=0,
-        step=0,
-        before=np.array([6, 2]),
-        after=np.array([4, 4]),
-        lower_bound=4,
-        samples=4,
-        moved_samples=1,
-        tokens=40,
-        moved_tokens=10,
-        sample_bytes=320,
-        moved_bytes=80,
-        gather_seconds=0.25,
-    )
-    second = dataclasses.replace(
-        first, before=np.array([0, 10]), after=np.array([6, 4]), samples=12, moved_samples=12, gather_seconds=0.75
-    )
-    summary = summarize([first, second])
+    counts: dict[str, Any] = {"samples": 12, "moved_samples": 12, "gather_seconds": 0.75}
+    second = dataclasses.replace(step(1, before=(0, 10), after=(6, 4)), **counts)
+    summary = summarize([step(0), second])
     assert summary.steps == 2
     assert summary.ratio_before == pytest.approx((6 / 4 + 10 / 4) / 2)
     assert summary.ratio_after == pytest.approx((1 + 6 / 4) / 2)
     assert summary.worst_after == 1.5
     assert summary.speedup == pytest.approx(16 / 10)
-    assert summary.moved_samples == pytest.approx(13 / 16)
-    assert summary.moved_tokens == pytest.approx(20 / 80)
+    assert (summary.moved_samples, summary.moved_tokens) == pytest.approx((13 / 16, 20 / 80))
     assert (summary.moved_bytes, summary.gather_seconds) == (80, 0.5)
     assert (summary.heaviest_before, summary.heaviest_after) == (8, 5)
     assert (summary.samples, summary.tokens, summary.sample_bytes) == (8, 40, 320)

@@ -2,6 +2,7 @@ import itertools
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -85,16 +86,14 @@ def test_any_strategy_can_assign_every_packed_step(problem: Problem, strategy: s
         assert assignment.loads(rows).max() <= budget
 
 
-def test_a_step_that_swaps_do_not_bring_within_the_budget_is_assigned_without() -> None:
+def test_a_step_ends_where_samples_no_longer_fit_however_many_are_too_many() -> None:
+    tokens = np.full(50, 6)  # each needs a rank, but ten have no more tokens than the six ranks may have
+    assert _pack(tokens, 6, 12, 10).ends.tolist() == [6, 12, 18, 24, 30, 36, 42, 48, 50]
+    # A step that swaps do not bring within the budget is assigned without.
     tokens = np.array([20, 3, 7, 7, 7, 3, 2, 10, 13, 9, 2, 9, 2, 1, 10])
     assert _pack(tokens, 3, 5, 36).ends.tolist() == [15]
     costs = np.ones_like(tokens)
     assert partition(costs, 3, tokens=tokens, max_tokens_per_rank=36).loads(tokens).max() == 36
-
-
-def test_a_step_ends_where_samples_no_longer_fit_however_many_are_too_many() -> None:
-    tokens = np.full(50, 6)  # each needs a rank, but ten have no more tokens than the six ranks may have
-    assert _pack(tokens, 6, 12, 10).ends.tolist() == [6, 12, 18, 24, 30, 36, 42, 48, 50]
 
 
 def test_steps_do_not_depend_on_the_blocks_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +120,6 @@ def test_drop_last_leaves_out_a_last_step_with_room(tokens: list[int], ends: lis
 
 
 def _loaders(path: Path, world_size: int, *, budget: int = 100, **options: Any) -> list[Loader[SequenceBatch]]:
-    """Return the loaders of all ranks."""
     balance = {name: options.pop(name) for name in ("on_overflow", "strategy", "on_step") if name in options}
     config = LoaderConfig(**{"batch_size": 16, **options})
     packed = BalanceConfig(cost=COST, max_tokens_per_rank=budget, pack=True, **balance)
@@ -148,9 +146,7 @@ def tokens_of(small_dataset: Path) -> Tokens:
         num_workers=st.integers(0, 2),
     ),
 )
-def test_each_sample_comes_once(
-    small_dataset: Path, tokens_of: Tokens, world_size: int, options: dict[str, Any]
-) -> None:
+def test_each_sample_comes_once(small_dataset: Path, tokens_of: Tokens, world_size: int, options: Any) -> None:
     metrics: list[StepMetrics] = []
     loaders = _loaders(small_dataset, world_size, **options, on_step=metrics.append)
     for epoch in range(2):
@@ -201,31 +197,19 @@ def test_it_resumes_after_every_step_on_other_ranks(
     assert sorted(trained) == sorted(tokens_of)
 
 
-def test_a_state_after_the_last_step_continues_with_the_next_epoch(small_dataset: Path) -> None:
-    (loader,) = _loaders(small_dataset, 1, drop_last=True)
-    batches = list(loader)
-    loader.load_state_dict(loader.state_dict())
-    assert loader.epoch == 1
-    assert sum(batch.num_real for batch in batches) < loader.num_samples
-    assert next(iter(loader)).epoch == 1
-
-
 def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = []
-
-    def pack_and_count(*arguments: Any, **options: Any) -> PackedSchedule:
-        planned.append(options["start"])
-        return pack(*arguments, **options)
-
-    monkeypatch.setattr("evenrank.dataloader.sampling.balanced_steps.pack", pack_and_count)
-    loader = _loaders(small_dataset, 2)[0]
+    planned = Mock(wraps=pack)
+    monkeypatch.setattr("evenrank.dataloader.sampling.balanced_steps.pack", planned)
+    loader = _loaders(small_dataset, 2, drop_last=True)[0]
     length = len(loader)
     assert len(list(loader)) == length
-    assert len(planned) == 1
+    assert planned.call_count == 1
     for _ in loader:  # the second epoch; its own length, and that of the third
         assert len(loader) > 0
         assert loader.remaining_batches() == len(loader)
-    assert len(planned) == 3
+    assert planned.call_count == 3
+    loader.load_state_dict(loader.state_dict())  # after the last step, although samples were left out
+    assert next(iter(loader)).epoch == loader.epoch == 2
 
 
 def test_a_sample_above_the_budget_is_an_error_that_names_it(small_dataset: Path, tokens_of: Tokens) -> None:

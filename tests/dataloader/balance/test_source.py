@@ -46,8 +46,6 @@ class MapStyle(Dataset[dict[str, Any]]):
 
 
 class IterableStyle(IterableDataset[dict[str, Any]]):
-    """The same, as a stream that one worker reads."""
-
     def __init__(self, rank: int, world_size: int) -> None:
         self.samples = MapStyle(rank, world_size)
 
@@ -56,8 +54,6 @@ class IterableStyle(IterableDataset[dict[str, Any]]):
 
 
 class OwnIterable:
-    """An iterable of batches, without a length."""
-
     def __init__(self, rank: int, world_size: int) -> None:
         self.loader = _data_loader(MapStyle(rank, world_size))
 
@@ -211,7 +207,6 @@ def test_state_of_another_rank_is_refused(ranks: RankPool) -> None:
 
 
 def _part(**changes: Any) -> dict[str, Any]:
-    """Return the entry of a state that has the parts of the ranks: that of rank 0."""
     return {"ranks": {"0": encode(_FORMAT_OF_RANK.make(**{"rank": 0, "has_ended": False, "state": {}, **changes}))}}
 
 
@@ -332,8 +327,6 @@ def test_pinning_data_loader_is_balanced_on_a_gpu() -> None:
 
 
 class Stopping(MapStyle):
-    """A dataset that raises StopIteration for one of the samples of rank 1."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return next(iter([])) if self.indices[index] == 23 else super().__getitem__(index)
 
@@ -351,8 +344,6 @@ def test_data_loader_that_a_sample_ended_is_an_error_on_all_ranks(ranks: RankPoo
 
 
 class EstimatingSampler(SequentialSampler):
-    """Its length is only an estimate."""
-
     def __len__(self) -> int:
         return super().__len__() + 10
 

@@ -79,7 +79,6 @@ def test_two_hosts_train_every_sample_once_also_slowly(
 
 
 def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
-    """Train without end; when the fault has come, leave the loop, or go on."""
     batch = rich_batch([[(1, 1), (1, 1)]], first_id=rank)
     with Balancer(
         itertools.repeat(batch), BalanceConfig(cost=rich_tokens, exchange=exchange, timeout=TIMEOUT)
@@ -101,7 +100,6 @@ def _create_loader(rank: int, gate: Gate, path: Path) -> None:
 
 
 def _construct(rank: int, gate: Gate, name: str) -> None:
-    """Create a Balancer, after the fault has come at a point in between."""
     warm_up()
     module, attribute = name.rsplit(".", 1)
     owner = pkgutil.resolve_name(module)

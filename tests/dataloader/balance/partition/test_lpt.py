@@ -21,9 +21,7 @@ def _assign(costs: list[int], world_size: int, percentile: int = 0, keep_below: 
         ([8, 7, 3, 2], 2, 15, [0, 0, 1, 1]),
     ],
 )
-def test_the_lightest_rank_gets_the_largest(
-    costs: list[int], world_size: int, keep_below: int, ranks: list[int]
-) -> None:
+def test_the_lightest_rank_gets_largest(costs: list[int], world_size: int, keep_below: int, ranks: list[int]) -> None:
     assert _assign(costs, world_size, keep_below=keep_below) == ranks
 
 

@@ -35,7 +35,6 @@ def _costs(size: int) -> st.SearchStrategy[NDArray[np.int64]]:
 
 @st.composite
 def steps(draw: st.DrawFn, max_world_size: int = 9, max_batch_size: int = 9) -> Step:
-    """Draw costs, int64 [W, B], and the number of each rank's samples, int64 [W]."""
     world_size, batch_size = draw(st.integers(1, max_world_size)), draw(st.integers(1, max_batch_size))
     step_costs = draw(_costs(world_size * batch_size))
     num_real = draw(st.lists(st.integers(0, batch_size), min_size=world_size, max_size=world_size))
@@ -60,12 +59,10 @@ def _optimum(costs: NDArray[np.int64], world_size: int) -> int:
     return heaviest(tuple(range(len(costs))), world_size)
 
 
-@pytest.mark.parametrize(
-    ("count", "largest"), [(5000, (9, 9)), pytest.param(100_000, (17, 12), marks=pytest.mark.long)]
-)
-def test_every_assignment_is_complete_and_no_worse(count: int, largest: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("count", "shape"), [(5000, (9, 9)), pytest.param(100_000, (17, 12), marks=pytest.mark.long)])
+def test_every_assignment_is_complete_and_no_worse(count: int, shape: tuple[int, int]) -> None:
     @settings(max_examples=count)
-    @given(step=steps(*largest), strategy=st.sampled_from(list(STRATEGIES)))
+    @given(step=steps(*shape), strategy=st.sampled_from(list(STRATEGIES)))
     def check(step: Step, strategy: str) -> None:
         costs, num_real = step
         world_size, batch_size = costs.shape
@@ -226,15 +223,6 @@ def test_the_tightest_limit_is_rarely_missed(world_size: int, batch_size: int) -
         # A limit 10 % above that is always kept.
         partition(costs, world_size, tokens=tokens, max_tokens_per_rank=-(-limit * 11 // 10))
     assert missed / tries <= 0.2
-
-
-def test_the_limit_is_kept_wherever_balancing_by_tokens_keeps_it() -> None:
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        tokens = Lognormal(mean=512, std=512).sample(rng, 256)
-        costs = rng.permutation(tokens) ** 2
-        limit = int(partition(tokens, 8).loads(tokens).max())
-        assert partition(costs, 8, tokens=tokens, max_tokens_per_rank=limit).loads(tokens).max() <= limit
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,6 @@ def _error(function: Any) -> str | None:
 
 
 def _train(rank: int, world_size: int, path: Path, refitted_on: list[int]) -> tuple[list[int], str | None]:
-    """Return the samples of an epoch, in which the cost changes on some ranks, and the error at its end."""
     cost = Refitted()
     loader = _loader(path, rank, world_size, cost)
     ids = []
