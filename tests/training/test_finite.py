@@ -23,6 +23,7 @@ class _Batch(JaggedBatch):
     sample_ids: Tensor = dense(fill=-1)
 
 
+SECOND = "rank 2 in epoch 2, step 1 is [-inf]; its samples are 210, 211, 212"
 ADVICE = "load a checkpoint of an earlier step, as the weights may have been trained with it since"
 
 
@@ -77,12 +78,7 @@ def _check_that_all_ranks_raise(
     [
         # From the next step on the losses of all ranks are NaN, but the first one is named.
         (2, {(1, 2): math.nan}, 3, "rank 1 in epoch 2, step 2 is [nan]; its samples are 120, 121, 122"),
-        (
-            4,
-            {(3, 1): math.nan, (2, 1): -math.inf},
-            2,
-            "rank 2 in epoch 2, step 1 is [-inf]; its samples are 210, 211, 212; it is one of 2 such ranks",
-        ),
+        (4, {(3, 1): math.nan, (2, 1): -math.inf}, 2, f"{SECOND}; it is one of 2 such ranks"),
         (2, {(0, 4): math.nan}, NUM_STEPS, "rank 0 in epoch 2, step 4 is [nan]; its samples are 40, 41, 42"),
     ],
     ids=str,

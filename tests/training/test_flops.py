@@ -64,15 +64,8 @@ def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
 
 
 SHAPE: dict[str, int] = {"hidden": 16, "heads": 2, "head_dim": 12}
-CONFIG = HSTUConfig(
-    **SHAPE,  # type: ignore[arg-type]
-    max_length=20,
-    contextual=("user_id",),
-    embedding_dim=8,
-    layers=3,
-    position_buckets=8,
-    attention="padded",
-)
+OPTIONS: dict[str, Any] = {"max_length": 20, "position_buckets": 8, "attention": "padded", "contextual": ("user_id",)}
+CONFIG = HSTUConfig(**SHAPE, **OPTIONS, embedding_dim=8, layers=3)
 
 
 def _batch(lengths: Mapping[str, list[int]], candidates: list[int], labels: list[int] | None) -> SequenceBatch:
@@ -105,11 +98,8 @@ def _batch(lengths: Mapping[str, list[int]], candidates: list[int], labels: list
 def test_flops_of_a_batch_are_those_that_torch_counts_on_the_example_model_but_for_masked_pairs(
     actions: int, candidates: int, labels: int | None, sees_history: bool
 ) -> None:
-    batch = _batch(
-        {"user_id": [1] * 4, "item_id": [3] * 4, "action": [actions] * 4},
-        [candidates] * 4,
-        None if labels is None else [labels] * 4,
-    )
+    lengths = {"user_id": [1] * 4, "item_id": [3] * 4, "action": [actions] * 4}
+    batch = _batch(lengths, [candidates] * 4, None if labels is None else [labels] * 4)
     sizes = {"user_id": 3, "item_id": 5, "action": 4}
     embeddings = EmbeddingCollection(tables=tables(sizes, CONFIG, retrieval=labels is None))
     model: nn.Module

@@ -1,4 +1,5 @@
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,16 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import (
-    PIPELINES,
-    Pipeline,
-    PipelineForward,
-    PipelineStep,
-    accumulate,
-    make_pipeline,
-    register_pipeline,
-    run_pipeline,
-)
+from evenrank.training import PIPELINES, Pipeline, accumulate, make_pipeline, register_pipeline, run_pipeline
+from evenrank.training.pipelines import PipelineForward, PipelineStep
 from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 from tests.registrations import restored
@@ -102,11 +95,8 @@ def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str,
 
 def _all_modes(rank: int, world_size: int, device_type: str) -> dict[tuple[str, bool], Log]:
     logging.disable(logging.WARNING)
-    return {
-        (mode, inside): _train_and_evaluate(rank, world_size, device_type, mode, inside)
-        for mode in (PLAIN, *MODES[device_type])
-        for inside in (False, True)
-    }
+    modes = itertools.product((PLAIN, *MODES[device_type]), (False, True))
+    return {mode: _train_and_evaluate(rank, world_size, device_type, *mode) for mode in modes}
 
 
 @DEVICES

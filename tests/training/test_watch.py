@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader.balance.ranks.process_group import Members
+from evenrank.dataloader.balance.ranks.process_group import Members, members_of
 from evenrank.training import MemoryUsage, MemoryWatch, StallWatch
-from evenrank.training.watch import GIB, Alarm, Arrivals, arrivals_line
+from evenrank.training.watch import GIB, STORE_TIMEOUT, Alarm, Arrivals, arrivals_line
 from tests.ranks import RankPool
 from tests.stopped_store import StoreServer, store_server
 
@@ -78,8 +78,6 @@ def test_the_stacks_of_a_stalled_process_are_written_and_the_next_stall_as_well(
 
 def _stall_twice(rank: int, world_size: int) -> list[str]:
     """Let rank 1 stay behind, while rank 0 waits for it, and return the reports of this rank."""
-    if rank == 0:
-        StallWatch(SECONDS)  # on some ranks alone, which does not separate the store of other watches and Balancers
     pipe, reports = _Pipe(), []
     with StallWatch(SECONDS, file=pipe.writer) as watch:
         watch.beat()
@@ -105,6 +103,19 @@ def test_the_ranks_that_have_not_arrived_are_named_in_each_stall(ranks: RankPool
         line = rf"evenrank: rank 0: 1 of 2 ranks have not arrived at heartbeat {number + 2}: 1 \(at \d\)"
         assert re.fullmatch(line, report.splitlines()[-1])
         assert "in _stall_twice" in report
+
+
+def _share_a_store(rank: int, world_size: int) -> list[bool]:
+    if rank == 0:
+        StallWatch(SECONDS)
+    store = members_of(None, STORE_TIMEOUT).substore("test")  # as a Balancer's
+    store.set(str(rank), "here")
+    dist.barrier()
+    return [store.check([str(other)]) for other in range(world_size)]
+
+
+def test_a_watch_on_some_ranks_does_not_separate_the_balancers_of_a_group(ranks: RankPool) -> None:
+    assert ranks.run(2, _share_a_store) == [[True, True]] * 2
 
 
 def _stall_without_a_store(rank: int, world_size: int, server: StoreServer) -> str:
@@ -198,11 +209,9 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("unallocated", "free", "reason"),
     [
-        (40 * GIB, 10 * GIB, None),
         (40 * GIB + 1, 10 * GIB, "more than half of the device is reserved but unallocated"),
-        (GIB, 2 * GIB, None),
         (GIB, 2 * GIB - 1, "less than 2 GiB is free"),
-        (0, 0, None),  # there is nothing to release
+        *[(40 * GIB, 10 * GIB, None), (GIB, 2 * GIB, None), (0, 0, None)],  # at last, there is nothing to release
     ],
 )
 def test_the_limits_are_half_of_the_device_and_two_gibibytes(unallocated: int, free: int, reason: str | None) -> None:

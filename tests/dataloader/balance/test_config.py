@@ -53,10 +53,3 @@ def test_ranks_compare_the_options_that_decide_on_batches() -> None:
         assert compared.keys() == common | own
         assert compared["cost"] == "one_per_sample"
         assert per_rank.rank_invariants(exchanges=exchanges) == compared
-
-
-def test_steps_are_observed_by_the_callback_on_every_rank_and_by_the_log_on_the_first() -> None:
-    assert BalanceConfig(cost=one_per_sample).observer(0) is None
-    assert BalanceConfig(cost=one_per_sample, log_every=1).observer(0) is not None
-    assert BalanceConfig(cost=one_per_sample, log_every=1).observer(1) is None
-    assert BalanceConfig(cost=one_per_sample, on_step=print).observer(1) is not None

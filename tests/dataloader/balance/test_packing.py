@@ -21,14 +21,9 @@ Problem = tuple[Ints, int, int, int]  # tokens of all samples, world size, batch
 
 
 def _pack(tokens: Ints, world_size: int, batch_size: int, budget: int, **options: Any) -> PackedSchedule:
-    return pack(
-        lambda positions: tokens[positions],
-        num_samples=len(tokens),
-        world_size=world_size,
-        batch_size=batch_size,
-        max_tokens=budget,
-        **{"start": 0, "drop_last": False, **options},
-    )
+    options = {"num_samples": len(tokens), "start": 0, "drop_last": False, **options}
+    limits = {"world_size": world_size, "batch_size": batch_size, "max_tokens": budget}
+    return pack(lambda positions: tokens[positions], **limits, **options)
 
 
 def _fits(tokens: Ints, world_size: int, batch_size: int, budget: int) -> bool:

@@ -14,16 +14,9 @@ from evenrank.datasets.order import RowOrder, SampleOrder, Samples
 from tests.dataloader.balance.costs import Ints, one_per_sample
 
 
-def _assign(
-    costs: Ints,
-    num_steps: int,
-    world_size: int,
-    tokens: Ints | None = None,
-    seed: int = 0,
-    epoch: int = 0,
-    **options: Any,
-) -> Ints:
-    shape: dict[str, int] = {"num_steps": num_steps, "world_size": world_size, "seed": seed, "epoch": epoch}
+def _assign(costs: Ints, num_steps: int, world_size: int, tokens: Ints | None = None, **options: Any) -> Ints:
+    shape: dict[str, int] = {"num_steps": num_steps, "world_size": world_size}
+    shape |= {name: options.pop(name, 0) for name in ("seed", "epoch")}
     config = BalanceConfig(cost=one_per_sample, **options)
     return assign_to_steps(costs, costs if tokens is None else tokens, config=config, **shape).reshape(num_steps, -1)
 

@@ -7,15 +7,8 @@ import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, build_loader
-from evenrank.dataloader.balance import (
-    STRATEGIES,
-    BalanceConfig,
-    Balancer,
-    PartitionProblem,
-    StepMetrics,
-    partition,
-    register_strategy,
-)
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, partition, register_strategy
+from evenrank.dataloader.balance.partition.strategies import PartitionProblem
 from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import Ints, Lengths
 from tests.registrations import restored

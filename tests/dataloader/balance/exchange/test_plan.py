@@ -67,13 +67,9 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[Ri
         exchange.finish(step)
         after = step.prepared.balanced_batch()
         assert isinstance(after, RichBatch)
-        expected = [
-            sample
-            for source, batch in enumerate(batches)
-            for row, sample in enumerate(samples_of(batch))
-            if assignment.rank_of[source, row] == rank
-        ]
-        assert samples_of(after) == expected
+        of_batches = zip(batches, assignment.rank_of, strict=True)
+        of_rows = [row for batch, ranks in of_batches for row in zip(samples_of(batch), ranks, strict=False)]
+        assert samples_of(after) == [sample for sample, new_rank in of_rows if new_rank == rank]
         assert schema_of(after) == schema
         assert lengths_of(after)[:, after.num_real :].sum() == 0
         assert after.ids[after.num_real :].eq(-1).all()

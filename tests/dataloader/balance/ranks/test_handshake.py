@@ -48,15 +48,3 @@ def test_what_differs_is_told(ranks: RankPool, small_dataset: Path, change: Any,
     first, second = ranks.try_run(2, _create, small_dataset, change)
     assert (first.type_name, second.type_name) == ("RankError", own)
     assert message in first.message
-
-
-def _create_without(rank: int, world_size: int, path: Path) -> None:
-    if rank == 0:
-        balance = BalanceConfig(cost=COST, timeout=timedelta(seconds=1))
-        build_loader(path, LoaderConfig(batch_size=4), rank=rank, world_size=world_size, balance=balance)
-
-
-def test_a_rank_that_creates_none_is_named(ranks: RankPool, small_dataset: Path) -> None:
-    first, second = ranks.try_run(2, _create_without, small_dataset)
-    assert "rank 1 has not created its loader in time" in first.message
-    assert second is None

@@ -37,12 +37,6 @@ def test_every_rank_gets_all_messages_in_rank_order(ranks: RankPool, hosts: str 
     ranks.run(4, _gather_messages, hosts)
 
 
-def test_without_a_process_group_there_is_one_message() -> None:
-    gather = MetadataAllGather(members_of(None, _TIMEOUT), None, _TIMEOUT)
-    assert gather.all_gather(np.array([1, 2], dtype=np.uint8)).tolist() == [[1, 2]]
-    assert all_gather_objects(gather, "x") == ["x"]
-
-
 def _balance_by_hosts(rank: int, world_size: int) -> list[int]:
     batches = [rich_batch([[(rank * 5, 1), (1, 1)], [(1, 1), (1, rank)]], first_id=10 * rank)] * 5
     with (

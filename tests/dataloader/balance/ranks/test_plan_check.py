@@ -62,11 +62,7 @@ def _train_with_tokens_of_rank(rank: int, world_size: int, options: dict[str, An
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"strategy": "lpt-swap"},
-        {"strategy": "min-move", "exchange": "all-gather"},
-        {"strategy": "karmarkar-karp", "max_tokens_per_rank": 3200, "on_overflow": "warn"},
-    ],
+    [{"strategy": "min-move", "exchange": "all-gather"}, {"max_tokens_per_rank": 3200, "on_overflow": "warn"}],
 )
 @pytest.mark.filterwarnings("ignore:max_tokens_per_rank")
 def test_tokens_that_each_rank_counts_in_its_own_way_lose_no_sample(ranks: RankPool, options: dict[str, Any]) -> None:
