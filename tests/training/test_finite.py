@@ -29,7 +29,7 @@ ADVICE = "load a checkpoint of an earlier step, as the weights may have been tra
 
 def _batch(rank: int, step: int, num_real: int = 3, device: str = "cpu") -> _Batch:
     ids = torch.cat([100 * rank + 10 * step + torch.arange(num_real), torch.tensor([-1])]).to(device)
-    counts: dict[str, int] = {"loss_tokens": 1, "world_loss_tokens": 1, "dp_size": 1}
+    counts: dict[str, Any] = {"loss_tokens": 1, "world_loss_tokens": 1, "dp_size": 1}
     return _Batch(batch_size=num_real + 1, num_real=num_real, epoch=2, step=step, sample_ids=ids, **counts)
 
 

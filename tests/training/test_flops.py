@@ -63,7 +63,7 @@ def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-SHAPE: dict[str, int] = {"hidden": 16, "heads": 2, "head_dim": 12}
+SHAPE: dict[str, Any] = {"hidden": 16, "heads": 2, "head_dim": 12}
 OPTIONS: dict[str, Any] = {"max_length": 20, "position_buckets": 8, "attention": "padded", "contextual": ("user_id",)}
 CONFIG = HSTUConfig(**SHAPE, **OPTIONS, embedding_dim=8, layers=3)
 

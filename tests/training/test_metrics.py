@@ -66,7 +66,7 @@ def test_ranking_metrics_equal_their_definitions(places: list[int]) -> None:
     metric.reset()
     metric.update(torch.tensor(places[:5], dtype=torch.int64))
     metric.update(torch.tensor(places[5:], dtype=torch.int64))
-    expected = {}
+    expected: dict[str, float] = {}
     for k in (3, 1, 8):
         hits = [place for place in places if 1 <= place <= k]
         sums = {"recall": len(hits), "ndcg": sum(1 / math.log2(p + 1) for p in hits), "mrr": sum(1 / p for p in hits)}

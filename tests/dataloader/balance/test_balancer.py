@@ -216,7 +216,7 @@ def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
         (batch,) = balancer
     assert batch.num_real == 2
     assert batch.ids[2:].isnan().all()
-    return batch.ids[:2].tolist()  # type: ignore[no-any-return]
+    return batch.ids[:2].tolist()
 
 
 @pytest.mark.parametrize("exchange", COLLECTIVES)

@@ -16,9 +16,13 @@ def steps(draw: st.DrawFn) -> StepMetrics:
     counts, seconds = st.integers(0, 1000), st.floats(0, 10)
     before = np.array([draw(counts), draw(counts)])
     even = -(-int(before.sum()) // 2)
-    numbers = {name: draw(counts) for name in ("samples", "tokens", "sample_bytes")}
-    moved = {f"moved_{name.removeprefix('sample_')}": draw(st.integers(0, high)) for name, high in numbers.items()}
-    times = {name: draw(seconds) for name in (f"{part}_seconds" for part in ("gather", "plan", "exchange", "waited"))}
+    numbers: dict[str, Any] = {name: draw(counts) for name in ("samples", "tokens", "sample_bytes")}
+    moved: dict[str, Any] = {
+        f"moved_{name.removeprefix('sample_')}": draw(st.integers(0, high)) for name, high in numbers.items()
+    }
+    times: dict[str, Any] = {
+        name: draw(seconds) for name in (f"{part}_seconds" for part in ("gather", "plan", "exchange", "waited"))
+    }
     loads: dict[str, Any] = {"before": before, "after": np.array([even, before.sum() - even]), "lower_bound": even}
     return StepMetrics(epoch=0, step=0, **loads, **numbers, **moved, **times)
 

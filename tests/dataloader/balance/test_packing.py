@@ -22,7 +22,7 @@ Problem = tuple[Ints, int, int, int]  # tokens of all samples, world size, batch
 
 def _pack(tokens: Ints, world_size: int, batch_size: int, budget: int, **options: Any) -> PackedSchedule:
     options = {"num_samples": len(tokens), "start": 0, "drop_last": False, **options}
-    limits = {"world_size": world_size, "batch_size": batch_size, "max_tokens": budget}
+    limits: dict[str, Any] = {"world_size": world_size, "batch_size": batch_size, "max_tokens": budget}
     return pack(lambda positions: tokens[positions], **limits, **options)
 
 
@@ -204,7 +204,8 @@ def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.Monke
         assert loader.remaining_batches() == len(loader)
     assert planned.call_count == 3
     loader.load_state_dict(loader.state_dict())  # after the last step, although samples were left out
-    assert next(iter(loader)).epoch == loader.epoch == 2
+    assert loader.epoch == 2
+    assert next(iter(loader)).epoch == 2
 
 
 def test_a_sample_above_the_budget_is_an_error_that_names_it(small_dataset: Path, tokens_of: Tokens) -> None:

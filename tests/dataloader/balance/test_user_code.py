@@ -52,9 +52,9 @@ def test_a_cost_in_place_trains_the_same_samples(small_dataset: Path, options: d
         alone = [build(rank=rank, world_size=2, balance=balance) for rank in range(2)]
         with Balancer(build(rank=0, world_size=1), balance) as balancer:
             by_cost.append([[bits_of(batch) for batch in batches] for batches in (*alone, balancer)])
-    pure, in_place = by_cost
+    pure, mangled = by_cost
     assert min(map(len, pure)) > 10
-    assert in_place == pure
+    assert mangled == pure
 
 
 @pytest.mark.parametrize("max_tokens", [None, 40])

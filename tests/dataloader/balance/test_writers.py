@@ -30,7 +30,7 @@ from tests.ranks import RankPool
 
 def step(number: int, *, epoch: int = 0, before: Sequence[int] = (6, 2), after: Sequence[int] = (4, 4)) -> StepMetrics:
     """Return a step with a lower bound of 4, in which 1 of 4 samples, 10 of 40 tokens and 80 of 320 bytes move."""
-    counts = {
+    counts: dict[str, Any] = {
         "samples": 4,
         "moved_samples": 1,
         "tokens": 40,
@@ -38,7 +38,12 @@ def step(number: int, *, epoch: int = 0, before: Sequence[int] = (6, 2), after: 
         "sample_bytes": 320,
         "moved_bytes": 80,
     }
-    seconds = {"gather_seconds": 0.25, "plan_seconds": 0.5 * number, "exchange_seconds": 0.125, "waited_seconds": 0.0}
+    seconds: dict[str, Any] = {
+        "gather_seconds": 0.25,
+        "plan_seconds": 0.5 * number,
+        "exchange_seconds": 0.125,
+        "waited_seconds": 0.0,
+    }
     loads: dict[str, Any] = {"before": np.array(before), "after": np.array(after), "lower_bound": 4}
     return StepMetrics(epoch=epoch, step=number, **loads, **counts, **seconds)
 
@@ -238,9 +243,14 @@ def test_importing_needs_no_optional_packages_and_leaves_logging_as_it_is() -> N
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
-LOADS = {"before": (2_500_000_000, 1_250_000_000), "after": (1_874_000_000, 1_876_000_000)}
-MEASURED = {"tokens": 98_765, "moved_tokens": 12_345, "plan_seconds": 0.00123, "exchange_seconds": 0.0344}
-TEXT_STEP = replace(step(100, epoch=1, **LOADS), lower_bound=1_875_000_000, **MEASURED)  # type: ignore[arg-type]
+LOADS: dict[str, Any] = {"before": (2_500_000_000, 1_250_000_000), "after": (1_874_000_000, 1_876_000_000)}
+MEASURED: dict[str, Any] = {
+    "tokens": 98_765,
+    "moved_tokens": 12_345,
+    "plan_seconds": 0.00123,
+    "exchange_seconds": 0.0344,
+}
+TEXT_STEP = replace(step(100, epoch=1, **LOADS), lower_bound=1_875_000_000, **MEASURED)
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def _sums_on_the_cpu(rank: int, world_size: int, steps: int) -> list[int]:
     for batch in _random_batches(rank, world_size, steps):
         values, lengths = batch.features.values(), batch.features.lengths()
         sums += torch.stack([values.sum(), (lengths * 2 + 1).sum(), (batch.sample_ids * (batch.step + 1)).sum()])
-    return sums.tolist()  # type: ignore[no-any-return]
+    return sums.tolist()
 
 
 @pytest.mark.multi_gpu
