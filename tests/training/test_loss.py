@@ -1,5 +1,6 @@
 import contextlib
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -129,30 +130,29 @@ def _worlds(draw: st.DrawFn) -> tuple[int, list[list[list[Sample]]]]:
     return num_tasks, draw(st.lists(steps, min_size=world_size, max_size=world_size))
 
 
+def _count(samples: list[Sample], num_tasks: int) -> Tensor:
+    return torch.tensor([[False] * num_tasks, *(mask for _, mask in samples)]).sum(dim=0)
+
+
 def _loss_sums(weight: Tensor, samples: list[Sample]) -> Tensor:
     losses = [torch.tensor(mask) * (weight * feature - 1) ** 2 for feature, mask in samples]
     return torch.stack([weight * 0, *losses]).sum(dim=0)
-
-
-def _count(samples: list[Sample], num_tasks: int) -> Tensor:
-    return torch.tensor([[False] * num_tasks, *(mask for _, mask in samples)]).sum(dim=0)
 
 
 @given(world=_worlds(), by_task=st.booleans())
 @settings(max_examples=60)
 def test_gradients_do_not_depend_on_who_trains_what(world: tuple[int, list[list[list[Sample]]]], by_task: bool) -> None:
     num_tasks, samples = world
-    everything = [sample for steps in samples for of_step in steps for sample in of_step]
+    of_steps = [list(chain(*step)) for step in zip(*samples, strict=True)]
+    everything = list(chain(*of_steps))
     weight = torch.linspace(-1, 1, num_tasks, dtype=torch.float64, requires_grad=True)
     tokens = _count(everything, num_tasks) if by_task else torch.tensor(len(everything))
     (expected,) = torch.autograd.grad((_loss_sums(weight, everything) / tokens.clamp(min=1)).sum(), weight)
-
-    of_steps = [[sample for of_step in step for sample in of_step] for step in zip(*samples, strict=True)]
     gradients: list[Tensor] = []
     for steps in samples:
         # What a Balancer hands out, and what an all-reduce counts.
         batches = [
-            JaggedBatch(batch_size=3, num_real=0, step=step, dp_size=len(samples), world_loss_tokens=len(everyones))
+            _batch(step=step, dp_size=len(samples), world_loss_tokens=len(everyones))
             for step, everyones in enumerate(of_steps)
         ]
         counting = (lambda batch: _count(of_steps[batch.step], num_tasks)) if by_task else None
