@@ -13,23 +13,21 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from evenrank.dataloader import LoaderConfig, SequenceBatch
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.random_batches import RandomBatches, RandomData
 from evenrank.datasets.distributions import Lognormal, Uniform
 from evenrank.training import scale_loss
 from hstu.embeddings import Embeddings, make_optimizer, shard
+from tests.dataloader.balance.costs import COST
 
 DIM = 4
 RATE = 0.5
 ROWS = {"item_id": 41, "action": 10, "region": 5}  # 41 rows: shards of different sizes
 MIN_SHARDED_ROWS = 20
 CONFIG = LoaderConfig(batch_size=8, max_history_length=40, max_num_candidates=2)
-DATA = RandomData(
-    lengths=Lognormal(mean=10, std=10, high=40),
-    items=Uniform(high=ROWS["item_id"] - 1),
-    contextual={"region": Uniform(high=ROWS["region"] - 1)},
-    num_real=Uniform(low=0, high=8),
-)
+ITEMS, REGIONS = (Uniform(high=ROWS[key] - 1) for key in ("item_id", "region"))
+LENGTHS = Lognormal(mean=10, std=10, high=40)
+DATA = RandomData(lengths=LENGTHS, items=ITEMS, contextual={"region": REGIONS}, num_real=Uniform(low=0, high=8))
 
 
 def make_tables() -> list[EmbeddingConfig]:
@@ -52,17 +50,14 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1, 1, DIM).unsqueeze(-1))
 
     def forward(self, batch: SequenceBatch, embeddings: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
-        pooled = torch.stack([_sum_of_rows(embeddings[key]) for key in ROWS]).sum(0)
+        pooled = torch.zeros(batch.batch_size, DIM, device=self.weight.device)
+        for key in ROWS:
+            values, lengths = embeddings[key].values(), embeddings[key].lengths()
+            rows = torch.arange(len(lengths), device=values.device)
+            pooled = pooled.index_add(0, rows.repeat_interleave(lengths, output_size=len(values)), values)
         scores = torch.tanh(0.1 * pooled @ self.weight)
         logits = scores.repeat_interleave(batch.num_candidates, dim=0, output_size=batch.loss_tokens)
         return ((logits - 0.5) ** 2).sum(0), logits
-
-
-def _sum_of_rows(jagged: JaggedTensor) -> Tensor:
-    values, lengths = jagged.values(), jagged.lengths()
-    rows = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths, output_size=len(values))
-    sums: Tensor = values.new_zeros(len(lengths), DIM).index_add(0, rows, values)
-    return sums
 
 
 class Model(nn.Module):
@@ -110,8 +105,7 @@ def batches_of(rank: int, world_size: int, *, num_batches: int = 8) -> RandomBat
 
 
 def balanced(batches: RandomBatches[SequenceBatch], device: torch.device) -> Balancer[SequenceBatch]:
-    cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
-    return Balancer(batches, BalanceConfig(cost=cost), device=device)
+    return Balancer(batches, BalanceConfig(cost=COST), device=device)
 
 
 def weights_of(model: nn.Module) -> dict[str, list[tuple[int, NDArray[np.float32]]]]:

@@ -1,7 +1,6 @@
-"""`accumulate`: the batches of each optimizer step, and the loss tokens that their losses are divided by."""
-
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.training import accumulate
+from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
-
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
 def _batches(world_loss_tokens: list[int | None]) -> list[JaggedBatch]:
@@ -27,32 +25,22 @@ def _batches(world_loss_tokens: list[int | None]) -> list[JaggedBatch]:
     ]
 
 
-def test_each_batch_has_the_loss_tokens_of_its_whole_optimizer_step() -> None:
-    groups = list(accumulate(_batches([5, 3, 2, 0, 7]), 2))
-    assert [[(batch.step, batch.world_loss_tokens) for batch in group] for group in groups] == [
-        [(0, 8), (1, 8)],
-        [(2, 2), (3, 2)],
-        [(4, 7)],
-    ]
-    for batch in chain.from_iterable(groups):
-        assert batch.loss_tokens == 1
-        assert batch.world_task_tokens is None
-
-
-def test_no_batch_is_pulled_before_its_optimizer_step_is_asked_for() -> None:
-    pulled: list[int] = []
+def test_each_batch_has_the_loss_tokens_of_its_whole_optimizer_step_and_none_is_pulled_before_it() -> None:
+    pulled: list[JaggedBatch] = []
 
     def pulling() -> Iterator[JaggedBatch]:
-        for batch in _batches([1] * 5):
-            pulled.append(batch.step)
+        for batch in _batches([5, 3, 2, 0, 7]):
+            pulled.append(batch)
             yield batch
 
     iterator = accumulate(pulling(), 2)
     assert pulled == []
-    counts = []
-    for _ in iterator:
-        counts.append(len(pulled))
-    assert counts == [2, 4, 5]
+    for counts, num_pulled in (([(0, 8), (1, 8)], 2), ([(2, 2), (3, 2)], 4), ([(4, 7)], 5)):
+        group = next(iterator)
+        assert len(pulled) == num_pulled
+        assert [(batch.step, batch.world_loss_tokens) for batch in group] == counts
+        assert all((batch.loss_tokens, batch.world_task_tokens) == (1, None) for batch in group)
+    assert list(iterator) == []
 
 
 def _balancer(path: Path) -> Balancer[SequenceBatch]:
@@ -78,15 +66,10 @@ def test_the_state_after_an_optimizer_step_resumes_with_the_next_one(small_datas
 
 
 def _count_tasks(rank: int, world_size: int, counts: Tensor) -> list[list[list[int]]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp = mesh["dp"]
+    dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
     mine = counts[dp.get_local_rank()]
-    groups = accumulate(_batches([9, 9, 9]), 2, task_tokens=lambda batch: mine[batch.step], group=dp)
-    tokens: list[list[list[int]]] = []
-    for group in groups:
-        assert all(batch.world_task_tokens is not None for batch in group)
-        tokens.append([batch.world_task_tokens.tolist() for batch in group if batch.world_task_tokens is not None])
-    return tokens
+    groups: Any = accumulate(_batches([9, 9, 9]), 2, task_tokens=lambda batch: mine[batch.step], group=dp)
+    return [[batch.world_task_tokens.tolist() for batch in group] for group in groups]
 
 
 def test_loss_tokens_of_tasks_are_counted_over_the_ranks_and_steps_of_an_optimizer_step(ranks: RankPool) -> None:
@@ -96,46 +79,34 @@ def test_loss_tokens_of_tasks_are_counted_over_the_ranks_and_steps_of_an_optimiz
         assert tokens == [[[33, 0, 10], [33, 0, 10]], [[4, 5, 1]]]
 
 
-def _raises_unlike_others(rank: int, world_size: int) -> list[str]:
-    """Return the errors where ranks accumulate other numbers of steps, count other tasks, or only one counts them."""
-    errors = []
-    for num_steps, task_tokens in (
-        (1 + rank, None),
-        (1, lambda batch: torch.ones(2 + rank, dtype=torch.int64)),
-        (1, None if rank else lambda batch: torch.ones(2, dtype=torch.int64)),
+def _raises_unlike_others(rank: int, world_size: int) -> None:
+    """Accumulate other numbers of steps, count other tasks, or count them on one rank alone."""
+    ones = torch.ones(2 + rank, dtype=torch.int64)
+    for num_steps, task_tokens, message in (
+        (1 + rank, None, "num_steps differs between ranks: 1 on rank 0, 2 on rank 1"),
+        (1, lambda batch: ones, r"the shape of task_tokens differs between ranks: \[2\] on rank 0, \[3\] on rank 1"),
+        (1, None if rank else lambda batch: ones, "task_tokens differs between ranks: given on rank 0, None on rank 1"),
     ):
-        with pytest.raises(RankError) as error:
+        with pytest.raises(RankError, match=f"^{message}$"):
             list(accumulate(_batches([1, 1]), num_steps, task_tokens=task_tokens))
-        errors.append(str(error.value))
-    return errors
 
 
 def test_what_differs_between_ranks_is_an_error_on_all_before_they_wait_for_each_other(ranks: RankPool) -> None:
-    for errors in ranks.run(2, _raises_unlike_others):
-        assert errors == [
-            "num_steps differs between ranks: 1 on rank 0, 2 on rank 1",
-            "the shape of task_tokens differs between ranks: [2] on rank 0, [3] on rank 1",
-            "task_tokens differs between ranks: given on rank 0, None on rank 1",
-        ]
+    ranks.run(2, _raises_unlike_others)
 
 
-def test_batches_that_no_balancer_counted_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a batch has no world_loss_tokens; pass a Balancer instead of the loader"):
-        list(accumulate(_batches([3, None]), 2))
+def _constant(value: Any, batch: JaggedBatch) -> Any:
+    return value
 
 
-def test_wrong_arguments_are_refused_before_anything_is_pulled() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_steps must be at least 1, got 0"):
         accumulate(_batches([1]), 0)
     wrong: Any = "dp"
     with pytest.raises(ConfigError, match="group must be a process group or a device mesh, got str"):
         accumulate(_batches([1]), 1, group=wrong)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "got"),
-    [(torch.tensor(3), r"torch.int64 \[\]"), (torch.ones(2), r"torch.float32 \[2\]"), ([3, 4], "list")],
-)
-def test_what_is_no_number_per_task_is_refused(tokens: Any, got: str) -> None:
-    with pytest.raises(ConfigError, match=rf"task_tokens must return integers \[tasks\], got {got}; add up booleans"):
-        list(accumulate(_batches([1]), 1, task_tokens=lambda batch: tokens))
+    with pytest.raises(ConfigError, match="a batch has no world_loss_tokens; pass a Balancer instead of the loader"):
+        list(accumulate(_batches([3, None]), 2))
+    for tokens, got in ((torch.tensor(3), r"torch.int64 \[\]"), (torch.ones(2), r"torch.float32 \[2\]"), ([3], "list")):
+        with pytest.raises(ConfigError, match=rf"task_tokens must return integers \[tasks\], got {got}; add up boolea"):
+            list(accumulate(_batches([1]), 1, task_tokens=partial(_constant, tokens)))

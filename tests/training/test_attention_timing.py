@@ -1,6 +1,5 @@
-"""Layers are timed from first input to last gradient, within the interval alone, and compute the same bits."""
-
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from evenrank.core.errors import ConfigError
 from evenrank.training import AttentionTracker, Flops, LayerTiming, gather_timings
-from hstu.attention import Sequences
-from hstu.layer import HSTUAttention, attention_flops
 from tests.ranks import RankPool
 
 FORWARD, BACKWARD = 2.0, 3.0  # milliseconds of the layers below
@@ -26,6 +23,10 @@ class _Time:
     @classmethod
     def pass_by(cls, milliseconds: float) -> None:
         cls.now += milliseconds / 1e3
+
+
+def _milliseconds(timing: LayerTiming) -> Any:
+    return pytest.approx((timing.forward_ms, timing.backward_ms))
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +73,6 @@ class _Model(nn.Module):
         return x + self.second(query=self.between(y), scale=2.0)  # type: ignore[no-any-return]
 
 
-def _flops(module: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-    rows = arguments["query"].shape[0] * int(arguments["scale"])
-    return Flops(linear_forward=0, linear_backward=0, attention_forward=1_000_000 * rows, attention_backward=0)
-
-
 def _train(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     (model(x) ** 2).sum().backward()
@@ -87,56 +83,44 @@ def _inputs() -> Tensor:
     return torch.arange(6.0).view(2, 3).requires_grad_()
 
 
-def _hooks(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
-def test_times_are_those_of_each_layer_alone() -> None:
+def test_times_are_those_of_each_layer_alone_within_the_interval_and_there_are_no_hooks_outside() -> None:
     model = _Model()
     tracker = AttentionTracker(model, _Attention, device="cpu", start=1, stop=3)
-    rows = []
+
+    def count_hooks() -> int:
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+    hooks, rows = [count_hooks()], []
     for _ in range(4):
         _train(model, _inputs())
         rows.append(tracker.step())
+        hooks.append(count_hooks())
+    assert hooks == [0, 4, 4, 0, 0]
     assert [len(timings) for timings in rows] == [0, 0, 2, 0]
     for timing, layer in zip(rows[2], ("first", "second"), strict=True):
         assert (timing.rank, timing.layer, timing.calls) == (0, layer, 2)
-        assert timing.forward_ms == pytest.approx(FORWARD)
-        assert timing.backward_ms == pytest.approx(BACKWARD)
+        assert _milliseconds(timing) == (FORWARD, BACKWARD)
         assert (timing.forward_tflops, timing.backward_tflops, timing.mfu) == (None, None, None)
-
-
-def test_there_are_hooks_within_the_interval_alone_and_none_after_detaching() -> None:
-    model = _Model()
-    tracker = AttentionTracker(model, _Attention, device="cpu", start=1, stop=3)
-    hooks = [_hooks(model)]
-    for _ in range(4):
-        tracker.step()
-        hooks.append(_hooks(model))
-    assert hooks == [0, 4, 4, 0, 0]
-    within = AttentionTracker(model, _Attention, device="cpu", start=0, stop=2)
-    assert _hooks(model) == 4
-    before = AttentionTracker(model, _Attention, device="cpu", start=1, stop=2)
-    for detached in (within, before):
+    for start in (0, 1):
+        detached = AttentionTracker(model, _Attention, device="cpu", start=start, stop=2)
+        assert count_hooks() == (0 if start else 4)
         detached.detach()
         assert detached.step() == detached.step() == []
-        assert _hooks(model) == 0
+        assert count_hooks() == 0
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_tracked_layers_compute_the_same_bits(reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_tracked_layers_compute_the_same_bits(reentrant: bool | None) -> None:
     class Checkpointed(_Model):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
 
-    for kind in (_Model, Checkpointed):
-        torch.manual_seed(0)
-        model = kind()
-        plain = _train(model, _inputs())
-        AttentionTracker(model, _Attention, device="cpu", start=0, stop=1)
-        tracked = _train(model, _inputs())
-        assert len(tracked) == 4
-        assert all(torch.equal(*pair) for pair in zip(plain, tracked, strict=True))
+    model = _Model() if reentrant is None else Checkpointed()
+    plain = _train(model, _inputs())
+    AttentionTracker(model, _Attention, device="cpu", start=0, stop=1)
+    tracked = _train(model, _inputs())
+    assert len(tracked) == 4
+    assert all(torch.equal(*pair) for pair in zip(plain, tracked, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -146,31 +130,27 @@ def test_what_checkpointing_computes_again_is_no_forward_pass_but_backward_time(
             inner = super().forward
             return checkpoint(lambda x: inner(x, **others), query, use_reentrant=reentrant)  # type: ignore[no-any-return]
 
-    model = nn.Sequential(Checkpointed())
-    tracker = AttentionTracker(model, "0", device="cpu", start=0, stop=1)
-    _train(model, _inputs())
-    (timing,) = tracker.step()
-    assert timing.calls == 1
-    assert timing.forward_ms == pytest.approx(FORWARD)
-    assert timing.backward_ms == pytest.approx(FORWARD + BACKWARD)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_within_a_checkpoint_is_timed_once(reentrant: bool) -> None:
-    layer = _Attention()
-    tracker = AttentionTracker(layer, _Attention, device="cpu", start=0, stop=1, flops=_flops)
-    (checkpoint(layer, _inputs(), use_reentrant=reentrant) ** 2).sum().backward()
-    (timing,) = tracker.step()
-    assert timing.calls == 1
-    assert timing.forward_ms == pytest.approx(FORWARD)
-    assert timing.forward_tflops == pytest.approx(2e6 / (FORWARD * 1e-3) / 1e12)
-    # Without reentrancy, the forward pass is repeated after the gradient has arrived.
-    assert timing.backward_ms == pytest.approx(BACKWARD + (0 if reentrant else FORWARD))
+    around, within = Checkpointed(), _Attention()
+    for layer, output, backward in (
+        (around, around, FORWARD + BACKWARD),
+        # Without reentrancy, the forward pass is repeated after the gradient has arrived.
+        (within, partial(checkpoint, within, use_reentrant=reentrant), BACKWARD + (0 if reentrant else FORWARD)),
+    ):
+        tracker = AttentionTracker(layer, _Attention, device="cpu", start=0, stop=1)
+        (output(_inputs()) ** 2).sum().backward()
+        (timing,) = tracker.step()
+        assert timing.calls == 1
+        assert _milliseconds(timing) == (FORWARD, backward)
 
 
 def test_flops_come_from_arguments_by_name_however_they_are_passed() -> None:
     model = _Model()
-    tracker = AttentionTracker(model, _Attention, device="cpu", start=0, stop=1, flops=_flops, peak_flops=1e10)
+
+    def flops(module: nn.Module, arguments: Mapping[str, Any]) -> Flops:
+        rows = arguments["query"].shape[0] * int(arguments["scale"])
+        return Flops(linear_forward=0, linear_backward=0, attention_forward=1e6 * rows, attention_backward=0)
+
+    tracker = AttentionTracker(model, _Attention, device="cpu", start=0, stop=1, flops=flops, peak_flops=1e10)
     _train(model, _inputs())
     first, second = tracker.step()
     # 2 rows, with the default scale of 1 and with the passed one of 2.
@@ -191,46 +171,24 @@ def test_speeds_are_total_flops_over_total_time() -> None:
     (first + second).backward()
     (timing,) = tracker.step()
     assert timing.calls == 2
-    assert timing.forward_ms == pytest.approx(FORWARD)
-    assert timing.backward_ms == pytest.approx(BACKWARD)
+    assert _milliseconds(timing) == (FORWARD, BACKWARD)
     assert timing.forward_tflops == pytest.approx(60 / (2 * FORWARD * 1e-3) / 1e12)
     assert timing.backward_tflops == pytest.approx(180 / (2 * BACKWARD * 1e-3) / 1e12)
     assert timing.mfu == pytest.approx(240 / (2 * (FORWARD + BACKWARD) * 1e-3) / 1e6)
 
 
-def test_evaluation_and_layers_that_were_not_called_do_not_count() -> None:
+def test_calls_that_fail_evaluation_and_layers_that_were_not_called_do_not_count() -> None:
     model = _Model()
     tracker = AttentionTracker(model, _Attention, device="cpu", start=0, stop=1)
-    model.first(_inputs()).sum().backward()
+    with pytest.raises(TypeError):
+        model.first(None)
+    model.first(torch.ones(2, 3)).sum().backward()  # its inputs need no gradient
     model.eval()
     with torch.no_grad():
         model(_inputs())
-    assert [(timing.layer, timing.calls) for timing in tracker.step()] == [("first", 1)]
-
-
-def test_a_layer_whose_inputs_need_no_gradient_has_forward_times_alone() -> None:
-    layer = _Attention()
-    tracker = AttentionTracker(layer, _Attention, device="cpu", start=0, stop=1)
-    layer(torch.ones(2, 3)).sum().backward()
     (timing,) = tracker.step()
+    assert (timing.layer, timing.calls, timing.backward_ms) == ("first", 1, None)
     assert timing.forward_ms == pytest.approx(FORWARD)
-    assert timing.backward_ms is None
-
-
-def test_a_call_that_fails_does_not_count() -> None:
-    class Failing(_Attention):
-        def forward(self, query: Tensor, **others: Any) -> Tensor:
-            if not query.numel():
-                raise ValueError("no rows")
-            return super().forward(query, **others)
-
-    layer = Failing()
-    tracker = AttentionTracker(layer, Failing, device="cpu", start=0, stop=1)
-    with pytest.raises(ValueError, match="no rows"):
-        layer(torch.ones(0))
-    layer(_inputs()).sum().backward()
-    (timing,) = tracker.step()
-    assert timing.calls == 1
 
 
 def test_tensors_in_containers_are_followed() -> None:
@@ -256,8 +214,8 @@ def test_layers_are_found_by_type_or_by_name() -> None:
 
     def found(layers: Any) -> list[str]:
         tracker = AttentionTracker(model, layers, device="cpu", start=0, stop=1)
-        _train(model["a"], _inputs())
-        _train(model["b"], _inputs())
+        for part in model.values():
+            _train(part, _inputs())
         return [timing.layer for timing in tracker.step()]
 
     assert found("*.first") == ["a.first", "b.first"]
@@ -274,43 +232,11 @@ def test_a_tracker_without_layers_or_steps_is_refused() -> None:
 
 
 def test_a_row_says_what_is_known() -> None:
-    timing = LayerTiming(
-        rank=1,
-        layer="a",
-        calls=4,
-        forward_ms=1.5,
-        backward_ms=3.25,
-        forward_tflops=310.04,
-        backward_tflops=250,
-        mfu=0.27,
-    )
+    forward: dict[str, Any] = {"rank": 1, "layer": "a", "calls": 4, "forward_ms": 1.5, "forward_tflops": 310.04}
+    timing = LayerTiming(**forward, backward_ms=3.25, backward_tflops=250, mfu=0.27)
     assert timing.line() == (
         "rank 1 | a | 4 calls | forward 1.500 ms, 310.0 TFLOP/s | backward 3.250 ms, 250.0 TFLOP/s | MFU 27.0%"
     )
-
-
-def test_flops_of_the_example_attention_are_those_of_its_mask() -> None:
-    counted: list[Flops] = []
-
-    def count(layer: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-        counted.append(attention_flops(layer, arguments))
-        return counted[-1]
-
-    sequences = Sequences(
-        offsets=torch.tensor([0, 4, 4, 11]),
-        num_contextual=torch.tensor([1, 0, 2]),
-        num_candidates=torch.tensor([0, 0, 3]),
-        num_tokens=11,
-        max_length=8,
-    )
-    layer = HSTUAttention("padded", 8)
-    tracker = AttentionTracker(layer, HSTUAttention, device="cpu", start=0, stop=1, flops=count)
-    query, key, value = torch.randn(3, 11, 2, 5, requires_grad=True)
-    layer(query, key, value=value, sequences=sequences).sum().backward()
-    assert len(tracker.step()) == 1
-    (flops,) = counted
-    assert flops.forward == 4 * 2 * 5 * sequences.mask().sum()
-    assert flops.total == 3.5 * flops.forward
 
 
 def _timings_of_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:
@@ -333,11 +259,15 @@ def test_on_a_gpu_nothing_within_the_interval_waits_and_times_are_those_of_the_d
                 x = x @ x.T / len(x)
             return x
 
+    def flops(module: nn.Module, arguments: Mapping[str, Any]) -> Flops:
+        forward = arguments["times"] * 2 * len(arguments["x"]) ** 3
+        return Flops(linear_forward=forward, linear_backward=2 * forward, attention_forward=0, attention_backward=0)
+
     device = torch.device("cuda")
     model = nn.ModuleDict({"short": Products(), "long": Products()})
-    tracker = AttentionTracker(model, Products, device=device, start=1, stop=3, flops=_product_flops, peak_flops=1e15)
+    tracker = AttentionTracker(model, Products, device=device, start=1, stop=3, flops=flops, peak_flops=1e15)
     x = torch.randn(2048, 2048, device=device, requires_grad=True)
-    results = []
+    results: list[Any] = []
     try:
         for step in range(3):
             torch.cuda.set_sync_debug_mode("error" if step < 2 else "default")
@@ -345,17 +275,9 @@ def test_on_a_gpu_nothing_within_the_interval_waits_and_times_are_those_of_the_d
             results.append(tracker.step())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [len(timings) for timings in results] == [0, 0, 2]
+    assert results[:2] == [[], []]
     short, long = results[2]
     assert (short.calls, long.calls) == (2, 2)
     assert 0 < short.forward_ms < long.forward_ms
-    assert short.backward_ms is not None
-    assert long.backward_ms is not None
     assert 0 < short.backward_ms < long.backward_ms
-    assert long.mfu is not None
     assert 0 < long.mfu < 1
-
-
-def _product_flops(module: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-    forward = arguments["times"] * 2 * len(arguments["x"]) ** 3
-    return Flops(linear_forward=forward, linear_backward=2 * forward, attention_forward=0, attention_backward=0)

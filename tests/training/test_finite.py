@@ -1,6 +1,5 @@
-"""`FiniteCheck`: a NaN on one rank is the same error on every rank, while they train with DistributedDataParallel."""
-
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,23 +24,18 @@ class _Batch(JaggedBatch):
     sample_ids: Tensor = dense(fill=-1)
 
 
+SECOND = "rank 2 in epoch 2, step 1 is [-inf]; its samples are 210, 211, 212"
+ADVICE = "load a checkpoint of an earlier step, as the weights may have been trained with it since"
+
+
 def _batch(rank: int, step: int, num_real: int = 3, device: str = "cpu") -> _Batch:
-    ids = torch.full((num_real + 1,), -1)
-    ids[:num_real] = 100 * rank + 10 * step + torch.arange(num_real)
-    return _Batch(
-        batch_size=num_real + 1,
-        num_real=num_real,
-        epoch=2,
-        step=step,
-        loss_tokens=1,
-        world_loss_tokens=1,
-        dp_size=1,
-        sample_ids=ids.to(device),
-    )
+    ids = torch.cat([100 * rank + 10 * step + torch.arange(num_real), torch.tensor([-1])]).to(device)
+    counts: dict[str, Any] = {"loss_tokens": 1, "world_loss_tokens": 1, "dp_size": 1}
+    return _Batch(batch_size=num_real + 1, num_real=num_real, epoch=2, step=step, sample_ids=ids, **counts)
 
 
-def _train(rank: int, world_size: int, values: Mapping[tuple[int, int], float], device: str) -> dict[str, Any]:
-    """Train with losses of these values in these steps of these ranks, and finite ones elsewhere."""
+def _train(rank: int, world_size: int, values: Mapping[tuple[int, int], float], device: str) -> tuple[int, str | None]:
+    """Train with losses of these values in these steps of these ranks; return the steps trained, and the error."""
     group = None
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -67,53 +61,43 @@ def _train(rank: int, world_size: int, values: Mapping[tuple[int, int], float], 
         message = str(error)
     still_works = torch.ones(1, device=device)
     dist.all_reduce(still_works, group=group)
-    return {"message": message, "trained": trained, "still_works": still_works.item() == world_size}
+    assert still_works.item() == world_size
+    return trained, message
 
 
-def _check_that_all_ranks_raise(results: list[dict[str, Any]], trained: int, message: str) -> None:
-    for result in results:
-        assert result["message"] is not None
-        assert result["message"] == results[0]["message"]
-        assert "\n" not in result["message"]
-        assert result["trained"] == trained
-        assert result["still_works"]
-    begin, end = results[0]["message"].split(" is [0.")
-    assert f"{begin} is [{end.split(', ', 1)[1]}" == message
+def _check_that_all_ranks_raise(
+    ranks: RankPool, world_size: int, values: Mapping[tuple[int, int], float], trained: int, message: str, device: str
+) -> None:
+    ((steps, error),) = set(ranks.run(world_size, _train, values, device))
+    assert steps == trained
+    assert error is not None
+    assert re.sub(r"\[0\.\d+, ", "[", error) == f"the loss of {message}; {ADVICE}"
 
 
-ADVICE = "load a checkpoint of an earlier step, as the weights may have been trained with it since"
+@pytest.mark.parametrize(
+    ("world_size", "values", "trained", "message"),
+    [
+        # From the next step on the losses of all ranks are NaN, but the first one is named.
+        (2, {(1, 2): math.nan}, 3, "rank 1 in epoch 2, step 2 is [nan]; its samples are 120, 121, 122"),
+        (4, {(3, 1): math.nan, (2, 1): -math.inf}, 2, f"{SECOND}; it is one of 2 such ranks"),
+        (2, {(0, 4): math.nan}, NUM_STEPS, "rank 0 in epoch 2, step 4 is [nan]; its samples are 40, 41, 42"),
+    ],
+    ids=str,
+)
+def test_all_ranks_raise_one_step_after_a_loss_that_is_not_finite(
+    ranks: RankPool, world_size: int, values: Mapping[tuple[int, int], float], trained: int, message: str
+) -> None:
+    _check_that_all_ranks_raise(ranks, world_size, values, trained, message, "cpu")
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_all_ranks_raise_one_step_after_a_loss_that_is_not_finite(ranks: RankPool, value: float) -> None:
-    # From the next step on the losses of all ranks are NaN, but the first one is named.
-    _check_that_all_ranks_raise(
-        ranks.run(2, _train, {(1, 2): value}, "cpu"),
-        3,
-        f"the loss of rank 1 in epoch 2, step 2 is [{value}]; its samples are 120, 121, 122; {ADVICE}",
-    )
-
-
-def test_the_first_of_several_ranks_is_named_and_the_others_are_counted(ranks: RankPool) -> None:
-    _check_that_all_ranks_raise(
-        ranks.run(4, _train, {(3, 1): math.nan, (2, 1): math.inf}, "cpu"),
-        2,
-        "the loss of rank 2 in epoch 2, step 1 is [inf]; its samples are 210, 211, 212; it is one of 2 such ranks; "
-        f"{ADVICE}",
-    )
-
-
-def test_finish_looks_at_the_last_step(ranks: RankPool) -> None:
-    _check_that_all_ranks_raise(
-        ranks.run(2, _train, {(0, NUM_STEPS - 1): math.nan}, "cpu"),
-        NUM_STEPS,
-        f"the loss of rank 0 in epoch 2, step 4 is [nan]; its samples are 40, 41, 42; {ADVICE}",
-    )
+@pytest.mark.multi_gpu
+def test_all_ranks_raise_over_nccl(gpu_ranks: RankPool) -> None:
+    message = "rank 1 in epoch 2, step 2 is [nan]; its samples are 120, 121, 122"
+    _check_that_all_ranks_raise(gpu_ranks, 2, {(1, 2): math.nan}, 3, message, "cuda")
 
 
 def test_finite_losses_end_nothing(ranks: RankPool) -> None:
-    for result in ranks.run(2, _train, {(0, 1): 1e30}, "cpu"):
-        assert result == {"message": None, "trained": NUM_STEPS, "still_works": True}
+    assert ranks.run(2, _train, {(0, 1): 1e30}, "cpu") == [(NUM_STEPS, None)] * 2
 
 
 def _check_a_mesh(rank: int, world_size: int) -> tuple[str, str]:
@@ -183,16 +167,3 @@ def test_no_step_synchronizes_with_the_device() -> None:
     assert math.isnan(second)
     with pytest.raises(RankError, match=r"in epoch 2, step 3 is \[nan, nan\]; its samples are 30, 31, 32;"):
         check.finish()
-
-
-@pytest.mark.multi_gpu
-def test_all_ranks_raise_over_nccl() -> None:
-    pool = RankPool()
-    try:
-        _check_that_all_ranks_raise(
-            pool.run(2, _train, {(1, 2): math.nan}, "cuda"),
-            3,
-            f"the loss of rank 1 in epoch 2, step 2 is [nan]; its samples are 120, 121, 122; {ADVICE}",
-        )
-    finally:
-        pool.stop()

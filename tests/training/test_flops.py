@@ -1,5 +1,3 @@
-"""FLOPs from lengths are those that the matrix products of the example's attention and of torch's layers take."""
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,29 +16,18 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import SequenceBatch
 from evenrank.dataloader.balance import HSTUCost
 from evenrank.dataloader.batches.batch import keyed_jagged_tensor
-from evenrank.training import (
-    Flops,
-    ModelFlops,
-    Work,
-    batch_work,
-    causal_work,
-    decoder_flops,
-    hstu_flops,
-    hstu_pairs,
-    hstu_work,
-)
+from evenrank.training import Flops, ModelFlops, Work, batch_work, causal_work, decoder_flops
+from evenrank.training.flops import hstu_flops, hstu_pairs, hstu_work
 from hstu.attention import Sequences
 from hstu.config import HSTUConfig, tables
+from hstu.layer import HSTUAttention, attention_flops
 from hstu.ranking import HSTURanking
 from hstu.retrieval import HSTURetrieval
 
-HIDDEN, HEADS, HEAD_DIM = 16, 2, 12
 
-SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4)
-
-
-def _sequences(samples: list[tuple[int, int, int]]) -> tuple[Sequences, tuple[Tensor, Tensor, Tensor]]:
-    """Return samples of (contextual, other history, candidates), and (history, contextual, candidates) [B]."""
+@settings(max_examples=40)
+@given(samples=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4))
+def test_pairs_are_those_of_the_mask_of_the_example(samples: list[tuple[int, int, int]]) -> None:
     contextual, others, candidates = torch.tensor(samples).unbind(1)
     history = contextual + others
     lengths = history + candidates
@@ -51,16 +38,13 @@ def _sequences(samples: list[tuple[int, int, int]]) -> tuple[Sequences, tuple[Te
         num_tokens=int(lengths.sum()),
         max_length=max(int(lengths.max()), 1),
     )
-    return sequences, (history, contextual, candidates)
-
-
-@settings(max_examples=40)
-@given(samples=SAMPLES)
-def test_pairs_are_those_of_the_mask_of_the_example(samples: list[tuple[int, int, int]]) -> None:
-    sequences, lengths = _sequences(samples)
-    assert hstu_pairs(*lengths).tolist() == sequences.mask().sum((1, 2)).tolist()
-    work = hstu_work(*lengths, predictions=7)
+    assert hstu_pairs(history, contextual, candidates).tolist() == sequences.mask().sum((1, 2)).tolist()
+    work = hstu_work(history, contextual, candidates, predictions=7)
     assert (work.tokens, work.pairs, work.predictions) == (sequences.num_tokens, sequences.mask().sum(), 7)
+    arguments = {"query": torch.empty(sequences.num_tokens, 2, 5), "sequences": sequences}
+    flops = attention_flops(HSTUAttention("padded", 8), arguments)
+    assert flops.forward == 4 * 2 * 5 * sequences.mask().sum()
+    assert flops.total == 3.5 * flops.forward
 
 
 @settings(max_examples=20)
@@ -72,7 +56,6 @@ def test_pairs_of_a_decoder_are_those_of_a_triangle(tokens: list[int]) -> None:
 
 
 def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
-    """Return torch's counts of a forward and a backward pass."""
     with FlopCounterMode(display=False) as forward:
         outputs = module(inputs)
     with FlopCounterMode(display=False) as backward:
@@ -80,102 +63,74 @@ def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-CONFIG = HSTUConfig(
-    max_length=20,
-    contextual=("user_id",),
-    embedding_dim=8,
-    hidden=16,
-    heads=2,
-    head_dim=12,
-    layers=3,
-    position_buckets=8,
-    attention="padded",
-)
+SHAPE: dict[str, Any] = {"hidden": 16, "heads": 2, "head_dim": 12}
+OPTIONS: dict[str, Any] = {"max_length": 20, "position_buckets": 8, "attention": "padded", "contextual": ("user_id",)}
+CONFIG = HSTUConfig(**SHAPE, **OPTIONS, embedding_dim=8, layers=3)
 
 
 def _batch(lengths: Mapping[str, list[int]], candidates: list[int], labels: list[int] | None) -> SequenceBatch:
     """Return a batch of zeros with lengths [B] per key, and labels per row or none."""
     rows = np.array(list(lengths.values()))
-    features = keyed_jagged_tensor(list(lengths), torch.zeros(rows.sum(), dtype=torch.int64), rows)
-    if labels is None:
-        loss_tokens, kjt = int((rows[list(lengths).index("item_id")] - 1).clip(0).sum()), None
-    else:
-        loss_tokens = sum(labels)
-        kjt = keyed_jagged_tensor(["label"], torch.zeros(loss_tokens, dtype=torch.int64), np.array([labels]))
+    loss_tokens = int((np.array(lengths["item_id"]) - 1).clip(0).sum()) if labels is None else sum(labels)
+    of_labels = torch.zeros(loss_tokens, dtype=torch.int64)
     return SequenceBatch(
         batch_size=rows.shape[1],
         num_real=rows.shape[1],
         loss_tokens=loss_tokens,
         max_lengths={key: max(values) for key, values in lengths.items()},
-        features=features,
-        labels=kjt,
+        features=keyed_jagged_tensor(list(lengths), torch.zeros(rows.sum(), dtype=torch.int64), rows),
+        labels=None if labels is None else keyed_jagged_tensor(["label"], of_labels, np.array([labels])),
         num_candidates=torch.tensor(candidates),
         sample_ids=torch.arange(rows.shape[1]),
     )
 
 
-def _embeddings(*, retrieval: bool) -> EmbeddingCollection:
-    sizes = {"user_id": 3, "item_id": 5, "action": 4}
-    return EmbeddingCollection(tables=tables(sizes, CONFIG, retrieval=retrieval))
-
-
 # 4 samples of a user, 3 items and 2 or 3 actions each.
 @pytest.mark.parametrize(
-    ("name", "actions", "candidates", "labels", "sees_history"),
+    ("actions", "candidates", "labels", "sees_history"),
     [
-        ("candidates", 2, 1, 1, True),
-        ("candidates with actions", 3, 1, 1, True),
-        ("labels of the history", 3, 0, 3, False),
-        ("retrieval", 3, 0, None, False),
+        pytest.param(2, 1, 1, True, id="candidates"),
+        pytest.param(3, 1, 1, True, id="candidates with actions"),
+        pytest.param(3, 0, 3, False, id="labels of the history"),
+        pytest.param(3, 0, None, False, id="retrieval"),
     ],
 )
 def test_flops_of_a_batch_are_those_that_torch_counts_on_the_example_model_but_for_masked_pairs(
-    name: str, actions: int, candidates: int, labels: int | None, sees_history: bool
+    actions: int, candidates: int, labels: int | None, sees_history: bool
 ) -> None:
-    samples = 4
-    batch = _batch(
-        {"user_id": [1] * samples, "item_id": [3] * samples, "action": [actions] * samples},
-        [candidates] * samples,
-        None if labels is None else [labels] * samples,
-    )
+    lengths = {"user_id": [1] * 4, "item_id": [3] * 4, "action": [actions] * 4}
+    batch = _batch(lengths, [candidates] * 4, None if labels is None else [labels] * 4)
+    sizes = {"user_id": 3, "item_id": 5, "action": 4}
+    embeddings = EmbeddingCollection(tables=tables(sizes, CONFIG, retrieval=labels is None))
     model: nn.Module
     if labels is None:
-        model = HSTURetrieval(_embeddings(retrieval=True), CONFIG, num_items=5, num_negatives=6)
+        model = HSTURetrieval(embeddings, CONFIG, num_items=5, num_negatives=6)
         head = [CONFIG.hidden, CONFIG.embedding_dim, 6]
     else:
-        model = HSTURanking(_embeddings(retrieval=False), CONFIG, num_tasks=2)
+        model = HSTURanking(embeddings, CONFIG, num_tasks=2)
         head = [CONFIG.hidden, CONFIG.hidden, 2]
-    counted = _count(model, batch)
-
-    flops = hstu_flops(
-        hidden=CONFIG.hidden,
-        heads=CONFIG.heads,
-        head_dim=CONFIG.head_dim,
-        layers=CONFIG.layers,
-        embedding=(CONFIG.embedding_dim, CONFIG.hidden, CONFIG.hidden),
-        head=head,
-    ).of(batch_work(batch, interleave_actions=True, contextual=("user_id",)))
-
+    embedding = (CONFIG.embedding_dim, CONFIG.hidden, CONFIG.hidden)
+    flops = hstu_flops(**SHAPE, layers=CONFIG.layers, embedding=embedding, head=head).of(
+        batch_work(batch, interleave_actions=True, contextual=("user_id",))
+    )
     # The padded reference computes all pairs of a sample, whether a token sees the other or not.
     length, own = 4 + actions, candidates * (2 if actions == 3 else 1)
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     mask[0, : length - own] |= sees_history
     mask[:, length - own :] &= torch.eye(length, dtype=torch.bool)[:, length - own :]
-    masked = samples * int((~mask).sum()) * CONFIG.layers * CONFIG.heads * CONFIG.head_dim
-    assert flops.forward + 4 * masked == counted[0]
-    assert flops.backward + 8 * masked == counted[1]
+    masked = 4 * int((~mask).sum()) * CONFIG.layers * CONFIG.heads * CONFIG.head_dim
+    assert (flops.forward + 4 * masked, flops.backward + 8 * masked) == _count(model, batch)
 
 
 class _Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        width = HEADS * HEAD_DIM
-        self.inputs, self.outputs = nn.Linear(HIDDEN, 3 * width), nn.Linear(width, HIDDEN)
-        self.ffn = nn.Sequential(nn.Linear(HIDDEN, 40), nn.Linear(40, HIDDEN))
-        self.head = nn.Linear(HIDDEN, 9)
+        self.inputs, self.outputs = nn.Linear(16, 3 * 2 * 12), nn.Linear(2 * 12, 16)
+        self.ffn = nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 16))
+        self.head = nn.Linear(16, 9)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = self.inputs(tokens).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.inputs(tokens).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
         with sdpa_kernel(SDPBackend.MATH):  # torch's counter does not know the fused kernel of the CPU
             attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(self.ffn(self.outputs(attended.transpose(1, 2).flatten(2))))  # type: ignore[no-any-return]
@@ -183,12 +138,11 @@ class _Decoder(nn.Module):
 
 def test_decoder_flops_are_those_that_torch_counts_but_for_masked_pairs() -> None:
     samples, length = 3, 7
-    counted = _count(_Decoder(), torch.randn(samples, length, HIDDEN, requires_grad=True))
-    model = decoder_flops(hidden=HIDDEN, heads=HEADS, head_dim=HEAD_DIM, layers=1, ffn_hidden=40, head=(HIDDEN, 9))
+    model = decoder_flops(**SHAPE, layers=1, ffn_hidden=40, head=(16, 9))
     flops = model.of(causal_work(torch.full((samples,), length), predictions=samples * length))
-    masked = samples * length * (length - 1) // 2
-    assert flops.forward + 4 * HEADS * HEAD_DIM * masked == counted[0]
-    assert flops.backward + 8 * HEADS * HEAD_DIM * masked == counted[1]
+    masked = 2 * 12 * samples * length * (length - 1) // 2
+    counted = _count(_Decoder(), torch.randn(samples, length, 16, requires_grad=True))
+    assert (flops.forward + 4 * masked, flops.backward + 8 * masked) == counted
 
 
 def test_recomputed_scores_make_attention_cost_three_and_a_half_times_its_forward_pass() -> None:
@@ -205,13 +159,9 @@ def test_recomputed_scores_make_attention_cost_three_and_a_half_times_its_forwar
 def test_the_work_of_a_batch_has_the_tokens_that_costs_count(interleave_actions: bool, actions: list[int]) -> None:
     lengths = {"gender": [1, 1, 0], "genres": [0, 2, 0], "item_id": [4, 7, 0], "action": actions}
     candidates = [1, 2, 0]
-    batch = _batch(lengths, candidates, candidates)
-    contextual = ("gender", "genres")
-    work = batch_work(batch, interleave_actions=interleave_actions, contextual=contextual)
-
-    cost = HSTUCost(
-        hidden=1, heads=1, head_dim=1, layers=1, interleave_actions=interleave_actions, contextual=contextual
-    )
+    keys: Any = {"interleave_actions": interleave_actions, "contextual": ("gender", "genres")}
+    work = batch_work(_batch(lengths, candidates, candidates), **keys)
+    cost = HSTUCost(**SHAPE, layers=1, **keys)
     arrays = {key: np.array(values) for key, values in lengths.items()}
     tokens = torch.from_numpy(cost.tokens(arrays))
     candidate_tokens = torch.from_numpy(cost.candidate_tokens(arrays, np.array(candidates)))
@@ -220,14 +170,10 @@ def test_the_work_of_a_batch_has_the_tokens_that_costs_count(interleave_actions:
     assert work.predictions == 3
 
 
-def test_a_missing_key_is_an_error_that_names_those_of_the_batch() -> None:
+def test_a_missing_key_or_a_size_of_zero_is_an_error() -> None:
+    batch = _batch({"item_id": [2, 0], "action": [2, 0]}, [0, 0], None)
     with pytest.raises(ConfigError, match="needs the key 'age'; batches have item_id, action"):
-        batch_work(
-            _batch({"item_id": [2, 0], "action": [2, 0]}, [0, 0], None), interleave_actions=True, contextual=["age"]
-        )
-
-
-def test_a_size_of_zero_is_an_error() -> None:
+        batch_work(batch, interleave_actions=True, contextual=["age"])
     with pytest.raises(ConfigError, match="heads must be at least 1, got 0"):
         hstu_flops(hidden=4, heads=0, head_dim=4, layers=1)
     with pytest.raises(ConfigError, match="ffn_hidden must be at least 1, got 0"):

@@ -1,7 +1,5 @@
-"""Metrics are exact, and have equal bits however the samples are distributed over ranks."""
-
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -25,7 +23,6 @@ SAMPLES = st.lists(st.tuples(SCORES, st.booleans()), max_size=40)
 
 
 def _auc_of_pairs(samples: Sequence[tuple[float, bool]]) -> float:
-    """Return the AUC by its definition, rounded once."""
     pairs = [(p, n) for p, is_positive in samples for n, other in samples if is_positive and not other]
     wins = sum(Fraction((p > n) * 2 + (p == n), 2) for p, n in pairs)
     return float(wins / len(pairs)) if pairs else math.nan
@@ -51,53 +48,30 @@ def test_auc_equals_its_definition_over_all_pairs(samples: list[tuple[float, boo
     assert _same(metric.compute(), [_auc_of_pairs(samples)])
 
 
-def test_tasks_have_an_auc_each() -> None:
-    metric = BinaryAUC(3)
-    metric.update(torch.tensor([[1.0, 5, 2], [2.0, 5, 1]]), torch.tensor([[0, 1, 1], [1, 0, 1]]))
-    metric.update(torch.tensor([[3.0, 4, 0]], dtype=torch.bfloat16), torch.tensor([[True, False, True]]))
-    assert _same(metric.compute(), [1.0, 0.75, math.nan])
+def test_tasks_have_an_auc_each_that_is_nan_with_a_nan_score_or_one_class() -> None:
+    metric = BinaryAUC(4)
+    scores = torch.tensor([[1.0, 5, 2, math.nan], [2.0, 5, 1, 0]])
+    metric.update(scores, torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]]))
+    scores.zero_()  # scores may be overwritten after an update
+    metric.update(torch.tensor([[3.0, 4, 0, 1]], dtype=torch.bfloat16), torch.tensor([[True, False, True, True]]))
+    assert _same(metric.compute(), [1.0, 0.75, math.nan, math.nan])
     metric.reset()
-    assert _same(metric.compute(), [math.nan] * 3)
+    assert _same(metric.compute(), [math.nan] * 4)
 
 
-def test_auc_of_a_task_with_a_nan_score_is_nan_and_scores_may_be_overwritten_after_an_update() -> None:
-    metric = BinaryAUC(2)
-    scores = torch.tensor([[math.nan, 0], [1, 1.0], [2, 2]])
-    metric.update(scores, torch.tensor([[0, 0], [0, 0], [1, 1]]))
-    scores.zero_()
-    assert _same(metric.compute(), [math.nan, 1.0])
-
-
-def _metrics_of_places(places: Sequence[int], k: int) -> dict[str, float]:
-    hits = [place for place in places if 1 <= place <= k]
-    sums = {"recall": len(hits), "ndcg": sum(1 / math.log2(p + 1) for p in hits), "mrr": sum(1 / p for p in hits)}
-    return {f"{name}@{k}": total / len(places) for name, total in sums.items()}
-
-
-@given(places=st.lists(st.integers(-1, 12), min_size=1))
+@given(places=st.lists(st.integers(-1, 12)))
 def test_ranking_metrics_equal_their_definitions(places: list[int]) -> None:
     metric = RankingMetrics((3, 1, 8))
-    metric.update(torch.tensor(places[:5]))
-    metric.update(torch.tensor(places[5:], dtype=torch.int64))
-    expected = {name: value for k in (3, 1, 8) for name, value in _metrics_of_places(places, k).items()}
-    assert metric.compute() == pytest.approx(expected, rel=1e-14)
-
-
-def test_ranking_metrics_of_known_places() -> None:
-    metric = RankingMetrics((2, 4))
-    assert all(math.isnan(value) for value in metric.compute().values())
-    metric.update(torch.tensor([1, 3, 0, 100]))
-    assert metric.compute() == {
-        "recall@2": 0.25,
-        "ndcg@2": 0.25,
-        "mrr@2": 0.25,
-        "recall@4": 0.5,
-        "ndcg@4": 0.375,
-        "mrr@4": (1 + 1 / 3) / 4,
-    }
+    metric.update(torch.tensor([1, 1]))
     metric.reset()
-    metric.update(torch.tensor([1]))
-    assert metric.compute()["recall@2"] == 1
+    metric.update(torch.tensor(places[:5], dtype=torch.int64))
+    metric.update(torch.tensor(places[5:], dtype=torch.int64))
+    expected: dict[str, float] = {}
+    for k in (3, 1, 8):
+        hits = [place for place in places if 1 <= place <= k]
+        sums = {"recall": len(hits), "ndcg": sum(1 / math.log2(p + 1) for p in hits), "mrr": sum(1 / p for p in hits)}
+        expected |= {f"{name}@{k}": total / len(places) if places else math.nan for name, total in sums.items()}
+    assert metric.compute() == pytest.approx(expected, rel=1e-14, nan_ok=True)
 
 
 Samples = tuple[Tensor, Tensor, Tensor]  # scores, targets, places
@@ -116,10 +90,6 @@ def _compute(samples: Samples, group: Any = None, device: str = "cpu") -> tuple[
     return auc.compute(), ranking.compute()
 
 
-def _compute_parts(rank: int, world_size: int, parts: list[Samples]) -> tuple[list[float], dict[str, float]]:
-    return _compute(parts[rank])
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_any_distribution_over_ranks_gives_equal_bits(ranks: RankPool, world_size: int) -> None:
     samples = _random_samples()
@@ -128,36 +98,40 @@ def test_any_distribution_over_ranks_gives_equal_bits(ranks: RankPool, world_siz
     only_last = torch.full_like(owners, world_size - 1)  # all others have no samples
     for owner in (owners, only_last):
         parts = [tuple(tensor[owner == rank] for tensor in samples) for rank in range(world_size)]
-        assert ranks.run(world_size, _compute_parts, parts) == [expected] * world_size
+        assert ranks.run(world_size, _compute_part, parts, "cpu") == [expected] * world_size
 
 
-def _compute_on_mesh(rank: int, world_size: int, parts: list[Samples]) -> tuple[list[float], dict[str, float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return _compute(parts[mesh["dp"].get_local_rank()], mesh["dp"])
+def _compute_part(rank: int, world_size: int, parts: list[Samples], kind: str) -> tuple[list[float], dict[str, float]]:
+    if kind == "mesh":
+        dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+        return _compute(parts[dp.get_local_rank()], dp)
+    if kind == "cpu":
+        return _compute(parts[rank])
+    torch.cuda.set_device(rank)
+    return _compute(parts[rank], dist.new_group(backend="nccl"), "cuda")
 
 
 def test_metrics_cover_one_dimension_of_a_device_mesh(ranks: RankPool) -> None:
     samples = _random_samples()
     parts = [tuple(tensor[rank::2] for tensor in samples) for rank in range(2)]
-    assert ranks.run(4, _compute_on_mesh, parts) == [_compute(samples)] * 4
+    assert ranks.run(4, _compute_part, parts, "mesh") == [_compute(samples)] * 4
 
 
-def _compute_differently(rank: int, world_size: int) -> list[str]:
-    messages = []
-    for metric in (BinaryAUC(rank + 1), RankingMetrics((10, 20 + rank)), BinaryAUC() if rank else RankingMetrics()):
-        with pytest.raises(RankError) as raised:
+def _compute_differently(rank: int, world_size: int) -> None:
+    for metric, message in (
+        (BinaryAUC(rank + 1), "num_tasks differs between ranks: 1 on rank 0, 2 on rank 1"),
+        (RankingMetrics((10, 20 + rank)), r"ks differs between ranks: \[10, 20\] on rank 0, \[10, 21\] on rank 1"),
+        (
+            BinaryAUC() if rank else RankingMetrics(),
+            "metric differs between ranks: RankingMetrics on rank 0, BinaryAUC",
+        ),
+    ):
+        with pytest.raises(RankError, match=message):
             metric.compute()
-        messages.append(str(raised.value))
-    return messages
 
 
 def test_differences_between_ranks_are_errors_on_all_ranks(ranks: RankPool) -> None:
-    for messages in ranks.run(2, _compute_differently):
-        assert messages == [
-            "num_tasks differs between ranks: 1 on rank 0, 2 on rank 1",
-            "ks differs between ranks: [10, 20] on rank 0, [10, 21] on rank 1",
-            "metric differs between ranks: RankingMetrics on rank 0, BinaryAUC on rank 1",
-        ]
+    ranks.run(2, _compute_differently)
 
 
 @pytest.mark.gpu
@@ -174,35 +148,25 @@ def test_a_gpu_gives_equal_bits_and_updates_without_synchronizing() -> None:
     assert (auc.compute(), ranking.compute()) == _compute(samples)
 
 
-def _compute_over_nccl(rank: int, world_size: int, parts: list[Samples]) -> tuple[list[float], dict[str, float]]:
-    torch.cuda.set_device(rank)
-    group = dist.new_group(backend="nccl")
-    return _compute(parts[rank], group, "cuda")
-
-
 @pytest.mark.multi_gpu
-def test_gpus_over_nccl_give_equal_bits() -> None:
+def test_gpus_over_nccl_give_equal_bits(gpu_ranks: RankPool) -> None:
     samples = _random_samples()
     first_has_none = [tuple(tensor[:0] for tensor in samples), samples]
     halves = [tuple(tensor[rank::2] for tensor in samples) for rank in range(2)]
-    pool = RankPool()
-    try:
-        for parts in (first_has_none, halves):
-            assert pool.run(2, _compute_over_nccl, parts) == [_compute(samples)] * 2
-    finally:
-        pool.stop()
+    for parts in (first_has_none, halves):
+        assert gpu_ranks.run(2, _compute_part, parts, "cuda") == [_compute(samples)] * 2
 
 
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_tasks must be at least 1, got 0"):
-        BinaryAUC(0)
-    with pytest.raises(ConfigError, match=r"scores and targets must be \[n, 2\], got scores \[3\] and targets \[3\]"):
-        BinaryAUC(2).update(torch.zeros(3), torch.zeros(3))
-    with pytest.raises(
-        ConfigError, match=r"scores and targets must be \[n, 2\], got scores \[3, 2\] and targets \[4, 2\]"
-    ):
-        BinaryAUC(2).update(torch.zeros(3, 2), torch.zeros(4, 2))
-    with pytest.raises(ConfigError, match=r"ks must be numbers of at least 1, got \[5, 0\]"):
-        RankingMetrics((5, 0))
-    with pytest.raises(ConfigError, match=r"places must be integers \[n\], got torch.float32 \[2\]"):
-        RankingMetrics().update(torch.zeros(2))
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: BinaryAUC(0), "num_tasks must be at least 1, got 0"),
+        (lambda: BinaryAUC(2).update(torch.zeros(3), torch.zeros(3)), r"\[n, 2\], got scores \[3\] and targets \[3\]"),
+        (lambda: BinaryAUC(2).update(torch.zeros(3, 2), torch.zeros(4, 2)), r"scores \[3, 2\] and targets \[4, 2\]"),
+        (lambda: RankingMetrics((5, 0)), r"ks must be numbers of at least 1, got \[5, 0\]"),
+        (lambda: RankingMetrics().update(torch.zeros(2)), r"places must be integers \[n\], got torch.float32 \[2\]"),
+    ],
+)
+def test_wrong_arguments_are_refused(use: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        use()

@@ -1,12 +1,11 @@
-"""Pipelines by name: they train and evaluate like a plain loop, and drain when the data end."""
-
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -14,42 +13,34 @@ import torch
 from torch import Tensor, nn
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import SequenceBatch
-from evenrank.training import (
-    PIPELINES,
-    Pipeline,
-    PipelineForward,
-    PipelineStep,
-    accumulate,
-    make_pipeline,
-    register_pipeline,
-    run_pipeline,
-)
+from evenrank.training import PIPELINES, Pipeline, accumulate, make_pipeline, register_pipeline, run_pipeline
 from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 from tests.registrations import restored
-from tests.training.sharded_model import (
-    Model,
-    balanced,
-    batches_of,
-    distribute,
-    join,
-    scaled,
-    skip_without_kernels,
-)
+from tests.training.sharded_model import Model, balanced, batches_of, distribute, join, scaled, skip_without_kernels
 
 PLAIN = "a plain loop"
-CPU_MODES = [PLAIN, "none", "sparse-dist"]
-GPU_MODES = [*CPU_MODES, "prefetch"]
+
+
+MODES = {"cpu": ["none", "sparse-dist"], "cuda": ["none", "sparse-dist", "prefetch"]}
+DEVICES = pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+
+
+@pytest.fixture
+def pool(device_type: str, request: pytest.FixtureRequest) -> RankPool:
+    if device_type == "cuda":
+        skip_without_kernels()
+    pool: RankPool = request.getfixturevalue("ranks" if device_type == "cpu" else "gpu_ranks")
+    return pool
+
+
 NUM_TRAIN, NUM_EVAL, NUM_EPOCHS = 6, 3, 2
 
-Log = list[tuple[str, int, int, float, Any]]
-"""What, epoch, step, loss and logits of each batch."""
+Log = list[tuple[str, int, int, float, Any]]  # what, epoch, step, loss and logits of each batch
+Steps = Iterator[tuple[Any, Tensor, Tensor]]  # batch, loss and logits
 
 
-def _loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_inside: bool, batches: Iterable[Any]
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, loss_inside: bool, batches: Iterable[Any]) -> Steps:
     for batch in batches:
         optimizer.zero_grad()
         output = model(batch)
@@ -60,31 +51,27 @@ def _loop(
         yield batch, loss.detach(), output[1]
 
 
-def _task_tokens(batch: SequenceBatch) -> Tensor:
-    return batch.num_candidates.sum().view(1)
-
-
 def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str, loss_inside: bool) -> Log:
     """Train for some epochs; evaluate after three steps and at the end of each, and without the pipeline too."""
     device, group = join(rank, device_type)
     model, optimizer = distribute(Model(loss_inside=loss_inside), device, group, cached=mode == "prefetch")
-    run: Callable[[Iterable[Any]], Iterator[tuple[Any, Tensor, Tensor]]]
-    if mode == PLAIN:
-        run = functools.partial(_loop, model, optimizer, loss_inside)
-    else:
-        pipeline: Any = make_pipeline(mode, model, optimizer, device, loss=None if loss_inside else scaled)
-
-        def run(batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor]]:
-            for step in run_pipeline(pipeline, batches):
-                if mode != "none":
-                    assert len(pipeline._pipelined_modules) == 1  # its ids are sent ahead
-                yield step.batch, step.loss, step.output if loss_inside else step.output[1]
-
+    plain = functools.partial(_loop, model, optimizer, loss_inside)
     log: Log = []
 
-    def note(kind: str, steps: Iterator[tuple[Any, Tensor, Tensor]]) -> None:
+    def note(kind: str, steps: Steps) -> None:
         for batch, loss, logits in steps:
             log.append((kind, batch.epoch, batch.step, float(loss), logits.detach().cpu().numpy()))
+
+    if mode != PLAIN:
+        pipeline: Any = make_pipeline(mode, model, optimizer, device, loss=None if loss_inside else scaled)
+
+    def run(batches: Iterable[Any]) -> Steps:
+        if mode == PLAIN:
+            yield from plain(batches)
+            return
+        for step in run_pipeline(pipeline, batches):
+            assert mode == "none" or len(pipeline._pipelined_modules) == 1  # its ids are sent ahead
+            yield step.batch, step.loss, step.output if loss_inside else step.output[1]
 
     train = balanced(batches_of(rank, world_size, num_batches=NUM_TRAIN), device)
     evaluation = balanced(batches_of(rank, world_size, num_batches=NUM_EVAL), device)
@@ -92,30 +79,32 @@ def _train_and_evaluate(rank: int, world_size: int, device_type: str, mode: str,
         for number in range(NUM_EPOCHS):
             epoch: Iterator[Any] = iter(train)
             if number:  # with loss tokens per task
-                epoch = chain.from_iterable(accumulate(train, 1, task_tokens=_task_tokens))
+                epoch = chain.from_iterable(
+                    accumulate(train, 1, task_tokens=lambda batch: batch.num_candidates.sum().view(1))
+                )
             for part in (islice(epoch, 3), epoch):
                 model.train()
                 note("train", run(part))
                 model.eval()
                 with torch.no_grad():
                     note("eval", run(evaluation))
-                    note("direct", _loop(model, optimizer, loss_inside, evaluation))
+                    note("direct", plain(evaluation))
     return log
 
 
-def _all_modes(rank: int, world_size: int, device_type: str, modes: list[str]) -> dict[tuple[str, bool], Log]:
+def _all_modes(rank: int, world_size: int, device_type: str) -> dict[tuple[str, bool], Log]:
     logging.disable(logging.WARNING)
-    return {
-        (mode, inside): _train_and_evaluate(rank, world_size, device_type, mode, inside)
-        for mode in modes
-        for inside in (False, True)
-    }
+    modes = itertools.product((PLAIN, *MODES[device_type]), (False, True))
+    return {mode: _train_and_evaluate(rank, world_size, device_type, *mode) for mode in modes}
 
 
-def _check_like_the_plain_loop(results: list[dict[tuple[str, bool], Log]], tolerance: float) -> None:
+@DEVICES
+@pytest.mark.processes
+def test_losses_and_logits_are_equal_with_and_without_a_pipeline(pool: RankPool, device_type: str) -> None:
+    tolerance = 0 if device_type == "cpu" else 1e-4  # sums are in no fixed order there
     evaluated = [("eval", NUM_EVAL), ("direct", NUM_EVAL)]
     parts = [("train", 3), *evaluated, ("train", NUM_TRAIN - 3), *evaluated] * NUM_EPOCHS
-    for by_mode in results:
+    for by_mode in pool.run(2, _all_modes, device_type):
         reference = by_mode[PLAIN, False]
         assert [kind for kind, *_ in reference] == [kind for kind, count in parts for _ in range(count)]
         steps = [(epoch, step) for kind, epoch, step, *_ in reference if kind == "train"]
@@ -129,74 +118,39 @@ def _check_like_the_plain_loop(results: list[dict[tuple[str, bool], Log]], toler
                 np.testing.assert_allclose(logits, expected_logits, rtol=tolerance, atol=tolerance, err_msg=str(mode))
 
 
-def test_losses_and_logits_are_equal_with_and_without_a_pipeline(ranks: RankPool) -> None:
-    _check_like_the_plain_loop(ranks.run(2, _all_modes, "cpu", CPU_MODES), tolerance=0)
-
-
-@pytest.mark.multi_gpu
-def test_on_gpus_losses_and_logits_are_equal_with_and_without_a_pipeline() -> None:
-    skip_without_kernels()
-    pool = RankPool()
-    try:
-        # Sums are in no fixed order there.
-        _check_like_the_plain_loop(pool.run(2, _all_modes, "cuda", GPU_MODES), tolerance=1e-4)
-    finally:
-        pool.stop()
-
-
-def _stop_and_resume(rank: int, world_size: int, device_type: str, modes: list[str]) -> dict[str, Any]:
-    """Stop after three steps, once to save a state and once for good."""
+def _stop_and_resume(rank: int, world_size: int, device_type: str) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Stop after three steps, to save a state and for good; return the ids of all steps, and those of the loader."""
     logging.disable(logging.WARNING)
     device, group = join(rank, device_type)
-    results = {}
-    for mode in modes:
-        pipeline = make_pipeline(
-            mode, *distribute(Model(), device, group, cached=mode == "prefetch"), device, loss=scaled
-        )
+    results = []
+    for mode in MODES[device_type]:
+        parts = distribute(Model(), device, group, cached=mode == "prefetch")
+        pipeline = make_pipeline(mode, *parts, device, loss=scaled)
         with balanced(batches_of(rank, world_size), device) as source:
             iterator: Any = iter(source)
             trained = [pipeline.progress(iterator).batch for _ in range(3)]
-            ahead = next(iterator).step - trained[-1].step
+            assert next(iterator).step - trained[-1].step >= 2  # it had pulled batches that it did not train
             state = source.state_dict(after=trained[-1])
             pipeline.reset()
             iterator.close()
             for step in islice(run_pipeline(pipeline, source), 3):
                 assert step.batch.epoch == 1
-            again = [step.batch.step for step in run_pipeline(pipeline, source)]
+            # That run is abandoned.
+            assert [step.batch.step for step in run_pipeline(pipeline, source)] == list(range(8))
         with balanced(batches_of(rank, world_size), device) as resumed:
             resumed.load_state_dict(state)
-            rest = list(resumed)
-        results[mode] = {
-            "ids": [ids_of(batch) for batch in (*trained, *rest)],
-            "all": [ids_of(batch) for batch in batches_of(rank, world_size)],
-            "ahead": ahead,
-            "again": again,
-        }
+            ids = [ids_of(batch) for batch in (*trained, *resumed)]
+        results.append((ids, [ids_of(batch) for batch in batches_of(rank, world_size)]))
     return results
 
 
-def _check_resumed(results: list[dict[str, Any]]) -> None:
-    for mode in results[0]:
-        by_rank = [result[mode] for result in results]
-        for steps in zip(*(result["ids"] for result in by_rank), *(result["all"] for result in by_rank), strict=True):
-            resumed, expected = steps[: len(by_rank)], steps[len(by_rank) :]
-            assert sorted(chain.from_iterable(resumed)) == sorted(chain.from_iterable(expected))
-        assert all(result["ahead"] >= 2 for result in by_rank)  # it had pulled batches that it did not train
-        assert all(result["again"] == list(range(8)) for result in by_rank)  # the run before was abandoned
-
-
-def test_a_job_resumes_after_the_batch_trained_last_and_an_abandoned_run_leaves_nothing_behind(ranks: RankPool) -> None:
-    _check_resumed(ranks.run(2, _stop_and_resume, "cpu", CPU_MODES[1:]))
-
-
-@pytest.mark.multi_gpu
-def test_on_gpus_a_job_resumes_after_the_batch_trained_last() -> None:
-    skip_without_kernels()
-    pool = RankPool()
-    try:
-        _check_resumed(pool.run(2, _stop_and_resume, "cuda", GPU_MODES[1:]))
-    finally:
-        pool.stop()
+@DEVICES
+@pytest.mark.processes
+def test_a_job_resumes_after_the_batch_trained_last_and_an_abandoned_run_ends(pool: RankPool, device_type: str) -> None:
+    for of_ranks in zip(*pool.run(2, _stop_and_resume, device_type), strict=True):
+        resumed, expected = (zip(*steps, strict=True) for steps in zip(*of_ranks, strict=True))
+        for step, expected_step in zip(resumed, expected, strict=True):
+            assert sorted(chain(*step)) == sorted(chain(*expected_step))
 
 
 def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,12 +168,7 @@ def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _ids_may_be_counted() -> Iterator[None]:
-    """Exempt TorchRec's input distribution.
-
-    Which rank gets how many ids of a table that is sharded by rows is known to the device alone; TorchRec copies the
-    counts to the host, which needs them to size the all-to-all of the ids. The pipelines do that ahead, on a stream of
-    its own.
-    """
+    """Exempt TorchRec's input distribution, which copies to the host how many ids each rank gets, ahead of the step."""
     from torchrec.distributed import embedding_sharding
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
@@ -237,12 +186,7 @@ def _ids_may_be_counted() -> Iterator[None]:
 
 
 def _train_without_synchronizing(rank: int, world_size: int, mode: str) -> list[float]:
-    """Train with an error wherever the host would wait for the device, after a warm-up, and return the losses.
-
-    Inside are the Balancer's plan and exchange, the lookups of both kinds of tables, the all-to-all of embeddings, the
-    side stream, the head, the scaled loss, backward with both all-reduce and the update of sharded tables, and the
-    optimizer. Only the input distribution is exempt.
-    """
+    """Train with an error wherever the host would wait for the device, after a warm-up, and return the losses."""
     logging.disable(logging.WARNING)
     device, group = join(rank, "cuda")
     model, optimizer = distribute(Model(), device, group, cached=mode == "prefetch")
@@ -260,24 +204,26 @@ def _train_without_synchronizing(rank: int, world_size: int, mode: str) -> list[
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("mode", GPU_MODES[1:])
-def test_no_step_waits_for_the_device(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES["cuda"])
+def test_no_step_waits_for_the_device(gpu_ranks: RankPool, mode: str) -> None:
     skip_without_kernels()
-    pool = RankPool()
-    try:
-        for losses in pool.run(2, _train_without_synchronizing, mode):
-            assert len(losses) == 16
-            assert np.isfinite(losses).all()
-    finally:
-        pool.stop()
+    for losses in gpu_ranks.run(2, _train_without_synchronizing, mode):
+        assert len(losses) == 16
+        assert np.isfinite(losses).all()
+
+
+def _make(name: str, model: nn.Module, **options: Any) -> Pipeline[Any]:
+    return make_pipeline(name, model, torch.optim.SGD(model.parameters(), lr=0.5), "cpu", **options)
+
+
+def _line() -> nn.Linear:
+    line = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(line.weight)
+    return line
 
 
 def _sum(output: Tensor, batch: Tensor) -> Tensor:
     return output.sum()
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 @pytest.mark.parametrize(
@@ -289,62 +235,29 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_a_pipeline_that_cannot_work_is_refused(name: str, message: str) -> None:
-    model = Model()
     with pytest.raises(ConfigError, match=message):
-        make_pipeline(name, model, _optimizer(model), "cpu", loss=scaled)
+        _make(name, Model(), loss=scaled)
 
 
 def test_a_model_without_torchrec_trains_in_the_pipeline_none() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    pipeline: Pipeline[Tensor] = make_pipeline("none", model, _optimizer(model), "cpu", loss=_sum)
+    model = _line()
     batches = [torch.full((1, 1), float(value)) for value in (1, 2)]
-    losses = [step.loss.item() for step in run_pipeline(pipeline, batches)]
+    losses = [step.loss.item() for step in run_pipeline(_make("none", model, loss=_sum), batches)]
     assert losses == [1, 2 * 0.5]
     assert model.weight.item() == 1 - 0.5 - 1
-
-
-def test_a_model_without_its_loss_is_refused_where_none_is_given() -> None:
-    model = nn.Linear(1, 1)
-    pipeline: Pipeline[Tensor] = make_pipeline("none", model, _optimizer(model), "cpu")
     with pytest.raises(ConfigError, match=r"returned Tensor instead of \(loss, output\); pass loss= to make_pipeline"):
-        list(run_pipeline(pipeline, [torch.ones(1, 1)]))
-
-
-class _Slowly:
-    """A pipeline of its own, with nothing ahead."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, forward: PipelineForward[Any]) -> None:
-        self._optimizer = optimizer
-        self._forward = forward
-        self.num_resets = 0
-
-    def progress(self, dataloader_iter: Iterator[Any]) -> PipelineStep[Any]:
-        loss, step = self._forward(next(dataloader_iter))
-        if self._forward.training:
-            self._optimizer.zero_grad()
-            loss.backward()
-            self._optimizer.step()
-        return step
-
-    def reset(self) -> None:
-        self.num_resets += 1
+        list(run_pipeline(_make("none", model), batches))
 
 
 def test_a_registered_pipeline_is_made_and_run_like_ours() -> None:
-    model = nn.Linear(1, 1, bias=False)
+    model = _line()
     with restored(PIPELINES):
-        register_pipeline("slowly")(lambda model, optimizer, device, forward: _Slowly(optimizer, forward))
-        pipeline: Pipeline[Tensor] = make_pipeline("slowly", model, _optimizer(model), "cpu", loss=_sum)
-    assert isinstance(pipeline, _Slowly)
-    nn.init.ones_(model.weight)
+        register_pipeline("mine")(lambda *parts: Mock(wraps=PIPELINES["none"](*parts)))
+        pipeline: Any = _make("mine", model, loss=_sum)
     ones = [torch.ones(1, 1)] * 2
     assert [step.loss.item() for step in run_pipeline(pipeline, ones)] == [1, 0.5]
     model.eval()
     assert [(step.loss.item(), step.output.item()) for step in run_pipeline(pipeline, ones)] == [(0, 0)] * 2
-    assert pipeline.num_resets == 2
-
-
-def test_a_pipeline_that_is_no_function_is_refused() -> None:
+    assert (pipeline.progress.call_count, pipeline.reset.call_count) == (6, 2)
     with pytest.raises(ConfigError, match="'mine' must be a function of model, optimizer, device and forward, got 1"):
         register_pipeline("mine")(1)  # type: ignore[arg-type]

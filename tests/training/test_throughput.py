@@ -1,32 +1,20 @@
-"""Rates are exact sums over steps and ranks, divided by the time of an interval; peaks are dense and found by name."""
-
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from evenrank.core.errors import ConfigError
-from evenrank.training import (
-    ModelFlops,
-    Throughput,
-    ThroughputMeter,
-    Work,
-    computed_peaks,
-    device_peaks,
-    peaks_by_name,
-)
+from evenrank.training import ModelFlops, Throughput, ThroughputMeter, Work, computed_peaks, device_peaks, peaks_by_name
 from tests.ranks import RankPool
 
 MODEL = ModelFlops(per_token=10, per_pair=4, per_prediction=2)
 
 
 class _Clock:
-    """Seconds that pass as the test says."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
+    now = 50.0  # seconds
 
     def __call__(self) -> float:
         return self.now
@@ -44,14 +32,10 @@ def test_an_interval_has_the_sums_of_its_steps() -> None:
     for step in range(4):
         clock.now += 0.5 + step
         results.append(meter.step(_work(100 + step, 7, 3)))
-    assert results[::2] == [None, None]
     # 3 x (10 x 201 + 4 x 14 + 2 x 6) operations in 2 s, and with 205 tokens in 6 s.
-    assert results[1] == Throughput(
-        step=2, steps=2, step_ms=1000, tokens=201, tokens_per_second=100.5, tflops=3117e-12, mfu=3.117
-    )
-    assert results[3] == Throughput(
-        step=4, steps=2, step_ms=3000, tokens=205, tokens_per_second=205 / 6, tflops=1059e-12, mfu=1.059
-    )
+    first = Throughput(step=2, steps=2, step_ms=1000, tokens=201, tokens_per_second=100.5, tflops=3117e-12, mfu=3.117)
+    last = Throughput(step=4, steps=2, step_ms=3000, tokens=205, tokens_per_second=205 / 6, tflops=1059e-12, mfu=1.059)
+    assert results == [None, first, None, last]
 
 
 def test_a_restart_leaves_out_what_was_before() -> None:
@@ -62,8 +46,7 @@ def test_a_restart_leaves_out_what_was_before() -> None:
     meter.restart()
     for _ in range(2):
         clock.now += 1
-        throughput = meter.step(_work(5, 0, 0))
-    assert throughput is not None
+        throughput: Any = meter.step(_work(5, 0, 0))
     assert (throughput.step, throughput.steps, throughput.tokens, throughput.step_ms) == (3, 2, 10, 1000)
     assert throughput.mfu is None
 
@@ -86,44 +69,37 @@ def test_a_restart_on_one_rank_alone_does_not_mix_counts_with_what_others_reduce
 
 
 def test_a_line_of_the_log() -> None:
-    throughput = Throughput(
-        step=300, steps=100, step_ms=14.26, tokens=1234567, tokens_per_second=8.6e5, tflops=212.34, mfu=0.2146
-    )
+    tokens: dict[str, Any] = {"tokens": 1234567, "tokens_per_second": 8.6e5}
+    throughput = Throughput(step=300, steps=100, step_ms=14.26, tflops=212.34, mfu=0.2146, **tokens)
     line = "step 300 | loss 0.6932 | tokens 1,234,567 | 14.3 ms | 212.3 TFLOP/s | MFU"
     assert throughput.line(loss=0.69315) == f"{line} 21.5 %"
     assert replace(throughput, mfu=None).line(loss=0.69315) == f"{line} unknown"
 
 
-def _measure(rank: int, world_size: int) -> tuple[Throughput | None, int]:
-    """Return an interval of all ranks, and the tokens of one of this rank alone."""
+def _measure(rank: int, world_size: int) -> Any:
     clock = _Clock()
     meter = ThroughputMeter(MODEL, every=1, peak_flops=1e3, clock=clock)
     groups = [dist.new_group([number]) for number in range(world_size)]
     alone = ThroughputMeter(MODEL, every=1, group=groups[rank]).step(_work(10 + rank, 0, 0))
-    assert alone is not None
     clock.now += 2
-    return meter.step(_work(10 * (rank + 1), rank, 0)), alone.tokens
+    return meter.step(_work(10 * (rank + 1), rank, 0)), alone
 
 
 def test_ranks_of_the_group_are_summed_and_speeds_are_those_of_one(ranks: RankPool) -> None:
     for rank, (throughput, alone) in enumerate(ranks.run(2, _measure)):
-        assert throughput is not None
         # 30 tokens and 1 pair: 3 x (300 + 4) operations of two ranks in 2 s.
         assert (throughput.tokens, throughput.tokens_per_second) == (30, 15)
         assert throughput.tflops == pytest.approx(228e-12)
-        assert alone == 10 + rank
+        assert alone.tokens == 10 + rank
 
 
 def _differ(rank: int, world_size: int) -> None:
     ThroughputMeter(MODEL, every=5 + rank)
 
 
-def test_different_intervals_are_an_error_on_every_rank(ranks: RankPool) -> None:
+def test_intervals_that_differ_or_have_no_steps_are_errors(ranks: RankPool) -> None:
     message = "every differs between ranks: 5 on rank 0, 6 on rank 1"
     assert [(f.type_name, f.message) for f in ranks.try_run(2, _differ)] == [("RankError", message)] * 2
-
-
-def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
         ThroughputMeter(MODEL, every=0)
     with pytest.raises(ConfigError, match="peak_flops must be positive, got 0"):
@@ -132,48 +108,45 @@ def test_settings_are_checked() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_only_the_end_of_an_interval_waits() -> None:
-    device = torch.device("cuda")
-    meter = ThroughputMeter(MODEL, every=3, device=device)
-    lengths = torch.arange(1, 9, device=device)
-    torch.cuda.synchronize()
+    assert device_peaks(0).flops(torch.float16) > 1e13
+    meter = ThroughputMeter(MODEL, every=3, device="cuda")
+    lengths = torch.arange(1, 9, device="cuda")
+    results: list[Any] = []
     try:
-        torch.cuda.set_sync_debug_mode("error")
-        for _ in range(2):
-            assert meter.step(Work(tokens=lengths.sum(), pairs=(lengths * lengths).sum(), predictions=8)) is None
+        for mode in ("error", "error", "default"):
+            torch.cuda.set_sync_debug_mode(mode)
+            results.append(meter.step(Work(tokens=lengths.sum(), pairs=(lengths * lengths).sum(), predictions=8)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    throughput = meter.step(Work(tokens=lengths.sum(), pairs=(lengths * lengths).sum(), predictions=8))
-    assert throughput is not None
-    assert throughput.tokens == 3 * 36
+    assert results[:2] == [None, None]
+    assert results[2].tokens == 3 * 36
 
 
 @pytest.mark.parametrize(
     ("name", "bf16", "bandwidth"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.4e12, 3.35e12),
-        ("NVIDIA H100 PCIe", 756e12, 2e12),
-        ("NVIDIA H200", 989.4e12, 4.8e12),
-        ("NVIDIA H20", 148e12, 4e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12, 1.555e12),
-        ("A100-SXM4-40GB", 312e12, 1.555e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
-        ("NVIDIA A100 80GB PCIe", 312e12, 1.935e12),
-        ("NVIDIA A10", 125e12, 0.6e12),
-        ("NVIDIA A10G", 70e12, 0.6e12),
-        ("NVIDIA L4", 121e12, 0.3e12),
-        ("NVIDIA L40", 181.05e12, 0.864e12),
-        ("NVIDIA L40S", 362.05e12, 0.864e12),
-        ("NVIDIA B200", 2250e12, 7.7e12),
-        ("NVIDIA B300 SXM6 AC", 2250e12, 8e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12, 1.008e12),
-        ("AMD Instinct MI300X", 1307.4e12, 5.3e12),
+        ("NVIDIA H100 80GB HBM3", 989.4, 3.35),
+        ("NVIDIA H100 PCIe", 756, 2),
+        ("NVIDIA H200", 989.4, 4.8),
+        ("NVIDIA H20", 148, 4),
+        ("NVIDIA A100-SXM4-40GB", 312, 1.555),
+        ("A100-SXM4-40GB", 312, 1.555),
+        ("NVIDIA A100 80GB PCIe", 312, 1.935),
+        ("NVIDIA A10", 125, 0.6),
+        ("NVIDIA A10G", 70, 0.6),
+        ("NVIDIA L4", 121, 0.3),
+        ("NVIDIA L40", 181.05, 0.864),
+        ("NVIDIA L40S", 362.05, 0.864),
+        ("NVIDIA B300 SXM6 AC", 2250, 8),
+        ("NVIDIA GeForce RTX 4090", 165.2, 1.008),
+        ("AMD Instinct MI300X", 1307.4, 5.3),
     ],
 )
 def test_devices_are_found_by_the_name_that_torch_returns(name: str, bf16: float, bandwidth: float) -> None:
     peaks = peaks_by_name(name)
     assert peaks is not None
-    assert peaks.flops(torch.bfloat16) == peaks.flops(torch.float16) == pytest.approx(bf16)
-    assert peaks.bandwidth == pytest.approx(bandwidth)
+    assert peaks.flops(torch.bfloat16) == peaks.flops(torch.float16) == pytest.approx(bf16 * 1e12)
+    assert peaks.bandwidth == pytest.approx(bandwidth * 1e12)
 
 
 @pytest.mark.parametrize("name", ["GRID A100-10C", "NVIDIA H200 MIG 3g.71gb", "NVIDIA GeForce RTX 4090 D"])
@@ -181,9 +154,9 @@ def test_parts_of_a_device_and_devices_with_similar_names_are_not_taken_for_it(n
     assert peaks_by_name(name) is None
 
 
-# Multiprocessors and the boost clock of the datasheet's figures.
+# Multiprocessors and the boost clock of the datasheet's figures. One that counts sparsity would be twice the computed.
 @pytest.mark.parametrize(
-    ("name", "capability", "multiprocessors", "clock"),
+    ("name", "capability", "count", "clock"),
     [
         ("Tesla V100-SXM2-16GB", (7, 0), 80, 1.53e9),
         ("Tesla T4", (7, 5), 40, 1.59e9),
@@ -195,64 +168,38 @@ def test_parts_of_a_device_and_devices_with_similar_names_are_not_taken_for_it(n
         ("NVIDIA B200", (10, 0), 148, 1.85e9),
     ],
 )
-def test_the_table_agrees_with_multiprocessors_and_clocks(
-    name: str, capability: tuple[int, int], multiprocessors: int, clock: float
-) -> None:
-    """A figure that counts sparsity would be twice the computed one."""
-    known, computed = peaks_by_name(name), computed_peaks(capability, multiprocessors, clock)
+def test_the_table_agrees_with_clocks(name: str, capability: tuple[int, int], count: int, clock: float) -> None:
+    known, computed = peaks_by_name(name), computed_peaks(capability, count, clock)
     assert known is not None
-    assert known.fp16 == pytest.approx(computed.fp16, rel=0.02)
     assert (known.bf16 is None, known.tf32 is None) == (computed.bf16 is None, computed.tf32 is None)
     assert known.fp32 == pytest.approx(computed.fp32, rel=0.15)  # its clock can be higher
-    if known.fp8 is not None:
-        assert known.fp8 == pytest.approx(computed.fp8, rel=0.02)
-    if known.tf32 is not None:
-        assert known.tf32 == pytest.approx(computed.tf32, rel=0.02)
+    for peak in ("fp16", "fp8", "tf32"):
+        if getattr(known, peak) is not None:
+            assert getattr(known, peak) == pytest.approx(getattr(computed, peak), rel=0.02)
 
 
 def test_each_dtype_has_its_peak_or_an_error() -> None:
     h200, t4 = peaks_by_name("NVIDIA H200"), peaks_by_name("Tesla T4")
     assert h200 is not None
     assert t4 is not None
-    assert h200.flops(torch.float32) == pytest.approx(66.9e12)
-    assert h200.flops(torch.float32, tf32=True) == pytest.approx(494.7e12)
-    assert h200.flops(torch.float8_e4m3fn) == pytest.approx(1978.9e12)
+    peaks = [h200.flops(torch.float32), h200.flops(torch.float32, tf32=True), h200.flops(torch.float8_e4m3fn)]
+    assert peaks == pytest.approx([66.9e12, 494.7e12, 1978.9e12])
     for dtype, tf32, name in ((torch.bfloat16, False, "bfloat16"), (torch.float32, True, "TF32")):
         with pytest.raises(ConfigError, match=rf"no peak is known for {name} .*pass it in FLOP/s"):
             t4.flops(dtype, tf32=tf32)
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch, **properties: object) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
-
-
-def test_an_unknown_device_is_computed_from_its_multiprocessors_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend(
-        monkeypatch,
-        name="NVIDIA H200 MIG 1g.18gb",
-        major=9,
-        minor=0,
-        multi_processor_count=16,
-        clock_rate=1_980_000,
-        memory_clock_rate=3_201_000,
-        memory_bus_width=6144,
-    )
-    peaks = device_peaks()
-    assert peaks.flops(torch.bfloat16) == 4096 * 16 * 1.98e9
-    assert peaks.bandwidth == pytest.approx(4.917e12, rel=1e-3)
-    assert peaks.source == "computed from 16 multiprocessors at 1.98 GHz"
-
-
-def test_a_device_without_known_peaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend(monkeypatch, name="NVIDIA Z9", major=9, minor=0, multi_processor_count=16)  # without its clock
-    with pytest.raises(ConfigError, match="the peaks of 'NVIDIA Z9' are not known; pass its peak in FLOP/s"):
-        device_peaks()
     with pytest.raises(ConfigError, match=r"compute capability is 13\.7, .*pass the device's peak in FLOP/s"):
         computed_peaks((13, 7), 100, 2e9)
     with pytest.raises(ConfigError, match="no peaks are known of the device cpu; pass a CUDA device"):
         device_peaks("cpu")
 
 
-@pytest.mark.gpu
-def test_this_device_has_a_peak() -> None:
-    assert device_peaks(0).flops(torch.float16) > 1e13
+def test_an_unknown_device_is_computed_from_its_multiprocessors_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", major=9, minor=0, multi_processor_count=16)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with pytest.raises(ConfigError, match=r"the peaks of 'NVIDIA H200 MIG 1g\.18gb' are not known; pass its peak"):
+        device_peaks()  # without its clock
+    properties.clock_rate, properties.memory_clock_rate, properties.memory_bus_width = 1_980_000, 3_201_000, 6144
+    peaks = device_peaks()
+    assert peaks.flops(torch.bfloat16) == 4096 * 16 * 1.98e9
+    assert peaks.bandwidth == pytest.approx(4.917e12, rel=1e-3)
+    assert peaks.source == "computed from 16 multiprocessors at 1.98 GHz"

@@ -1,7 +1,7 @@
 """Programs that end without destroying their default process group, given how many of each kind, and a folder.
 
 Ranks are forked from a process that has imported everything, which takes seconds, and end as any interpreter does:
-unlike those of multiprocessing, which skip that. Prints the exit codes of all ranks by kind.
+unlike those of multiprocessing, which skip that. Prints the exit codes of all ranks by kind; 3 if a thread is left.
 """
 
 import atexit
@@ -20,7 +20,6 @@ def _num_workers() -> int:
 
 
 def _check_workers() -> None:
-    """End with exit code 3 if a thread of a Balancer is left."""
     if _max_workers is not None and _num_workers() > _max_workers:
         os._exit(3)
 
@@ -32,7 +31,7 @@ import torch.distributed as dist  # noqa: E402
 
 from evenrank.dataloader.balance import BalanceConfig, Balancer  # noqa: E402
 from evenrank.dataloader.balance.warmup import warm_up  # noqa: E402
-from tests.dataloader.balance.costs import Ints, Lengths  # noqa: E402
+from tests.dataloader.balance.costs import rich_tokens  # noqa: E402
 from tests.dataloader.rich_batch import rich_batch  # noqa: E402
 
 KINDS = ("closed", "unclosed", "left early", "in flight")
@@ -40,26 +39,20 @@ WORLD_SIZE = 2
 _kept: list[Any] = []  # until the interpreter ends
 
 
-def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
-    return lengths["a"] + lengths["b"]
-
-
 def _balance(kind: str, rank: int) -> None:
     batches = [rich_batch([[(1, 1), (1, 1)]], first_id=rank)] * 6
-    balancer = Balancer(batches, BalanceConfig(cost=_tokens))
+    balancer = Balancer(batches, BalanceConfig(cost=rich_tokens))
     if kind == "in flight":
         _kept.extend((balancer, balancer.launch(balancer.start(batches[0]))))
         return
     iterator = iter(balancer)
     next(iterator)
-    if kind == "left early":
-        _kept.append(iterator)
-        return
-    list(iterator)
+    if kind != "left early":
+        list(iterator)
     if kind == "closed":
         balancer.close()
     else:
-        _kept.append(balancer)
+        _kept.append(iterator if kind == "left early" else balancer)
 
 
 def _run(rank: int, folder: Path, kind: str) -> None:

@@ -1,5 +1,3 @@
-"""The batches of a Balancer, on real Gloo groups of 1 to 4 processes."""
-
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -10,60 +8,50 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, HSTUCost, StepMetrics, TokenLimitWarning
-from evenrank.dataloader.balance.exchange.batch_buffer import as_bytes
+from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, build_loader
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics, TokenLimitWarning
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.partition.strategies import OnOverflow
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
-from tests.dataloader.balance.costs import Ints, Lengths, one_per_sample
+from evenrank.datasets.distributions import Uniform
+from tests.dataloader.balance.batch_bits import bits_of
+from tests.dataloader.balance.costs import COST, one_per_sample, rich_tokens
+from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 from tests.ranks import RankPool
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 Step = list[list[tuple[int, int]]]  # a rank's samples in a step: the lengths of their four keys, in pairs
-
-
-def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
-    return lengths["a"] + lengths["b"] * 2 + lengths["weighted.a"] + lengths["c"]
+World = tuple[int, list[list[Step]]]  # a batch size and each rank's steps
 
 
 def _batches(rank: int, steps: list[Step], batch_size: int | None) -> list[RichBatch]:
-    """Return a rank's batches, padded to `batch_size` rows; None: not padded."""
     batches = [rich_batch(samples, first_id=1000 * rank + 10 * number) for number, samples in enumerate(steps)]
     return batches if batch_size is None else [pad_batch(batch, batch_size) for batch in batches]
 
 
-def _balance(
-    rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: str
-) -> list[dict[str, Any]]:
+def _balance(rank: int, world_size: int, steps: list[list[Step]], batch_size: int | None, strategy: str) -> list[Any]:
     batches = _batches(rank, steps[rank], batch_size)
     metrics: list[StepMetrics] = []
-    with Balancer(batches, BalanceConfig(cost=_tokens, strategy=strategy, on_step=metrics.append)) as balancer:
-        seen: list[dict[str, Any]] = [
-            {
-                "samples": samples_of(batch),
-                "rows": batch.batch_size,
-                "padding": lengths_of(batch)[:, batch.num_real :].sum() + (batch.ids[batch.num_real :] + 1).abs().sum(),
-                "loss": (batch.loss_tokens, batch.world_loss_tokens, batch.dp_size),
-                "step": (batch.step, batch.position),
-                "longest": batch.max_lengths == schema_of(batch).max_lengths(lengths_of(batch)),
-            }
-            for batch in balancer
-        ]
-    for batch_seen, metric in zip(seen, metrics, strict=True):
-        batch_seen["after"] = metric.after.tolist()
-        batch_seen["before"] = metric.before.tolist()
-    return seen
+    config = BalanceConfig(cost=rich_tokens, strategy=strategy, on_step=metrics.append)
+    seen: list[dict[str, Any]] = []
+    with Balancer(batches, config) as balancer:
+        for batch in balancer:
+            assert lengths_of(batch)[:, batch.num_real :].sum() == 0
+            assert batch.ids[batch.num_real :].eq(-1).all()
+            assert batch.max_lengths == schema_of(batch).max_lengths(lengths_of(batch))
+            loss = (batch.loss_tokens, batch.world_loss_tokens, batch.dp_size)
+            numbers = (batch.batch_size, batch.step, batch.position)
+            seen.append({"samples": samples_of(batch), "loss": loss, "numbers": numbers})
+    assert len(metrics) == len(seen)
+    return [{**batch, "after": step.after, "before": step.before} for batch, step in zip(seen, metrics, strict=True)]
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
+def worlds(draw: st.DrawFn) -> World:
     """Draw a batch size and each rank's steps: partial and empty batches, ranks that end early or have no batches."""
     batch_size = draw(st.integers(1, 4))
     length = st.one_of(st.just(0), st.integers(0, 30))
@@ -72,16 +60,14 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[list[Step]]]:
     return batch_size, draw(st.lists(steps, min_size=1, max_size=4))
 
 
-def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool = True) -> None:
-    batch_size, steps = world
-    world_size = len(steps)
-    seen = ranks.run(world_size, _balance, steps, batch_size if is_padded else None, strategy)
+def _check_world(ranks: RankPool, strategy: str, world: World, is_padded: bool) -> None:
+    batch_size = world[0] if is_padded else None
+    steps = world[1]
+    seen = ranks.run(len(steps), _balance, steps, batch_size, strategy)
+    loaded = [_batches(rank, steps_of_rank, batch_size) for rank, steps_of_rank in enumerate(steps)]
+    num_steps = max(map(len, steps))
+    assert [len(seen_by_rank) for seen_by_rank in seen] == [num_steps] * len(steps)
     most_rows = 1
-    loaded = [
-        _batches(rank, steps_of_rank, batch_size if is_padded else None) for rank, steps_of_rank in enumerate(steps)
-    ]
-    num_steps = max(len(steps_of_rank) for steps_of_rank in steps)
-    assert [len(seen_by_rank) for seen_by_rank in seen] == [num_steps] * world_size
     for number in range(num_steps):
         before = [batches[number] for batches in loaded if number < len(batches)]
         after = [seen_by_rank[number] for seen_by_rank in seen]
@@ -93,19 +79,16 @@ def _check_world(ranks: RankPool, strategy: str, world: tuple[int, list[list[Ste
         for rank, batch_seen in enumerate(after):
             ids = [sample["id"] for sample in batch_seen["samples"]]
             assert ids == sorted(ids)
-            assert batch_seen["rows"] == most_rows >= len(ids)
-            assert batch_seen["padding"] == 0
+            assert len(ids) <= most_rows
+            assert batch_seen["numbers"] == (most_rows, number, number + 1)
             loss_tokens = sum(len(sample["weighted c values"]) for sample in batch_seen["samples"])
-            assert batch_seen["loss"] == (loss_tokens, total, world_size)
-            assert batch_seen["step"] == (number, number + 1)
-            assert batch_seen["longest"]
+            assert batch_seen["loss"] == (loss_tokens, total, len(steps))
             if strategy == "none":
                 own = samples_of(loaded[rank][number]) if number < len(loaded[rank]) else []
                 assert batch_seen["samples"] == own
-        assert after[0]["after"] == [
-            sum(_tokens_of(sample) for sample in batch_seen["samples"]) for batch_seen in after
-        ]
-        assert max(after[0]["after"]) <= max(after[0]["before"]) or strategy == "karmarkar-karp"
+        loads = after[0]["after"].tolist()
+        assert loads == [sum(map(_tokens_of, batch_seen["samples"])) for batch_seen in after]
+        assert max(loads) <= max(after[0]["before"]) or strategy == "karmarkar-karp"
 
 
 def _tokens_of(sample: dict[str, Any]) -> int:
@@ -114,18 +97,19 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=25)
-@given(world=worlds(), is_padded=st.booleans())
-def test_balancing_never_loses_duplicates_or_alters_a_sample(
-    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]], is_padded: bool
-) -> None:
-    _check_world(ranks, strategy, world, is_padded)
+@pytest.mark.parametrize("examples", [25, pytest.param(1500, marks=pytest.mark.long)])
+def test_balancing_never_loses_duplicates_or_alters_a_sample(ranks: RankPool, strategy: str, examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(world=worlds(), is_padded=st.booleans())
+    def check(world: World, is_padded: bool) -> None:
+        _check_world(ranks, strategy, world, is_padded)
+
+    check()
 
 
 def _rows(rank: int, world_size: int, batch_size: int | None) -> list[tuple[int, int]]:
-    """Return rows and samples of the balanced batches of loaders that yield batches of 1, 3, ... rows."""
     batches = _batches(rank, [[[(1, 1), (1, 1)]] * rows for rows in ([1, 3, 2] if rank == 0 else [2, 1])], None)
-    with Balancer(batches, BalanceConfig(cost=_tokens, batch_size=batch_size)) as balancer:
+    with Balancer(batches, BalanceConfig(cost=rich_tokens, batch_size=batch_size)) as balancer:
         return [(batch.batch_size, batch.num_real) for batch in [*balancer, *balancer]]
 
 
@@ -137,92 +121,45 @@ def test_shorter_batches_are_padded_to_the_longest_so_far_or_to_the_batch_size(r
 
 
 def _bits(rank: int, world_size: int, steps: list[list[Step]], batch_size: int, exchange: str) -> list[Any]:
-    """Return every bit of every balanced batch."""
-    with Balancer(_batches(rank, steps[rank], batch_size), BalanceConfig(cost=_tokens, exchange=exchange)) as balancer:
-        seen = []
-        for batch in balancer:
-            parts: list[Any] = [batch.num_real, batch.step, batch.loss_tokens, batch.world_loss_tokens]
-            for name, value in batch.tensors():
-                if isinstance(value, KeyedJaggedTensor):
-                    weights = value.weights_or_none()
-                    tensors = [value.values(), value.lengths(), *([] if weights is None else [weights])]
-                else:
-                    tensors = [] if value is None else [value]
-                parts += [
-                    (name, tensor.dtype, tensor.shape, as_bytes(tensor.contiguous()).numpy().tobytes())
-                    for tensor in tensors
-                ]
-            seen.append(parts)
-        return seen
+    batches = _batches(rank, steps[rank], batch_size)
+    with Balancer(batches, BalanceConfig(cost=rich_tokens, exchange=exchange)) as balancer:
+        return [bits_of(batch) for batch in balancer]
 
 
 @settings(max_examples=20)
 @given(world=worlds())
-def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: tuple[int, list[list[Step]]]) -> None:
+def test_all_exchanges_give_the_same_batches_bit_for_bit(ranks: RankPool, world: World) -> None:
     batch_size, steps = world
-    seen = [ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in COLLECTIVES]
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
+    first, second = (ranks.run(len(steps), _bits, steps, batch_size, exchange) for exchange in COLLECTIVES)
+    assert first == second
 
 
-def _limited(rank: int, world_size: int, on_overflow: OnOverflow) -> list[tuple[int, int]]:
-    samples = [[(20, 0), (0, 0)], [(10, 0), (0, 0)]] if rank == 0 else [[(2, 0), (0, 0)], [(4, 0), (0, 0)]]
-    batches = _batches(rank, [samples], 2)
-    seen: list[StepMetrics] = []
-    limit = 26 if on_overflow == "raise" else 10
+def _limited(rank: int, world_size: int, limit: int, on_overflow: OnOverflow) -> tuple[int, int]:
+    first, second = (20, 10) if rank == 0 else (2, 4)
+    batches = _batches(rank, [[[(first, 0), (0, 0)], [(second, 0), (0, 0)]]], 2)
     # All samples cost the same, so only the limit makes any of them move.
-    with (
-        warnings.catch_warnings(),
-        Balancer(
-            batches,
-            BalanceConfig(
-                cost=one_per_sample,
-                strategy="min-move",
-                max_tokens_per_rank=limit,
-                on_overflow=on_overflow,
-                on_step=seen.append,
-            ),
-        ) as balancer,
-    ):
+    options: dict[str, Any] = {"strategy": "min-move", "max_tokens_per_rank": limit, "on_overflow": on_overflow}
+    with warnings.catch_warnings(), Balancer(batches, BalanceConfig(cost=one_per_sample, **options)) as balancer:
         warnings.simplefilter("ignore", TokenLimitWarning)
-        tokens = [(int(lengths_of(batch).sum()), batch.num_real) for batch in balancer]
-    assert [metrics.tokens for metrics in seen] == [36]
-    return tokens
+        (batch,) = balancer
+    return int(lengths_of(batch).sum()), batch.num_real
 
 
-def test_no_rank_exceeds_the_token_limit(ranks: RankPool) -> None:
-    overflows: tuple[OnOverflow, ...] = ("raise", "warn")
-    for on_overflow in overflows:
-        by_rank = ranks.run(2, _limited, on_overflow)
-        assert sorted(tokens for ((tokens, _),) in by_rank) == [14, 22]
-        assert [count for ((_, count),) in by_rank] == [2, 2]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=1500)
-@given(world=worlds())
-def test_balancing_never_loses_duplicates_or_alters_a_sample_in_many_rounds(
-    ranks: RankPool, strategy: str, world: tuple[int, list[list[Step]]]
-) -> None:
-    _check_world(ranks, strategy, world)
+@pytest.mark.parametrize(("limit", "on_overflow"), [(26, "raise"), (10, "warn")])
+def test_no_rank_exceeds_the_token_limit(ranks: RankPool, limit: int, on_overflow: OnOverflow) -> None:
+    assert sorted(ranks.run(2, _limited, limit, on_overflow)) == [(14, 2), (22, 2)]
 
 
 def _walk(rank: int, world_size: int, path: Path, stop: int | None, state: Any, batch_size: int) -> Any:
     loader = build_loader(path, LoaderConfig(batch_size=batch_size, seed=3), rank=rank, world_size=world_size)
-    trained: list[int] = []
-    batch = None
     with Balancer(loader, BalanceConfig(cost=COST, lookahead=3)) as balancer:
         if state is not None:
             balancer.load_state_dict(state)
-        for batch in itertools.islice(balancer, stop):
-            trained += batch.sample_ids[: batch.num_real].tolist()
-        return trained, balancer.state_dict(after=batch)
+        batches = list(itertools.islice(balancer, stop))
+        return [i for batch in batches for i in ids_of(batch)], balancer.state_dict(after=batches[-1])
 
 
-def test_training_resumes_on_another_world_size_with_the_remaining_samples(
-    ranks: RankPool, small_dataset: Path
-) -> None:
+def test_training_resumes_on_another_world_size(ranks: RankPool, small_dataset: Path) -> None:
     first = ranks.run(3, _walk, small_dataset, 4, None, 8)
     states = [state for _, state in first]
     assert states[0] == states[1] == states[2]
@@ -234,12 +171,12 @@ def test_training_resumes_on_another_world_size_with_the_remaining_samples(
 
 def _start_launch_finish(rank: int, world_size: int) -> list[list[int]]:
     batches = _batches(rank, [[[(rank, 1), (1, 1)]], [[(1, 1), (rank, 1)]]], 2)
-    with Balancer(batches, BalanceConfig(cost=_tokens)) as balancer:
-        seen: list[list[int]] = []
+    seen: list[list[int]] = []
+    with Balancer(batches, BalanceConfig(cost=rich_tokens)) as balancer:
         for batch in [*batches, None]:
             balanced = balancer.finish(balancer.launch(balancer.start(batch)))
             seen.append([] if balanced is None else [sample["id"] for sample in samples_of(balanced)])
-        return seen
+    return seen
 
 
 def test_start_launch_and_finish_can_be_called_directly(ranks: RankPool) -> None:
@@ -249,15 +186,17 @@ def test_start_launch_and_finish_can_be_called_directly(ranks: RankPool) -> None
 
 
 def test_a_step_is_launched_and_finished_once() -> None:
-    with Balancer(_batches(0, [[[(1, 1), (1, 1)]]], 2), BalanceConfig(cost=_tokens)) as balancer:
-        handle = balancer.start(rich_batch([[(1, 1), (1, 1)]]))
-        with pytest.raises(ConfigError, match=r"^finish\(\) needs a launched step; this step is only started$"):
+    message = r"^{}\(\) needs a {} step; this step is {}$"
+    batches = _batches(0, [[[(1, 1), (1, 1)]]], 2)
+    with Balancer(batches, BalanceConfig(cost=rich_tokens)) as balancer:
+        handle = balancer.start(batches[0])
+        with pytest.raises(ConfigError, match=message.format("finish", "launched", "only started")):
             balancer.finish(handle)
         balancer.launch(handle)
-        with pytest.raises(ConfigError, match=r"^launch\(\) needs a started step; this step is already launched$"):
+        with pytest.raises(ConfigError, match=message.format("launch", "started", "already launched")):
             balancer.launch(handle)
         assert balancer.finish(handle) is not None
-        with pytest.raises(ConfigError, match=r"^finish\(\) needs a launched step; this step is already finished$"):
+        with pytest.raises(ConfigError, match=message.format("finish", "launched", "already finished")):
             balancer.finish(handle)
 
 
@@ -275,27 +214,46 @@ def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
     batches = [DenseBatch(batch_size=4, num_real=num_real, ids=ids)]
     with Balancer(batches, BalanceConfig(cost=one_per_sample, exchange=exchange)) as balancer:
         (batch,) = balancer
-    assert batch.ids[batch.num_real :].isnan().all()
-    ids_left: list[float] = batch.ids[: batch.num_real].tolist()
-    return ids_left
+    assert batch.num_real == 2
+    assert batch.ids[2:].isnan().all()
+    return batch.ids[:2].tolist()
 
 
 @pytest.mark.parametrize("exchange", COLLECTIVES)
 def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
-    shares = ranks.run(2, _balance_dense, exchange)
-    assert [len(share) for share in shares] == [2, 2]
-    assert sorted(itertools.chain.from_iterable(shares)) == [0, 1, 2, 3]
+    assert sorted(itertools.chain(*ranks.run(2, _balance_dense, exchange))) == [0, 1, 2, 3]
 
 
 def test_without_a_process_group_there_is_one_rank(small_dataset: Path) -> None:
-    expected = [sorted(batch.sample_ids.tolist()) for batch in _whole_loader(small_dataset)]
-    with Balancer(_whole_loader(small_dataset), BalanceConfig(cost=COST)) as balancer:
+    loaders = [build_loader(small_dataset, LoaderConfig(batch_size=8), rank=0, world_size=1) for _ in range(2)]
+    expected = [sorted(batch.sample_ids.tolist()) for batch in loaders[0]]
+    with Balancer(loaders[1], BalanceConfig(cost=COST)) as balancer:
         assert len(balancer) == len(expected)
         assert [sorted(batch.sample_ids.tolist()) for batch in balancer] == expected
 
 
-def _whole_loader(path: Path) -> Loader[SequenceBatch]:
-    return build_loader(path, LoaderConfig(batch_size=8), rank=0, world_size=1)
+def _loss_tokens(rank: int, world_size: int, config: LoaderConfig) -> list[tuple[int, int, int | None]]:
+    """Return the loss tokens of each step before and after balancing, and those of all ranks."""
+    data = RandomData(lengths=Uniform(low=0, high=9), num_real=Uniform(low=0, high=4))
+    loaded = list(RandomBatches(config, data, num_batches=6, rank=rank, world_size=world_size))
+    with Balancer(loaded, BalanceConfig(cost=COST)) as balancer:
+        balanced = list(balancer)
+    for batch in (*loaded, *balanced):
+        # A history without candidates trains its next items, or a label of each of its events.
+        items = batch.features["item_id"].lengths()[: batch.num_real]
+        counted = (items - 1).clip(0).sum() if batch.labels is None else len(batch.labels["label"].values())
+        assert batch.loss_tokens == counted
+    pairs = zip(loaded, balanced, strict=True)
+    return [(before.loss_tokens, after.loss_tokens, after.world_loss_tokens) for before, after in pairs]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_tasks": 2}, {"max_num_candidates": 2}], ids=str)
+def test_each_loss_token_counts_once(ranks: RankPool, options: dict[str, Any]) -> None:
+    config = LoaderConfig(batch_size=4, max_history_length=6, **options)
+    for step in zip(*ranks.run(3, _loss_tokens, config), strict=True):
+        loaded, balanced, of_all = zip(*step, strict=True)
+        assert sum(loaded) == sum(balanced) > 0
+        assert set(of_all) == {sum(loaded)}
 
 
 def _soak(rank: int, world_size: int, path: Path, steps: int) -> list[float]:

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,31 +8,23 @@ from hypothesis import strategies as st
 
 from evenrank.dataloader.balance.metrics import MetricsSummary, StepMetrics, combine, measure_step, summarize
 from evenrank.dataloader.balance.partition.strategies import Assignment
+from tests.dataloader.balance.test_writers import step
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> StepMetrics:
-    count = st.integers(0, 1000)
-    before = np.array(draw(st.lists(count, min_size=2, max_size=2)))
-    samples, tokens, sample_bytes = draw(count), draw(count), draw(count)
-    seconds = st.floats(0, 10)
-    return StepMetrics(
-        epoch=0,
-        step=0,
-        before=before,
-        after=np.array([-(-before.sum() // 2), before.sum() // 2]),
-        lower_bound=-(-int(before.sum()) // 2),
-        samples=samples,
-        moved_samples=draw(st.integers(0, samples)),
-        tokens=tokens,
-        moved_tokens=draw(st.integers(0, tokens)),
-        sample_bytes=sample_bytes,
-        moved_bytes=draw(st.integers(0, sample_bytes)),
-        gather_seconds=draw(seconds),
-        plan_seconds=draw(seconds),
-        exchange_seconds=draw(seconds),
-        waited_seconds=draw(seconds),
-    )
+    counts, seconds = st.integers(0, 1000), st.floats(0, 10)
+    before = np.array([draw(counts), draw(counts)])
+    even = -(-int(before.sum()) // 2)
+    numbers: dict[str, Any] = {name: draw(counts) for name in ("samples", "tokens", "sample_bytes")}
+    moved: dict[str, Any] = {
+        f"moved_{name.removeprefix('sample_')}": draw(st.integers(0, high)) for name, high in numbers.items()
+    }
+    times: dict[str, Any] = {
+        name: draw(seconds) for name in (f"{part}_seconds" for part in ("gather", "plan", "exchange", "waited"))
+    }
+    loads: dict[str, Any] = {"before": before, "after": np.array([even, before.sum() - even]), "lower_bound": even}
+    return StepMetrics(epoch=0, step=0, **loads, **numbers, **moved, **times)
 
 
 @given(st.lists(st.lists(steps(), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -42,49 +35,28 @@ def test_combined_summaries_equal_the_summary_of_all_their_steps(chunks: list[li
 
 
 def test_a_summary_of_two_steps() -> None:
-    first = StepMetrics(
-        epoch=0,
-        step=0,
-        before=np.array([6, 2]),
-        after=np.array([4, 4]),
-        lower_bound=4,
-        samples=4,
-        moved_samples=1,
-        tokens=40,
-        moved_tokens=10,
-        sample_bytes=320,
-        moved_bytes=80,
-        gather_seconds=0.25,
-    )
-    second = dataclasses.replace(
-        first, before=np.array([0, 10]), after=np.array([6, 4]), samples=12, moved_samples=12, gather_seconds=0.75
-    )
-    summary = summarize([first, second])
+    counts: dict[str, Any] = {"samples": 12, "moved_samples": 12, "gather_seconds": 0.75}
+    second = dataclasses.replace(step(1, before=(0, 10), after=(6, 4)), **counts)
+    summary = summarize([step(0), second])
     assert summary.steps == 2
     assert summary.ratio_before == pytest.approx((6 / 4 + 10 / 4) / 2)
     assert summary.ratio_after == pytest.approx((1 + 6 / 4) / 2)
     assert summary.worst_after == 1.5
     assert summary.speedup == pytest.approx(16 / 10)
-    assert summary.moved_samples == pytest.approx(13 / 16)
-    assert summary.moved_tokens == pytest.approx(20 / 80)
+    assert (summary.moved_samples, summary.moved_tokens) == pytest.approx((13 / 16, 20 / 80))
     assert (summary.moved_bytes, summary.gather_seconds) == (80, 0.5)
     assert (summary.heaviest_before, summary.heaviest_after) == (8, 5)
     assert (summary.samples, summary.tokens, summary.sample_bytes) == (8, 40, 320)
 
 
-def test_no_steps_are_balanced_perfectly() -> None:
-    summary = summarize([])
-    assert summary == MetricsSummary()
-    assert (summary.steps, summary.ratio_before, summary.ratio_after, summary.worst_after) == (0, 1, 1, 1)
-    assert (summary.speedup, summary.moved_samples, summary.plan_seconds) == (1, 0, 0)
-
-
-def test_steps_that_cost_nothing_are_balanced_perfectly() -> None:
+def test_no_steps_and_steps_that_cost_nothing_are_balanced_perfectly() -> None:
+    assert summarize([]) == MetricsSummary()
     zeros = np.zeros((2, 1), dtype=np.int64)
     nothing = Assignment(rank_of=np.full((2, 1), -1, dtype=np.int32))
-    summary = summarize([measure_step(nothing, costs=zeros, tokens=zeros, sample_bytes=zeros)])
-    assert (summary.ratio_before, summary.ratio_after, summary.speedup) == (1, 1, 1)
-    assert (summary.moved_samples, summary.moved_tokens) == (0, 0)
+    free = summarize([measure_step(nothing, costs=zeros, tokens=zeros, sample_bytes=zeros)])
+    for number, summary in enumerate((MetricsSummary(), free)):
+        assert (summary.steps, summary.ratio_before, summary.ratio_after, summary.worst_after) == (number, 1, 1, 1)
+        assert (summary.speedup, summary.moved_samples, summary.moved_tokens, summary.plan_seconds) == (1, 0, 0, 0)
 
 
 def test_a_step_is_measured_before_and_after() -> None:

@@ -1,37 +1,29 @@
-"""Packed steps: as many samples as fit, each once per epoch, and the rest of an epoch is a position."""
-
 import itertools
-import pickle
-import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, TokenLimitWarning, packing, partition
+from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
+from evenrank.dataloader.balance import BalanceConfig, StepMetrics, TokenLimitWarning, packing, partition
 from evenrank.dataloader.balance.packing import PackedSchedule, pack
+from tests.dataloader.balance.costs import COST, Ints
 from tests.dataloader.batch_helpers import ids_of
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
-Ints = NDArray[np.int64]
+Tokens = dict[int, int]  # by sample
+Problem = tuple[Ints, int, int, int]  # tokens of all samples, world size, batch size and budget
 
 
 def _pack(tokens: Ints, world_size: int, batch_size: int, budget: int, **options: Any) -> PackedSchedule:
-    return pack(
-        lambda positions: tokens[positions],
-        num_samples=len(tokens),
-        world_size=world_size,
-        batch_size=batch_size,
-        max_tokens=budget,
-        **{"start": 0, "drop_last": False, **options},
-    )
+    options = {"num_samples": len(tokens), "start": 0, "drop_last": False, **options}
+    limits: dict[str, Any] = {"world_size": world_size, "batch_size": batch_size, "max_tokens": budget}
+    return pack(lambda positions: tokens[positions], **limits, **options)
 
 
 def _fits(tokens: Ints, world_size: int, batch_size: int, budget: int) -> bool:
@@ -43,8 +35,7 @@ def _fits(tokens: Ints, world_size: int, batch_size: int, budget: int) -> bool:
 
 
 @st.composite
-def _problems(draw: st.DrawFn) -> tuple[Ints, int, int, int]:
-    """Tokens of all samples, world size, batch size and budget."""
+def _problems(draw: st.DrawFn) -> Problem:
     budget = draw(st.integers(1, 60))
     lengths = st.one_of(st.integers(0, budget), st.sampled_from([0, 1, budget, budget // 2, budget // 2 + 1]))
     tokens = draw(st.lists(lengths, min_size=1, max_size=80))
@@ -53,38 +44,31 @@ def _problems(draw: st.DrawFn) -> tuple[Ints, int, int, int]:
 
 @settings(max_examples=200)
 @given(_problems(), st.data())
-def test_steps_are_as_full_as_the_rule_says(problem: tuple[Ints, int, int, int], data: st.DataObject) -> None:
-    tokens, world_size, batch_size, budget = problem
+def test_steps_are_full_and_ranks_would_load_equal_shares(problem: Problem, data: st.DataObject) -> None:
+    tokens, *limits = problem
+    world_size, batch_size, budget = limits
     start = data.draw(st.integers(0, len(tokens)))
-    schedule = _pack(tokens, world_size, batch_size, budget, start=start)
+    schedule = _pack(tokens, *limits, start=start)
     ends = [start, *schedule.ends.tolist()]
     assert ends[-1] == len(tokens)
-    for first, end in itertools.pairwise(ends):
+    for step, (first, end) in enumerate(itertools.pairwise(ends)):
         assert first < end
-        assert _fits(tokens[first:end], world_size, batch_size, budget)
+        assert _fits(tokens[first:end], *limits)
         longer = tokens[first : end + 1]
         is_full = len(longer) > world_size * batch_size or longer.sum() > world_size * budget
-        assert end == len(tokens) or is_full or not _fits(longer, world_size, batch_size, budget)
-
-
-@given(_problems())
-def test_ranks_would_load_equal_shares_of_each_step(problem: tuple[Ints, int, int, int]) -> None:
-    tokens, world_size, batch_size, budget = problem
-    schedule = _pack(tokens, world_size, batch_size, budget)
-    shares = [[schedule.positions(step, rank) for rank in range(world_size)] for step in range(schedule.num_steps)]
-    for step, of_ranks in enumerate(shares):
-        assert np.array_equal(np.concatenate(of_ranks), schedule.positions_of_all(range(step, step + 1)))
-        assert [len(share) for share in of_ranks] == schedule.num_loaded(step).tolist()
-        assert max(map(len, of_ranks)) - min(map(len, of_ranks)) <= 1
-        assert max(map(len, of_ranks)) <= batch_size
-    assert np.array_equal(np.concatenate(list(itertools.chain(*shares))), np.arange(len(tokens)))
+        assert end == len(tokens) or is_full or not _fits(longer, *limits)
+        assert _pack(tokens, *limits, start=end).ends.tolist() == ends[step + 2 :]  # the rest of the epoch
+        shares = [schedule.positions(step, rank) for rank in range(world_size)]
+        counts = [len(share) for share in shares]
+        assert np.concatenate(shares).tolist() == list(range(first, end))
+        assert schedule.positions_of_all(range(step, step + 1)).tolist() == list(range(first, end))
+        assert schedule.num_loaded(step).tolist() == counts
+        assert max(counts) <= min(batch_size, min(counts) + 1)
 
 
 @settings(max_examples=200)
 @given(_problems(), st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]), st.integers(0, 3))
-def test_every_packed_step_can_be_assigned_by_any_strategy(
-    problem: tuple[Ints, int, int, int], strategy: str, seed: int
-) -> None:
+def test_any_strategy_can_assign_every_packed_step(problem: Problem, strategy: str, seed: int) -> None:
     tokens, world_size, batch_size, budget = problem
     schedule = _pack(tokens, world_size, batch_size, budget)
     for step in range(schedule.num_steps):
@@ -92,30 +76,19 @@ def test_every_packed_step_can_be_assigned_by_any_strategy(
         rows = np.zeros((world_size, batch_size), dtype=np.int64)
         rows[np.arange(batch_size) < num_real[:, np.newaxis]] = tokens[schedule.positions_of_all(range(step, step + 1))]
         costs = np.random.default_rng(seed).permutation(rows.reshape(-1)) if seed else rows
-        assignment = partition(
-            costs, world_size, tokens=rows, num_real=num_real, strategy=strategy, max_tokens_per_rank=budget
-        )
+        options: dict[str, Any] = {"num_real": num_real, "strategy": strategy, "max_tokens_per_rank": budget}
+        assignment = partition(costs, world_size, tokens=rows, **options)
         assert assignment.loads(rows).max() <= budget
-
-
-def test_a_step_that_swaps_do_not_bring_within_the_budget_is_assigned_without() -> None:
-    tokens = np.array([20, 3, 7, 7, 7, 3, 2, 10, 13, 9, 2, 9, 2, 1, 10])
-    assert _pack(tokens, 3, 5, 36).ends.tolist() == [15]
-    costs = np.ones_like(tokens)
-    assert partition(costs, 3, tokens=tokens, max_tokens_per_rank=36).loads(tokens).max() == 36
 
 
 def test_a_step_ends_where_samples_no_longer_fit_however_many_are_too_many() -> None:
     tokens = np.full(50, 6)  # each needs a rank, but ten have no more tokens than the six ranks may have
     assert _pack(tokens, 6, 12, 10).ends.tolist() == [6, 12, 18, 24, 30, 36, 42, 48, 50]
-
-
-@given(_problems())
-def test_the_rest_of_an_epoch_has_the_steps_that_are_left(problem: tuple[Ints, int, int, int]) -> None:
-    tokens, *limits = problem
-    ends = _pack(tokens, *limits).ends
-    for step, end in enumerate(ends.tolist()):
-        assert _pack(tokens, *limits, start=end).ends.tolist() == ends[step + 1 :].tolist()
+    # A step that swaps do not bring within the budget is assigned without.
+    tokens = np.array([20, 3, 7, 7, 7, 3, 2, 10, 13, 9, 2, 9, 2, 1, 10])
+    assert _pack(tokens, 3, 5, 36).ends.tolist() == [15]
+    costs = np.ones_like(tokens)
+    assert partition(costs, 3, tokens=tokens, max_tokens_per_rank=36).loads(tokens).max() == 36
 
 
 def test_steps_do_not_depend_on_the_blocks_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,30 +114,18 @@ def test_drop_last_leaves_out_a_last_step_with_room(tokens: list[int], ends: lis
     assert _pack(np.array(tokens), 2, 3, 10, drop_last=True).ends.tolist() == ends
 
 
-def _make(path: Path | Mixture, rank: int, world_size: int, **options: Any) -> Loader[SequenceBatch]:
+def _loaders(path: Path, world_size: int, *, budget: int = 100, **options: Any) -> list[Loader[SequenceBatch]]:
     balance = {name: options.pop(name) for name in ("on_overflow", "strategy", "on_step") if name in options}
-    budget = options.pop("budget", 100)
-    return build_loader(
-        path,
-        LoaderConfig(**{"batch_size": 16, **options}),
-        rank=rank,
-        world_size=world_size,
-        balance=BalanceConfig(cost=COST, max_tokens_per_rank=budget, pack=True, **balance),
-    )
-
-
-def _loaders(path: Path | Mixture, world_size: int, **options: Any) -> list[Loader[SequenceBatch]]:
-    return [_make(path, rank, world_size, **options) for rank in range(world_size)]
-
-
-def _tokens_by_id(path: Path) -> dict[int, int]:
-    loader = build_loader(path, LoaderConfig(batch_size=1), rank=0, world_size=1)
-    return {ids_of(batch)[0]: int(batch.features["item_id"].lengths().sum()) for batch in loader}
+    config = LoaderConfig(**{"batch_size": 16, **options})
+    packed = BalanceConfig(cost=COST, max_tokens_per_rank=budget, pack=True, **balance)
+    return [build_loader(path, config, rank=rank, world_size=world_size, balance=packed) for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
-def tokens_of(small_dataset: Path) -> dict[int, int]:
-    tokens = _tokens_by_id(small_dataset)
+def tokens_of(small_dataset: Path) -> Tokens:
+    """Return the tokens of each sample by its id."""
+    loader = build_loader(small_dataset, LoaderConfig(batch_size=1), rank=0, world_size=1)
+    tokens = {ids_of(batch)[0]: int(batch.features["item_id"].lengths().sum()) for batch in loader}
     assert max(tokens.values()) == 60  # so that budgets from 60 on are enough
     return tokens
 
@@ -172,30 +133,17 @@ def tokens_of(small_dataset: Path) -> dict[int, int]:
 @settings(max_examples=25)
 @given(
     world_size=st.integers(1, 6),
-    batch_size=st.integers(1, 24),
-    budget=st.integers(60, 400),
-    strategy=st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]),
-    workers=st.integers(0, 2),
+    options=st.builds(
+        dict,
+        batch_size=st.integers(1, 24),
+        budget=st.integers(60, 400),
+        strategy=st.sampled_from(["lpt-swap", "karmarkar-karp", "min-move"]),
+        num_workers=st.integers(0, 2),
+    ),
 )
-def test_each_sample_comes_once_within_budget_and_batch_size(
-    small_dataset: Path,
-    tokens_of: dict[int, int],
-    world_size: int,
-    batch_size: int,
-    budget: int,
-    strategy: str,
-    workers: int,
-) -> None:
+def test_each_sample_comes_once(small_dataset: Path, tokens_of: Tokens, world_size: int, options: Any) -> None:
     metrics: list[StepMetrics] = []
-    loaders = _loaders(
-        small_dataset,
-        world_size,
-        batch_size=batch_size,
-        budget=budget,
-        strategy=strategy,
-        num_workers=workers,
-        on_step=metrics.append,
-    )
+    loaders = _loaders(small_dataset, world_size, **options, on_step=metrics.append)
     for epoch in range(2):
         num_steps = len(loaders[0])
         assert loaders[0].remaining_batches() == num_steps
@@ -204,8 +152,8 @@ def test_each_sample_comes_once_within_budget_and_batch_size(
         batches = list(itertools.chain(*ranks))
         assert sorted(sample for batch in batches for sample in ids_of(batch)) == sorted(tokens_of)
         for batch in batches:
-            assert sum(tokens_of[sample] for sample in ids_of(batch)) <= budget
-            assert batch.num_real == len(ids_of(batch)) <= batch_size == batch.batch_size
+            assert sum(tokens_of[sample] for sample in ids_of(batch)) <= options["budget"]
+            assert batch.num_real <= batch.batch_size == options["batch_size"]
             assert (batch.dp_size, batch.epoch) == (world_size, epoch)
         consumed = 0
         for step in zip(*ranks, strict=True):
@@ -216,23 +164,18 @@ def test_each_sample_comes_once_within_budget_and_batch_size(
 
 
 @settings(max_examples=8)
-@given(world_size=st.integers(1, 4), other_size=st.integers(1, 4), budget=st.integers(60, 300), other=st.data())
-def test_it_resumes_after_every_step_also_on_other_ranks_and_budgets(
-    small_dataset: Path,
-    tokens_of: dict[int, int],
-    world_size: int,
-    other_size: int,
-    budget: int,
-    other: st.DataObject,
+@given(
+    world_size=st.integers(1, 4),
+    budget=st.integers(60, 300),
+    other=st.builds(dict, world_size=st.integers(1, 4), budget=st.integers(60, 300), batch_size=st.integers(2, 20)),
+)
+def test_it_resumes_after_every_step_on_other_ranks(
+    small_dataset: Path, tokens_of: Tokens, world_size: int, budget: int, other: dict[str, int]
 ) -> None:
-    other_limits = {"budget": other.draw(st.integers(60, 300)), "batch_size": other.draw(st.integers(2, 20))}
-    loaders = _loaders(small_dataset, world_size, budget=budget)
+    loaders, same = (_loaders(small_dataset, world_size, budget=budget) for _ in range(2))
+    others = _loaders(small_dataset, **other)
     steps = list(zip(*loaders, strict=True))
     states = [[loader.state_dict(after=batch) for loader, batch in zip(loaders, step, strict=True)] for step in steps]
-    same, others = (
-        _loaders(small_dataset, world_size, budget=budget),
-        _loaders(small_dataset, other_size, **other_limits),
-    )
     trained: list[int] = []
     for index, (step, of_ranks) in enumerate(zip(steps, states, strict=True)):
         assert all(state == of_ranks[0] for state in of_ranks)
@@ -249,53 +192,30 @@ def test_it_resumes_after_every_step_also_on_other_ranks_and_budgets(
     assert sorted(trained) == sorted(tokens_of)
 
 
-def test_a_state_after_the_last_step_continues_with_the_next_epoch(small_dataset: Path) -> None:
-    loader = _make(small_dataset, 0, 1, drop_last=True)
-    batches = list(loader)
-    loader.load_state_dict(loader.state_dict())
-    assert loader.epoch == 1
-    assert sum(batch.num_real for batch in batches) < loader.num_samples
-    assert next(iter(loader)).epoch == 1
-
-
 def test_an_epoch_is_planned_once(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = []
-
-    def pack_and_count(*arguments: Any, **options: Any) -> PackedSchedule:
-        planned.append(options["start"])
-        return pack(*arguments, **options)
-
-    monkeypatch.setattr("evenrank.dataloader.sampling.balanced_steps.pack", pack_and_count)
-    loader = _make(small_dataset, 0, 2)
+    planned = Mock(wraps=pack)
+    monkeypatch.setattr("evenrank.dataloader.sampling.balanced_steps.pack", planned)
+    loader = _loaders(small_dataset, 2, drop_last=True)[0]
     length = len(loader)
     assert len(list(loader)) == length
-    assert len(planned) == 1
+    assert planned.call_count == 1
     for _ in loader:  # the second epoch; its own length, and that of the third
         assert len(loader) > 0
         assert loader.remaining_batches() == len(loader)
-    assert len(planned) == 3
+    assert planned.call_count == 3
+    loader.load_state_dict(loader.state_dict())  # after the last step, although samples were left out
+    assert loader.epoch == 2
+    assert next(iter(loader)).epoch == 2
 
 
-def test_a_pickled_loader_has_the_same_steps(small_dataset: Path) -> None:
-    loader = _make(small_dataset, 1, 2)
-    steps = [ids_of(batch) for batch in loader]
-    copy = pickle.loads(pickle.dumps(_make(small_dataset, 1, 2)))
-    assert [ids_of(batch) for batch in copy] == steps
+def test_a_sample_above_the_budget_is_an_error_that_names_it(small_dataset: Path, tokens_of: Tokens) -> None:
+    longest = min(row for row, tokens in tokens_of.items() if tokens == 60)
+    message = rf"^row {longest} of \S+ has 60 tokens, more than max_tokens_per_rank = 59; raise the .*$"
+    with pytest.raises(ConfigError, match=message):
+        len(_loaders(small_dataset, 2, budget=59, order="rows")[0])
 
 
-def test_a_sample_above_the_budget_is_an_error_that_names_it(small_dataset: Path, tokens_of: dict[int, int]) -> None:
-    longest = {row for row, tokens in tokens_of.items() if tokens == 60}
-    with pytest.raises(ConfigError) as caught:
-        len(_make(small_dataset, 0, 2, budget=59, order="rows"))
-    found = re.match(
-        r"row (\d+) of (\S+) has 60 tokens, more than max_tokens_per_rank = 59; raise the", str(caught.value)
-    )
-    assert found is not None
-    assert int(found[1]) == min(longest)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_sample_above_the_budget_can_have_a_rank_of_its_own(small_dataset: Path, tokens_of: dict[int, int]) -> None:
+def test_a_sample_above_the_budget_can_have_a_rank_of_its_own(small_dataset: Path, tokens_of: Tokens) -> None:
     loaders = _loaders(small_dataset, 3, budget=40, on_overflow="warn")
     with pytest.warns(TokenLimitWarning, match="some samples have more tokens than max_tokens_per_rank = 40"):
         len(loaders[0])

@@ -1,5 +1,3 @@
-"""The samples of a window are assigned to its steps once each, so that what steps wait for is little in all."""
-
 from typing import Any
 
 import numpy as np
@@ -16,21 +14,11 @@ from evenrank.datasets.order import RowOrder, SampleOrder, Samples
 from tests.dataloader.balance.costs import Ints, one_per_sample
 
 
-def _assign(costs: Ints, num_steps: int, world_size: int, *, seed: int = 0, epoch: int = 0, **options: Any) -> Ints:
-    return assign_to_steps(
-        costs,
-        costs,
-        num_steps=num_steps,
-        world_size=world_size,
-        config=BalanceConfig(cost=one_per_sample, **options),
-        seed=seed,
-        epoch=epoch,
-    ).reshape(num_steps, -1)
-
-
-def _heaviest(costs: Ints, world_size: int) -> int:
-    """Return the load of the heaviest rank of a step."""
-    return int(partition(costs, world_size).loads(costs).max())
+def _assign(costs: Ints, num_steps: int, world_size: int, tokens: Ints | None = None, **options: Any) -> Ints:
+    shape: dict[str, int] = {"num_steps": num_steps, "world_size": world_size}
+    shape |= {name: options.pop(name, 0) for name in ("seed", "epoch")}
+    config = BalanceConfig(cost=one_per_sample, **options)
+    return assign_to_steps(costs, costs if tokens is None else tokens, config=config, **shape).reshape(num_steps, -1)
 
 
 @settings(max_examples=60)
@@ -42,7 +30,7 @@ def _heaviest(costs: Ints, world_size: int) -> int:
     seed=st.integers(0, 1 << 62),
     high=st.sampled_from([0, 1, 10, 1 << 40]),
 )
-def test_each_sample_goes_to_one_step_and_all_steps_are_full(
+def test_each_sample_goes_to_a_full_step(
     num_steps: int, world_size: int, batch_size: int, strategy: str, seed: int, high: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -53,30 +41,25 @@ def test_each_sample_goes_to_one_step_and_all_steps_are_full(
     assert steps.tolist() == _assign(costs, num_steps, world_size, seed=seed, strategy=strategy).tolist()
 
 
-def test_samples_above_the_mean_come_together() -> None:
-    costs = np.array([9, 1, 1, 1, 9, 1, 1, 1])
-    steps = _assign(costs, 2, 2)
-    assert sorted(costs[steps].sum(axis=1).tolist()) == [4, 20]
-
-
 @pytest.mark.parametrize("strategy", ["lpt-swap", "karmarkar-karp", "min-move"])
 def test_steps_wait_less_in_all(strategy: str) -> None:
-    world_size, batch_size, num_steps = 8, 8, 8
     lengths = Lognormal(mean=512, std=512, low=1, high=4096).sample(np.random.default_rng(0), 8 * 8 * 8)
     costs = lengths * (2560 + lengths)
-    mean = costs.sum() / (num_steps * world_size)
-    own = costs.reshape(num_steps, world_size * batch_size)
-    assigned = costs[_assign(costs, num_steps, world_size, strategy=strategy)]
-    in_all, assigned_in_all = (sum(_heaviest(step, world_size) for step in steps) for steps in (own, assigned))
-    assert in_all > 1.15 * num_steps * mean  # far from even, because single samples are above the mean of a rank
-    assert assigned_in_all < 1.1 * num_steps * mean
+    own, assigned = (
+        sum(partition(step, 8).loads(step).max() for step in steps)  # the load of the heaviest rank
+        for steps in (costs.reshape(8, -1), costs[_assign(costs, 8, 8, strategy=strategy)])
+    )
+    assert own > 1.15 * costs.sum() / 8  # far from even, because single samples are above the mean of a rank
+    assert assigned < 1.1 * costs.sum() / 8
 
 
-def test_steps_are_even_among_themselves_where_no_sample_is_above_the_mean() -> None:
+def test_steps_are_even_among_themselves_but_samples_above_the_mean_come_together() -> None:
     costs = np.random.default_rng(0).integers(1, 1000, 8 * 4 * 32)
     loads, assigned_loads = (steps.sum(axis=1) for steps in (costs.reshape(8, -1), costs[_assign(costs, 8, 4)]))
     assert loads.max() > 1.05 * loads.min()
     assert assigned_loads.max() < 1.005 * assigned_loads.min()
+    costs = np.array([9, 1, 1, 1, 9, 1, 1, 1])
+    assert sorted(costs[_assign(costs, 2, 2)].sum(axis=1).tolist()) == [4, 20]
 
 
 def test_steps_of_equal_loads_differ_by_chance() -> None:
@@ -104,46 +87,26 @@ def test_the_token_limit_holds_for_bins() -> None:
     tokens = rng.integers(1, 100, 4 * 4 * 8)
     costs = rng.integers(1, 1000, len(tokens))  # unrelated, so that levelling costs alone would exceed the limit
     limit = int(tokens.sum() / 16 * 1.02)
-    steps = assign_to_steps(
-        costs,
-        tokens,
-        num_steps=4,
-        world_size=4,
-        config=BalanceConfig(cost=one_per_sample, max_tokens_per_rank=limit),
-        seed=0,
-        epoch=0,
-    ).reshape(4, -1)
-    assert (tokens[steps].sum(axis=1) <= 4 * limit).all()
-    for step in steps:
+    for step in _assign(costs, 4, 4, tokens, max_tokens_per_rank=limit):
+        assert tokens[step].sum() <= 4 * limit
         within = partition(costs[step], 4, tokens=tokens[step], max_tokens_per_rank=limit)
         assert within.loads(tokens[step]).max() <= limit
     with pytest.raises(ConfigError, match="max_tokens_per_rank = 5 cannot be kept"):
-        assign_to_steps(
-            costs,
-            tokens,
-            num_steps=4,
-            world_size=4,
-            config=BalanceConfig(cost=one_per_sample, max_tokens_per_rank=5),
-            seed=0,
-            epoch=0,
-        )
+        _assign(costs, 4, 4, tokens, max_tokens_per_rank=5)
 
 
-def test_bounds_are_those_of_the_window_that_has_a_position() -> None:
-    windows = Windows(start=3, first_end=3, end=3 + 5 * 4, samples_per_step=4, steps=2)
-    assert [windows.bounds(position) for position in (3, 10, 11, 18, 19, 22)] == [
-        *[(3, 11), (3, 11)],
-        *[(11, 19), (11, 19)],
-        *[(19, 23), (19, 23)],  # of one step
-    ]
-    assert windows.bounds(23) == (23, 23)
-    assert windows.bounds(24) == (24, 24)
-
-
-def test_what_was_left_of_another_window_has_windows_of_its_own() -> None:
-    windows = Windows(start=3, first_end=3 + 3 * 4, end=3 + 8 * 4, samples_per_step=4, steps=2)
-    found = {windows.bounds(position) for position in range(3, 35)}
-    assert found == {(3, 11), (11, 15), (15, 23), (23, 31), (31, 35)}
+@pytest.mark.parametrize(
+    ("first_end", "end", "bounds"),
+    [
+        (3, 23, [(3, 11), (11, 19), (19, 23)]),  # the last one of one step
+        (15, 35, [(3, 11), (11, 15), (15, 23), (23, 31), (31, 35)]),  # after what was left of another window
+    ],
+)
+def test_bounds_are_those_of_the_window_of_a_position(first_end: int, end: int, bounds: list[tuple[int, int]]) -> None:
+    windows = Windows(start=3, first_end=first_end, end=end, samples_per_step=4, steps=2)
+    expected = [of_window for of_window in bounds for _ in range(*of_window)]
+    assert [windows.bounds(position) for position in range(3, end)] == expected
+    assert [windows.bounds(position) for position in (end, end + 1)] == [(end, end), (end + 1, end + 1)]
 
 
 def test_an_order_within_windows_keeps_the_samples_of_each_window() -> None:

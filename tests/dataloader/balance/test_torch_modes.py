@@ -1,7 +1,6 @@
-"""Global modes of PyTorch around a Balancer change nothing: neither the batches, nor what can be done with them."""
-
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.rich_batch import rich_batch, samples_of
 from tests.ranks import RankPool
-
-CONFIG = LoaderConfig(batch_size=6, max_history_length=50)
 
 
 @contextlib.contextmanager
@@ -48,14 +45,14 @@ def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) 
         torch.cuda.set_device(device)
     table = torch.nn.Embedding(97, 2, device=device)
     torch.nn.init.ones_(table.weight)
+    data = LoaderConfig(batch_size=6, max_history_length=50)
     rich = [rich_batch([[(1, 2), (3, 4)]] * (2 + rank), first_id=10 * rank)] * 2
     with MODES[mode]():
-        loader = list(RandomBatches(CONFIG, num_batches=3 - rank, rank=rank, world_size=world_size))
+        loader = list(RandomBatches(data, num_batches=3 - rank, rank=rank, world_size=world_size))
+        config = BalanceConfig(cost=one_per_sample, exchange=exchange)
         with (
-            Balancer(loader, BalanceConfig(cost=one_per_sample, exchange=exchange), device=device) as balancer,
-            Balancer(
-                rich, BalanceConfig(cost=one_per_sample, exchange=exchange, batch_size=5), device=device
-            ) as rich_balancer,
+            Balancer(loader, config, device=device) as balancer,
+            Balancer(rich, replace(config, batch_size=5), device=device) as rich_balancer,
         ):
             for batch in (*balancer, *balancer):
                 trained.append((ids_of(batch), rows_of(batch.features, "item_id"), str(batch.features.device())))
@@ -69,15 +66,11 @@ def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) 
     return [*trained, table.weight.grad.tolist()]
 
 
-@pytest.mark.parametrize("exchange", ["all-to-all", "all-gather"])
-def test_modes_of_pytorch_change_nothing(ranks: RankPool, exchange: str) -> None:
-    expected = ranks.run(2, _train, "none", exchange, False)
+@pytest.mark.parametrize(
+    ("exchange", "on_gpus"),
+    [("all-to-all", False), ("all-gather", False), pytest.param("all-to-all", True, marks=pytest.mark.multi_gpu)],
+)
+def test_modes_of_pytorch_change_nothing(ranks: RankPool, exchange: str, on_gpus: bool) -> None:
+    expected = ranks.run(2, _train, "none", exchange, on_gpus)
     for mode in MODES:
-        assert ranks.run(2, _train, mode, exchange, False) == expected, mode
-
-
-@pytest.mark.multi_gpu
-def test_modes_of_pytorch_change_nothing_on_gpus(ranks: RankPool) -> None:
-    expected = ranks.run(2, _train, "none", "all-to-all", True)
-    for mode in MODES:
-        assert ranks.run(2, _train, mode, "all-to-all", True) == expected, mode
+        assert ranks.run(2, _train, mode, exchange, on_gpus) == expected, mode

@@ -1,5 +1,3 @@
-"""Balancing over two hosts: exact, also over a slow link; an error on every rank when the link or a host is lost."""
-
 import contextlib
 import itertools
 import pkgutil
@@ -13,15 +11,14 @@ from unittest.mock import patch
 import pytest
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.warmup import warm_up
-from tests.dataloader.balance.costs import Ints, Lengths
+from tests.dataloader.balance.costs import COST, rich_tokens
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankFailure
 from tests.two_hosts import WORLD_SIZE, Gate, TwoHosts, make_two_hosts
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 TIMEOUT = timedelta(seconds=4)
 LIMIT = TIMEOUT.total_seconds() + 15  # within which every rank ends
 CAUSES = ("a rank is lost or does not respond (", "the process group does not respond (", "rank ")
@@ -42,10 +39,6 @@ def make_hosts() -> Iterator[Callable[[], TwoHosts]]:
         yield make
 
 
-def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
-    return lengths["a"] + lengths["b"]
-
-
 def _samples(batch: SequenceBatch) -> list[tuple[int, list[int], list[int]]]:
     rows = (rows_of(batch.features, key) for key in ("item_id", "action"))
     return list(zip(ids_of(batch), *rows, strict=False))
@@ -58,17 +51,16 @@ def _loader(path: Path, rank: int, balance: BalanceConfig | None) -> Loader[Sequ
 def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
     seen: list[Samples] = []
     for way in WAYS:
-        if way == "no exchange":
-            batches: Any = _loader(path, rank, BalanceConfig(cost=COST))
-        else:
-            batches = Balancer(_loader(path, rank, None), BalanceConfig(cost=COST, exchange=way))
+        batches: Any = _loader(path, rank, BalanceConfig(cost=COST) if way == "no exchange" else None)
+        if way != "no exchange":
+            batches = Balancer(batches, BalanceConfig(cost=COST, exchange=way))
         with contextlib.closing(batches):
             seen.append([_samples(batch) for batch in batches])
     return seen
 
 
 @pytest.mark.parametrize("discipline", [None, "netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
-def test_every_sample_is_trained_once_over_two_hosts_also_with_a_slow_link(
+def test_two_hosts_train_every_sample_once_also_slowly(
     make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str | None
 ) -> None:
     hosts = make_hosts()
@@ -87,9 +79,10 @@ def test_every_sample_is_trained_once_over_two_hosts_also_with_a_slow_link(
 
 
 def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
-    """Train without end; when the fault has come, leave the loop, or go on."""
     batch = rich_batch([[(1, 1), (1, 1)]], first_id=rank)
-    with Balancer(itertools.repeat(batch), BalanceConfig(cost=_tokens, exchange=exchange, timeout=TIMEOUT)) as balancer:
+    with Balancer(
+        itertools.repeat(batch), BalanceConfig(cost=rich_tokens, exchange=exchange, timeout=TIMEOUT)
+    ) as balancer:
         for number, _ in enumerate(balancer):
             if number == 3:
                 if leaves:
@@ -98,29 +91,26 @@ def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
                 gate.reach()
     if leaves:
         # What it has started has failed, but it needed nothing of it.
-        Balancer([batch], BalanceConfig(cost=_tokens, exchange=exchange, timeout=TIMEOUT))
-
-
-def _construct(rank: int, gate: Gate, name: str) -> None:
-    """Create a Balancer, after the fault has come at a point in between."""
-    warm_up("lpt-swap")
-
-    def after_fault(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            gate.wait()
-            return function(*arguments, **options)
-
-        return call
-
-    module, attribute = name.rsplit(".", 1)
-    owner = pkgutil.resolve_name(module)
-    with patch.object(owner, attribute, after_fault(getattr(owner, attribute))):
-        Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=_tokens, timeout=TIMEOUT))
+        Balancer([batch], BalanceConfig(cost=rich_tokens, exchange=exchange, timeout=TIMEOUT))
 
 
 def _create_loader(rank: int, gate: Gate, path: Path) -> None:
     gate.wait()
     _loader(path, rank, BalanceConfig(cost=COST, timeout=TIMEOUT))
+
+
+def _construct(rank: int, gate: Gate, name: str) -> None:
+    warm_up("lpt-swap")
+    module, attribute = name.rsplit(".", 1)
+    owner = pkgutil.resolve_name(module)
+    function = getattr(owner, attribute)
+
+    def after_fault(*arguments: Any, **options: Any) -> Any:
+        gate.wait()
+        return function(*arguments, **options)
+
+    with patch.object(owner, attribute, after_fault):
+        Balancer([rich_batch([[(1, 1), (1, 1)]])], BalanceConfig(cost=rich_tokens, timeout=TIMEOUT))
 
 
 def _check_ends(failures: Sequence[Any]) -> None:
@@ -149,27 +139,15 @@ def _check_cuts(
 
 
 def test_a_link_that_is_cut_while_ranks_train_ends_all_of_them(make_hosts: Callable[[], TwoHosts]) -> None:
-    _check_cuts(
-        make_hosts,
-        [
-            (0, _train, "all-to-all", False),
-            (1, _train, "all-gather", False),
-            (1, _train, "all-to-all", True),
-        ],
-    )
+    ways = [(0, "all-to-all", False), (1, "all-gather", False), (1, "all-to-all", True)]
+    _check_cuts(make_hosts, [(host, _train, exchange, leaves) for host, exchange, leaves in ways])
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_while_ranks_create_a_balancer_ends_all_of_them(
-    make_hosts: Callable[[], TwoHosts], small_dataset: Path
-) -> None:
-    balance = "evenrank.dataloader.balance"
-    steps = [
-        f"{balance}.balancer.members_of",
-        f"{balance}.balancer.handshake",
-        f"{balance}.balancer.Connection",
-        f"{balance}.exchange.exchange.Exchange.connect",
-    ]
+def test_a_link_that_is_cut_ends_ranks_that_begin(make_hosts: Callable[[], TwoHosts], small_dataset: Path) -> None:
+    names = ("members_of", "handshake", "Connection")
+    steps = [f"evenrank.dataloader.balance.balancer.{name}" for name in names]
+    steps.append("evenrank.dataloader.balance.exchange.exchange.Exchange.connect")
     _check_cuts(make_hosts, [*((1, _construct, step) for step in steps), (1, _create_loader, small_dataset)])
 
 

@@ -1,7 +1,7 @@
 import importlib
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,26 +31,20 @@ print(len(recorder.buffer))
 
 def test_planning_compiles_nothing_after_warm_up() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _PLAN_AFTER_WARM_UP]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
-
-
-def _compiled_functions() -> list[Dispatcher]:
-    folder = Path(strategies.__file__).parent
-    modules = [importlib.import_module(f"{strategies.__package__}.{path.stem}") for path in folder.glob("[!_]*.py")]
-    return [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "0\n"
 
 
 def test_all_compiled_loops_of_planning_release_the_gil() -> None:
-    functions = _compiled_functions()
+    names = [path.stem for path in Path(strategies.__file__).parent.glob("[!_]*.py")]
+    modules = [importlib.import_module(f"{strategies.__package__}.{name}") for name in names]
+    functions = [value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)]
     assert len(functions) > 30
     for function in functions:
         assert function.targetoptions["nogil"], function
 
 
 def test_warm_up_from_several_threads_at_once_is_safe() -> None:
-    threads = [threading.Thread(target=warm_up, args=("lpt-swap",)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for started in [threads.submit(warm_up, "lpt-swap") for _ in range(4)]:
+            started.result()
     assert partition(np.array([3, 1, 1, 1]), 2).loads(np.array([3, 1, 1, 1])).tolist() == [4, 2]

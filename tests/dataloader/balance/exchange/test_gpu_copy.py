@@ -18,35 +18,26 @@ def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return unit, draw(st.lists(st.tuples(st.integers(0, 3), length), max_size=8))
 
 
-def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[ByteCopies, torch.Tensor, torch.Tensor]:
-    """Copies of ranges, alternately from two sources, to a target in reverse order."""
-    sizes = np.array([size for _, size in ranges], dtype=np.int64) * unit
-    gaps = np.array([gap for gap, _ in ranges], dtype=np.int64) * unit
+def _copies(unit: int, ranges: list[tuple[int, int]]) -> tuple[ByteCopies, list[torch.Tensor], torch.Tensor]:
+    """Return copies of ranges, alternately from two sources, to a target in reverse order; the sources; the target."""
+    gaps, sizes = np.array([(0, 0), *ranges]).T[:, 1:] * unit
     end = int((sizes + gaps).sum())
     starts = np.cumsum(sizes + gaps) - sizes
     targets = int(sizes.sum()) - np.cumsum(sizes)
-    parts = [
-        ByteCopies.from_source(source, starts[source::2], targets[source::2], sizes[source::2]) for source in range(2)
-    ]
+    parts = [ByteCopies.from_source(i, starts[i::2], targets[i::2], sizes[i::2]) for i in range(2)]
     rng = np.random.default_rng(end)
-    first, second = (torch.from_numpy(rng.integers(0, 256, end, dtype=np.uint8)) for _ in range(2))
-    return ByteCopies.concatenate(parts), first, second
-
-
-def _expected(copies: ByteCopies, sources: list[torch.Tensor], size: int) -> torch.Tensor:
-    target = torch.zeros(size, dtype=torch.uint8)
-    ranges = zip(copies.source, copies.source_starts, copies.target_starts, copies.num_bytes, strict=True)
-    for source, source_start, target_start, count in ranges:
-        target[target_start : target_start + count] = sources[source][source_start : source_start + count]
-    return target
+    sources = [torch.from_numpy(rng.integers(0, 256, end, dtype=np.uint8)) for _ in range(2)]
+    expected = torch.zeros_like(sources[0])
+    for index, (start, target, size) in enumerate(zip(starts, targets, sizes, strict=True)):
+        expected[target : target + size] = sources[index % 2][start : start + size]
+    return ByteCopies.concatenate(parts), sources, expected
 
 
 @settings(max_examples=60)
 @given(layouts())
 def test_the_loop_and_the_operators_copy_every_range(layout: tuple[int, list[tuple[int, int]]]) -> None:
-    copies, *sources = _copies(*layout)
-    expected = _expected(copies, sources, len(sources[0]))
-    by_loop, by_operators = torch.zeros_like(sources[0]), torch.zeros_like(sources[0])
+    copies, sources, expected = _copies(*layout)
+    by_loop, by_operators = torch.zeros_like(expected), torch.zeros_like(expected)
     copy_on_cpu(copies, [source.numpy() for source in sources], by_loop.numpy())
     copy_with_operators(copies, sources, by_operators)
     assert torch.equal(by_loop, expected)
@@ -58,8 +49,7 @@ def test_the_loop_and_the_operators_copy_every_range(layout: tuple[int, list[tup
 @given(layouts())
 def test_on_a_gpu_the_kernel_and_the_operators_copy_the_same(layout: tuple[int, list[tuple[int, int]]]) -> None:
     assert gpu_copy.HAS_TRITON
-    copies, *sources = _copies(*layout)
-    expected = _expected(copies, sources, len(sources[0]))
+    copies, sources, expected = _copies(*layout)
     on_gpu = [source.cuda() for source in sources]
     by_kernel, by_operators = torch.zeros_like(on_gpu[0]), torch.zeros_like(on_gpu[0])
     copy_with_kernel(as_bytes(torch.from_numpy(tile_descriptors(copies))).cuda(), on_gpu, by_kernel)
@@ -85,12 +75,8 @@ def test_rows_of_every_dtype_and_of_100_000_elements_are_copied(dtype: torch.dty
 
 def test_tiles_cover_each_range_once() -> None:
     copies = ByteCopies.from_source(1, np.array([0, 5, 100]), np.array([3, 0, 40_000]), np.array([3, 0, 8192 * 2 + 1]))
-    assert tile_descriptors(copies).tolist() == [
-        [1, 0, 3, 3],
-        [1, 100, 40_000, 8192],
-        [1, 8292, 48_192, 8192],
-        [1, 16_484, 56_384, 1],
-    ]
+    tiles = [[1, 100, 40_000, 8192], [1, 8292, 48_192, 8192], [1, 16_484, 56_384, 1]]
+    assert tile_descriptors(copies).tolist() == [[1, 0, 3, 3], *tiles]
 
 
 def test_views_as_bytes_share_memory() -> None:

@@ -20,32 +20,24 @@ from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 def worlds(draw: st.DrawFn) -> tuple[list[RichBatch], Assignment]:
     """Draw padded batches of all ranks, and any assignment within the batch size."""
     world_size, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    length = st.integers(0, 5)
-    batches, counts = [], []
+    rank_of = np.array(draw(st.permutations([*range(world_size)] * batch_size)), dtype=np.int32)
+    rank_of = rank_of.reshape(world_size, batch_size)
+    pairs = st.tuples(st.integers(0, 5), st.integers(0, 5))
+    batches = []
     for rank in range(world_size):
-        rows = draw(st.lists(st.tuples(length, length, length, length), max_size=batch_size))
-        pairs = [[(a, b), (c, d)] for a, b, c, d in rows]
-        counts.append(len(rows))
-        batches.append(pad_batch(rich_batch(pairs, first_id=10 * rank), batch_size))
-    shuffled_ranks = draw(st.permutations([rank for rank in range(world_size) for _ in range(batch_size)]))
-    rank_of = np.full((world_size, batch_size), -1, dtype=np.int32)
-    for rank, count in enumerate(counts):
-        rank_of[rank, :count] = shuffled_ranks[rank * batch_size : rank * batch_size + count]
+        rows = draw(st.lists(st.lists(pairs, min_size=2, max_size=2), max_size=batch_size))
+        rank_of[rank, len(rows) :] = -1
+        batches.append(pad_batch(rich_batch(rows, first_id=10 * rank), batch_size))
     return batches, Assignment(rank_of=rank_of)
 
 
 def _metadata(batches: list[RichBatch]) -> StepMetadata:
     schema = schema_of(batches[0])
-    messages = [
-        encode(
-            Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real),
-            schema,
-            costs=np.zeros(schema.batch_size, dtype=np.int64),
-            tokens=np.zeros(schema.batch_size, dtype=np.int64),
-            lengths=lengths_of(batch),
-        )
-        for batch in batches
-    ]
+    zeros = np.zeros(schema.batch_size, dtype=np.int64)
+    messages = []
+    for batch in batches:
+        header = Header(schema_hash=1, status=0, ended=0, num_real=batch.num_real)
+        messages.append(encode(header, schema, costs=zeros, tokens=zeros, lengths=lengths_of(batch)))
     return decode(np.stack(messages), schema)
 
 
@@ -67,22 +59,17 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[Ri
     exchange = Exchange(AllToAll(), None, ExchangeDevice(), world_size=1)
     prepared = [exchange.prepare(batch, plan) for batch, plan in zip(batches, plans, strict=True)]
     in_flight = [exchange.launch(step) for step in prepared]
-    chunks = [
-        torch.split(step.send_buffer, plan.send_bytes.tolist()) for step, plan in zip(prepared, plans, strict=True)
-    ]
+    pairs = zip(prepared, plans, strict=True)
+    chunks = [torch.split(step.send_buffer, plan.send_bytes.tolist()) for step, plan in pairs]
     for rank in range(world_size):
         received = torch.cat([chunks[source][rank] for source in range(world_size)])
         step = replace(in_flight[rank], prepared=replace(prepared[rank], receive_buffer=received))
         exchange.finish(step)
         after = step.prepared.balanced_batch()
         assert isinstance(after, RichBatch)
-        expected = [
-            sample
-            for source, batch in enumerate(batches)
-            for row, sample in enumerate(samples_of(batch))
-            if assignment.rank_of[source, row] == rank
-        ]
-        assert samples_of(after) == expected
+        of_batches = zip(batches, assignment.rank_of, strict=True)
+        of_rows = [row for batch, ranks in of_batches for row in zip(samples_of(batch), ranks, strict=False)]
+        assert samples_of(after) == [sample for sample, new_rank in of_rows if new_rank == rank]
         assert schema_of(after) == schema
         assert lengths_of(after)[:, after.num_real :].sum() == 0
         assert after.ids[after.num_real :].eq(-1).all()
@@ -94,12 +81,10 @@ def test_an_exchange_moves_each_sample_complete_to_its_rank(world: tuple[list[Ri
 def test_metadata_survives_encoding() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(5, 6), (7, 8)]])
     schema = schema_of(batch)
-    header = Header(
-        schema_hash=2**62, status=1, ended=1, num_real=2, num_rows=6, epoch=3, step=4, position=2**40, loader_hash=5
-    )
-    message = encode(
-        header, schema, costs=np.array([7, 2**61]), tokens=np.array([0, 2**31 - 1]), lengths=lengths_of(batch)
-    )
+    numbers = {"num_real": 2, "num_rows": 6, "epoch": 3, "step": 4, "position": 2**40, "loader_hash": 5}
+    header = Header(schema_hash=2**62, status=1, ended=1, **numbers)
+    costs, tokens = np.array([7, 2**61]), np.array([0, 2**31 - 1])
+    message = encode(header, schema, costs=costs, tokens=tokens, lengths=lengths_of(batch))
     metadata = decode(message[np.newaxis], schema)
     assert metadata.headers.tolist() == [[2**62, 1, 1, 2, 6, 3, 4, 2**40, 5]]
     assert metadata.header("position").tolist() == [2**40]
@@ -111,12 +96,7 @@ def test_metadata_survives_encoding() -> None:
 
 def test_the_bytes_of_a_sample_include_all_its_fields() -> None:
     batch = rich_batch([[(1, 2), (3, 4)], [(0, 0), (0, 0)]])
-    dense = sum(
-        value[0].numel() * value.element_size() for _, value in batch.tensors() if isinstance(value, torch.Tensor)
-    )
+    dense = batch.ids.element_size() + 2 * batch.matrix.element_size() + 3 * batch.flags.element_size()
     first, weighted = batch.first.values().element_size(), batch.weighted.values().element_size()
-    weights = batch.weighted.weights().element_size()
-    assert sample_bytes(schema_of(batch), lengths_of(batch)).tolist() == [
-        3 * first + 7 * (weighted + weights) + dense,
-        dense,
-    ]
+    jagged = 3 * first + 7 * (weighted + batch.weighted.weights().element_size())
+    assert sample_bytes(schema_of(batch), lengths_of(batch)).tolist() == [jagged + dense, dense]

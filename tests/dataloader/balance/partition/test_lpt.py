@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
@@ -10,14 +11,18 @@ def _assign(costs: list[int], world_size: int, percentile: int = 0, keep_below: 
     return rank_of
 
 
-def test_the_most_expensive_slot_goes_to_the_lightest_rank_with_room() -> None:
-    # 9 to rank 0, 5 to rank 1, 4 to rank 1 because 5 < 9; then rank 1 is full.
-    assert _assign([4, 9, 5, 1], 2) == [1, 0, 1, 0]
-
-
-def test_ties_go_to_the_lower_rank() -> None:
-    assert _assign([5, 5, 5, 5, 5, 0], 3) == [0, 1, 2, 0, 1, 2]
-    assert _assign([5] * 6, 3) == [0, 0, 1, 1, 2, 2]  # open places count as 5 each, so all ranks start equal
+@pytest.mark.parametrize(
+    ("costs", "world_size", "keep_below", "ranks"),
+    [
+        ([4, 9, 5, 1], 2, IGNORE_HOME, [1, 0, 1, 0]),  # 9 to rank 0, 5 to rank 1, 4 to rank 1, which is full then
+        ([5, 5, 5, 5, 5, 0], 3, IGNORE_HOME, [0, 1, 2, 0, 1, 2]),  # ties go to the lower rank
+        ([5] * 6, 3, IGNORE_HOME, [0, 0, 1, 1, 2, 2]),  # open places count as 5 each, so all ranks start equal
+        ([8, 7, 3, 2], 2, 10, [0, 1, 1, 0]),  # 8 stays on rank 0, 7 does not fit below 10
+        ([8, 7, 3, 2], 2, 15, [0, 0, 1, 1]),
+    ],
+)
+def test_the_lightest_rank_gets_largest(costs: list[int], world_size: int, keep_below: int, ranks: list[int]) -> None:
+    assert _assign(costs, world_size, keep_below=keep_below) == ranks
 
 
 def test_open_places_count_as_cheap_samples() -> None:
@@ -27,12 +32,6 @@ def test_open_places_count_as_cheap_samples() -> None:
     ranks = np.array(_assign(costs, 2, percentile=25))
     loads = [int(np.array(costs)[ranks == rank].sum()) for rank in range(2)]
     assert sorted(loads) == [14, 16]
-
-
-def test_slots_stay_on_their_own_rank_below_a_load() -> None:
-    # Rank 0 has 8 and 7, rank 1 has 3 and 2: 8 stays, 7 does not fit below 10.
-    assert _assign([8, 7, 3, 2], 2, keep_below=10) == [0, 1, 1, 0]
-    assert _assign([8, 7, 3, 2], 2, keep_below=15) == [0, 0, 1, 1]
 
 
 def test_costs_near_the_limit_do_not_overflow() -> None:

@@ -3,15 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenrank.dataloader.balance.partition.rank_loads import (
-    argsort_descending,
-    build,
-    empty_tree,
-    load_shift,
-    make_entry,
-    rank_bits,
-    update,
-)
+from evenrank.dataloader.balance.partition import rank_loads
+from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, load_shift, make_entry, rank_bits
+
+LOADS = st.integers(0, 20)
 
 
 @settings(max_examples=300)
@@ -29,22 +24,17 @@ def test_every_digit_width_and_number_of_passes_sorts(size: int, highest: int) -
 
 
 @settings(max_examples=200)
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=20),
-    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 20)), max_size=30),
-)
-def test_the_lightest_rank_wins_and_the_lower_one_among_equals(
-    loads: list[int], changes: list[tuple[int, int]]
-) -> None:
+@given(st.lists(LOADS, min_size=1, max_size=20), st.lists(st.tuples(st.integers(0, 19), LOADS), max_size=30))
+def test_the_lightest_rank_wins_or_the_lower_of_equals(loads: list[int], changes: list[tuple[int, int]]) -> None:
     world_size, bits = len(loads), rank_bits(len(loads))
-    tree = empty_tree(bits)
+    tree = rank_loads.empty_tree(bits)
     for rank, load in enumerate(loads):
         tree[(1 << bits) + rank] = make_entry(load, rank, bits, 0)
-    build(tree)
+    rank_loads.build(tree)
     assert tree[1] & ((1 << bits) - 1) == min(range(world_size), key=lambda rank: (loads[rank], rank))
     for rank, load in ((number % world_size, load) for number, load in changes):
         loads[rank] = load
-        update(tree, rank, make_entry(load, rank, bits, 0))
+        rank_loads.update(tree, rank, make_entry(load, rank, bits, 0))
         assert tree[1] & ((1 << bits) - 1) == min(range(world_size), key=lambda rank: (loads[rank], rank))
 
 
