@@ -114,12 +114,7 @@ def test_ranks_may_differ_in_no_setting_that_decides_on_what_is_trained(
 def test_codes_are_compared_by_their_contents(small_dataset: Path, tmp_path: Path) -> None:
     for name in ("here.npy", "there.npy"):
         np.save(tmp_path / name, CODES.codes.T)
-    tables = [
-        CODES,
-        dataclasses.replace(CODES, codebook_sizes=(9, 8)),
-        tmp_path / "here.npy",
-        tmp_path / "there.npy",
-    ]
+    tables = [CODES, dataclasses.replace(CODES, codebook_sizes=(9, 8)), tmp_path / "here.npy", tmp_path / "there.npy"]
     same, sizes, here, there = (_identity(small_dataset, SemanticIdConfig, {"codes": table}) for table in tables)
     _compare(same, here, there)
     with pytest.raises(

@@ -7,12 +7,7 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.collate.semantic_ids import CANDIDATE_ID, SEMANTIC_ID
 from evenrank.dataloader.collate.sequences import LABEL
-from evenrank.datasets.schema import (
-    check_names,
-    check_new_names,
-    read_manifest,
-    user_hash,
-)
+from evenrank.datasets.schema import check_names, check_new_names, read_manifest, user_hash
 
 
 def test_user_hash_never_changes() -> None:

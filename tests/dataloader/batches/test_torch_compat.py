@@ -197,11 +197,7 @@ def test_other_warnings_of_the_same_logger_are_shown(messages: list[str], monkey
     suppress_fx_tracing_warning()
     LOG.warning("afterwards")
     first_words = [message.split(" will ")[0] for message in messages]
-    assert first_words == [
-        "is_fx_tracing",
-        "of another function",
-        "afterwards",
-    ]
+    assert first_words == ["is_fx_tracing", "of another function", "afterwards"]
     assert LOG.filters == []
 
 

@@ -97,11 +97,7 @@ def test_workers_of_a_data_loader_make_the_same_batches() -> None:
         ({"batch_size": dense()}, {}, "a batch cannot have a tensor called 'batch_size'"),
         ({"a": jagged(field="to")}, {}, "a batch cannot have a tensor called 'to'"),
         ({"features": dense(), "a": jagged()}, {}, "'features' is declared as dense and as the field of jagged keys"),
-        (
-            {"a": jagged(), "b": jagged(torch.float32)},
-            {},
-            "'b' is torch.float32, but 'a' of the same field",
-        ),
+        ({"a": jagged(), "b": jagged(torch.float32)}, {}, "'b' is torch.float32, but 'a' of the same field"),
         ({"a": jagged()}, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"a": jagged()}, {"loss_key": LossKey("features", "b")}, r"no LossKey\(.*; its jagged keys are features.a"),
         ({"a": jagged()}, {"loss_key": ("features", "a")}, "the loss key must be a LossKey with a skip of 0 or 1"),
@@ -124,15 +120,9 @@ def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: di
         ({"a": [1], "b": None}, "sample 1 of a batch has 'b' of type NoneType that is no array of numbers"),
         ({"a": [1]}, "sample 1 of a batch has no 'b': it has a; samples must be dicts with all names"),
         ([1, 2], "sample 1 of a batch has no 'a': it is a <class 'list'>; samples must be dicts with all names"),
-        (
-            {"a": [0.5], "b": 1},
-            "'a' of dtype float64 with values that do not fit torch.int64",
-        ),
+        ({"a": [0.5], "b": 1}, "'a' of dtype float64 with values that do not fit torch.int64"),
         ({"a": [[1]], "b": 1}, "'a' of shape \\(1, 1\\); jagged values must have one dimension"),
-        (
-            {"a": [1], "b": [1, 2]},
-            "'b' of shape \\(2,\\) and torch.int64",
-        ),
+        ({"a": [1], "b": [1, 2]}, "'b' of shape \\(2,\\) and torch.int64"),
     ],
 )
 def test_sample_that_does_not_fit_is_an_error(sample: Any, message: str) -> None:

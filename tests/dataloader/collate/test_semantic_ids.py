@@ -232,10 +232,7 @@ def test_files_without_a_table_of_codes_are_refused_with_one_line(tmp_path: Path
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
-        (
-            np.zeros((2, 5), dtype=np.int32),
-            r"integers \[items, levels\] .*, got int32 \[2, 5\]; transpose",
-        ),
+        (np.zeros((2, 5), dtype=np.int32), r"integers \[items, levels\] .*, got int32 \[2, 5\]; transpose"),
         (np.zeros((5, 3)), "codes must be integers"),
         (np.array([[0, 1, 4]]), r"below codebook_sizes, \[2, 3, 4\], got 0 to \[0, 1, 4\]"),
         (np.array([[0, -2, 0]]), "codes must be -1"),

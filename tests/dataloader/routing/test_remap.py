@@ -33,10 +33,7 @@ def _map_of(num_rows: int, world_size: int, mode: str | None) -> KeyMap | None:
     shape=st.sampled_from([(), (3,), (2, 2)]),
 )
 def test_every_key_keeps_its_row_and_back_gives_the_same_table(
-    num_rows: int,
-    before: tuple[int, str | None],
-    after: tuple[int, str | None],
-    shape: tuple[int, ...],
+    num_rows: int, before: tuple[int, str | None], after: tuple[int, str | None], shape: tuple[int, ...]
 ) -> None:
     maps = [_map_of(num_rows, *one) for one in (before, after)]
     table = torch.arange(num_rows * torch.Size(shape).numel()).reshape(num_rows, *shape)

@@ -320,11 +320,7 @@ def test_the_states_of_epochs_after_a_resumed_one_are_those_of_any_epoch(small_d
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"strategy": "karmarkar-karp"},
-        {"max_tokens_per_rank": 160},
-        {"strategy": "min-move", "tolerance": 0.1},
-    ],
+    [{"strategy": "karmarkar-karp"}, {"max_tokens_per_rank": 160}, {"strategy": "min-move", "tolerance": 0.1}],
     ids=str,
 )
 def test_each_step_is_balanced_like_any_other(small_dataset: Path, options: dict[str, Any]) -> None:
