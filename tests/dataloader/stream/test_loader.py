@@ -28,7 +28,7 @@ from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.stream import StreamSource
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
-from tests.datasets.in_parts import write_in_parts
+from tests.datasets.crafted import write_in_parts
 from tests.ranks import RankPool
 
 SMALL = StreamConfig(num_shards=6, buffer_rows=8, open_shards=2)
