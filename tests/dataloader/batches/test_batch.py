@@ -23,13 +23,12 @@ def test_moving_a_batch_keeps_samples_and_host_side_caches() -> None:
     assert samples_of(moved) == samples_of(BATCH)
     assert moved.first._length_per_key == [3, 2]
     assert moved.num_real == 2
-
-
-def test_after_a_move_no_view_by_key_is_left_on_the_old_device() -> None:
-    batch = BATCH.clone()
-    assert batch.first.to_dict()["a"].values().device.type == "cpu"
-    for jagged in batch.to("meta").first.to_dict().values():
-        assert jagged.values().device.type == "meta"
+    batch = BATCH.clone().replace(world_task_tokens=torch.tensor([3, 4]))
+    assert batch.first.to_dict()["a"].values().device.type == "cpu"  # also keeps these views by key
+    on_meta = batch.to("meta")
+    assert {jagged.values().device.type for jagged in on_meta.first.to_dict().values()} == {"meta"}
+    assert on_meta.world_task_tokens is not None
+    assert on_meta.world_task_tokens.device.type == "meta"
 
 
 def test_the_repr_of_a_batch_is_one_line_with_its_contents() -> None:
@@ -66,9 +65,12 @@ def test_a_key_of_two_fields_is_named_with_the_second_field() -> None:
 def test_loss_tokens_are_counted_per_sample() -> None:
     lengths = {("weighted", "c"): np.array([3, 1, 0, 0])}
     is_real = np.array([True, True, True, False])
-    assert loss_tokens(LossKey("weighted", "c"), lengths, is_real).tolist() == [3, 1, 0, 0]
-    assert loss_tokens(LossKey("weighted", "c", skip=1), lengths, is_real).tolist() == [2, 0, 0, 0]
-    assert loss_tokens(None, lengths, is_real).tolist() == [1, 1, 1, 0]
+    for loss_key, expected in (
+        (LossKey("weighted", "c"), [3, 1, 0, 0]),
+        (LossKey("weighted", "c", skip=1), [2, 0, 0, 0]),
+        (None, [1, 1, 1, 0]),
+    ):
+        assert loss_tokens(loss_key, lengths, is_real).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -87,27 +89,29 @@ def test_a_loss_key_that_the_batch_lacks_is_refused(
         schema_of(BATCH)
 
 
-def test_fields_with_a_wrong_number_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ids must have batch_size = 2 rows, its shape is \(3,\)"):
-        schema_of(replace(BATCH, ids=torch.arange(3)))
-    with pytest.raises(ValueError, match="first must have batch_size = 3 rows in every key"):
-        schema_of(replace(BATCH, batch_size=3))
-
-
-def test_a_jagged_field_without_keys_is_refused() -> None:
-    empty = keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))
-    with pytest.raises(ValueError, match="first must have at least one key; set the field to None if batches lack it"):
-        schema_of(replace(BATCH, first=empty))
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class WithList(JaggedBatch):
     names: list[str]
 
 
-def test_a_field_of_an_unsupported_type_is_refused_with_a_remedy() -> None:
-    with pytest.raises(TypeError, match=r"names must be .* or be declared with host\(\); got <class 'list'>"):
-        schema_of(WithList(batch_size=1, num_real=1, names=["x"]))
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (replace(BATCH, ids=torch.arange(3)), r"ids must have batch_size = 2 rows, its shape is \(3,\)"),
+        (replace(BATCH, batch_size=3), "first must have batch_size = 3 rows in every key"),
+        (
+            replace(BATCH, first=keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))),
+            "first must have at least one key; set the field to None if batches lack it",
+        ),
+        (
+            WithList(batch_size=1, num_real=1, names=["x"]),
+            r"names must be .* or be declared with host\(\); got <class 'list'>",
+        ),
+    ],
+)
+def test_fields_of_a_wrong_type_or_number_of_rows_are_refused(batch: JaggedBatch, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        schema_of(batch)
 
 
 @pytest.mark.gpu
@@ -181,40 +185,21 @@ def test_a_stream_that_uses_a_batch_keeps_its_counts_allocated() -> None:
     counts.record_stream.assert_called_once_with(stream)
 
 
-def test_the_loss_tokens_of_tasks_move_with_the_batch() -> None:
-    batch = JaggedBatch(batch_size=1, num_real=0, world_task_tokens=torch.tensor([3, 4]))
-    moved = batch.to("meta").world_task_tokens
-    assert moved is not None
-    assert moved.device.type == "meta"
-
-
 def test_clone_is_equal_and_shares_no_memory() -> None:
-    for (name, value), (_, original) in zip(BATCH.clone().tensors(), BATCH.tensors(), strict=True):
-        if original is None:
-            assert value is None
-            continue
-        parts: list[tuple[Any, Any]] = [(value, original)]
-        if isinstance(original, KeyedJaggedTensor):
-            assert isinstance(value, KeyedJaggedTensor)
-            assert value.keys() == original.keys()
-            assert value.length_per_key() == original.length_per_key()
-            parts = [(value.values(), original.values()), (value.lengths(), original.lengths())]
-            if original.weights_or_none() is not None:
-                parts.append((value.weights(), original.weights()))
-        for tensor, other in parts:
-            assert torch.equal(tensor, other), name
-            assert tensor.dtype == other.dtype
-            assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()
-
-
-def test_clone_copies_tensors_of_any_layout() -> None:
     wide = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
-    for tensor in (
-        wide,
-        wide[:, 1:3],
-        wide.t(),
-        wide[0].expand(3, 4),
-        torch.zeros(3, 0),
-        torch.ones(3, dtype=torch.bool),
-    ):
-        assert torch.equal(replace(BATCH, ids=tensor).clone().ids, tensor)
+    layouts = (wide, wide[:, 1:3], wide.t(), wide[0].expand(3, 4), torch.zeros(3, 0), torch.ones(3, dtype=torch.bool))
+    for batch in (BATCH, *(replace(BATCH, ids=tensor) for tensor in layouts)):
+        for (name, value), (_, original) in zip(batch.clone().tensors(), batch.tensors(), strict=True):
+            parts: list[tuple[Any, Any]] = [(value, original)]
+            if isinstance(original, KeyedJaggedTensor):
+                assert isinstance(value, KeyedJaggedTensor)
+                assert value.keys() == original.keys()
+                assert value.length_per_key() == original.length_per_key()
+                parts = [(value.values(), original.values()), (value.lengths(), original.lengths())]
+                parts.append((value.weights_or_none(), original.weights_or_none()))
+            for tensor, other in parts:
+                assert (tensor is None) == (other is None), name
+                if other is not None:
+                    assert torch.equal(tensor, other), name
+                    assert tensor.dtype == other.dtype
+                    assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()

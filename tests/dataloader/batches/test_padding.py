@@ -2,7 +2,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged
@@ -12,21 +11,21 @@ from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
 
 def test_padding_adds_rows_of_length_zero_with_declared_fill_values() -> None:
-    batch = rich_batch([[(1, 2), (0, 3)], [(2, 0), (1, 1)]])
+    batch = rich_batch([[(0, 0), (0, 0)], [(2, 0), (1, 1)]])
     padded = pad_batch(batch, 4)
-    assert (padded.batch_size, padded.num_real) == (4, 2)
+    assert (padded.batch_size, padded.num_real) == (4, 2)  # a sample with an empty history stays a sample
     assert samples_of(padded) == samples_of(batch)
     assert lengths_of(padded)[:, 2:].sum() == 0
     assert padded.ids[2:].tolist() == [-1, -1]
     assert padded.matrix[2:].tolist() == [[0.5, 0.5], [0.5, 0.5]]
     assert padded.nothing is None
     assert padded.first.lengths().dtype == batch.first.lengths().dtype == torch.int32
-
-
-def test_a_sample_with_an_empty_history_stays_a_sample() -> None:
-    padded = pad_batch(rich_batch([[(0, 0), (0, 0)]]), 3)
-    assert padded.num_real == 1
-    assert len(samples_of(padded)) == 1
+    assert pad_batch(rich_batch([]), 2).first.stride() == 2
+    empty = empty_batch(schema_of(batch))
+    assert schema_of(empty) == schema_of(batch)
+    assert isinstance(empty, RichBatch)
+    assert empty.num_real == 0
+    assert empty.ids.tolist() == [-1, -1]
 
 
 def test_a_batch_with_too_many_rows_is_refused() -> None:
@@ -34,37 +33,29 @@ def test_a_batch_with_too_many_rows_is_refused() -> None:
         pad_batch(rich_batch([[(1, 2), (0, 3)]] * 2), 1)
 
 
-def test_an_empty_batch_has_the_given_schema() -> None:
-    schema = schema_of(rich_batch([[(1, 2), (0, 3)]]))
-    empty = empty_batch(schema)
-    assert schema_of(empty) == schema
-    assert isinstance(empty, RichBatch)
-    assert empty.num_real == 0
-    assert empty.ids.tolist() == [-1]
-
-
 def _collate(samples: Sequence[int]) -> RichBatch:
     return rich_batch([[(sample, 0), (0, 0)] for sample in samples])
 
 
-def _first_lengths(batch: RichBatch) -> list[int]:
-    lengths: list[int] = batch.first["a"].lengths().tolist()
-    return lengths
-
-
-def test_any_iterable_of_samples_is_cut_into_full_batches() -> None:
-    batches = list(PaddedBatches([1, 2, 3, 4, 5], batch_size=2, collate=_collate))
-    assert [(_first_lengths(batch), batch.num_real) for batch in batches] == [([1, 2], 2), ([3, 4], 2), ([5, 0], 1)]
-
-
-def test_the_last_group_can_be_dropped() -> None:
-    batches = list(PaddedBatches([1, 2, 3], batch_size=2, collate=_collate, drop_last=True))
-    assert [_first_lengths(batch) for batch in batches] == [[1, 2]]
-
-
-def test_empty_batches_are_added_up_to_num_batches() -> None:
-    batches = list(PaddedBatches([1], batch_size=2, collate=_collate, num_batches=3))
-    assert [(_first_lengths(batch), batch.num_real) for batch in batches] == [([1, 0], 1), ([0, 0], 0), ([0, 0], 0)]
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_batches", [None, 1, 4])
+@pytest.mark.parametrize("num_samples", [0, 1, 4, 5])
+def test_any_iterable_of_samples_is_cut_into_full_batches(
+    num_samples: int, num_batches: int | None, drop_last: bool
+) -> None:
+    expected = [[1, 2], [3, 4]] if num_samples > 1 else []
+    if num_samples % 2 and not drop_last:
+        expected.append([num_samples, 0])
+    expected += [[0, 0]] * ((num_batches or 0) - len(expected))
+    batches = PaddedBatches(
+        range(1, num_samples + 1), batch_size=2, collate=_collate, drop_last=drop_last, num_batches=num_batches
+    )
+    assert len(batches) == len(expected)
+    for _ in range(2):
+        found = [(batch.first["a"].lengths().tolist(), batch.num_real) for batch in batches]
+        assert found == [(lengths, sum(length > 0 for length in lengths)) for lengths in expected]
+    with pytest.raises(TypeError, match="'generator' has no len"):
+        len(PaddedBatches((n for n in range(3)), batch_size=2, collate=_collate))
 
 
 @pytest.mark.parametrize("num_samples", [1, 4, 5])
@@ -96,29 +87,3 @@ def test_a_rank_without_samples_says_what_to_declare() -> None:
     declared = JaggedCollate({"y": dense(dtype=torch.float32, shape=(2,))})
     (batch,) = PaddedBatches([], batch_size=2, collate=declared, num_batches=1)
     assert batch.y.tolist() == [[0.0, 0.0]] * 2
-
-
-def test_each_iteration_iterates_over_the_samples_again() -> None:
-    batches = PaddedBatches([1, 2], batch_size=1, collate=_collate)
-    assert [len(list(batches)) for _ in range(2)] == [2, 2]
-
-
-def test_a_batch_without_rows_can_be_padded() -> None:
-    batch = pad_batch(rich_batch([]), 2)
-    assert isinstance(batch.first, KeyedJaggedTensor)
-    assert batch.first.stride() == 2
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("num_batches", [None, 1, 4])
-@pytest.mark.parametrize("num_samples", [0, 1, 4, 5])
-def test_length_is_the_number_of_batches(num_samples: int, num_batches: int | None, drop_last: bool) -> None:
-    batches = PaddedBatches(
-        range(num_samples), batch_size=2, collate=_collate, drop_last=drop_last, num_batches=num_batches
-    )
-    assert len(batches) == len(list(batches))
-
-
-def test_batches_of_samples_without_a_length_have_none() -> None:
-    with pytest.raises(TypeError, match="'generator' has no len"):
-        len(PaddedBatches((n for n in range(3)), batch_size=2, collate=_collate))
