@@ -1,11 +1,14 @@
 """A harness for everything that keeps a position: stop it after every step, and resume it in another shape."""
 
+import io
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from evenrank.dataloader import SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.state.checks import StateFormat
@@ -112,3 +115,14 @@ def _last_batches(steps: Sequence[Sequence[Batch | None]]) -> Iterator[list[Batc
 
 def _ids(steps: Sequence[Sequence[Batch | None]]) -> list[int]:
     return [sample for step in steps for batch in step if batch is not None for sample in ids_of(batch)]
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -1,32 +1,18 @@
 """Jobs that are stopped and resumed many times, each on other ranks than the one before, train each sample once."""
 
-import io
 import itertools
-import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader import LoaderConfig, StreamConfig, build_stream_loader, merge_stream_states
 from evenrank.datasets import open_store
 from tests.dataloader.batch_helpers import ids_of
-
-
-def _through_json(state: Mapping[str, Any]) -> Any:
-    return json.loads(json.dumps(state))
-
-
-def _through_torch(state: Mapping[str, Any]) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+from tests.dataloader.resuming import through_json, through_torch
 
 
 def _link(
@@ -67,7 +53,7 @@ def test_each_sample_is_trained_once_however_often_a_job_is_resumed(
     state: Any = None
     for _ in range(num_links):
         state = _link(small_dataset, stream, state, rng, trained)
-        state = _through_json(state) if rng.integers(2) else _through_torch(state)
+        state = through_json(state) if rng.integers(2) else through_torch(state)
     loader = build_stream_loader(small_dataset, LoaderConfig(batch_size=64), stream, rank=0, world_size=1)
     loader.load_state_dict(state)
     if trained:
