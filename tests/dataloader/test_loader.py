@@ -79,9 +79,12 @@ def test_batches_contain_the_events_of_their_users(small_dataset: Path, tmp_path
                 assert items[row] == store.events["item_id"][span][-10 - num_candidates :].tolist()
                 assert labels[row] == store.events["action"][span].tolist()[store.lengths[sample] - num_candidates :]
                 seen.append(sample)
-        assert sorted(seen) == np.flatnonzero(store.lengths >= fewest).tolist()  # empty histories are samples
+        assert sorted(seen) == np.flatnonzero(store.lengths >= fewest).tolist()
         assert loader.num_dropped == np.count_nonzero(store.lengths < fewest)
-    assert store.lengths.min() == 0
+    batches = list(Loader([STORE], LoaderConfig(batch_size=2), rank=0, world_size=1))
+    assert STORE.lengths.tolist() == [3, 0, 6]  # an empty history is a sample
+    assert sorted(sample for batch in batches for sample in ids_of(batch)) == [0, 1, 2]
+    assert [batch.num_real for batch in batches] == [2, 1]
 
 
 def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_or_filters(small_dataset: Path) -> None:

@@ -13,19 +13,16 @@ from evenrank.dataloader import (
     RandomBatches,
     RandomData,
     RandomFeature,
-    SemanticIdBatch,
     SemanticIdConfig,
     SequenceBatch,
     random_codes,
 )
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
 from evenrank.dataloader.batches.schema import check_contents
 from evenrank.dataloader.random_batches import _FORMAT
 from evenrank.dataloader.routing import KeyMap
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
-from tests.ranks import RankPool
 
 DATA = RandomData(
     lengths=Uniform(low=0, high=20),
@@ -175,40 +172,6 @@ def test_a_state_of_other_batches_is_refused() -> None:
     for position in (3, 48):
         with pytest.raises(StateError, match=f"has position {position}, which is not after a step of 8 samples"):
             make().load_state_dict(with_changes(_FORMAT, state, position=position))
-
-
-def _semantic_ids(rank: int, world_size: int) -> RandomBatches[SemanticIdBatch]:
-    config = SemanticIdConfig(
-        batch_size=4, codes=CODES, max_history_length=12, history_labels=True, candidate_feature=True, user_id=True
-    )
-    return RandomBatches(config, DATA, num_batches=10, rank=rank, world_size=world_size)
-
-
-def _rows_by_id(batch: SemanticIdBatch) -> dict[int, list[list[int]]]:
-    fields = (batch.features, batch.labels)
-    columns = [rows_of(jagged, key)[: batch.num_real] for jagged in fields for key in jagged.to_dict()]
-    return dict(zip(ids_of(batch), map(list, zip(*columns, strict=True)), strict=True))
-
-
-def _balanced_semantic_ids(rank: int, world_size: int) -> list[tuple[dict[int, list[list[int]]], int, int | None]]:
-    options: dict[str, Any] = {"hidden": 8, "heads": 1, "head_dim": 8, "layers": 1, "interleave_actions": False}
-    cost = HSTUCost(history_key="semantic_id", contextual=("candidate_id",), **options)
-    with Balancer(_semantic_ids(rank, world_size), BalanceConfig(cost=cost)) as balancer:
-        return [(_rows_by_id(batch), batch.loss_tokens, batch.world_loss_tokens) for batch in balancer]
-
-
-def test_balancing_semantic_ids_keeps_samples_labels_and_loss_tokens(ranks: RankPool) -> None:
-    loaded = list(zip(*(_semantic_ids(rank, 3) for rank in range(3)), strict=True))
-    balanced = list(zip(*ranks.run(3, _balanced_semantic_ids), strict=True))
-    for before, after in zip(loaded, balanced, strict=True):
-        rows_before = {key: rows for batch in before for key, rows in _rows_by_id(batch).items()}
-        assert rows_before == {key: rows for rows_of_rank, _, _ in after for key, rows in rows_of_rank.items()}
-        assert any(list(rows) != list(_rows_by_id(batch)) for (rows, _, _), batch in zip(after, before, strict=True))
-        num_labels = sum(len(batch.labels.values()) for batch in before)
-        assert num_labels == sum(batch.loss_tokens for batch in before)
-        for rows, loss_tokens, world_loss_tokens in after:
-            assert loss_tokens == sum(len(columns[-1]) for columns in rows.values())
-            assert world_loss_tokens == num_labels
 
 
 def _random(**options: Any) -> Any:

@@ -30,7 +30,6 @@ from evenrank.datasets.distributions import Lognormal, Zipf
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import (
     Batch,
-    ResumableLoader,
     Shape,
     state_of_any_rank,
     stop_and_resume_everywhere,
@@ -80,7 +79,7 @@ def codes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _merged_state(loaders: Sequence[ResumableLoader], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
+def _merged_state(loaders: Sequence[Any], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
     """Merge the states of all ranks after a step, also of ranks that ran out of data before."""
     latest = max((batch for batch in batches if batch is not None), key=lambda batch: batch.position)
     return merge_stream_states([loader.state_dict(after=latest) for loader in loaders])

@@ -42,7 +42,9 @@ def test_tables_of_any_size_have_exact_inverses(size: int, world_size: int, mode
     assert rows.max() < size
     assert len(set(rows.tolist())) == len(set(keys.tolist()))
     assert key_map.inverse(rows).tolist() == keys.tolist()
-    if mode == "hash_roundrobin":
+    if mode == "continuous":
+        assert rows.tolist() == keys.tolist()
+    if mode == "hash_roundrobin":  # which checkpoints depend on
         assert rows.tolist() == [_reference(key, size) for key in keys.tolist()]
 
 
@@ -51,14 +53,6 @@ def test_round_robin_gives_each_rank_its_keys_in_turn() -> None:
     assert key_map.inverse(np.arange(10)).tolist() == [0, 4, 7, 1, 5, 8, 2, 6, 9, 3]
     ranks = owner_rank(key_map(np.arange(10)), 4, "continuous", 10)
     assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
-
-
-def test_the_permutation_never_changes() -> None:
-    """Checkpoints depend on it."""
-    key_map = KeyMap(num_embeddings=1000, world_size=8, mode="hash_roundrobin")
-    assert key_map(np.arange(8)).tolist() == [716, 354, 962, 442, 637, 640, 114, 853]
-    large = KeyMap(num_embeddings=1 << 40, world_size=8, mode="hash_roundrobin")
-    assert large(np.array([0, 1, (1 << 40) - 1])).tolist() == [680828958891, 86927369084, 734932377290]
 
 
 def _reference(key: int, num_rows: int) -> int:
@@ -114,17 +108,6 @@ def test_tensors_on_a_gpu_are_mapped_as_on_the_cpu(mode: Mode, size: int) -> Non
     assert rows.device.type == "cuda"
     assert rows.tolist() == key_map(keys).tolist()
     assert key_map.inverse(rows).tolist() == keys.tolist()
-
-
-def test_only_round_robin_depends_on_the_number_of_ranks() -> None:
-    keys = np.arange(100)
-    rows = {
-        mode: [KeyMap(num_embeddings=100, world_size=ranks, mode=mode)(keys).tolist() for ranks in (2, 7)]
-        for mode in MODES
-    }
-    assert rows["continuous"] == [keys.tolist()] * 2
-    assert rows["hash_roundrobin"][0] == rows["hash_roundrobin"][1] != keys.tolist()
-    assert rows["roundrobin"][0] != rows["roundrobin"][1]
 
 
 @pytest.mark.parametrize("mode", MODES)

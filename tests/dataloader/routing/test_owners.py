@@ -44,14 +44,6 @@ def test_hashes_are_the_published_ones() -> None:
     assert [hash_word(word) for word in PUBLISHED] == list(PUBLISHED.values())
 
 
-def test_ranges_are_torchrecs_and_keys_past_them_go_round_robin() -> None:
-    # 10 rows on 4 ranks: ranges of 3.
-    keys = np.array([0, 2, 3, 8, 9, 10, 11, 12, 13, -1])
-    expected = [0, 0, 1, 2, 3, 3, 3, 0, 1, (2**64 - 1) % 4]
-    assert owner_rank(keys, 4, "continuous", 10).tolist() == expected
-    assert owner_rank(torch.from_numpy(keys), 4, "continuous", 10).tolist() == expected
-
-
 @settings(max_examples=200)
 @given(keys_and_bits, world_sizes, modes, tables)
 def test_arrays_and_tensors_have_the_owners_of_pythons_integers(

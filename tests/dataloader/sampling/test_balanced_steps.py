@@ -92,18 +92,6 @@ def test_each_window_has_its_samples_once_and_a_step_that_is_not_full_its_own(
         assert sorted(itertools.chain(*steps[first:end])) == sorted(itertools.chain(*unbalanced[first:end]))
 
 
-def test_an_epoch_waits_less_for_its_heaviest_ranks(small_dataset: Path) -> None:
-    in_all = {}
-    for window in (1, 2, 4, 8):
-        metrics: list[StepMetrics] = []
-        balance = BalanceConfig(cost=COST, window=window, on_step=metrics.append)
-        loader = build_loader(small_dataset, LoaderConfig(batch_size=4, seed=3), rank=0, world_size=4, balance=balance)
-        assert len(list(loader)) == len(metrics) > 10
-        in_all[window] = int(sum(step.after.max() for step in metrics))
-    assert in_all[1] > in_all[2] > in_all[4] > in_all[8]
-    assert in_all[8] < 0.85 * in_all[1]
-
-
 def _ones(lengths: Lengths, num_candidates: Ints) -> Ints:
     return np.ones_like(num_candidates)
 
