@@ -117,10 +117,7 @@ def test_users_with_items_without_codes_are_left_out_and_logged(
 @pytest.mark.parametrize("suffix", [".pt", ".npy"])
 def test_code_tables_are_read_from_tensor_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"codes{suffix}"
-    if suffix == ".pt":
-        torch.save(torch.from_numpy(CODES), path)
-    else:
-        np.save(path, CODES)
+    torch.save(torch.from_numpy(CODES), path) if suffix == ".pt" else np.save(path, CODES)
     table = read_codes(path)
     assert table.codes.tolist() == CODES.T.tolist()
     assert table.codebook_sizes == (4, 10)
@@ -139,16 +136,9 @@ def _npy(descr: str, shape: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
 
 
+CONTENTS = {"empty": b"", "pickle": pickle.dumps([[1]]), "harmful": pickle.dumps(_Harmful(), protocol=2)}
 MALFORMED: dict[str, Any] = {
-    **{
-        f"{kind}{suffix}": content
-        for suffix in (".npy", ".pt")
-        for kind, content in (
-            ("empty", b""),
-            ("pickle", pickle.dumps([[1]])),
-            ("harmful", pickle.dumps(_Harmful(), protocol=2)),
-        )
-    },
+    **{f"{name}{suffix}": content for suffix in (".npy", ".pt") for name, content in CONTENTS.items()},
     "huge.npy": _npy("'<i8'", "(64, 1000000000000)"),
     "huger.npy": _npy("'<i8'", "(9999999999999999999999, 9)"),
     "deep.npy": _npy("(" * 5000, "(2, 2)"),

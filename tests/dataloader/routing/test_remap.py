@@ -124,51 +124,41 @@ TENSORS = "it has model.dense.weight, model.item_id.weight, optimizer.state"
 
 
 @pytest.mark.parametrize(
-    ("tables", "before", "after", "values", "message"),
+    ("changes", "message"),
     [
-        (TABLES, {}, AFTER, {}, f"loader.dist_type of SOURCE has item_id as {IS_HASHED}, but `before` has it as conti"),
-        (TABLES, {**BEFORE, "user_id": OTHER}, AFTER, {}, f"user_id changes from {IS_HASHED} to continuous, but `tabl"),
-        ({}, BEFORE, AFTER, {}, f"item_id changes from {IS_HASHED} to {IS_ON_4}, but `tables` does not name it; add "),
-        ({}, BEFORE, {}, {}, f"item_id changes from {IS_HASHED} to continuous, but `tables` does not name it; add the"),
+        ({"before": {}}, f"loader.dist_type of SOURCE has item_id as {IS_HASHED}, but `before` has it as conti"),
+        ({"before": {**BEFORE, "user_id": OTHER}}, f"user_id changes from {IS_HASHED} to continuous, but `tabl"),
+        ({"tables": {}}, f"item_id changes from {IS_HASHED} to {IS_ON_4}, but `tables` does not name it; add "),
         (
-            TABLES,
-            BEFORE,
-            AFTER,
-            {"new.dist_type": dist_type(BOTH)},
+            {"tables": {}, "after": {}},
+            f"item_id changes from {IS_HASHED} to continuous, but `tables` does not name it; a",
+        ),
+        (
+            {"values": {"new.dist_type": dist_type(BOTH)}},
             f"the new new.dist_type has user_id as {IS_ON_4}, but `after` has it as continuous; pass the key maps that",
         ),
         # Of two tables of one size, each has its own maps.
-        (TABLES, BEFORE, BOTH, {}, f"user_id changes from continuous to {IS_ON_4}, but "),
+        ({"after": BOTH}, f"user_id changes from continuous to {IS_ON_4}, but "),
         (
-            OF_TWO,
-            BEFORE,
-            AFTER,
-            {},
+            {"tables": OF_TWO},
             f"model.item_id.weight is the table of item_id, which changes from {IS_HASHED} to {IS_ON_4}, and of "
             "user_id, which stays; give all features of a table the same key maps",
         ),
         (
-            OF_TWO,
-            BEFORE,
-            BOTH,
-            {},
+            {"tables": OF_TWO, "after": BOTH},
             f"and of user_id, which changes from continuous to {IS_ON_4}; give all features of a ",
         ),
-        ({**TABLES, "user_id": ["x.weight"]}, BEFORE, AFTER, {}, f"SOURCE has no tensor 'x.weight'; {TENSORS}"),
-        ({**TABLES, "user_id": ["step"]}, BEFORE, AFTER, {}, f"SOURCE has no tensor 'step'; {TENSORS}"),
+        ({"tables": {**TABLES, "user_id": ["x.weight"]}}, f"SOURCE has no tensor 'x.weight'; {TENSORS}"),
+        ({"tables": {**TABLES, "user_id": ["step"]}}, f"SOURCE has no tensor 'step'; {TENSORS}"),
     ],
 )
 def test_maps_that_do_not_fit_the_tables_and_entries_are_refused(
-    source: Path,
-    tables: dict[str, list[str]],
-    before: dict[str, KeyMap],
-    after: dict[str, KeyMap],
-    values: dict[str, Any],
-    message: str,
+    source: Path, changes: dict[str, Any], message: str
 ) -> None:
     target = source.with_name("target")
+    arguments: dict[str, Any] = {"tables": TABLES, "before": BEFORE, "after": AFTER, **changes}
     with pytest.raises(ConfigError, match=re.escape(message.replace("SOURCE", str(source)))):
-        remap_checkpoint(source, target, tables, before=before, after=after, values=values)
+        remap_checkpoint(source, target, **arguments)
     assert not target.exists()
 
 
