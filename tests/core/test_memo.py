@@ -67,8 +67,12 @@ def test_the_latest_values_are_kept_and_a_copy_through_pickle_begins_empty() -> 
     memo: Memo[int] = Memo(2)
     computed: list[int] = []
 
+    def compute(key: int) -> int:
+        computed.append(key)
+        return 10 * key
+
     def get(memo: Memo[int], key: int) -> int:
-        return memo.get(key, lambda: computed.append(key) or 10 * key)
+        return memo.get(key, lambda: compute(key))
 
     assert [get(memo, key) for key in (1, 2, 1, 2, 3, 2, 3, 1)] == [10, 20, 10, 20, 30, 20, 30, 10]
     assert computed == [1, 2, 3, 1]

@@ -76,11 +76,12 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def _start(package: Path, program: str) -> "subprocess.Popen[str]":
+def _start(package: Path, program: str) -> Any:
     """Start a program that imports a copy of the package."""
     folder = package.parent
     (folder / "temporary").mkdir(exist_ok=True)
     environment = {"PYTHONPATH": str(folder), "HOME": str(folder / "home"), "TMPDIR": str(folder / "temporary")}
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     # Without the `site` module, so that the copy is imported rather than the installed package.
     site = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
     return subprocess.Popen(
@@ -89,21 +90,20 @@ def _start(package: Path, program: str) -> "subprocess.Popen[str]":
         env=environment | {"PATH": os.defpath},
         cwd=folder,
         text=True,
-        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),  # type: ignore[arg-type]
+        **pipes,
     )
 
 
-def _line(process: "subprocess.Popen[str]") -> str:
+def _line(process: Any) -> str:
     """Return the next line that a program prints."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return str(process.stdout.readline().strip())
 
 
-def _finish(process: "subprocess.Popen[str]") -> list[str]:
+def _finish(process: Any) -> list[str]:
     """Return the words that a program prints, which has to succeed."""
     output, errors = process.communicate(timeout=250)
     assert process.returncode == 0, errors
-    return output.split()
+    return str(output).split()
 
 
 def _mix(package: Path) -> list[str]:
@@ -191,7 +191,6 @@ def test_each_function_is_compiled_once_although_a_process_is_killed_while_it_co
         waiting = [_start(package, COUNT) for _ in range(3)]
         assert [_line(process) for process in waiting] == ["ready"] * 3
         for process in waiting:
-            assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
         holder.kill()

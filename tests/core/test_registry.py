@@ -23,7 +23,8 @@ def test_implementations_are_found_by_name_in_the_order_of_registration() -> Non
     assert list(tools) == ["saw", "axe"]
     assert len(tools) == 2
     assert (tools["saw"](), tools["axe"]()) == (1, 2)
-    assert [name in tools for name in ("axe", "hoe", [])] == [True, False, False]
+    names: list[object] = ["axe", "hoe", []]
+    assert [name in tools for name in names] == [True, False, False]
 
 
 @pytest.mark.parametrize(

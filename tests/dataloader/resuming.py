@@ -35,9 +35,10 @@ class Shape:
 
 def state_of_any_rank(loaders: Sequence[Any], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
     """Return the state of one rank, after checking that the states of all ranks are equal."""
-    states = [loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True)]
-    assert all(state == states[0] for state in states)
-    return states[0]
+    first: Mapping[str, Any]
+    first, *others = (loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True))
+    assert all(state == first for state in others)
+    return first
 
 
 def stop_and_resume_everywhere(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,19 +114,33 @@ def test_hashing_spreads_patterns_that_round_robin_or_ranges_put_on_one_rank(key
         assert spread.max() < 1.03 * len(keys) / 4
 
 
+untyped_owner_rank: Any = owner_rank
+untyped_routing: Any = Routing
+untyped_check: Any = check_routing
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: owner_rank(np.array([1.0]), 2, "roundrobin"), "keys must be integers, got float64"),
-        (lambda: owner_rank(torch.tensor([1.0]), 2, "roundrobin"), "keys must be int32 or int64, got torch.float32"),
-        (lambda: owner_rank(torch.tensor([1], dtype=torch.int16), 2, "roundrobin"), "got torch.int16"),
-        (lambda: owner_rank([1, 2], 2, "roundrobin"), "must be a NumPy array or a tensor, got list"),  # type: ignore[arg-type]
-        (lambda: Routing(mode="modulo"), "must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),  # type: ignore[arg-type]
-        (lambda: Routing(mode="continuous"), "needs num_embeddings"),
-        (lambda: Routing(mode="continuous", num_embeddings=0), r"at least 1 and below 2\^63, got 0"),
-        *((partial(Routing, mode="roundrobin", num_embeddings=rows), f"got {rows}") for rows in (2**63, True, 2.0)),
+        (lambda: untyped_owner_rank(np.array([1.0]), 2, "roundrobin"), "keys must be integers, got float64"),
+        (
+            lambda: untyped_owner_rank(torch.tensor([1.0]), 2, "roundrobin"),
+            "keys must be int32 or int64, got torch.float32",
+        ),
+        (lambda: untyped_owner_rank(torch.tensor([1], dtype=torch.int16), 2, "roundrobin"), "got torch.int16"),
+        (lambda: untyped_owner_rank([1, 2], 2, "roundrobin"), "must be a NumPy array or a tensor, got list"),
+        (
+            lambda: untyped_routing(mode="modulo"),
+            "must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'",
+        ),
+        (lambda: untyped_routing(mode="continuous"), "needs num_embeddings"),
+        (lambda: untyped_routing(mode="continuous", num_embeddings=0), r"at least 1 and below 2\^63, got 0"),
         *(
-            (partial(check_routing, size, "roundrobin", None), f"world_size must be .*, got {size}")
+            (partial(untyped_routing, mode="roundrobin", num_embeddings=rows), f"got {rows}")
+            for rows in (2**63, True, 2.0)
+        ),
+        *(
+            (partial(untyped_check, size, "roundrobin", None), f"world_size must be .*, got {size}")
             for size in (0, -1, 2**63, 2.0, True)
         ),
     ],
