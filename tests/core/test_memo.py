@@ -1,5 +1,3 @@
-"""Values are computed once, whatever number of threads ask for them, and the latest few are kept."""
-
 import multiprocessing
 import os
 import pickle

@@ -1,5 +1,3 @@
-"""One line names the extra to install where a package is missing, and the remedy where releases do not match."""
-
 import subprocess
 import sys
 import tomllib

@@ -1,13 +1,10 @@
 """The packages export their names lazily: importing a package imports nothing heavy, and every name can be imported."""
 
 import importlib
-import pickle
 import subprocess
 import sys
 
 import pytest
-
-from evenrank.dataloader import LoaderConfig, StreamConfig
 
 
 def test_importing_the_packages_imports_no_heavy_package() -> None:
@@ -29,8 +26,3 @@ def test_all_exported_names_are_there(name: str) -> None:
     assert module.__all__
     assert all(names[exported] is getattr(module, exported) for exported in module.__all__)
     assert dir(module) == sorted(module.__all__)
-
-
-def test_exported_records_can_be_pickled() -> None:
-    for record in (LoaderConfig(batch_size=2), StreamConfig(num_shards=3)):
-        assert pickle.loads(pickle.dumps(record)) == record

@@ -106,17 +106,6 @@ def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_o
         loader.load_state_dict({**state, "version": 2})
 
 
-def test_an_error_while_collating_reaches_the_consumer(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = _loaders(small_dataset, 1, num_workers=2)[0]
-
-    def fail(*arguments: object, **options: object) -> list[SequenceBatch]:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(loader._sampler, "collate", fail)
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(loader)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

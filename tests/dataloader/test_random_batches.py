@@ -92,17 +92,6 @@ def test_contextual_features_can_have_any_number_of_values_and_batches_few_sampl
     check_contents(coded)
 
 
-def test_candidates_and_tasks_follow_the_configuration() -> None:
-    for batch in _batches(max_num_candidates=4, max_history_length=6, num_tasks=2, num_batches=3):
-        assert batch.num_candidates.tolist() == [4] * 16
-        items, actions = (batch.features[key].lengths() for key in ("item_id", "action"))
-        assert torch.equal(items - 4, actions)
-        assert int(actions.max()) <= 6
-        labels = rows_of(batch.labels, "label")
-        assert [len(row) for row in labels] == [4] * 16
-        assert {label for row in labels for label in row} <= {3, 4 & 3, 5 & 3}
-
-
 def test_semantic_ids_are_codes_of_the_table() -> None:
     assert CODES.codebook_sizes == (8, 8, 8)
     known = set(map(tuple, CODES.codes[100:200].tolist()))

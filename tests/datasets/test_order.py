@@ -1,6 +1,5 @@
 import itertools
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,34 +42,25 @@ def test_samples_are_spread_evenly_over_positions() -> None:
     assert ((counts - 100) ** 2 / 100).sum() < 40
 
 
-@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 9), st.data())
+@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 9), st.booleans(), st.data())
 def test_steps_cover_every_remaining_position_once_and_in_order(
-    num_samples: int, world_size: int, batch_size: int, data: st.DataObject
+    num_samples: int, world_size: int, batch_size: int, drop_last: bool, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, num_samples))
-    schedule = EpochSchedule(num_samples=num_samples, world_size=world_size, batch_size=batch_size, start=start)
+    schedule = EpochSchedule(
+        num_samples=num_samples, world_size=world_size, batch_size=batch_size, start=start, drop_last=drop_last
+    )
     parts = [schedule.positions(step, rank) for step in range(schedule.num_steps) for rank in range(world_size)]
-    assert np.array_equal(np.concatenate([[], *parts]), np.arange(start, num_samples))
+    end = num_samples - (num_samples - start) % (world_size * batch_size) * drop_last
+    assert np.array_equal(np.concatenate([[], *parts]), np.arange(start, end))
     assert all(len(positions) <= batch_size for positions in parts)
-
-
-def test_with_drop_last_all_steps_are_full() -> None:
-    schedule = EpochSchedule(num_samples=11, world_size=2, batch_size=2, start=2, drop_last=True)
-    assert schedule.num_steps == 2
-    assert schedule.positions(1, 1).tolist() == [8, 9]
-    assert schedule.position_after(1) == 10
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"world_size": 0}, "at least 1, got world_size=0 and batch_size=2"),
-        ({"start": 11}, "start must be between 0 and num_samples = 10, got 11"),
-    ],
-)
-def test_an_invalid_schedule_is_refused_with_the_value(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EpochSchedule(**{"num_samples": 10, "world_size": 1, "batch_size": 2, **wrong})
+    if schedule.num_steps:
+        assert schedule.position_after(schedule.num_steps - 1) == end
+    sizes: Any = {"num_samples": 10, "world_size": 1, "batch_size": 2}
+    with pytest.raises(ConfigError, match="at least 1, got world_size=0 and batch_size=2"):
+        EpochSchedule(**sizes | {"world_size": 0})
+    with pytest.raises(ConfigError, match="start must be between 0 and num_samples = 10, got 11"):
+        EpochSchedule(**sizes, start=11)
 
 
 def test_rows_left_out_are_skipped() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged, pad_batch
@@ -74,15 +73,6 @@ def test_batch_is_pickled_replaced_emptied_and_selected_like_any_other() -> None
     assert (chosen.label.tolist(), chosen.loss_tokens) == ([2, 2], 4)
     with pytest.raises(AttributeError, match="a batch of features, prices, label has no 'labels'"):
         _ = batch.labels
-
-
-@pytest.mark.processes
-def test_workers_of_a_data_loader_make_the_same_batches() -> None:
-    collate = JaggedCollate(DECLARATIONS)
-    loader: Any = DataLoader(SAMPLES * 3, batch_size=4, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
-    batches = list(loader)
-    assert [batch.num_real for batch in batches] == [4, 4, 1]
-    assert [_rows(batch.features, "item_id") for batch in batches][1:] == [[[], [4], [7, 3, 9], []], [[4]]]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.collate.gather import StoreRows, group_by_store
 from evenrank.dataloader.collate.sequences import SequenceCollate
-from evenrank.datasets import open_store
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import ITEMS, STORE
 
@@ -111,12 +109,3 @@ def test_batches_made_together_equal_batches_made_one_by_one() -> None:
 def test_rows_out_of_range_are_refused(rows: list[int]) -> None:
     with pytest.raises(IndexError, match="rows must be between 0 and 2, got"):
         _collate(rows)
-
-
-def test_batches_equal_slices_of_the_store(small_dataset: Path) -> None:
-    store = open_store(small_dataset)
-    rows = np.random.default_rng(0).integers(0, len(store), 40)
-    collate = LoaderConfig(batch_size=1, max_history_length=5).make_collate()
-    expected = [store.events["item_id"][store.offsets[r] : store.offsets[r + 1]][-5:].tolist() for r in rows]
-    (batch,) = collate(group_by_store([store], rows), rows, batch_size=40)
-    assert rows_of(batch.features, "item_id") == expected

@@ -1,7 +1,6 @@
 """Owners of keys in arrays and tensors, against Python's integers, published hashes, and fbgemm."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,37 +113,30 @@ def test_hashing_spreads_patterns_that_round_robin_or_ranges_put_on_one_rank(key
         assert spread.max() < 1.03 * len(keys) / 4
 
 
-untyped_owner_rank: Any = owner_rank
-untyped_routing: Any = Routing
-untyped_check: Any = check_routing
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("make", "arguments", "message"),
     [
-        (lambda: untyped_owner_rank(np.array([1.0]), 2, "roundrobin"), "keys must be integers, got float64"),
-        (
-            lambda: untyped_owner_rank(torch.tensor([1.0]), 2, "roundrobin"),
-            "keys must be int32 or int64, got torch.float32",
-        ),
-        (lambda: untyped_owner_rank(torch.tensor([1], dtype=torch.int16), 2, "roundrobin"), "got torch.int16"),
-        (lambda: untyped_owner_rank([1, 2], 2, "roundrobin"), "must be a NumPy array or a tensor, got list"),
-        (
-            lambda: untyped_routing(mode="modulo"),
-            "must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'",
-        ),
-        (lambda: untyped_routing(mode="continuous"), "needs num_embeddings"),
-        (lambda: untyped_routing(mode="continuous", num_embeddings=0), r"at least 1 and below 2\^63, got 0"),
+        (owner_rank, {"keys": np.array([1.0])}, "keys must be integers, got float64"),
+        (owner_rank, {"keys": torch.tensor([1.0])}, "keys must be int32 or int64, got torch.float32"),
+        (owner_rank, {"keys": torch.tensor([1], dtype=torch.int16)}, "got torch.int16"),
+        (owner_rank, {"keys": [1, 2]}, "must be a NumPy array or a tensor, got list"),
+        (Routing, {"mode": "modulo"}, "must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
+        (Routing, {"mode": "continuous"}, "needs num_embeddings"),
+        (Routing, {"mode": "continuous", "num_embeddings": 0}, r"at least 1 and below 2\^63, got 0"),
+        *((Routing, {"mode": "roundrobin", "num_embeddings": n}, f"got {n}") for n in (2**63, True, 2.0)),
         *(
-            (partial(untyped_routing, mode="roundrobin", num_embeddings=rows), f"got {rows}")
-            for rows in (2**63, True, 2.0)
-        ),
-        *(
-            (partial(untyped_check, size, "roundrobin", None), f"world_size must be .*, got {size}")
+            (
+                check_routing,
+                {"world_size": size, "mode": "roundrobin", "num_embeddings": None},
+                f"world_size .*, got {size}",
+            )
             for size in (0, -1, 2**63, 2.0, True)
         ),
     ],
 )
-def test_wrong_keys_routings_and_world_sizes_are_refused(call: Callable[[], object], message: str) -> None:
+def test_wrong_keys_routings_and_world_sizes_are_refused(
+    make: Callable[..., object], arguments: dict[str, Any], message: str
+) -> None:
+    of_owners = {"world_size": 2, "mode": "roundrobin"} if make is owner_rank else {}
     with pytest.raises(ConfigError, match=message):
-        call()
+        make(**of_owners, **arguments)

@@ -1,7 +1,4 @@
-"""Loaders whose steps are assigned their samples in windows: each sample once per epoch, wherever they stop.
-
-See `balance/test_no_exchange.py` and `balance/test_packing.py` for other balanced steps.
-"""
+"""Loaders with windows; see `balance/test_no_exchange.py` and `balance/test_packing.py` for other balanced steps."""
 
 import itertools
 import pickle
@@ -191,19 +188,6 @@ def test_each_sample_comes_once_through_any_chain_of_jobs_that_resume(
         left = _flat(_iterate(plain)) if plain[0].epoch == state["epoch"] else []
         assert sorted([*seen, *left]) == everything
     assert len(set(seen)) == len(seen)
-
-
-@pytest.mark.parametrize("balance", [None, {"window": 1}, {"window": 2}, {"window": 8}], ids=str)
-def test_pending_samples_of_a_window_come_first_on_other_ranks(
-    small_dataset: Path, balance: dict[str, Any] | None
-) -> None:
-    loaders = _loaders(small_dataset, 3, {"window": 4})
-    in_window = itertools.chain(*_steps(_iterate(_loaders(small_dataset, 3, None), 4)))
-    before = _iterate(loaders, 3)
-    left = sorted(set(in_window) - set(_flat(before)))
-    assert len(left) == 12
-    resumed = _load(_loaders(small_dataset, 2, balance), _state(loaders))
-    assert set(left) <= set(_flat(_iterate(resumed, 2)))
 
 
 def test_between_windows_a_state_has_nothing_pending(small_dataset: Path) -> None:
