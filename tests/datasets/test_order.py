@@ -1,5 +1,6 @@
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
