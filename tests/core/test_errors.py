@@ -24,9 +24,8 @@ def test_an_error_is_one_printable_line_whatever_its_message_contains(kind: type
 
 
 def test_errors_are_caught_by_the_builtin_they_resemble() -> None:
-    assert issubclass(ConfigError, ValueError)
-    assert issubclass(RankError, RuntimeError)
-    assert issubclass(errors.MissingPackageError, ImportError)
+    resembled = {ConfigError: ValueError, RankError: RuntimeError, errors.MissingPackageError: ImportError}
+    assert all(issubclass(error, builtin) for error, builtin in resembled.items())
 
 
 class _WithoutTextError(Exception):
@@ -54,8 +53,7 @@ def test_controls_are_escaped_and_other_text_is_kept() -> None:
         assert escape_controls(text) == text
     assert escape_controls("a\nb\tc", keep="\n") == "a\nb\\tc"
     escaped = escape_controls("".join(map(chr, range(sys.maxunicode + 1))))
-    assert not {unicodedata.category(character) for character in escaped} & {"Cc", "Cs", "Zl", "Zp"}
-    assert not {unicodedata.bidirectional(character) for character in escaped} & {
-        *("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-    }
+    assert not set(map(unicodedata.category, escaped)) & {"Cc", "Cs", "Zl", "Zp"}
+    directions = {*("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")}
+    assert not set(map(unicodedata.bidirectional, escaped)) & directions
     escaped.encode()

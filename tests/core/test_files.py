@@ -21,30 +21,20 @@ def test_only_regular_files_are_opened(tmp_path: Path, refuse: Callable[[Path], 
             refuse(path)
 
 
-def test_a_link_to_a_regular_file_is_opened(tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(b"data")
-    (tmp_path / "link").symlink_to(tmp_path / "data")
-    check_regular(tmp_path / "link")
-    with open_regular(tmp_path / "link") as file:
-        assert file.read() == b"data"
-
-
-def test_own_files_are_not_written_through_links(tmp_path: Path) -> None:
+def test_files_are_read_through_links_and_own_files_not_written_through_them(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "precious")
+    check_regular(tmp_path / "link")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"kept"
     with pytest.raises(OSError, match="symbolic links"), open(tmp_path / "link", "w", opener=opener_of_own_files):
         pass
     with pytest.raises(OSError, match="symbolic links"):
         open_lock_file(tmp_path / "link")
     with pytest.raises(FileExistsError, match="precious is not a lock file"):
         open_lock_file(tmp_path / "precious")
-    assert (tmp_path / "precious").read_text() == "kept"
-
-
-def test_an_atomic_file_is_not_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("kept")
     (tmp_path / f".out.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
     files.write_text(tmp_path / "out", "written")
     assert (tmp_path / "precious").read_text() == "kept"
     assert (tmp_path / "out").read_text() == "written"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "precious"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out", "precious"]

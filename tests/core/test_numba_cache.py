@@ -1,5 +1,3 @@
-"""Compiled functions and the cache of their machine code, with copies of the package in processes of their own."""
-
 import ast
 import logging
 import os
@@ -78,12 +76,12 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def _start(package: Path, program: str) -> "subprocess.Popen[str]":
+def _start(package: Path, program: str) -> Any:
     """Start a program that imports a copy of the package."""
     folder = package.parent
-    for name in ("home", "temporary"):
-        (folder / name).mkdir(exist_ok=True)
+    (folder / "temporary").mkdir(exist_ok=True)
     environment = {"PYTHONPATH": str(folder), "HOME": str(folder / "home"), "TMPDIR": str(folder / "temporary")}
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     # Without the `site` module, so that the copy is imported rather than the installed package.
     site = f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r})\n"
     return subprocess.Popen(
@@ -91,18 +89,26 @@ def _start(package: Path, program: str) -> "subprocess.Popen[str]":
         [sys.executable, "-B", "-S", "-c", site + program],
         env=environment | {"PATH": os.defpath},
         cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
+        **pipes,
     )
 
 
-def _finish(process: "subprocess.Popen[str]", line: str = "") -> list[str]:
-    """Send a line to a program that has to succeed, and return the words that it prints."""
-    output, errors = process.communicate(line, timeout=250)
+def _line(process: Any) -> str:
+    """Return the next line that a program prints."""
+    return str(process.stdout.readline().strip())
+
+
+def _finish(process: Any) -> list[str]:
+    """Return the words that a program prints, which has to succeed."""
+    output, errors = process.communicate(timeout=250)
     assert process.returncode == 0, errors
-    return output.split()
+    return str(output).split()
+
+
+def _mix(package: Path) -> list[str]:
+    """Return a hash by compiled functions, and the folder of their machine code."""
+    return _finish(_start(package, MIX))
 
 
 @compiled
@@ -141,15 +147,15 @@ def test_numba_can_be_told_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_machine_code_is_compiled_again_after_a_change_in_another_file(package: Path) -> None:
-    before = _finish(_start(package, MIX))
-    assert _finish(_start(package, MIX)) == before
+    before = _mix(package)
+    assert _mix(package) == before
     hashing = package / "core" / "hashing.py"
     source = hashing.read_text()
     hashing.write_text(source.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
-    assert _finish(_start(package, MIX))[0] != before[0]
+    assert _mix(package)[0] != before[0]
     assert len(list((package / "__pycache__").glob("compiled-*"))) == 1  # that of the earlier code is removed
     hashing.write_text(source)
-    assert _finish(_start(package, MIX)) == before
+    assert _mix(package) == before
 
 
 def test_compiled_functions_use_only_names_of_files_with_compiled_functions() -> None:
@@ -170,40 +176,27 @@ def test_compiled_functions_use_only_names_of_files_with_compiled_functions() ->
 def test_machine_code_is_cached_only_in_folders_that_nobody_else_can_write(package: Path, tmp_path: Path) -> None:
     (package / "__pycache__").write_text("no folder can be created here, even by root")
     private = tmp_path / "home" / ".cache" / "evenrank"
-    folder = Path(_finish(_start(package, MIX))[1])
+    folder = Path(_mix(package)[1])
     assert folder.parent == private
     assert private.stat().st_mode & 0o077 == 0
     assert list(folder.rglob("*.nbc"))
     private.chmod(0o777)
-    folder = Path(_finish(_start(package, MIX))[1])
-    assert folder.parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
+    assert Path(_mix(package)[1]).parent == tmp_path / "temporary" / f"evenrank-{os.geteuid()}"
 
 
-def test_processes_with_an_empty_cache_compile_each_function_once(package: Path) -> None:
-    processes = [_start(package, COUNT) for _ in range(3)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        assert process.stdin is not None
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    counts = [tuple(map(int, _finish(process))) for process in processes]
-    # A process that loads `outer` has no use for `inner`, which is part of it.
-    assert sorted(counts) == [(0, 0, 0, 1), (0, 0, 0, 1), (1, 0, 1, 0)]
-
-
-def test_nobody_waits_for_a_process_that_was_killed_while_it_compiled(package: Path) -> None:
+def test_each_function_is_compiled_once_although_a_process_is_killed_while_it_compiles(package: Path) -> None:
     holder = _start(package, HOLD)
-    assert holder.stdout is not None
-    child = int(holder.stdout.readline())
+    child = int(_line(holder))
     try:
-        waiting = _start(package, COUNT)
-        assert waiting.stdout is not None
-        assert waiting.stdout.readline() == "ready\n"
+        waiting = [_start(package, COUNT) for _ in range(3)]
+        assert [_line(process) for process in waiting] == ["ready"] * 3
+        for process in waiting:
+            process.stdin.write("\n")
+            process.stdin.flush()
         holder.kill()
-        assert _finish(waiting, "\n") == ["1", "0", "1", "0"]
+        counts = [_finish(process) for process in waiting]
+        # A process that loads `outer` has no use for `inner`, which is part of it.
+        assert sorted(counts) == [["0", "0", "0", "1"], ["0", "0", "0", "1"], ["1", "0", "1", "0"]]
     finally:
         os.kill(child, 9)  # first, as it has the pipes of the holder open
         holder.kill()

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -9,15 +10,11 @@ from evenrank.core.registry import Registry
 def _tools() -> Registry[Callable[[], int]]:
     tools: Registry[Callable[[], int]] = Registry("tool", expected="a function", accepts=callable)
 
-    @tools.register("saw")
     def saw() -> int:
         return 1
 
-    @tools.register("axe")
-    def axe() -> int:
-        return 2
-
-    assert saw() == 1  # a decorated function stays what it is
+    assert tools.register("saw")(saw) is saw  # a decorated function stays what it is
+    tools.register("axe")(lambda: 2)
     return tools
 
 
@@ -26,38 +23,36 @@ def test_implementations_are_found_by_name_in_the_order_of_registration() -> Non
     assert list(tools) == ["saw", "axe"]
     assert len(tools) == 2
     assert (tools["saw"](), tools["axe"]()) == (1, 2)
-    assert "axe" in tools
-    assert "hoe" not in tools
-    assert [] not in tools
+    names: list[object] = ["axe", "hoe", []]
+    assert [name in tools for name in names] == [True, False, False]
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^no tool is called 'hoe'; known are saw, axe$"):
-        _tools()["hoe"]
-    with pytest.raises(ConfigError, match=r"^no tool is called \['saw'\]; known are saw, axe$"):
-        _tools().check(["saw"])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no tool is called 'saw'; known are none"):
-        Registry[int]("tool", expected="an integer", accepts=bool).check("saw")
-
-
-def test_a_name_can_be_taken_once() -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda tools: tools["hoe"], r"^no tool is called 'hoe'; known are saw, axe$"),
+        (lambda tools: tools.check(["saw"]), r"^no tool is called \['saw'\]; known are saw, axe$"),
+        (
+            lambda tools: Registry[int]("tool", expected="an integer", accepts=bool).check("saw"),
+            "no tool is called 'saw'; known are none",
+        ),
+        (
+            lambda tools: tools.register("saw")(lambda: 3),
+            r"'saw' is registered already, as <function .*; choose another",
+        ),
+        (lambda tools: tools.register("hoe")(3), "the tool 'hoe' must be a function, got 3"),
+        (
+            lambda tools: tools.register(lambda: 3),
+            r"name of a registered tool must be a string, got <function .*; pass",
+        ),
+        (lambda tools: tools.register(""), "the name of a registered tool must be a string, got ''"),
+    ],
+)
+def test_wrong_names_and_implementations_are_refused_and_change_nothing(
+    call: Callable[[Any], object], message: str
+) -> None:
     tools = _tools()
-    with pytest.raises(
-        ConfigError, match=r"the tool 'saw' is registered already, as <function .*; choose another name"
-    ):
-        tools.register("saw")(lambda: 3)
+    with pytest.raises(ConfigError, match=message):
+        call(tools)
+    assert list(tools) == ["saw", "axe"]
     assert tools["saw"]() == 1
-
-
-def test_something_of_another_kind_is_refused() -> None:
-    tools = _tools()
-    with pytest.raises(ConfigError, match="the tool 'hoe' must be a function, got 3"):
-        tools.register("hoe")(3)  # type: ignore[arg-type]
-    assert "hoe" not in tools
-
-
-def test_a_decorator_without_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the name of a registered tool must be a string, got <function .*; pass"):
-        _tools().register(lambda: 3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="the name of a registered tool must be a string, got ''"):
-        _tools().register("")

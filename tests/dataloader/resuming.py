@@ -1,11 +1,14 @@
 """A harness for everything that keeps a position: stop it after every step, and resume it in another shape."""
 
+import io
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
 
 from evenrank.dataloader import SemanticIdBatch, SequenceBatch
 from evenrank.dataloader.state.checks import StateFormat
@@ -19,19 +22,6 @@ def with_changes(state_format: StateFormat, state: Mapping[str, Any], **changes:
     return state_format.make(**{name: {**state, **changes}[name] for name in state_format.fields})
 
 
-class ResumableLoader(Protocol):
-    """A loader of one rank."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self, *, after: Any = None) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What may differ between the job that is stopped and the one that resumes."""
@@ -43,22 +33,21 @@ class Shape:
     prefetch: int
 
 
-MakeLoader = Callable[[Shape], ResumableLoader]
-# Returns the state of all ranks after a step, given their loaders and their last batches (None: no batch yet).
-SaveState = Callable[[Sequence[ResumableLoader], Sequence[Batch | None]], Mapping[str, Any]]
-
-
-def state_of_any_rank(loaders: Sequence[ResumableLoader], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
+def state_of_any_rank(loaders: Sequence[Any], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
     """Return the state of one rank, after checking that the states of all ranks are equal."""
-    states = [loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True)]
-    assert all(state == states[0] for state in states)
-    return states[0]
+    first: Mapping[str, Any]
+    first, *others = (loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True))
+    assert all(state == first for state in others)
+    return first
 
 
 def stop_and_resume_everywhere(
-    make_loader: MakeLoader, seed: int, *, max_batch_size: int, save_state: SaveState = state_of_any_rank
+    make_loader: Callable[[Shape], Any], seed: int, *, max_batch_size: int, save_state: Callable[..., Mapping[str, Any]]
 ) -> None:
-    """Iterate over an epoch in a random shape; after each step, resume in another shape and count the samples."""
+    """Iterate over an epoch in a random shape; after each step, resume in another shape and count the samples.
+
+    `save_state` returns the state of all ranks, given their loaders and their last batches (None: no batch yet).
+    """
     rng = np.random.default_rng(seed)
     epoch_samples = Counter(_ids(_epoch(_random_ranks(make_loader, rng, max_batch_size))))
     assert epoch_samples
@@ -82,7 +71,7 @@ def stop_and_resume_everywhere(
             assert trained + rest == epoch_samples, f"after step {index} of {len(states)}"
 
 
-def _random_ranks(make_loader: MakeLoader, rng: np.random.Generator, max_batch_size: int) -> list[ResumableLoader]:
+def _random_ranks(make_loader: Callable[[Shape], Any], rng: np.random.Generator, max_batch_size: int) -> list[Any]:
     """Return the loaders of all ranks of a random shape."""
     world_size = int(rng.integers(1, 6))
     options = {
@@ -93,7 +82,7 @@ def _random_ranks(make_loader: MakeLoader, rng: np.random.Generator, max_batch_s
     return [make_loader(Shape(rank=rank, world_size=world_size, **options)) for rank in range(world_size)]
 
 
-def _epoch(loaders: Sequence[ResumableLoader]) -> list[list[Batch | None]]:
+def _epoch(loaders: Sequence[Any]) -> list[list[Batch | None]]:
     """Return the batch of each rank in each step; None for a rank whose data have run out."""
     iterators = [iter(loader) for loader in loaders]
     steps = []
@@ -112,3 +101,14 @@ def _last_batches(steps: Sequence[Sequence[Batch | None]]) -> Iterator[list[Batc
 
 def _ids(steps: Sequence[Sequence[Batch | None]]) -> list[int]:
     return [sample for step in steps for batch in step if batch is not None for sample in ids_of(batch)]
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -60,11 +60,7 @@ def samples_of(batch: RichBatch) -> list[dict[str, Any]]:
     if batch.batch_size == 0:
         return []  # TorchRec cannot split what has no rows
     samples: list[dict[str, Any]] = [
-        {
-            "id": batch.ids[row].item(),
-            "matrix": batch.matrix[row].tolist(),
-            "flags": batch.flags[row].tolist(),
-        }
+        {"id": batch.ids[row].item(), "matrix": batch.matrix[row].tolist(), "flags": batch.flags[row].tolist()}
         for row in range(batch.num_real)
     ]
     for name in ("first", "weighted"):

@@ -1,6 +1,5 @@
 import itertools
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,102 +18,92 @@ from evenrank.dataloader import (
     build_stream_loader,
 )
 from evenrank.dataloader.collate.semantic_ids import CodeTable
-from evenrank.dataloader.config import ReadConfig
 from evenrank.datasets import open_store
-from evenrank.datasets.distributions import Uniform
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.collate.stores import STORE
-from tests.datasets.crafted import change_table, copy_dataset, set_columns, update_manifest
+from tests.datasets.crafted import add_targets, change_table, copy_dataset, set_columns, update_manifest
 
 
-def _loaders(path: Path, world_size: int, **options: object) -> list[Loader[SequenceBatch]]:
+def _loaders(path: Path | Mixture, world_size: int, **options: object) -> list[Loader[SequenceBatch]]:
     config = LoaderConfig(**{"batch_size": 8, **options})  # type: ignore[arg-type]
     return [build_loader(path, config, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
 def test_every_sample_comes_once_per_epoch_in_batches_of_full_size(
-    small_dataset: Path, world_size: int, num_workers: int
+    small_dataset: Path, world_size: int, num_workers: int, drop_last: bool
 ) -> None:
-    loaders = _loaders(small_dataset, world_size, num_workers=num_workers)
+    loaders = _loaders(small_dataset, world_size, num_workers=num_workers, drop_last=drop_last)
     batches = [list(loader) for loader in loaders]
-    num_steps = len(batches[0])
-    assert [len(batches_of_rank) for batches_of_rank in batches] == [num_steps] * world_size
+    assert (
+        [len(loader) for loader in loaders] == [len(of_rank) for of_rank in batches] == [len(batches[0])] * world_size
+    )
     ids = [sample for batch in itertools.chain.from_iterable(batches) for sample in ids_of(batch)]
-    assert sorted(ids) == list(range(len(open_store(small_dataset))))
+    num_rows = len(open_store(small_dataset))
+    assert sorted(ids) == list(range(num_rows)) or drop_last
+    assert len(set(ids)) == len(ids) > num_rows - 8 * world_size
     for step, batch in itertools.chain.from_iterable(map(enumerate, batches)):
         assert batch.batch_size == batch.features.stride() == len(batch.sample_ids) == 8
         assert batch.sample_ids[batch.num_real :].eq(-1).all()
+        assert batch.num_real == 8 or not drop_last
         assert batch.step == step
+    again = [[ids_of(batch) for batch in loader] for loader in loaders]
+    assert again != [[ids_of(batch) for batch in of_rank] for of_rank in batches]
+    same, other = (_loaders(small_dataset, world_size, drop_last=drop_last, seed=seed) for seed in (0, 1))
+    assert [[ids_of(batch) for batch in of_rank] for of_rank in batches] == [list(map(ids_of, each)) for each in same]
+    assert [list(map(ids_of, loader)) for loader in same] == again != [list(map(ids_of, loader)) for loader in other]
 
 
-def test_batches_contain_the_events_of_their_users(small_dataset: Path) -> None:
+def test_batches_contain_the_events_of_their_users(small_dataset: Path, tmp_path: Path) -> None:
+    with_targets = copy_dataset(small_dataset, tmp_path / "data")
+    change_table(with_targets, lambda table: add_targets(table, np.minimum(table["length"].to_numpy(), 2)))
     store = open_store(small_dataset)
-    for batch in _loaders(small_dataset, 1, max_history_length=10, max_num_candidates=2)[0]:
-        items, labels = rows_of(batch.features, "item_id"), rows_of(batch.labels, "label")
-        for row, sample in enumerate(ids_of(batch)):
-            span = slice(store.offsets[sample], store.offsets[sample + 1])
-            assert items[row] == store.events["item_id"][span][-12:].tolist()
-            assert labels[row] == store.events["action"][span][-2:].tolist()
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_with_drop_last_alone_all_batches_are_full(small_dataset: Path, drop_last: bool) -> None:
-    loaders = _loaders(small_dataset, 3, drop_last=drop_last)
-    batches = [list(loader) for loader in loaders]
-    assert [len(loader) for loader in loaders] == [len(of_rank) for of_rank in batches]
-    assert all(batch.num_real == 8 for of_rank in batches for batch in of_rank) == drop_last
-
-
-def test_epochs_differ_and_depend_only_on_the_seed(small_dataset: Path) -> None:
-    loader, other = _loaders(small_dataset, 1)[0], _loaders(small_dataset, 1)[0]
-    epochs = [[ids_of(batch) for batch in loader] for _ in range(2)]
-    assert epochs[0] != epochs[1]
-    assert [[ids_of(batch) for batch in other] for _ in range(2)] == epochs
-    assert [ids_of(batch) for batch in _loaders(small_dataset, 1, seed=1)[0]] != epochs[0]
-
-
-def test_users_with_too_few_events_are_left_out_and_counted(small_dataset: Path) -> None:
-    lengths = open_store(small_dataset).lengths
-    loader = _loaders(small_dataset, 1, max_num_candidates=3)[0]
-    ids = [sample for batch in loader for sample in ids_of(batch)]
-    assert sorted(ids) == np.flatnonzero(lengths >= 3).tolist()
-    assert loader.num_dropped == np.count_nonzero(lengths < 3) > 0
-
-
-def test_empty_histories_are_samples() -> None:
-    assert STORE.lengths.tolist() == [3, 0, 6]
-    config = LoaderConfig(batch_size=2)
-    batches = list(Loader([STORE], config, rank=0, world_size=1))
+    # A row has no more candidates than targets; without their numbers, users with fewer events are left out.
+    for path, fewest, options in (
+        (small_dataset, 3, {"max_num_candidates": 3}),
+        (with_targets, 0, {"max_num_candidates": 5}),
+    ):
+        (loader,) = _loaders(path, 1, max_history_length=10, extra_events=("timestamp_ms",), **options)
+        seen = []
+        for batch in loader:
+            assert batch.labels is not None
+            jagged = {**batch.features.to_dict(), **batch.labels.to_dict()}
+            assert batch.max_lengths == {key: int(value.lengths().max()) for key, value in jagged.items()}
+            items, labels = rows_of(batch.features, "item_id"), rows_of(batch.labels, "label")
+            for row, sample in enumerate(ids_of(batch)):
+                span = slice(store.offsets[sample], store.offsets[sample + 1])
+                num_candidates = fewest or min(2, int(store.lengths[sample]))
+                assert batch.num_candidates[row] == num_candidates
+                assert items[row] == store.events["item_id"][span][-10 - num_candidates :].tolist()
+                assert labels[row] == store.events["action"][span].tolist()[store.lengths[sample] - num_candidates :]
+                seen.append(sample)
+        assert sorted(seen) == np.flatnonzero(store.lengths >= fewest).tolist()
+        assert loader.num_dropped == np.count_nonzero(store.lengths < fewest)
+    batches = list(Loader([STORE], LoaderConfig(batch_size=2), rank=0, world_size=1))
+    assert STORE.lengths.tolist() == [3, 0, 6]  # an empty history is a sample
     assert sorted(sample for batch in batches for sample in ids_of(batch)) == [0, 1, 2]
     assert [batch.num_real for batch in batches] == [2, 1]
 
 
-def test_a_state_is_that_after_the_last_batch_by_default(small_dataset: Path) -> None:
-    loader = _loaders(small_dataset, 1)[0]
-    batches = list(itertools.islice(loader, 3))
-    assert loader.state_dict() == loader.state_dict(after=batches[-1])
-    assert loader.state_dict()["position"] == 24
-
-
-def test_a_state_of_other_data_or_filters_is_refused(small_dataset: Path) -> None:
-    state = _loaders(small_dataset, 1, max_num_candidates=3)[0].state_dict()
+def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_or_filters(small_dataset: Path) -> None:
+    (loader,) = _loaders(small_dataset, 1)
+    length = len(loader)
+    batches = list(itertools.islice(loader, 5))
+    state = loader.state_dict()
+    assert state == loader.state_dict(after=batches[-1])
+    assert state["position"] == 40
+    (resumed,) = _loaders(small_dataset, 1)
+    resumed.load_state_dict(state)
+    assert (len(resumed), resumed.remaining_batches()) == (length, length - 5)
+    assert len(list(resumed)) == length - 5
+    assert (len(resumed), resumed.remaining_batches()) == (length, length)
+    (other,) = _loaders(small_dataset, 1, max_num_candidates=3)
     with pytest.raises(StateError, match="is of other data, codes or filters"):
-        _loaders(small_dataset, 1)[0].load_state_dict(state)
+        other.load_state_dict(state)
     with pytest.raises(StateError, match="version 2, expected 3; load it with the version of evenrank that saved it"):
-        _loaders(small_dataset, 1)[0].load_state_dict({**state, "version": 2})
-
-
-def test_an_error_while_collating_reaches_the_consumer(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = _loaders(small_dataset, 1, num_workers=2)[0]
-
-    def fail(*arguments: object, **options: object) -> list[SequenceBatch]:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(loader._sampler, "collate", fail)
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(loader)
+        loader.load_state_dict({**state, "version": 2})
 
 
 @pytest.mark.parametrize(
@@ -125,11 +114,18 @@ def test_an_error_while_collating_reaches_the_consumer(small_dataset: Path, monk
         ({"order": "random"}, "order must be one of shuffle, rows, time, got 'random'"),
         ({"num_tasks": 32}, "num_tasks must be at most 31"),
         ({"prefetch": 0}, "prefetch must be an integer of at least 1, got 0"),
+        *(
+            ({"seed": seed}, "seed must be an integer from -9223372036854775808 to 92233720368547758")
+            for seed in (1 << 63, 0.5, True, None)
+        ),
+        ({}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
     ],
 )
-def test_invalid_settings_are_refused_with_the_value(options: dict[str, int], message: str) -> None:
+def test_invalid_settings_are_refused_with_the_value(
+    small_dataset: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        LoaderConfig(**{"batch_size": 8, **options})  # type: ignore[arg-type]
+        build_loader(small_dataset, LoaderConfig(**{"batch_size": 8, **options}), rank=2, world_size=2)
 
 
 def test_orders_by_time_and_by_row_are_ascending(small_dataset: Path) -> None:
@@ -166,57 +162,28 @@ def test_a_mixture_numbers_the_rows_of_its_datasets_consecutively(small_dataset:
 def test_mixtures_with_unequal_features_or_another_order_are_refused(small_dataset: Path, tmp_path: Path) -> None:
     other = copy_dataset(small_dataset, tmp_path / "other")
     update_manifest(other, contextual=())
-    mixture = Mixture(weights={small_dataset: 1, other: 1})
     with pytest.raises(DataError, match=r"other has the contextual features \[\], .*data has \['segment'\]"):
-        build_loader(mixture, LoaderConfig(batch_size=4), rank=0, world_size=1)
+        _loaders(Mixture(weights={small_dataset: 1, other: 1}), 1)
     with pytest.raises(ConfigError, match="mixtures are always shuffled; order must be 'shuffle', got 'time'"):
-        build_loader(
-            Mixture(weights={small_dataset: 1}), LoaderConfig(batch_size=4, order="time"), rank=0, world_size=1
-        )
+        _loaders(Mixture(weights={small_dataset: 1}), 1, order="time")
     with pytest.raises(ConfigError, match="a mixture needs at least one dataset"):
         Mixture(weights={})
 
 
-def test_a_row_has_no_more_candidates_than_targets(tmp_path: Path) -> None:
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    out = tmp_path / "data"
-    synthetic = SyntheticConfig(num_users=40, lengths=Uniform(low=3, high=9))
-    preprocess(PreprocessConfig(dataset="synthetic", out=out, split="leave-last:2", synthetic=synthetic))
-    store = open_store(out, "eval")
-    assert store.num_targets is not None
-    loader = _loaders(out, 1, split="eval", max_num_candidates=5)[0]
-    assert loader.num_samples == len(store)
-    for batch in loader:
-        assert batch.num_candidates[: batch.num_real].eq(2).all()
-        labels = rows_of(batch.labels, "label")
-        for row, sample in enumerate(ids_of(batch)):
-            assert labels[row] == store.events["action"][: store.offsets[sample + 1]][-2:].tolist()
-
-
 def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset: Path, tmp_path: Path) -> None:
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    out = tmp_path / "data"
-    shutil.copytree(small_dataset, out)
-    loader = _loaders(out, 1, order="rows")[0]
+    out = copy_dataset(small_dataset, tmp_path / "data")
+    (loader,) = _loaders(out, 1, order="rows")
     before = [batch.features["item_id"].values().tolist() for batch in loader]
     pickled = pickle.dumps(loader)
-    preprocess(PreprocessConfig(dataset="synthetic", out=out, synthetic=SyntheticConfig(num_users=9)))
+    out.rename(tmp_path / "old")
+    change_table(
+        copy_dataset(small_dataset, out), set_columns({"segment": pa.array([1] * len(open_store(small_dataset)))})
+    )
     assert [batch.features["item_id"].values().tolist() for batch in loader] == before
     with pytest.raises(DataError, match=r"data was replaced by other data after it was opened; open it again"):
         pickle.loads(pickled)
     with pytest.raises(StateError, match="is of other data"):
         _loaders(out, 1, order="rows")[0].load_state_dict(loader.state_dict())
-
-
-def test_batches_know_their_longest_rows(small_dataset: Path) -> None:
-    for batch in _loaders(small_dataset, 2, max_num_candidates=1, extra_events=("timestamp_ms",))[1]:
-        assert batch.labels is not None
-        jagged = {**batch.features.to_dict(), **batch.labels.to_dict()}
-        assert batch.max_lengths == {key: int(value.lengths().max()) for key, value in jagged.items()}
 
 
 @pytest.mark.gpu
@@ -231,27 +198,12 @@ def test_every_tensor_is_pinned_with_pin_memory() -> None:
         assert batch.num_candidates.is_pinned()
 
 
-def test_a_rank_outside_the_world_is_refused(small_dataset: Path) -> None:
-    with pytest.raises(ConfigError, match="rank must be between 0 and world_size - 1, got rank 2 of 2"):
-        build_loader(small_dataset, LoaderConfig(batch_size=8), rank=2, world_size=2)
-
-
-def test_length_stays_that_of_an_epoch_after_a_state_is_loaded(small_dataset: Path) -> None:
-    (loader,) = _loaders(small_dataset, 1)
-    length = len(loader)
-    batches = list(loader)
-    loader.load_state_dict(loader.state_dict(after=batches[4]))
-    assert (len(loader), loader.remaining_batches()) == (length, length - 5)
-    assert len(list(loader)) == length - 5
-    assert (len(loader), loader.remaining_batches()) == (length, length)
-
-
 def test_negative_user_ids_cannot_be_a_feature(small_dataset: Path, tmp_path: Path) -> None:
     dataset = copy_dataset(small_dataset, tmp_path / "data")
     ids = -1 - np.arange(len(open_store(small_dataset)))
     change_table(dataset, set_columns({"user_id": pa.array(ids)}))
     codes = CodeTable(codes=np.zeros((501, 2), dtype=np.int32), codebook_sizes=(1, 1))
-    configs: list[ReadConfig[Any]] = [
+    configs: list[Any] = [
         LoaderConfig(batch_size=4, user_id=True),
         SemanticIdConfig(batch_size=4, codes=codes, user_id=True),
     ]
@@ -260,5 +212,4 @@ def test_negative_user_ids_cannot_be_a_feature(small_dataset: Path, tmp_path: Pa
             build_loader(dataset, config, rank=0, world_size=1)
         with pytest.raises(DataError, match=r"the dataset has user -\d+; number its users from 0"):
             list(build_stream_loader(dataset, config, rank=0, world_size=1))
-    loader = build_loader(dataset, LoaderConfig(batch_size=4), rank=0, world_size=1)
-    assert sum(batch.num_real for batch in loader) == len(ids)
+    assert sum(batch.num_real for batch in _loaders(dataset, 1)[0]) == len(ids)

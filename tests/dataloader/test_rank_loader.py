@@ -1,5 +1,3 @@
-"""Loaders whose ranks would not train the same samples in the same way are found, whatever setting differs."""
-
 import dataclasses
 import pickle
 from collections.abc import Mapping
@@ -9,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torchdata.nodes import Loader as NodeLoader
 from torchdata.nodes import Mapper, Prefetcher
+from torchrec import KeyedJaggedTensor
 
-from evenrank.core.errors import RankError
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader import (
     LoaderConfig,
     RandomBatches,
     SemanticIdConfig,
+    SequenceBatch,
     StreamConfig,
     build_loader,
     build_stream_loader,
@@ -28,6 +29,7 @@ from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.rank_loader import PER_RANK
 from evenrank.dataloader.routing import KeyMap
 from evenrank.dataloader.state.resume_point import _FORMAT
+from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import with_changes
 from tests.ranks import RankFailure, RankPool
 
@@ -62,6 +64,7 @@ CHANGES: dict[type, dict[str, Any]] = {
         "candidate_feature": True,
     },
     StreamConfig: {"num_shards": 9, "buffer_rows": 9, "open_shards": 9},
+    RandomBatches: {"num_workers": 2, "num_tasks": 2},
 }
 
 
@@ -73,12 +76,14 @@ def _other_transform(batch: Any, rng: np.random.Generator, scale: int = 1) -> An
     return batch
 
 
-def _identity(path: Path, record: type, change: Mapping[str, Any]) -> Mapping[str, Any]:
+def _identity(path: Path, record: type, change: Mapping[str, Any], transform: Any = None) -> Mapping[str, Any]:
     ranks: dict[str, Any] = {"rank": 0, "world_size": 2}
     if record is StreamConfig:
         return build_stream_loader(path, LoaderConfig(batch_size=8), StreamConfig(**change), **ranks).rank_invariants()
+    if record is RandomBatches:
+        return RandomBatches(LoaderConfig(batch_size=8, **change), num_batches=3, **ranks).rank_invariants()
     options = {"batch_size": 8, **({"codes": CODES} if record is SemanticIdConfig else {}), **change}
-    return build_loader(path, record(**options), **ranks).rank_invariants()
+    return build_loader(path, record(**options), **ranks, transform=transform).rank_invariants()
 
 
 def _compare(*identities: Mapping[str, Any]) -> None:
@@ -88,10 +93,10 @@ def _compare(*identities: Mapping[str, Any]) -> None:
 
 def test_every_setting_is_known_to_the_tests_below() -> None:
     """A new setting is compared unless it is listed as one that may differ; add another value of it above."""
-    for record, changes in CHANGES.items():
-        own = {field.name for field in dataclasses.fields(record)}
-        common = {field.name for field in dataclasses.fields(LoaderConfig)} if record is SemanticIdConfig else set()
-        assert own - common - set(changes) <= {"codebook_sizes"}  # compared with the codes
+    known = {name for changes in CHANGES.values() for name in changes}
+    for record in (LoaderConfig, SemanticIdConfig, StreamConfig):
+        names = {field.name for field in dataclasses.fields(record)}
+        assert names - known <= {"codebook_sizes"}  # compared with the codes
 
 
 @pytest.mark.parametrize(
@@ -100,8 +105,7 @@ def test_every_setting_is_known_to_the_tests_below() -> None:
 def test_ranks_may_differ_in_no_setting_that_decides_on_what_is_trained(
     small_dataset: Path, record: type, name: str
 ) -> None:
-    first = _identity(small_dataset, record, {})
-    other = _identity(small_dataset, record, {name: CHANGES[record][name]})
+    first, other = (_identity(small_dataset, record, change) for change in ({}, {name: CHANGES[record][name]}))
     pickle.loads(pickle.dumps(other))
     if name in PER_RANK:
         _compare(first, other)
@@ -111,49 +115,23 @@ def test_ranks_may_differ_in_no_setting_that_decides_on_what_is_trained(
         assert "\n" not in str(raised.value)
 
 
-def test_codes_are_compared_by_their_contents(small_dataset: Path, tmp_path: Path) -> None:
+def test_codes_are_compared_by_their_contents_and_transforms_by_name(small_dataset: Path, tmp_path: Path) -> None:
     for name in ("here.npy", "there.npy"):
         np.save(tmp_path / name, CODES.codes.T)
-    tables = [
-        CODES,
-        dataclasses.replace(CODES, codebook_sizes=(9, 8)),
-        tmp_path / "here.npy",
-        tmp_path / "there.npy",
-    ]
-    same, sizes, here, there = (_identity(small_dataset, SemanticIdConfig, {"codes": table}) for table in tables)
-    _compare(same, here, there)
+    tables = [CODES, tmp_path / "here.npy", tmp_path / "there.npy", dataclasses.replace(CODES, codebook_sizes=(9, 8))]
+    *same, sizes = (_identity(small_dataset, SemanticIdConfig, {"codes": table}) for table in tables)
+    _compare(*same)
     with pytest.raises(
         RankError, match=r"^codes differs between ranks: 2 levels of 501 items, codebook_sizes \[8, 8\]"
     ):
-        _compare(same, sizes)
-
-
-def test_transforms_are_compared_by_name(small_dataset: Path) -> None:
-    transforms: list[Any] = [_transform, partial(_other_transform, scale=1), partial(_other_transform, scale=2), None]
-    identities = [
-        build_loader(
-            small_dataset, LoaderConfig(batch_size=8), rank=0, world_size=1, transform=transform
-        ).rank_invariants()
-        for transform in transforms
-    ]
-    _compare(*identities[1:3])
-    with pytest.raises(
-        RankError, match="transform differs between ranks: _transform on rank 0, _other_transform on rank 1"
-    ):
-        _compare(*identities[:2])
-    with pytest.raises(RankError, match="transform differs between ranks: _transform on rank 0, None on rank 1"):
-        _compare(identities[0], identities[3])
-
-
-def test_random_batches_are_compared_by_their_settings_and_may_draw_differently() -> None:
-    def invariants(rank: int, **options: Any) -> Mapping[str, Any]:
-        return RandomBatches(
-            LoaderConfig(batch_size=4, **options), num_batches=3, rank=rank, world_size=2
-        ).rank_invariants()
-
-    _compare(invariants(0), invariants(1, num_workers=2))
-    with pytest.raises(RankError, match="num_tasks differs between ranks: 0 on rank 0, 2 on rank 1"):
-        _compare(invariants(0), invariants(1, num_tasks=2))
+        _compare(same[0], sizes)
+    transforms = [_transform, partial(_other_transform, scale=1), partial(_other_transform, scale=2), None]
+    plain, *scaled, without = (_identity(small_dataset, LoaderConfig, {}, transform) for transform in transforms)
+    _compare(*scaled)
+    for other, name in ((scaled[0], "_other_transform"), (without, "None")):
+        message = f"transform differs between ranks: _transform on rank 0, {name} on rank 1"
+        with pytest.raises(RankError, match=message):
+            _compare(plain, other)
 
 
 def test_identity_is_computed_once_and_follows_the_seed_of_a_state(
@@ -171,10 +149,8 @@ def test_identity_is_computed_once_and_follows_the_seed_of_a_state(
 
 def _of_other_world_size(rank: int, world_size: int, path: Path, kind: str) -> None:
     ranks: dict[str, Any] = {"rank": rank, "world_size": world_size + 1}
-    config = LoaderConfig(batch_size=4)
-    loader: Any = (
-        build_stream_loader(path, config, **ranks) if kind == "stream" else build_loader(path, config, **ranks)
-    )
+    build: Any = build_stream_loader if kind == "stream" else build_loader
+    loader = build(path, LoaderConfig(batch_size=4), **ranks)
     if kind == "nodes":
         loader = Prefetcher(Mapper(loader, _same), 2)
     if kind == "torchdata's Loader":
@@ -195,3 +171,55 @@ def test_loader_of_another_world_size_is_refused_on_every_rank(ranks: RankPool, 
             "ranks 0 to 1 failed: the loader was created for world_size 3, but 2 ranks balance together; create it "
             "with world_size=2, the number of ranks of the Balancer's group"
         )
+
+
+def _add_next_ids(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
+    items = batch.features["item_id"]
+    added = KeyedJaggedTensor(keys=["next_id"], values=items.values() + 1, lengths=items.lengths())
+    return batch.replace(features=KeyedJaggedTensor.concat([batch.features, added]))
+
+
+def _balance(rank: int, world_size: int, path: Path) -> list[list[int]]:
+    loader = build_loader(path, LoaderConfig(batch_size=8), rank=rank, world_size=world_size, transform=_add_next_ids)
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
+        batches = list(balancer)
+    for batch in batches:
+        items, added = batch.features["item_id"], batch.features["next_id"]
+        assert torch.equal(added.values(), items.values() + 1)
+        assert torch.equal(added.lengths(), items.lengths())
+        assert batch.features.keys() == ["segment", "item_id", "action", "next_id"]
+    return [ids_of(batch) for batch in batches]
+
+
+def test_a_key_that_a_transform_adds_moves_with_its_samples(small_dataset: Path, ranks: RankPool) -> None:
+    balanced = ranks.run(2, _balance, small_dataset)[0]
+    loader = build_loader(small_dataset, LoaderConfig(batch_size=8), rank=0, world_size=2)
+    assert balanced != [ids_of(batch) for batch in loader]  # samples have moved
+
+
+def _anew(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
+    """Return the same samples as a batch that knows nothing of its position."""
+    names = ("batch_size", "num_real", "features", "labels", "num_candidates", "sample_ids")
+    return SequenceBatch(**{name: getattr(batch, name) for name in names})
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+@pytest.mark.parametrize("build", [build_loader, build_stream_loader])
+def test_a_batch_that_a_transform_makes_anew_keeps_its_position(
+    small_dataset: Path, build: Any, is_balanced: bool
+) -> None:
+    def make(transform: Any) -> Any:
+        loader = build(small_dataset, LoaderConfig(batch_size=8), rank=0, world_size=1, transform=transform)
+        return Balancer(loader, BalanceConfig(cost=COST)) if is_balanced else loader
+
+    expected = [(batch.epoch, batch.step, batch.position, ids_of(batch)) for batch in make(None)]
+    loader = make(_anew)
+    assert [(batch.epoch, batch.step, batch.position, ids_of(batch)) for batch in loader] == expected
+    iterator = iter(loader)
+    state = loader.state_dict(after=[next(iterator), next(iterator)][1])
+    resumed = make(_anew)
+    resumed.load_state_dict(state)
+    assert [ids_of(batch) for batch in resumed] == [ids_of(batch) for batch in iterator]
+    if not is_balanced:
+        with pytest.raises(ConfigError, match="the transform returned a NoneType; return the batch to yield"):
+            next(iter(make(lambda batch, rng: None)))

@@ -1,12 +1,17 @@
 """A loader that is stopped after any step, and resumed in any shape, yields exactly the samples not yet trained."""
 
+import dataclasses
 import functools
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from evenrank.dataloader import (
     Loader,
@@ -22,13 +27,14 @@ from evenrank.dataloader import (
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Lognormal, Zipf
+from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import (
     Batch,
-    ResumableLoader,
-    SaveState,
     Shape,
     state_of_any_rank,
     stop_and_resume_everywhere,
+    through_json,
+    through_torch,
 )
 
 KINDS = (
@@ -43,9 +49,8 @@ KINDS = (
     "stream of semantic ids",
 )
 STREAM = StreamConfig(num_shards=5, buffer_rows=5, open_shards=2)
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
-
 _open_store_once = functools.cache(open_store)
+COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
 @pytest.fixture(scope="module")
@@ -74,54 +79,43 @@ def codes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def _share_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open each dataset once: thousands of loaders are made, and mapping files would take most of the time."""
-    monkeypatch.setattr("evenrank.dataloader.loader.open_store", _open_store_once)
-
-
-def _merged_state(loaders: Sequence[ResumableLoader], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
+def _merged_state(loaders: Sequence[Any], batches: Sequence[Batch | None]) -> Mapping[str, Any]:
     """Merge the states of all ranks after a step, also of ranks that ran out of data before."""
     latest = max((batch for batch in batches if batch is not None), key=lambda batch: batch.position)
     return merge_stream_states([loader.state_dict(after=latest) for loader in loaders])
 
 
 def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) -> Loader[Any] | StreamLoader[Any]:
-    options: dict[str, Any] = {
-        "batch_size": shape.batch_size,
-        "num_workers": shape.num_workers,
-        "prefetch": shape.prefetch,
-        "seed": seed,
-    }
-    rank: dict[str, Any] = {"rank": shape.rank, "world_size": shape.world_size}
+    options: dict[str, Any] = dataclasses.asdict(shape) | {"seed": seed}
+    rank = {name: options.pop(name) for name in ("rank", "world_size")}
+    is_stream, balance = kind.startswith("stream"), None
+    data: Path | Mixture = Mixture(weights={path: 1.0, str(path): 2.5}) if kind == "mixture" else path
     match kind:
-        case "semantic ids":
-            return build_loader(path, SemanticIdConfig(codes=codes, **options), **rank)
-        case "mixture":
-            mixture = Mixture(weights={path: 1.0, str(path): 2.5})
-            return build_loader(mixture, LoaderConfig(**options), **rank)
-        case "stream":
-            return build_stream_loader(path, LoaderConfig(max_num_candidates=2, **options), STREAM, **rank)
-        case "stream of semantic ids":
-            return build_stream_loader(path, SemanticIdConfig(codes=codes, **options), STREAM, **rank)
+        case "shuffle" | "rows" | "time":
+            options["order"] = kind
         case "windows":
             balance = BalanceConfig(cost=COST, window=2 + seed % 4)
-            return build_loader(path, LoaderConfig(**options), **rank, balance=balance)
-        case "candidates":
-            return build_loader(path, LoaderConfig(max_num_candidates=3, **options), **rank)
-        case order:
-            return build_loader(path, LoaderConfig(**options, order=order), **rank)  # type: ignore[arg-type]
+        case "candidates" | "stream":
+            options["max_num_candidates"] = 3
+    config: Any = LoaderConfig(**options) if "semantic" not in kind else SemanticIdConfig(codes=codes, **options)
+    if is_stream:
+        return build_stream_loader(path, config, STREAM, **rank)
+    return build_loader(data, config, **rank, balance=balance)
 
 
-def _save_state_of(kind: str) -> SaveState:
-    return _merged_state if kind.startswith("stream") else state_of_any_rank
+def _stop_and_resume(kind: str, path: Path, codes: Path, seed: int, max_batch_size: int) -> None:
+    save_state = _merged_state if kind.startswith("stream") else state_of_any_rank
+    make_loader = functools.partial(_make_loader, kind, path, codes, seed)
+    with pytest.MonkeyPatch.context() as patched:
+        # Thousands of loaders are made, and mapping files would take most of the time.
+        patched.setattr("evenrank.dataloader.loader.open_store", _open_store_once)
+        stop_and_resume_everywhere(make_loader, seed, max_batch_size=max_batch_size, save_state=save_state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(12))
 def test_after_a_stop_at_any_step_exactly_the_rest_comes(tiny_dataset: Path, codes: Path, kind: str, seed: int) -> None:
-    make_loader = functools.partial(_make_loader, kind, tiny_dataset, codes, seed)
-    stop_and_resume_everywhere(make_loader, seed, max_batch_size=8, save_state=_save_state_of(kind))
+    _stop_and_resume(kind, tiny_dataset, codes, seed, 8)
 
 
 @pytest.mark.long
@@ -130,5 +124,55 @@ def test_after_a_stop_at_any_step_exactly_the_rest_comes_in_many_rounds(
     small_dataset: Path, codes: Path, kind: str
 ) -> None:
     for seed in range(100, 400):
-        make_loader = functools.partial(_make_loader, kind, small_dataset, codes, seed)
-        stop_and_resume_everywhere(make_loader, seed, max_batch_size=24, save_state=_save_state_of(kind))
+        _stop_and_resume(kind, small_dataset, codes, seed, 24)
+
+
+def _link(
+    path: Path, stream: StreamConfig, state: Any, rng: np.random.Generator, trained: defaultdict[int, Counter[int]]
+) -> Any:
+    """Train some steps of an epoch on a random number of ranks, count their samples, and return the merged state."""
+    world_size, batch_size = int(rng.integers(1, 6)), int(rng.integers(1, 40))
+    config = LoaderConfig(batch_size=batch_size, num_workers=int(rng.integers(0, 2)), seed=3)
+    loaders = [
+        build_stream_loader(path, config, stream, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    if state is not None:
+        for loader in loaders:
+            loader.load_state_dict(state)
+    num_steps, num_ahead = int(rng.integers(0, 9)), int(rng.integers(0, 4))
+    if num_steps == 0:
+        return merge_stream_states([loader.state_dict() for loader in loaders])
+    steps: list[list[Any]] = []
+    while not steps:  # the rows that were left of an epoch may all be left out; then the next epoch follows
+        of_ranks = itertools.zip_longest(*loaders)
+        steps = [[*filter(None, batches)] for batches in itertools.islice(of_ranks, num_steps + num_ahead)]
+    for batch in itertools.chain(*steps[:num_steps]):
+        trained[batch.epoch].update(ids_of(batch))
+    last = steps[:num_steps][-1][0]
+    return merge_stream_states([loader.state_dict(after=last) for loader in loaders])
+
+
+@settings(max_examples=6)
+@given(st.integers(0, 1 << 32), st.integers(10, 50))
+def test_each_sample_is_trained_once_however_often_a_job_is_resumed(
+    small_dataset: Path, seed: int, num_links: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    stream = StreamConfig(
+        num_shards=int(rng.integers(1, 9)), buffer_rows=int(rng.integers(1, 80)), open_shards=int(rng.integers(1, 4))
+    )
+    trained: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    state: Any = None
+    for _ in range(num_links):
+        state = _link(small_dataset, stream, state, rng, trained)
+        state = through_json(state) if rng.integers(2) else through_torch(state)
+    loader = build_stream_loader(small_dataset, LoaderConfig(batch_size=64), stream, rank=0, world_size=1)
+    loader.load_state_dict(state)
+    if trained:
+        while loader.epoch <= max(trained):
+            for batch in loader:
+                trained[batch.epoch].update(ids_of(batch))
+    once = Counter(range(len(open_store(small_dataset))))
+    assert sorted(trained) == list(range(len(trained)))
+    for epoch, counts in trained.items():
+        assert counts == once, f"epoch {epoch}"

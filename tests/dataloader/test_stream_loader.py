@@ -1,5 +1,3 @@
-"""Streams yield every sample once per epoch, for any number of ranks and shards and from any file system."""
-
 import gc
 import itertools
 import os
@@ -28,10 +26,11 @@ from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.stream import StreamSource
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
-from tests.datasets.in_parts import write_in_parts
+from tests.datasets.crafted import write_in_parts
 from tests.ranks import RankPool
 
 SMALL = StreamConfig(num_shards=6, buffer_rows=8, open_shards=2)
+UNEVEN = StreamConfig(num_shards=4, buffer_rows=16)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +52,20 @@ def _epoch(loader: StreamLoader[SequenceBatch]) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [1, 3, 9])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_sample_comes_once_per_epoch(parts: Path, world_size: int, num_workers: int) -> None:
-    loaders = _loaders(parts, world_size, num_workers=num_workers)
-    ids = [sample for loader in loaders for batch in _epoch(loader) for sample in batch]
-    assert sorted(ids) == list(range(len(open_store(parts))))
-    if world_size == 9:  # more ranks than shards
-        assert [len(_epoch(loader)) > 0 for loader in loaders] == [True] * 6 + [False] * 3
+    loaders, same = (_loaders(parts, world_size, num_workers=num_workers) for _ in range(2))
+    epochs = [[_epoch(loader) for loader in loaders] for _ in range(2)]
+    rows = len(open_store(parts))
+    for epoch in epochs:
+        assert sorted(sample for batches in epoch for batch in batches for sample in batch) == list(range(rows))
+        if world_size == 9:  # more ranks than shards
+            assert [len(batches) > 0 for batches in epoch] == [True] * 6 + [False] * 3
+    assert epochs[0] != epochs[1]
+    assert [[_epoch(loader) for loader in same] for _ in range(2)] == epochs
+    assert [_epoch(loader) for loader in _loaders(parts, world_size, seed=1)] != epochs[0]
+    if world_size == 1:  # a batch takes samples from both open shards
+        assert all(len({sample * 6 // rows for sample in batch}) >= 2 for batch in epochs[0][0][:3])
+    with pytest.raises(ConfigError, match="streams are always shuffled; order must be 'shuffle', got 'time'"):
+        _loaders(parts, 1, order="time")
 
 
 def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
@@ -77,31 +85,20 @@ def test_batches_contain_the_events_of_their_users(parts: Path) -> None:
     assert loader.left_out == {"fewer events than 2 candidates": (store.lengths < 2).sum()}
 
 
-def test_epochs_differ_and_depend_only_on_the_seed(parts: Path) -> None:
-    (loader,), (same,), (other,) = _loaders(parts, 1), _loaders(parts, 1), _loaders(parts, 1, seed=1)
-    first, second = _epoch(loader), _epoch(loader)
-    assert first != second
-    assert [_epoch(same), _epoch(same)] == [first, second]
-    assert _epoch(other) != first
-    # A batch takes samples from both open shards.
-    rows = len(open_store(parts))
-    assert all(len({sample * 6 // rows for sample in batch}) >= 2 for batch in first[:3])
-
-
 def test_resuming_in_the_same_shape_yields_the_same_batches(parts: Path) -> None:
     whole = [_epoch(loader) for loader in _loaders(parts, 2)]
     for stop in range(1, 9):
-        loaders = _loaders(parts, 2)
         states = []
-        for loader in loaders:
+        for loader in _loaders(parts, 2):
             batches = list(itertools.islice(loader, stop + 2))  # two batches are pulled ahead
             states.append(loader.state_dict(after=batches[stop - 1]))
-        resumed = _loaders(parts, 2, num_workers=1)
-        for loader in resumed:
-            loader.load_state_dict(merge_stream_states(states))
-        rest = [list(loader) for loader in resumed]
-        assert [[ids_of(batch) for batch in batches] for batches in rest] == [batches[stop:] for batches in whole]
-        assert rest[0][0].position == stop + 1
+        # Each of as many ranks may load the state that it saved.
+        for of_rank in ([merge_stream_states(states)] * 2, states):
+            for loader, state, batches_of_rank in zip(_loaders(parts, 2, num_workers=1), of_rank, whole, strict=True):
+                loader.load_state_dict(state)
+                rest = list(loader)
+                assert [ids_of(batch) for batch in rest] == batches_of_rank[stop:]
+                assert rest[0].position == stop + 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
@@ -135,16 +132,14 @@ def test_only_the_windows_of_open_shards_are_in_memory(
 
 
 def _balanced(rank: int, world_size: int, path: Path) -> list[list[int]]:
-    (loader,) = _loaders(path, world_size, StreamConfig(num_shards=4, buffer_rows=16))[rank : rank + 1]
-    with Balancer(
-        loader, BalanceConfig(cost=HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False))
-    ) as balancer:
+    loader = _loaders(path, world_size, UNEVEN)[rank]
+    cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+    with Balancer(loader, BalanceConfig(cost=cost)) as balancer:
         return [ids_of(batch) for batch in balancer]
 
 
 def test_a_balancer_accepts_ranks_that_end_at_different_steps(parts: Path, ranks: RankPool) -> None:
-    loaders = _loaders(parts, 3, StreamConfig(num_shards=4, buffer_rows=16))
-    num_steps = [len(_epoch(loader)) for loader in loaders]
+    num_steps = [len(_epoch(loader)) for loader in _loaders(parts, 3, UNEVEN)]
     assert len(set(num_steps)) > 1
     balanced = ranks.run(3, _balanced, parts)
     assert [len(batches) for batches in balanced] == [max(num_steps)] * 3
@@ -173,20 +168,6 @@ def test_states_that_cannot_be_loaded_are_refused_with_the_reason(parts: Path) -
     batch.epoch = 7
     with pytest.raises(StateError, match="position 1 of epoch 7 is no longer known; call state_dict within 256 steps"):
         loaders[0].state_dict(after=batch)
-
-
-def test_unsupported_orders_are_refused(parts: Path) -> None:
-    with pytest.raises(ConfigError, match="streams are always shuffled; order must be 'shuffle', got 'time'"):
-        _loaders(parts, 1, order="time")
-
-
-def test_an_error_while_reading_ahead_reaches_the_consumer(small_dataset: Path, tmp_path: Path) -> None:
-    data = write_in_parts(small_dataset, tmp_path / "data")
-    (loader,) = _loaders(data, 1, num_workers=2)
-    path = data / "train" / "part-00001.parquet"
-    path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(DataError, match=r"part-00001.parquet was changed, replaced or deleted"):
-        list(loader)
 
 
 # Prints its port when it is ready, and serves until its standard input is closed.
@@ -239,15 +220,13 @@ def test_an_object_store_gives_the_same_batches_as_a_folder(parts: Path, bucket:
 def test_objects_that_are_overwritten_are_found_unless_they_are_equal(parts: Path, bucket: str) -> None:
     remote, root = fs.FileSystem.from_uri(bucket)
     copy = bucket.replace("/data?", "/copy?")
-    path = f"{root.replace('/data', '/copy')}/train/part-00000.parquet"
-    fs.copy_files(
-        root, path.removesuffix("/train/part-00000.parquet"), source_filesystem=remote, destination_filesystem=remote
-    )
-    (loader,) = _loaders(copy, 1)
+    copied = root.replace("/data", "/copy")
+    fs.copy_files(root, copied, source_filesystem=remote, destination_filesystem=remote)
+    (loader,) = _loaders(copy, 1, num_workers=2)  # errors while reading ahead reach the consumer
     first = _epoch(loader)
     content = (parts / "train" / "part-00000.parquet").read_bytes()
     for written in (content, content + b"more"):
-        with remote.open_output_stream(path) as file:
+        with remote.open_output_stream(f"{copied}/train/part-00000.parquet") as file:
             file.write(written)
         if written == content:
             assert sorted(itertools.chain(*_epoch(loader))) == sorted(itertools.chain(*first))
@@ -270,13 +249,3 @@ def test_stream_that_drops_the_last_batch_goes_on_with_the_next_epoch(parts: Pat
     for loader in resumed:
         loader.load_state_dict(merge_stream_states(states))
     assert [_epoch(loader) for loader in resumed] == epochs[1]
-
-
-def test_each_of_as_many_ranks_may_load_the_state_that_it_saved(parts: Path) -> None:
-    loaders = _loaders(parts, 2)
-    iterators = [iter(loader) for loader in loaders]
-    batches = [next(iterator) for iterator in iterators]
-    states = [loader.state_dict(after=batch) for loader, batch in zip(loaders, batches, strict=True)]
-    for loader, state, iterator in zip(_loaders(parts, 2), states, iterators, strict=True):
-        loader.load_state_dict(state)
-        assert [ids_of(batch) for batch in loader] == [ids_of(batch) for batch in iterator]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from evenrank.datasets.schema import Manifest, content_hash, read_manifest, sha256_of
+from evenrank.datasets.schema import DataFile, Manifest, content_hash, read_manifest, sha256_of
 
 
 def copy_dataset(dataset: Path, to: Path) -> Path:
@@ -19,28 +19,19 @@ def copy_dataset(dataset: Path, to: Path) -> Path:
     return Path(shutil.copytree(dataset, to, ignore=shutil.ignore_patterns(".cache")))
 
 
-def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
+def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write a manifest with the content hash that belongs to it."""
-    hashed = replace(
-        manifest,
-        content_hash=content_hash(
-            splits=manifest.splits,
-            contextual=manifest.contextual,
-            extra_events=manifest.extra_events,
-            vocabulary_sizes=manifest.vocabulary_sizes,
-        ),
-    )
-    hashed.write(folder)
-    return hashed
+    hashed = ("splits", "contextual", "extra_events", "vocabulary_sizes")
+    replace(manifest, content_hash=content_hash(**{name: getattr(manifest, name) for name in hashed})).write(folder)
 
 
-def update_manifest(dataset: Path, split: str = "train", **changes: Any) -> Manifest:
+def update_manifest(dataset: Path, split: str = "train", **changes: Any) -> None:
     """Write the checksums of a split's changed files, and changes to other fields, to the manifest."""
     manifest = read_manifest(dataset)
     old = manifest.splits[split]
     files = tuple(replace(file, sha256=sha256_of(dataset / file.path)) for file in old.files)
     splits = {**manifest.splits, split: replace(old, files=files)}
-    return write_manifest(replace(manifest, **{"splits": splits, **changes}), dataset)
+    write_manifest(replace(manifest, **{"splits": splits, **changes}), dataset)
 
 
 def change_table(dataset: Path, change: Callable[[pa.Table], pa.Table], split: str = "train", **changes: Any) -> None:
@@ -64,3 +55,21 @@ def set_columns(columns: Mapping[str, pa.Array]) -> Callable[[pa.Table], pa.Tabl
 def add_targets(table: pa.Table, num_targets: NDArray[np.int32]) -> pa.Table:
     """Return a table with a column of numbers of targets."""
     return table.append_column("num_targets", pa.array(num_targets, pa.int32()))
+
+
+def write_in_parts(dataset: Path, out: Path) -> Path:
+    """Copy a dataset with its train split in files of 64 rows and row groups of 10, like those of a large dataset."""
+    copy_dataset(dataset, out)
+    table = pq.read_table(dataset / "train")
+    shutil.rmtree(out / "train")
+    (out / "train").mkdir()
+    files = []
+    for number, first in enumerate(range(0, table.num_rows, 64)):
+        rows = table.slice(first, 64)
+        path = out / "train" / f"part-{number:05}.parquet"
+        pq.write_table(rows, path, row_group_size=10)
+        files.append(DataFile(path=f"train/{path.name}", rows=rows.num_rows, sha256=sha256_of(path)))
+    manifest = read_manifest(out)
+    train = replace(manifest.splits["train"], files=tuple(files))
+    write_manifest(replace(manifest, splits={**manifest.splits, "train": train}), out)
+    return out

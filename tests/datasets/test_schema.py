@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,7 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.collate.semantic_ids import CANDIDATE_ID, SEMANTIC_ID
 from evenrank.dataloader.collate.sequences import LABEL
-from evenrank.datasets.schema import (
-    check_names,
-    check_new_names,
-    read_manifest,
-    user_hash,
-)
+from evenrank.datasets.schema import check_names, check_new_names, read_manifest, user_hash
 
 
 def test_user_hash_never_changes() -> None:
@@ -54,9 +50,9 @@ def test_a_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | No
         read_manifest(tmp_path / "nowhere")
 
 
-def _split(**changes: object) -> dict[str, object]:
-    file = {"path": changes.pop("path", "train/a"), "rows": 0, "sha256": "0" * 64}
-    return {"files": [file], "rows": 0, "interactions": 0, "lengths": {}, **changes}
+def _split(path: str = "train/a", **changes: object) -> dict[str, object]:
+    file = {"path": path, "rows": 0, "sha256": "0" * 64}
+    return {"train": {"files": [file], "rows": 0, "interactions": 0, "lengths": {}, **changes}}
 
 
 @pytest.mark.parametrize(
@@ -68,27 +64,15 @@ def _split(**changes: object) -> dict[str, object]:
         {"extra_events": {"q": "int99"}},
         {"extra_events": ["q"]},
         {"contextual": ["../x"]},
-        {"splits": {"train": {"files": [], "rows": "x", "interactions": 0, "lengths": {}}}},
-        {"splits": {"train": {"files": [], "rows": -1, "interactions": 0, "lengths": {}}}},
-        {"splits": {"train": _split(rows=1 << 62)}},
-        {"splits": {"train": _split(interactions=10**30)}},
-        {"splits": {"train": _split(rows=True)}},
-        {"splits": {"train": _split(rows=1)}},
-        {"splits": {"train": _split(lengths={"p50": 3})}},
-        {"splits": {"train": _split(lengths={"max": float("nan")})}},
-        {"splits": {"..": _split()}},
-        {"splits": {"train": _split(), "Train": _split()}},
-        {"splits": {"train": _split(path="../a")}},
-        {"splits": {"train": _split(path="/etc/passwd")}},
-        {"splits": {"train": _split(path="C:\\a")}},
-        {"splits": {"train": _split(path="train/a\0b")}},
-        {"splits": {"train": _split(path="")}},
-        {"contextual": ["segment", "Segment"]},
-        {"contextual": ["segment", "segment"]},
-        {"contextual": ["segment", 5]},
-        {"contextual": ["segment", "label"]},
-        {"contextual": [""]},
-        {"contextual": ["x" * 300]},
+        *({"splits": _split(files=[], rows=rows)} for rows in ("x", -1)),
+        *({"splits": _split(rows=rows)} for rows in (1 << 62, True, 1)),
+        {"splits": _split(interactions=10**30)},
+        *({"splits": _split(lengths=lengths)} for lengths in ({"p50": 3}, {"max": float("nan")})),
+        {"splits": {"..": _split()["train"]}},
+        {"splits": {"train": _split()["train"], "Train": _split()["train"]}},
+        *({"splits": _split(path)} for path in ("../a", "/etc/passwd", "C:\\a", "train/a\0b", "")),
+        *({"contextual": ["segment", name]} for name in ("Segment", "segment", 5, "label")),
+        *({"contextual": [name]} for name in ("", "x" * 300)),
         {"extra_events": {"item_id": "int64"}},
         {"extra_events": {"segment": "int64"}},
         {"vocabulary_sizes": {"user_id": 1}},
@@ -104,38 +88,42 @@ def test_a_malformed_field_is_refused(small_dataset: Path, tmp_path: Path, wrong
     assert "\n" not in str(raised.value)
 
 
+NAMES = [
+    "user_id",
+    "item_id",
+    "action",
+    "timestamp_ms",
+    "length",
+    "window",
+    "num_targets",
+    LABEL,
+    SEMANTIC_ID,
+    CANDIDATE_ID,
+]
+NO_FILE_NAMES = ["", ".", "..", ".hidden", "a/b", "a\\b", "a\0b", "a b", "a\n", "x" * 201, "\ud800"]
+SAME_FILE = [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", "e\u0301")]
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("names", "message"),
     [
-        *("user_id", "item_id", "action", "timestamp_ms", "length", "window", "num_targets"),
-        LABEL,
-        SEMANTIC_ID,
-        CANDIDATE_ID,
+        *((["sex", n], f"no feature can be called '{n}', because datasets or batches have") for n in NAMES),
+        *(([name], "is not a name; use letters, digits") for name in NO_FILE_NAMES),
+        *((names, r"differ at most by case; rename one|is not a name") for names in SAME_FILE),
     ],
 )
-def test_names_of_the_format_and_of_batches_are_reserved(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"no feature can be called '{name}', because datasets or batches have"):
-        check_names(["sex", name])
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a\\b", "a\0b", "a b", "a\n", "x" * 201, "\ud800"])
-def test_names_that_are_no_file_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is not a name; use letters, digits"):
-        check_names([name])
+def test_names_that_are_reserved_or_no_names_of_files_of_their_own_are_refused(
+    names: Sequence[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_names(names)
 
 
 def test_names_with_dots_are_those_of_older_datasets_alone() -> None:
     check_names(["user.age"])
     check_new_names(["user_age", "user-age", "2"])
-    message = r"no feature can be called 'user\.age', because .*; rename it, for example to 'user_age'"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"called 'user\.age', because .*; rename it, for example to 'user_age'"):
         check_new_names(["sex", "user.age"])
-
-
-@pytest.mark.parametrize("names", [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", "e\u0301")])
-def test_names_of_the_same_file_are_refused(names: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"differ at most by case; rename one|is not a name"):
-        check_names(names)
 
 
 @pytest.mark.parametrize("field", ["content_hash", "contextual", "vocabulary_sizes", "extra_events", "splits"])
@@ -146,7 +134,7 @@ def test_a_manifest_cannot_claim_the_content_of_another(small_dataset: Path, tmp
         "contextual": [],
         "vocabulary_sizes": {**raw["vocabulary_sizes"], "item_id": 7},
         "extra_events": {"play_time_ms": "int64"},
-        "splits": {"train": _split()},
+        "splits": _split(),
     }
     (tmp_path / "manifest.json").write_text(json.dumps({**raw, field: other[field]}))
     with pytest.raises(DataError, match=r"has content hash \w{12}, but that of its files and columns is \w{12}"):

@@ -1,8 +1,7 @@
 import multiprocessing
 import os
 import pickle
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,9 @@ from numpy.typing import NDArray
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.schema import read_manifest
-from evenrank.datasets.store import SequenceStore, open_store
+from evenrank.datasets.store import open_store
 from evenrank.datasets.stream import open_stream
-from tests.datasets.crafted import add_targets, change_table, copy_dataset
-
-
-def _fresh_copy(dataset: Path, tmp_path: Path) -> Path:
-    return copy_dataset(dataset, tmp_path / "copy")
+from tests.datasets.crafted import add_targets, change_table
 
 
 def test_rows_equal_those_of_the_parquet_files(small_dataset: Path) -> None:
@@ -39,16 +34,15 @@ def test_rows_equal_those_of_the_parquet_files(small_dataset: Path) -> None:
     assert store.events["action"].dtype == np.int32
 
 
-def _open_and_sum(path: Path, results: "multiprocessing.Queue[tuple[int, int]]") -> None:
+def _open_and_sum(path: Path, results: "multiprocessing.Queue[tuple[int, ...]]") -> None:
     store = open_store(path)
     remapped = store.remapped({"item_id": _Reversed()})
-    results.put((int(store.events["item_id"].sum()), int(remapped.events["item_id"].sum())))
+    results.put(tuple(int(each.events["item_id"].sum()) for each in (store, remapped)))
 
 
-def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
+def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path, dataset: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[int, int]] = context.Queue()
+    results: multiprocessing.Queue[tuple[int, ...]] = context.Queue()
     processes = [context.Process(target=_open_and_sum, args=(dataset, results)) for _ in range(3)]
     for process in processes:
         process.start()
@@ -62,40 +56,20 @@ def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path
     assert len(built) == 2
 
 
-def test_opening_again_reads_no_parquet(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
-    first = open_store(dataset)
-    shutil.rmtree(dataset / "train")
-    assert np.array_equal(open_store(dataset).events["item_id"], first.events["item_id"])
-
-
-def test_an_empty_split_opens(tmp_path: Path) -> None:
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    config = PreprocessConfig(
-        dataset="synthetic", out=tmp_path / "data", split="user:0", synthetic=SyntheticConfig(num_users=3)
-    )
-    preprocess(config)
-    store = open_store(tmp_path / "data", "eval")
-    assert len(store) == 0
-    assert len(store.events["item_id"]) == 0
-
-
-@pytest.mark.parametrize("damage", ["truncated", "shorter", "missing", "other type"])
-def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path, damage: str) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-8]),
+        lambda path: np.save(path, np.arange(3)),
+        lambda path: path.unlink(),
+        lambda path: np.save(path, np.load(path).astype(np.float64)),
+    ],
+    ids=["truncated", "shorter", "missing", "of another type"],
+)
+def test_a_damaged_cache_says_what_to_delete(dataset: Path, damage: Callable[[Path], object]) -> None:
     open_store(dataset)
     (cached,) = (dataset / ".cache").glob("*/events/item_id.npy")
-    match damage:
-        case "truncated":
-            cached.write_bytes(cached.read_bytes()[:-8])
-        case "shorter":
-            np.save(cached, np.arange(3))
-        case "missing":
-            cached.unlink()
-        case "other type":
-            np.save(cached, np.load(cached).astype(np.float64))
+    damage(cached)
     with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v3 to have it rebuilt"):
         open_store(dataset)
 
@@ -108,53 +82,41 @@ def test_a_damaged_cache_says_what_to_delete(small_dataset: Path, tmp_path: Path
         ("offsets", {-1: 1 << 40}),
         # Each of these is 2^62 or 1 above its predecessor, modulo 2^64.
         ("offsets", {1: 1 << 62, 2: (1 << 63) - 1, 3: -(1 << 63), 4: -(1 << 62)}),
-        ("num_targets", {0: -1}),
-        ("num_targets", {0: 1000}),
-        ("time_order", {0: -1}),
-        ("time_order", {0: 1 << 40}),
-        ("time_order", {0: 3, 1: 3}),
+        *(("num_targets", {0: value}) for value in (-1, 1000)),
+        *(("time_order", values) for values in ({0: -1}, {0: 1 << 40}, {0: 3, 1: 3})),
     ],
 )
-def test_a_cache_with_indices_out_of_range_is_refused(
-    small_dataset: Path, tmp_path: Path, name: str, values: dict[int, int]
-) -> None:
-    dataset = _with_targets(small_dataset, tmp_path)
+def test_a_cache_with_indices_out_of_range_is_refused(dataset: Path, name: str, values: dict[int, int]) -> None:
+    change_table(dataset, lambda table: add_targets(table, np.minimum(table["length"].to_numpy(), 1)))
     open_store(dataset)
     (cached,) = (dataset / ".cache").glob(f"*/{name}.npy")
     changed = np.load(cached)
-    for index, value in values.items():
-        changed[index] = value
+    changed[list(values)] = list(values.values())
     np.save(cached, changed)
     with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v3 to have it rebuilt"):
         open_store(dataset)
 
 
-def _with_targets(small_dataset: Path, tmp_path: Path) -> Path:
-    """Return a copy whose train split has one target in each row with events."""
-    dataset = _fresh_copy(small_dataset, tmp_path)
-    change_table(dataset, lambda table: add_targets(table, np.minimum(table["length"].to_numpy(), 1)))
-    return dataset
-
-
-def test_features_can_have_the_names_of_the_caches_own_files(tmp_path: Path) -> None:
+def test_features_can_have_the_names_of_the_caches_own_files_and_splits_no_rows(tmp_path: Path) -> None:
     pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
     names = ("offsets", "time_order", "events", "rows", "timestamp", "Offsets_npy")
     synthetic = SyntheticConfig(num_users=30, contextual=dict.fromkeys(names, Uniform(low=1, high=9)))
-    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "data", split="none", synthetic=synthetic))
+    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "data", split="user:0", synthetic=synthetic))
     store = open_store(tmp_path / "data")
     table = pq.read_table(tmp_path / "data" / "train")
     for name in names:
         assert store.rows[name].tolist() == table[name].to_pylist()
     assert store.time_order is not None
     assert sorted(store.time_order.tolist()) == list(range(30))
+    empty = open_store(tmp_path / "data", "eval")
+    assert len(empty) == len(empty.events["item_id"]) == 0
 
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 @pytest.mark.parametrize("name", ["manifest.json", "train/part-00000.parquet"])
-def test_a_named_pipe_is_refused_instead_of_waited_for(small_dataset: Path, tmp_path: Path, name: str) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
+def test_a_named_pipe_is_refused_instead_of_waited_for(dataset: Path, name: str) -> None:
     (dataset / name).unlink()
     os.mkfifo(dataset / name)
     for opens in (open_store, lambda path: open_stream(path, "train").read(0, 1)):
@@ -162,36 +124,21 @@ def test_a_named_pipe_is_refused_instead_of_waited_for(small_dataset: Path, tmp_
             opens(dataset)
 
 
-def test_a_cache_that_cannot_be_written_is_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
-    (dataset / ".cache").write_text("a file")
-    with pytest.raises(DataError, match=r"the cache .*\.cache could not be written") as raised:
-        open_store(dataset)
-    assert "\n" not in str(raised.value)
-
-
-def test_an_unknown_split_is_named(small_dataset: Path) -> None:
-    with pytest.raises(DataError, match="no split 'test'; known: eval, train"):
-        open_store(small_dataset, "test")
-
-
 @dataclass(frozen=True)
 class _Reversed:
-    """Counts keys from the end of the table."""
+    """Counts keys from the end of the table, or raises an error."""
 
     num_embeddings: int = 600
     is_identity: bool = False
+    error: Exception | None = None
 
     def __call__(self, keys: NDArray[Any], /) -> NDArray[Any]:
+        if self.error:
+            raise self.error
         return self.num_embeddings - 1 - keys
 
     def describe(self) -> Mapping[str, Any]:
         return {"size": self.num_embeddings}
-
-
-class _Unused(_Reversed):
-    def __call__(self, keys: NDArray[Any], /) -> NDArray[Any]:
-        raise AssertionError("mapped again")
 
 
 def _entries(dataset: Path) -> list[str]:
@@ -210,18 +157,27 @@ def test_the_named_columns_are_replaced_and_no_others(small_dataset: Path) -> No
     assert len(store.column_maps) == 0
 
 
-def test_a_column_is_mapped_once_and_shared_as_a_file(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
-    first = open_store(dataset).remapped({"item_id": _Reversed()})
-    again = open_store(dataset).remapped({"item_id": _Unused()})
+def test_a_column_is_mapped_once_and_shared_as_a_file(dataset: Path) -> None:
+    store = open_store(dataset)
+    fails = DataError("mapped again")
+    unchanged = store.remapped({"item_id": _Reversed(is_identity=True, error=fails)})
+    assert unchanged.events["item_id"] is store.events["item_id"]
+    with pytest.raises(DataError, match=r"^mapped again$"):
+        store.remapped({"item_id": _Reversed(error=fails)})
+    assert _entries(dataset) == []  # neither for what changes nothing nor for what fails half-way
+    first = store.remapped({"item_id": _Reversed()})
+    again = open_store(dataset).remapped({"item_id": _Reversed(error=fails)})
     assert again.events["item_id"].tolist() == first.events["item_id"].tolist()
     assert isinstance(again.events["item_id"].base, np.memmap)
     assert not again.events["item_id"].flags.writeable
-    assert len(_entries(dataset)) == 1
+    (entry,) = _entries(dataset)
+    path = dataset / ".cache" / entry / "values.npy"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DataError, match=rf"^{path} is damaged; delete {path.parent} to have it rebuilt$"):
+        open_store(dataset).remapped({"item_id": _Reversed()})
 
 
-def test_other_maps_columns_and_splits_have_files_of_their_own(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
+def test_other_maps_columns_and_splits_have_files_of_their_own(dataset: Path) -> None:
     store = open_store(dataset)
     for size in (600, 601, 602):
         items = store.remapped({"item_id": _Reversed(size)}).events["item_id"]
@@ -233,11 +189,6 @@ def test_other_maps_columns_and_splits_have_files_of_their_own(small_dataset: Pa
     assert len(_entries(dataset)) == 5
 
 
-def _file_of(column: NDArray[Any]) -> object:
-    assert isinstance(column.base, np.memmap)
-    return column.base.filename
-
-
 def test_a_pickled_store_maps_the_same_files_with_the_remapped_columns(small_dataset: Path) -> None:
     plain = open_store(small_dataset)
     assert len(pickle.dumps(plain)) < 1000
@@ -246,63 +197,23 @@ def test_a_pickled_store_maps_the_same_files_with_the_remapped_columns(small_dat
     assert copied.rows["segment"].tolist() == store.rows["segment"].tolist()
     for name in ("item_id", "action"):
         assert copied.events[name].tolist() == store.events[name].tolist()
-        assert _file_of(copied.events[name]) == _file_of(store.events[name])
+        assert copied.events[name].base.filename == store.events[name].base.filename  # type: ignore[union-attr]
     in_memory = replace(plain, folder=None).remapped({"item_id": _Reversed()})
     assert not isinstance(in_memory.events["item_id"].base, np.memmap)
     assert pickle.loads(pickle.dumps(in_memory)).events["item_id"].tolist() == store.events["item_id"].tolist()
 
 
-def test_a_map_that_changes_nothing_needs_no_file(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
-    store = open_store(dataset)
-    remapped = store.remapped({"item_id": _Unused(is_identity=True)})
-    assert remapped.events["item_id"] is store.events["item_id"]
-    assert _entries(dataset) == []
-
-
-def test_a_damaged_file_is_reported(small_dataset: Path, tmp_path: Path) -> None:
-    dataset = _fresh_copy(small_dataset, tmp_path)
-    open_store(dataset).remapped({"item_id": _Reversed()})
-    (entry,) = _entries(dataset)
-    path = dataset / ".cache" / entry / "values.npy"
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(DataError, match=rf"^{path} is damaged; delete {path.parent} to have it rebuilt$"):
-        open_store(dataset).remapped({"item_id": _Reversed()})
-
-
-def test_what_fails_half_way_leaves_no_file(small_dataset: Path, tmp_path: Path) -> None:
-    class Fails(_Reversed):
-        def __call__(self, keys: NDArray[Any], /) -> NDArray[Any]:
-            raise DataError("no such key")
-
-    dataset = _fresh_copy(small_dataset, tmp_path)
-    with pytest.raises(DataError, match=r"^no such key$"):
-        open_store(dataset).remapped({"item_id": Fails()})
-    assert not any("mapped" in path.name and path.is_dir() for path in (dataset / ".cache").iterdir())
-
-
-def _refuse(store: SequenceStore, maps: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        store.remapped(maps)
-    assert str(raised.value) == message
-
-
 def test_columns_that_cannot_be_mapped_are_refused(small_dataset: Path) -> None:
     store = open_store(small_dataset)
-    _refuse(
-        store,
-        {"video_id": _Reversed()},
-        "the dataset has no column 'video_id' to map; known: user_id, segment, item_id, action, timestamp_ms",
-    )
+    mapped = store.remapped({"item_id": _Reversed()})
     size = store.manifest.vocabulary_sizes["item_id"]
-    _refuse(
-        store,
-        {"item_id": _Reversed(100)},
-        f"item_id is up to {size - 1} in the dataset, too large for a table of num_embeddings=100; pass "
-        "manifest.vocabulary_sizes['item_id'] or more",
-    )
-    _refuse(
-        store.remapped({"item_id": _Reversed()}),
-        {"item_id": _Reversed()},
-        "the column 'item_id' is mapped already; map it once",
-    )
+    known = "user_id, segment, item_id, action, timestamp_ms"
+    too_small = "too large for a table of num_embeddings=100; pass manifest.vocabulary_sizes['item_id'] or more"
+    for opened, name, table, message in (
+        (store, "video_id", 600, f"the dataset has no column 'video_id' to map; known: {known}"),
+        (store, "item_id", 100, f"item_id is up to {size - 1} in the dataset, {too_small}"),
+        (mapped, "item_id", 600, "the column 'item_id' is mapped already; map it once"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            opened.remapped({name: _Reversed(table)})
+        assert str(raised.value) == message

@@ -1,6 +1,6 @@
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from pyarrow import fs
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets import open_store
-from evenrank.datasets.distributions import Uniform
 from evenrank.datasets.stream import StreamConfig, cut_shards, open_stream, version_of, versions_of
-from tests.datasets.in_parts import write_in_parts
+from tests.datasets.crafted import add_targets, change_table, set_columns, write_in_parts
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +23,14 @@ def parts(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize(("first", "end"), [(0, 210), (0, 0), (3, 4), (17, 95), (190, 210), (64, 128)])
 def test_any_range_of_rows_equals_that_of_the_store(parts: Path, first: int, end: int) -> None:
     store = open_store(parts)
-    rows = range(first, min(end, len(store)))
-    read = open_stream(parts, "train").read(rows.start, rows.stop)
-    assert len(read) == len(rows)
-    assert read.offsets.tolist() == (store.offsets[rows.start : rows.stop + 1] - store.offsets[rows.start]).tolist()
-    assert read.rows["user_id"].tolist() == store.rows["user_id"][rows.start : rows.stop].tolist()
-    assert read.rows["segment"].tolist() == store.rows["segment"][rows.start : rows.stop].tolist()
+    end = min(end, len(store))
+    read = open_stream(parts, "train").read(first, end)
+    assert len(read) == end - first
+    assert read.offsets.tolist() == (store.offsets[first : end + 1] - store.offsets[first]).tolist()
+    for name in ("user_id", "segment"):
+        assert read.rows[name].tolist() == store.rows[name][first:end].tolist()
     for name in ("item_id", "action", "timestamp_ms"):
-        span = slice(store.offsets[rows.start], store.offsets[rows.stop])
-        assert read.events[name].tolist() == store.events[name][span].tolist()
+        assert read.events[name].tolist() == store.events[name][store.offsets[first] : store.offsets[end]].tolist()
         assert read.events[name].dtype == store.events[name].dtype
 
 
@@ -45,82 +43,71 @@ def test_shards_cover_all_rows_for_any_number_of_shards() -> None:
 
 
 def test_windows_contain_every_row_of_a_shard_once_per_epoch_in_another_order() -> None:
-    shard = cut_shards(50, StreamConfig(num_shards=2, buffer_rows=8))[1]
-
-    def rows(epoch: int) -> list[int]:
-        windows = [shard.window(position, seed=3, epoch=epoch) for position in range(shard.num_windows)]
-        assert all(len(order) <= 8 for _, order in windows)
-        return [first + row for first, order in windows for row in order.tolist()]
-
-    assert sorted(rows(0)) == sorted(rows(1)) == list(range(25, 50))
-    assert rows(0) != rows(1)
-    assert rows(0) == rows(0) != sorted(rows(0))
-
-
-def test_rows_left_are_those_of_the_windows_that_follow() -> None:
     for shard in cut_shards(53, StreamConfig(num_shards=2, buffer_rows=8)):
+        epochs = []
         for epoch in range(5):
-            sizes = [len(shard.window(position, seed=3, epoch=epoch)[1]) for position in range(shard.num_windows)]
+            windows = [shard.window(position, seed=3, epoch=epoch) for position in range(shard.num_windows)]
+            sizes = [len(order) for _, order in windows]
+            assert max(sizes) <= 8
             assert [shard.window_rows(p, seed=3, epoch=epoch) for p in range(shard.num_windows)] == sizes
             for done in range(shard.num_windows + 1):
                 assert shard.rows_left(done, 0, seed=3, epoch=epoch) == sum(sizes[done:])
             assert shard.rows_left(1, 1, seed=3, epoch=epoch) == sum(sizes[1:]) - 1
+            epochs.append(tuple(first + row for first, order in windows for row in order.tolist()))
+        assert all(sorted(rows) == list(range(shard.first, shard.end)) != list(rows) for rows in epochs)
+        assert len(set(epochs)) == 5
 
 
-def test_a_missing_dataset_or_split_is_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere is not a readable dataset: .*No such file") as raised:
-        open_stream(tmp_path / "nowhere", "train")
-    assert "\n" not in str(raised.value)
-    with pytest.raises(DataError, match="is not a readable dataset"):
-        open_stream("nothing://bucket/data", "train")
-    with pytest.raises(DataError, match="has no split 'test'; known: eval, train"):
-        open_stream(small_dataset, "test")
+def test_missing_data_and_invalid_settings_are_reported_in_one_line(small_dataset: Path, tmp_path: Path) -> None:
+    for path, split, message in (
+        (tmp_path / "nowhere", "train", r"nowhere is not a readable dataset: .*No such file[^\n]*$"),
+        ("nothing://bucket/data", "train", "is not a readable dataset"),
+        (small_dataset, "test", "has no split 'test'; known: eval, train"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_stream(path, split)
+    for name in ("num_shards", "buffer_rows", "open_shards"):
+        with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+            StreamConfig(**{name: 0})
 
 
-def _damage(path: Path, damage: str) -> None:
-    content = path.read_bytes()
-    match damage:
-        case "truncated":
-            path.write_bytes(content[:-50])
-        case "missing":
-            path.unlink()
-        case "fewer rows":
-            pq.write_table(pq.read_table(path).slice(0, 5), path)
-        case "other values":
-            table = pq.read_table(path)
-            columns = {name: table.column(name) for name in table.column_names}
-            pq.write_table(pa.table({**columns, "user_id": pa.array(range(len(table)))}), path)
-        case "another file of equal size and time":
-            status = path.stat()
-            path.unlink()
-            path.write_bytes(b"PAR1" + bytes(len(content) - 4))
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+def _write_other_values(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(set_columns({"user_id": pa.array(range(len(table)))})(table), path)
 
 
-_REPLACED = "was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one"
+def _write_another_file_of_equal_size_and_time(path: Path) -> None:
+    status = path.stat()
+    path.unlink()
+    path.write_bytes(b"PAR1" + bytes(status.st_size - 4))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 @pytest.mark.parametrize(
-    ("damage", "opened_after", "opened_before"),
+    ("damage", "message"),
     [
-        ("truncated", "cannot be read as Parquet", _REPLACED),
-        ("missing", "cannot be read as Parquet", _REPLACED),
-        ("fewer rows", "has 5 rows, its manifest says 64; preprocess the dataset again", _REPLACED),
-        ("other values", "", _REPLACED),
-        ("another file of equal size and time", "cannot be read as Parquet", _REPLACED),
+        (lambda path: path.write_bytes(path.read_bytes()[:-50]), "cannot be read as Parquet"),
+        (Path.unlink, "cannot be read as Parquet"),
+        (
+            lambda path: pq.write_table(pq.read_table(path).slice(0, 5), path),
+            "has 5 rows, its manifest says 64; preprocess the dataset again",
+        ),
+        (_write_other_values, ""),
+        (_write_another_file_of_equal_size_and_time, "cannot be read as Parquet"),
     ],
 )
 def test_damaged_and_replaced_files_are_named(
-    small_dataset: Path, tmp_path: Path, damage: str, opened_after: str, opened_before: str
+    small_dataset: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     data = write_in_parts(small_dataset, tmp_path / "data")
     before = open_stream(data, "train")
     before.read(0, before.num_rows)
     path = sorted((data / "train").glob("*.parquet"))[1]
-    _damage(path, damage)
-    for source, message in ((before, opened_before), (open_stream(data, "train"), opened_after)):
-        if message:
-            with pytest.raises(DataError, match=f"{path.name} {message}") as raised:
+    damage(path)
+    replaced = "was changed, replaced or deleted after the dataset was opened; its SHA-256 is not the one"
+    for source, expected in ((before, replaced), (open_stream(data, "train"), message)):
+        if expected:
+            with pytest.raises(DataError, match=f"{path.name} {expected}") as raised:
                 source.read(0, source.num_rows)
             assert "\n" not in str(raised.value)
 
@@ -157,21 +144,11 @@ def test_dataset_that_is_replaced_while_it_is_opened_is_the_new_one(
     assert len(source.read(0, source.num_rows)) == len(open_store(old))
 
 
-@pytest.mark.parametrize("name", ["num_shards", "buffer_rows", "open_shards"])
-def test_invalid_settings_are_refused_with_the_value(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
-        StreamConfig(**{name: 0})
-
-
-def test_rows_have_numbers_of_targets_if_the_split_has_them(parts: Path, tmp_path: Path) -> None:
+def test_rows_have_numbers_of_targets_if_the_split_has_them(parts: Path, dataset: Path) -> None:
     assert open_stream(parts, "train").read(0, 5).num_targets is None
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    synthetic = SyntheticConfig(num_users=20, lengths=Uniform(low=1, high=6))
-    preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "data", split="leave-last:2", synthetic=synthetic))
-    expected = open_store(tmp_path / "data", "eval").num_targets
-    read = open_stream(tmp_path / "data", "eval").read(3, 9).num_targets
+    change_table(dataset, lambda table: add_targets(table, table["length"].to_numpy() // 2))
+    expected = open_store(dataset).num_targets
+    read = open_stream(dataset, "train").read(3, 9).num_targets
     assert expected is not None
     assert read is not None
     assert (read.tolist(), read.dtype) == (expected[3:9].tolist(), expected.dtype)

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.core.errors import ConfigError
+from evenrank.dataloader import JaggedCollate, dense, jagged
 from evenrank.dataloader.batches.batch import JaggedBatch, LossKey, keyed_jagged_tensor, loss_tokens
-from evenrank.dataloader.batches.padding import pad_batch
+from evenrank.dataloader.batches.padding import PaddedBatches, empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import check_contents, lengths_of, schema_of
 from tests.dataloader.rich_batch import RichBatch, rich_batch, samples_of
 
@@ -23,13 +25,12 @@ def test_moving_a_batch_keeps_samples_and_host_side_caches() -> None:
     assert samples_of(moved) == samples_of(BATCH)
     assert moved.first._length_per_key == [3, 2]
     assert moved.num_real == 2
-
-
-def test_after_a_move_no_view_by_key_is_left_on_the_old_device() -> None:
-    batch = BATCH.clone()
-    assert batch.first.to_dict()["a"].values().device.type == "cpu"
-    for jagged in batch.to("meta").first.to_dict().values():
-        assert jagged.values().device.type == "meta"
+    batch = BATCH.clone().replace(world_task_tokens=torch.tensor([3, 4]))
+    assert batch.first.to_dict()["a"].values().device.type == "cpu"  # also keeps these views by key
+    on_meta = batch.to("meta")
+    assert {jagged.values().device.type for jagged in on_meta.first.to_dict().values()} == {"meta"}
+    assert on_meta.world_task_tokens is not None
+    assert on_meta.world_task_tokens.device.type == "meta"
 
 
 def test_the_repr_of_a_batch_is_one_line_with_its_contents() -> None:
@@ -66,9 +67,12 @@ def test_a_key_of_two_fields_is_named_with_the_second_field() -> None:
 def test_loss_tokens_are_counted_per_sample() -> None:
     lengths = {("weighted", "c"): np.array([3, 1, 0, 0])}
     is_real = np.array([True, True, True, False])
-    assert loss_tokens(LossKey("weighted", "c"), lengths, is_real).tolist() == [3, 1, 0, 0]
-    assert loss_tokens(LossKey("weighted", "c", skip=1), lengths, is_real).tolist() == [2, 0, 0, 0]
-    assert loss_tokens(None, lengths, is_real).tolist() == [1, 1, 1, 0]
+    for loss_key, expected in (
+        (LossKey("weighted", "c"), [3, 1, 0, 0]),
+        (LossKey("weighted", "c", skip=1), [2, 0, 0, 0]),
+        (None, [1, 1, 1, 0]),
+    ):
+        assert loss_tokens(loss_key, lengths, is_real).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -87,27 +91,29 @@ def test_a_loss_key_that_the_batch_lacks_is_refused(
         schema_of(BATCH)
 
 
-def test_fields_with_a_wrong_number_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ids must have batch_size = 2 rows, its shape is \(3,\)"):
-        schema_of(replace(BATCH, ids=torch.arange(3)))
-    with pytest.raises(ValueError, match="first must have batch_size = 3 rows in every key"):
-        schema_of(replace(BATCH, batch_size=3))
-
-
-def test_a_jagged_field_without_keys_is_refused() -> None:
-    empty = keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))
-    with pytest.raises(ValueError, match="first must have at least one key; set the field to None if batches lack it"):
-        schema_of(replace(BATCH, first=empty))
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class WithList(JaggedBatch):
     names: list[str]
 
 
-def test_a_field_of_an_unsupported_type_is_refused_with_a_remedy() -> None:
-    with pytest.raises(TypeError, match=r"names must be .* or be declared with host\(\); got <class 'list'>"):
-        schema_of(WithList(batch_size=1, num_real=1, names=["x"]))
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (replace(BATCH, ids=torch.arange(3)), r"ids must have batch_size = 2 rows, its shape is \(3,\)"),
+        (replace(BATCH, batch_size=3), "first must have batch_size = 3 rows in every key"),
+        (
+            replace(BATCH, first=keyed_jagged_tensor([], torch.empty(0), np.empty((0, 2), dtype=np.int64))),
+            "first must have at least one key; set the field to None if batches lack it",
+        ),
+        (
+            WithList(batch_size=1, num_real=1, names=["x"]),
+            r"names must be .* or be declared with host\(\); got <class 'list'>",
+        ),
+    ],
+)
+def test_fields_of_a_wrong_type_or_number_of_rows_are_refused(batch: JaggedBatch, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        schema_of(batch)
 
 
 @pytest.mark.gpu
@@ -181,40 +187,100 @@ def test_a_stream_that_uses_a_batch_keeps_its_counts_allocated() -> None:
     counts.record_stream.assert_called_once_with(stream)
 
 
-def test_the_loss_tokens_of_tasks_move_with_the_batch() -> None:
-    batch = JaggedBatch(batch_size=1, num_real=0, world_task_tokens=torch.tensor([3, 4]))
-    moved = batch.to("meta").world_task_tokens
-    assert moved is not None
-    assert moved.device.type == "meta"
-
-
 def test_clone_is_equal_and_shares_no_memory() -> None:
-    for (name, value), (_, original) in zip(BATCH.clone().tensors(), BATCH.tensors(), strict=True):
-        if original is None:
-            assert value is None
-            continue
-        parts: list[tuple[Any, Any]] = [(value, original)]
-        if isinstance(original, KeyedJaggedTensor):
-            assert isinstance(value, KeyedJaggedTensor)
-            assert value.keys() == original.keys()
-            assert value.length_per_key() == original.length_per_key()
-            parts = [(value.values(), original.values()), (value.lengths(), original.lengths())]
-            if original.weights_or_none() is not None:
-                parts.append((value.weights(), original.weights()))
-        for tensor, other in parts:
-            assert torch.equal(tensor, other), name
-            assert tensor.dtype == other.dtype
-            assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()
-
-
-def test_clone_copies_tensors_of_any_layout() -> None:
     wide = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
-    for tensor in (
-        wide,
-        wide[:, 1:3],
-        wide.t(),
-        wide[0].expand(3, 4),
-        torch.zeros(3, 0),
-        torch.ones(3, dtype=torch.bool),
+    layouts = (wide, wide[:, 1:3], wide.t(), wide[0].expand(3, 4), torch.zeros(3, 0), torch.ones(3, dtype=torch.bool))
+    for batch in (BATCH, *(replace(BATCH, ids=tensor) for tensor in layouts)):
+        for (name, value), (_, original) in zip(batch.clone().tensors(), batch.tensors(), strict=True):
+            parts: list[tuple[Any, Any]] = [(value, original)]
+            if isinstance(original, KeyedJaggedTensor):
+                assert isinstance(value, KeyedJaggedTensor)
+                assert value.keys() == original.keys()
+                assert value.length_per_key() == original.length_per_key()
+                parts = [(value.values(), original.values()), (value.lengths(), original.lengths())]
+                parts.append((value.weights_or_none(), original.weights_or_none()))
+            for tensor, other in parts:
+                assert (tensor is None) == (other is None), name
+                if other is not None:
+                    assert torch.equal(tensor, other), name
+                    assert tensor.dtype == other.dtype
+                    assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()
+
+
+def test_padding_adds_rows_of_length_zero_with_declared_fill_values() -> None:
+    batch = rich_batch([[(0, 0), (0, 0)], [(2, 0), (1, 1)]])
+    padded = pad_batch(batch, 4)
+    assert (padded.batch_size, padded.num_real) == (4, 2)  # a sample with an empty history stays a sample
+    assert samples_of(padded) == samples_of(batch)
+    assert lengths_of(padded)[:, 2:].sum() == 0
+    assert padded.ids[2:].tolist() == [-1, -1]
+    assert padded.matrix[2:].tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert padded.nothing is None
+    assert padded.first.lengths().dtype == batch.first.lengths().dtype == torch.int32
+    assert pad_batch(rich_batch([]), 2).first.stride() == 2
+    empty = empty_batch(schema_of(batch))
+    assert schema_of(empty) == schema_of(batch)
+    assert isinstance(empty, RichBatch)
+    assert empty.num_real == 0
+    assert empty.ids.tolist() == [-1, -1]
+
+
+def test_a_batch_with_too_many_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a batch of 2 rows cannot be padded to 1; raise batch_size"):
+        pad_batch(rich_batch([[(1, 2), (0, 3)]] * 2), 1)
+
+
+def _collate(samples: Sequence[int]) -> RichBatch:
+    return rich_batch([[(sample, 0), (0, 0)] for sample in samples])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_batches", [None, 1, 4])
+@pytest.mark.parametrize("num_samples", [0, 1, 4, 5])
+def test_any_iterable_of_samples_is_cut_into_full_batches(
+    num_samples: int, num_batches: int | None, drop_last: bool
+) -> None:
+    expected = [[1, 2], [3, 4]] if num_samples > 1 else []
+    if num_samples % 2 and not drop_last:
+        expected.append([num_samples, 0])
+    expected += [[0, 0]] * ((num_batches or 0) - len(expected))
+    batches = PaddedBatches(
+        range(1, num_samples + 1), batch_size=2, collate=_collate, drop_last=drop_last, num_batches=num_batches
+    )
+    assert len(batches) == len(expected)
+    for _ in range(2):
+        found = [(batch.first["a"].lengths().tolist(), batch.num_real) for batch in batches]
+        assert found == [(lengths, sum(length > 0 for length in lengths)) for lengths in expected]
+    with pytest.raises(TypeError, match="'generator' has no len"):
+        len(PaddedBatches((n for n in range(3)), batch_size=2, collate=_collate))
+
+
+@pytest.mark.parametrize("num_samples", [1, 4, 5])
+def test_empty_batches_are_like_the_others_whatever_is_declared(num_samples: int) -> None:
+    declarations = {
+        "items": jagged(max_length=9),
+        "ratings": jagged(torch.float32, field="labels"),
+        "number": dense(),
+        "matrix": dense(fill=-1),
+        "small": dense(dtype=torch.int16, shape=(3,)),
+    }
+    sample = {"items": [1, 2], "ratings": [0.5], "number": 7, "matrix": [[1.0, 2.0]], "small": [1, 2, 3]}
+    collate = JaggedCollate(declarations, loss_key=LossKey("features", "items"))
+    batches = list(PaddedBatches([sample] * num_samples, batch_size=2, collate=collate, num_batches=5))
+    assert [batch.num_real for batch in batches] == ([2] * (num_samples // 2) + [1] * (num_samples % 2) + [0] * 5)[:5]
+    assert len({schema_of(batch) for batch in batches}) == 1
+    empty = batches[-1]
+    assert empty.loss_tokens == 0
+    assert empty.matrix.tolist() == [[[-1.0, -1.0]]] * 2
+    assert empty.max_lengths == {"items": 0, "ratings": 0}
+    assert empty.length_limits == {"items": 9}
+
+
+def test_a_rank_without_samples_says_what_to_declare() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a batch without samples needs dense\(dtype=..., shape=...\) of 'y'; declar"
     ):
-        assert torch.equal(replace(BATCH, ids=tensor).clone().ids, tensor)
+        list(PaddedBatches([], batch_size=2, collate=JaggedCollate({"y": dense()}), num_batches=1))
+    declared = JaggedCollate({"y": dense(dtype=torch.float32, shape=(2,))})
+    (batch,) = PaddedBatches([], batch_size=2, collate=declared, num_batches=1)
+    assert batch.y.tolist() == [[0.0, 0.0]] * 2

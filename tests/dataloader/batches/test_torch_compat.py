@@ -33,7 +33,6 @@ from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import schema_of
 from evenrank.dataloader.batches.torch_compat import suppress_fx_tracing_warning
 from evenrank.training import label_bits
-from tests.dataloader.rich_batch import rich_batch
 
 
 @contextlib.contextmanager
@@ -97,56 +96,29 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_modes_change_no_batch(small_dataset: Path, kind: str, mode: str) -> None:
+    labels = torch.tensor([5, 2])
     expected = [_tensors(batch) for batch in KINDS[kind](small_dataset)]
     assert expected
     with MODES[mode]():
         batches = [_tensors(batch) for batch in KINDS[kind](small_dataset)]
+        bits = label_bits(labels, 3)
         assert torch.is_grad_enabled() == (mode not in ("inference", "no grad"))
         assert torch.is_inference_mode_enabled() == (mode == "inference")
+    assert (bits.tolist(), bits.dtype) == ([[1, 0, 1], [0, 1, 0]], torch.float32)
     for batch, tensors in zip(batches, expected, strict=True):
         assert list(batch) == list(tensors)
         for name, tensor in batch.items():
             assert (tensor.device.type, tensor.dtype) == ("cpu", tensors[name].dtype), name
             assert torch.equal(tensor, tensors[name]), name
-            assert not tensor.is_inference(), name
+            assert not tensor.is_inference(), name  # so it can be trained
             assert not tensor.requires_grad, name
-
-
-def test_batch_that_was_made_in_inference_mode_can_be_trained(small_dataset: Path) -> None:
-    table = torch.nn.Embedding(600, 2)
-    with torch.inference_mode():
-        batch = next(iter(build_loader(small_dataset, CONFIG, **RANK)))
-    table(batch.features["item_id"].values()).sum().backward()
-    assert table.weight.grad is not None
-    with torch.inference_mode():
-        copied = next(iter(LoaderAdapter([rich_batch([[(1, 1), (2, 1)]])], **RANK)))
-    assert not any(tensor.is_inference() for tensor in _tensors(copied).values())
 
 
 def test_dtypes_of_undeclared_values_are_those_that_torch_has_by_default() -> None:
     collate = JaggedCollate({"value": dense()})
-    for value in (
-        1.5,
-        2,
-        True,
-        1j,
-        [1.5, 2],
-        [2, 1.5],
-        [[1], [2]],
-        np.float64(1),
-        [np.float64(1)],
-        torch.ones(2).half(),
-    ):
+    numbers: list[Any] = [1.5, 2, True, 1j, [1.5, 2], [2, 1.5], [[1], [2]]]
+    for value in (*numbers, np.float64(1), [np.float64(1)], torch.ones(2).half()):
         assert collate([{"value": value}]).value.dtype == torch.as_tensor(value).dtype
-
-
-def test_label_bits_do_not_depend_on_modes() -> None:
-    labels = torch.tensor([5, 2])
-    for mode in MODES.values():
-        with mode():
-            bits = label_bits(labels, 3)
-        assert bits.tolist() == [[1, 0, 1], [0, 1, 0]]
-        assert bits.dtype == torch.float32
 
 
 def test_limits_of_a_batch_are_its_own(small_dataset: Path) -> None:
@@ -174,12 +146,17 @@ def messages() -> Iterator[list[str]]:
     LOG.removeHandler(handler)
 
 
-def test_building_a_batch_warns_of_nothing(messages: list[str]) -> None:
+def test_building_a_batch_warns_of_nothing(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     keyed_jagged_tensor(["item_id"], torch.arange(3), np.array([[1, 2]]))["item_id"]
+    suppress_fx_tracing_warning.cache_clear()
+    monkeypatch.delattr(_symbolic_trace, "is_fx_tracing_warning")  # versions of PyTorch without the warning
+    suppress_fx_tracing_warning()
     assert messages == []
 
 
 def test_other_warnings_of_the_same_logger_are_shown(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    give_warning = _symbolic_trace.is_fx_tracing_warning
+
     def is_fx_tracing_warning() -> None:
         LOG.warning("of this thread")
         # The same warning in another thread, of a user who calls the function.
@@ -188,8 +165,6 @@ def test_other_warnings_of_the_same_logger_are_shown(messages: list[str], monkey
         thread.join()
         other_function()
 
-    give_warning = _symbolic_trace.is_fx_tracing_warning
-
     def other_function() -> None:
         LOG.warning("of another function")
 
@@ -197,17 +172,5 @@ def test_other_warnings_of_the_same_logger_are_shown(messages: list[str], monkey
     suppress_fx_tracing_warning()
     LOG.warning("afterwards")
     first_words = [message.split(" will ")[0] for message in messages]
-    assert first_words == [
-        "is_fx_tracing",
-        "of another function",
-        "afterwards",
-    ]
+    assert first_words == ["is_fx_tracing", "of another function", "afterwards"]
     assert LOG.filters == []
-
-
-def test_versions_of_pytorch_without_the_warning_are_left_alone(
-    messages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(_symbolic_trace, "is_fx_tracing_warning")
-    suppress_fx_tracing_warning()
-    assert messages == []

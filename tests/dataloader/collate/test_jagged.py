@@ -1,12 +1,9 @@
-"""Batches of samples that are dicts of arrays."""
-
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import JaggedCollate, LossKey, dense, jagged, pad_batch
@@ -32,7 +29,8 @@ def _rows(field: Any, key: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("batch_size", [None, 3, 5])
 def test_batch_has_all_declared_values_and_padding(batch_size: int | None) -> None:
-    batch = JaggedCollate(DECLARATIONS, batch_size=batch_size, loss_key=LossKey("features", "item_id"))(SAMPLES)
+    collate = JaggedCollate(DECLARATIONS, batch_size=batch_size, loss_key=LossKey("features", "item_id"))
+    batch = collate(SAMPLES)
     padding = (batch_size or 3) - 3
     assert (batch.batch_size, batch.num_real, batch.loss_tokens) == (3 + padding, 3, 4)
     assert _rows(batch.features, "item_id") == [[7, 3, 9], [], [4]] + [[]] * padding
@@ -44,6 +42,7 @@ def test_batch_has_all_declared_values_and_padding(batch_size: int | None) -> No
     assert batch.label.dtype == torch.float32
     check_contents(batch)
     assert [spec.fill for spec in schema_of(batch).fields if spec.name == "label"] == [-1]
+    assert schema_of(pad_batch(collate([]), 3 + padding)) == schema_of(batch)
 
 
 def test_dense_values_without_a_dtype_are_those_of_torch() -> None:
@@ -52,13 +51,9 @@ def test_dense_values_without_a_dtype_are_those_of_torch() -> None:
     assert [getattr(batch, name).dtype for name in "abcd"] == [torch.int64, torch.float32, torch.float64, torch.int16]
     assert batch.d.shape == (2, 2, 3)
     assert batch.loss_tokens == 2  # one per sample
-
-
-def test_no_samples_make_a_batch_of_the_same_schema() -> None:
-    collate = JaggedCollate(DECLARATIONS)
-    assert schema_of(pad_batch(collate([]), 3)) == schema_of(collate(SAMPLES))
-    with pytest.raises(ConfigError, match=r"needs dense\(dtype=\.\.\., shape=\.\.\.\) of 'x'"):
-        JaggedCollate({"x": dense()})([])
+    assert JaggedCollate({"a": dense(dtype=torch.bfloat16)})([{"a": 0.5}]).a.tolist() == [0.5]
+    with pytest.raises(ConfigError, match=r"needs dense\(dtype=\.\.\., shape=\.\.\.\) of 'a'"):
+        collate([])
 
 
 def test_batch_is_pickled_replaced_emptied_and_selected_like_any_other() -> None:
@@ -80,15 +75,6 @@ def test_batch_is_pickled_replaced_emptied_and_selected_like_any_other() -> None
         _ = batch.labels
 
 
-@pytest.mark.processes
-def test_workers_of_a_data_loader_make_the_same_batches() -> None:
-    collate = JaggedCollate(DECLARATIONS)
-    loader: Any = DataLoader(SAMPLES * 3, batch_size=4, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
-    batches = list(loader)
-    assert [batch.num_real for batch in batches] == [4, 4, 1]
-    assert [_rows(batch.features, "item_id") for batch in batches][1:] == [[[], [4], [7, 3, 9], []], [[4]]]
-
-
 @pytest.mark.parametrize(
     ("declarations", "options", "message"),
     [
@@ -97,11 +83,8 @@ def test_workers_of_a_data_loader_make_the_same_batches() -> None:
         ({"batch_size": dense()}, {}, "a batch cannot have a tensor called 'batch_size'"),
         ({"a": jagged(field="to")}, {}, "a batch cannot have a tensor called 'to'"),
         ({"features": dense(), "a": jagged()}, {}, "'features' is declared as dense and as the field of jagged keys"),
-        (
-            {"a": jagged(), "b": jagged(torch.float32)},
-            {},
-            "'b' is torch.float32, but 'a' of the same field",
-        ),
+        ({"a": jagged(), "b": jagged(torch.float32)}, {}, "'b' is torch.float32, but 'a' of the same field"),
+        ({"a": jagged(torch.bfloat16)}, {}, "'a' cannot be jagged"),
         ({"a": jagged()}, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"a": jagged()}, {"loss_key": LossKey("features", "b")}, r"no LossKey\(.*; its jagged keys are features.a"),
         ({"a": jagged()}, {"loss_key": ("features", "a")}, "the loss key must be a LossKey with a skip of 0 or 1"),
@@ -117,38 +100,27 @@ def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: di
     [
         (
             {"a": [2**63], "b": 1},
-            "sample 1 of a batch has 'a' of dtype uint64 with values that do not fit torch.int64; declare another",
+            "sample 1 of a batch has 'a' of dtype uint64 with values that do not fit torch.int64; d",
         ),
         ({"a": ["x"], "b": 1}, "'a' of dtype <U1 with values that do not fit torch.int64"),
         ({"a": [[1], [1, 2]], "b": 1}, "sample 1 of a batch has 'a' of type list that is no array of numbers"),
         ({"a": [1], "b": None}, "sample 1 of a batch has 'b' of type NoneType that is no array of numbers"),
         ({"a": [1]}, "sample 1 of a batch has no 'b': it has a; samples must be dicts with all names"),
         ([1, 2], "sample 1 of a batch has no 'a': it is a <class 'list'>; samples must be dicts with all names"),
-        (
-            {"a": [0.5], "b": 1},
-            "'a' of dtype float64 with values that do not fit torch.int64",
-        ),
+        ({"a": [0.5], "b": 1}, "'a' of dtype float64 with values that do not fit torch.int64"),
         ({"a": [[1]], "b": 1}, "'a' of shape \\(1, 1\\); jagged values must have one dimension"),
-        (
-            {"a": [1], "b": [1, 2]},
-            "'b' of shape \\(2,\\) and torch.int64",
-        ),
+        ({"a": [1], "b": [1, 2]}, "'b' of shape \\(2,\\) and torch.int64"),
+        ({"a": [1], "b": 1, "c": [2**31]}, "'c' of dtype int64 with values that do not fit torch.int32"),
+        ({"a": [1], "b": 1, "d": 0.7}, "'d' of dtype float64 with values that do not fit"),
     ],
 )
 def test_sample_that_does_not_fit_is_an_error(sample: Any, message: str) -> None:
+    declared = {"a": jagged(), "b": dense(), "c": jagged(torch.int32, field="narrow"), "d": dense(dtype=torch.int64)}
+    fitting = {"a": [], "b": 1, "c": [2**31 - 1], "d": 0}
+    assert JaggedCollate(declared)([fitting]).narrow.values().tolist() == [2**31 - 1]
+    names = ("a", "b", *(set(sample) & {"c", "d"}))
     with pytest.raises(DataError, match=message):
-        JaggedCollate({"a": jagged(), "b": dense()})([{"a": [], "b": 1}, sample])
-
-
-def test_values_that_another_dtype_would_change_are_an_error() -> None:
-    assert JaggedCollate({"a": jagged(torch.int32)})([{"a": [2**31 - 1]}]).features.values().tolist() == [2**31 - 1]
-    with pytest.raises(DataError, match="'a' of dtype int64 with values that do not fit"):
-        JaggedCollate({"a": jagged(torch.int32)})([{"a": [2**31]}])
-    with pytest.raises(DataError, match="'a' of dtype float64 with values that do not fit"):
-        JaggedCollate({"a": dense(dtype=torch.int64)})([{"a": 0.7}])
-    assert JaggedCollate({"a": dense(dtype=torch.bfloat16)})([{"a": 0.5}]).a.tolist() == [0.5]
-    with pytest.raises(ConfigError, match="'a' cannot be jagged"):
-        JaggedCollate({"a": jagged(torch.bfloat16)})
+        JaggedCollate({name: declared[name] for name in names})([fitting, sample])
 
 
 @pytest.mark.parametrize("declared", [dense(), dense(dtype=torch.float32)])

@@ -1,5 +1,3 @@
-"""No row is ever longer than the limit of its key, with any settings, on any rank, before and after balancing."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,30 +107,26 @@ def test_long_histories_reach_every_limit_in_one_sample(config: ReadConfig[Any])
     # So the limits of several keys may be added up to that of an interleaved sequence.
     batch = _batches(config, _store([20], [5], None))[0]
     assert batch.max_lengths == batch.length_limits
-
-
-def test_limits_bound_the_tokens_of_a_model() -> None:
-    config = LoaderConfig(batch_size=2, max_history_length=10, max_num_candidates=3)
-    batch = _batches(config, _store([30, 2], [5, 1], None))[0]
     cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=True, contextual=("age", "tags"))
-    limits = {key: np.array([limit]) for key, limit in (batch.length_limits or {}).items()}
-    assert cost.tokens(limits).tolist() == [(10 + 3) + 10 + 1 + 5]
+    if isinstance(config, LoaderConfig) and not config.candidate_actions:
+        limits = {key: np.array([limit]) for key, limit in (batch.length_limits or {}).items()}
+        assert cost.tokens(limits).tolist() == [2 * config.max_history_length + config.max_num_candidates + 1 + 5]
 
 
 def test_limits_are_kept_by_everything_that_makes_a_batch_of_another() -> None:
     config = LoaderConfig(batch_size=2, max_history_length=10)
     batch = _batches(config, _store([30, 2], [5, 1], None))[0]
+    schema = schema_of(batch)
     limits = {"age": 1, "tags": 5, "item_id": 10, "action": 10}
-    assert batch.length_limits == limits
-    for other in (
-        pad_batch(batch, 5),
-        batch.slice(1, 2),
-        batch.to("cpu"),
-        batch.replace(step=3),
-        empty_batch(schema_of(batch)),
-    ):
+    others = (pad_batch(batch, 5), batch.slice(1, 2), batch.to("cpu"), batch.replace(step=3), empty_batch(schema))
+    for other in (batch, *others):
         assert other.length_limits == limits
         check_contents(other)
+    longer = replace(schema, length_limits=tuple(sorted((limits | {"item_id": 11, "action": 11}).items())))
+    assert schema.differences(longer) == ["length limit of action: 10 and 11", "length limit of item_id: 10 and 11"]
+    unlimited = replace(schema, length_limits=())
+    assert "length limit of age: 1 and None" in schema.differences(unlimited)
+    assert empty_batch(unlimited).length_limits is None
 
 
 def test_a_transform_that_makes_rows_longer_is_refused_until_it_raises_the_limit() -> None:
@@ -144,21 +138,9 @@ def test_a_transform_that_makes_rows_longer_is_refused_until_it_raises_the_limit
     check_contents(lower.replace(length_limits=None))
 
 
-def test_schemas_with_other_limits_differ() -> None:
-    short, long = (
-        schema_of(_batches(LoaderConfig(batch_size=1, max_history_length=length), _store([9], [0], None))[0])
-        for length in (4, 5)
-    )
-    assert short.differences(long) == ["length limit of action: 4 and 5", "length limit of item_id: 4 and 5"]
-    unlimited = replace(short, length_limits=())
-    assert "length limit of age: 1 and None" in short.differences(unlimited)
-    assert empty_batch(unlimited).length_limits is None
-
-
 def test_the_values_of_anyones_samples_can_have_limits() -> None:
-    collate = JaggedCollate(
-        {"item_id": jagged(max_length=3), "tags": jagged(field="more"), "user": jagged(max_length=1)}
-    )
+    declared = {"item_id": jagged(max_length=3), "tags": jagged(field="more"), "user": jagged(max_length=1)}
+    collate = JaggedCollate(declared)
     batch = collate([{"item_id": [1, 2, 3], "tags": [4] * 9, "user": [5]}])
     assert batch.length_limits == {"item_id": 3, "user": 1}
     check_contents(batch)

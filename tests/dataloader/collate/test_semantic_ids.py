@@ -46,14 +46,10 @@ def test_each_event_is_one_token_per_level_and_the_last_event_is_the_target() ->
     assert batch.sample_ids.tolist() == [2, -1, -1]
     assert (batch.num_real, batch.loss_tokens) == (1, 2)
     assert batch.max_lengths == {"sex": 1, "age": 1, "semantic_id": 6, "label": 2}
-
-
-def test_each_event_of_the_history_can_have_the_next_one_as_its_label() -> None:
-    batch = _collate([2], max_history_length=3, history_labels=True)
-    assert rows_of(batch.features, "semantic_id") == [[3, 4 + 2, 3, 4 + 3, 3, 4 + 4], [], []]
-    assert rows_of(batch.labels, "label") == [[3, 3, 3, 4, 3, 5], [], []]
-    assert (batch.num_real, batch.loss_tokens) == (1, 6)
-    assert rows_of(_collate([2], max_history_length=1, history_labels=True).labels, "label") == [[3, 5], [], []]
+    labeled = _collate([2], max_history_length=3, history_labels=True)  # each event with the next one
+    assert rows_of(labeled.labels, "label") == [[3, 3, 3, 4, 3, 5], [], []]
+    with pytest.raises(IndexError, match="a row has an item without a code; it is not a sample"):
+        _collate([0])
 
 
 @given(
@@ -95,11 +91,6 @@ def test_loss_tokens_are_the_labels_and_every_labeled_event_follows_from_the_sam
     assert seen == len(num_events)
 
 
-def test_a_row_with_an_item_without_a_code_is_refused() -> None:
-    with pytest.raises(IndexError, match="a row has an item without a code; it is not a sample"):
-        _collate([0])
-
-
 def test_users_with_items_without_codes_are_left_out_and_logged(
     small_dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,10 +117,7 @@ def test_users_with_items_without_codes_are_left_out_and_logged(
 @pytest.mark.parametrize("suffix", [".pt", ".npy"])
 def test_code_tables_are_read_from_tensor_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"codes{suffix}"
-    if suffix == ".pt":
-        torch.save(torch.from_numpy(CODES), path)
-    else:
-        np.save(path, CODES)
+    torch.save(torch.from_numpy(CODES), path) if suffix == ".pt" else np.save(path, CODES)
     table = read_codes(path)
     assert table.codes.tolist() == CODES.T.tolist()
     assert table.codebook_sizes == (4, 10)
@@ -143,23 +131,32 @@ class _Harmful:
         return Path.touch, (Path("harmed"),)
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".npy"])
-def test_code_in_a_file_is_never_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / f"codes{suffix}"
-    if suffix == ".pt":
-        torch.save(_Harmful(), path)
-    else:
-        np.save(path, np.array([[_Harmful()]], dtype=object), allow_pickle=True)
-    with pytest.raises(
-        DataError, match=r"codes\.\w+ cannot be read as a tensor without running code from it"
-    ) as raised:
-        read_codes(path)
-    assert "\n" not in str(raised.value)
-    path.write_bytes(pickle.dumps(_Harmful(), protocol=2))
-    with pytest.raises(DataError):
-        read_codes(path)
-    assert not Path("harmed").exists()
+def _npy(descr: str, shape: str) -> bytes:
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
+
+
+CONTENTS = {"empty": b"", "pickle": pickle.dumps([[1]]), "harmful": pickle.dumps(_Harmful(), protocol=2)}
+MALFORMED: dict[str, Any] = {
+    **{f"{name}{suffix}": content for suffix in (".npy", ".pt") for name, content in CONTENTS.items()},
+    "huge.npy": _npy("'<i8'", "(64, 1000000000000)"),
+    "huger.npy": _npy("'<i8'", "(9999999999999999999999, 9)"),
+    "deep.npy": _npy("(" * 5000, "(2, 2)"),
+    "boolean.npy": _npy("'<i8'", "(True, 8)"),
+}
+ARRAYS: list[Any] = [
+    *(np.array(values) for values in ([[1, None]], 3, [1, 2], [[_Harmful()]])),
+    *(np.ones((2, 2), dtype) for dtype in (complex, bool, [("a", "i4")], "M8[s]")),
+    *(np.full((2, 2), 2**63, np.uint64), np.ones((2, 0), int)),
+]
+TENSORS: list[Any] = [
+    *(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.complex64).conj(), {"a": torch.ones(2)}),
+    *(
+        torch.ones(1, dtype=torch.long).expand(64, 10**11),
+        torch.ones(2, 2, device="meta", dtype=torch.long),
+        _Harmful(),
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -182,60 +179,46 @@ def test_malformed_tables_are_refused(
         read_codes(tmp_path / "codes.npy", sizes)
 
 
-@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
-@pytest.mark.parametrize("suffix", [".pt", ".npy"])
-def test_a_named_pipe_of_codes_is_refused_instead_of_waited_for(tmp_path: Path, suffix: str) -> None:
-    os.mkfifo(tmp_path / f"codes{suffix}")
-    with pytest.raises(DataError, match="is a named pipe, not a regular file"):
-        read_codes(tmp_path / f"codes{suffix}")
-
-
-def _npy(header: str) -> bytes:
-    return b"\x93NUMPY\x01\x00" + (len(header) + 1).to_bytes(2, "little") + header.encode() + b"\n" + bytes(64)
-
-
-MALFORMED = {
-    "empty.npy": b"",
-    "empty.pt": b"",
-    "pickle.npy": pickle.dumps([[1]]),
-    "pickle.pt": pickle.dumps([[1]]),
-    "huge.npy": _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (64, 1000000000000), }"),
-    "huger.npy": _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (9999999999999999999999, 9), }"),
-    "deep.npy": _npy("{'descr': " + "(" * 5000 + "}"),
-    "boolean.npy": _npy("{'descr': '<i8', 'fortran_order': False, 'shape': (True, 8), }"),
-}
-ARRAYS = [np.array([[1, None]]), np.array(3), np.array([1, 2]), np.ones((2, 2), complex), np.ones((2, 2), bool)]
 ARRAYS += [
     np.zeros((2, 2), [("a", "i4")]),
     np.zeros((2, 2), "M8[s]"),
     np.full((2, 2), 2**63, np.uint64),
     np.ones((2, 0), int),
 ]
-TENSORS = [torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.complex64).conj(), {"a": torch.ones(2)}]
 TENSORS += [torch.ones(1, dtype=torch.long).expand(64, 10**11), torch.ones(2, 2, device="meta", dtype=torch.long)]
 
 
-def test_files_without_a_table_of_codes_are_refused_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
+def test_files_without_a_table_of_codes_are_refused_with_one_line_and_run_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for name, content in MALFORMED.items():
         (tmp_path / name).write_bytes(content)
     for number, array in enumerate(ARRAYS):
         np.save(tmp_path / f"array {number}.npy", array, allow_pickle=True)
     for number, tensor in enumerate(TENSORS):
         torch.save(tensor, tmp_path / f"tensor {number}.pt")
+    for suffix in (".npy", ".pt"):
+        os.mkfifo(tmp_path / f"pipe{suffix}")
+    messages = {}
     for path in sorted(tmp_path.iterdir()):
         with pytest.raises(DataError) as caught:
             read_codes(path)
-        assert str(caught.value).startswith(str(path))
+        messages[path.name] = str(caught.value).removeprefix(str(path))
+        assert messages[path.name] != str(caught.value)
         assert "\n" not in str(caught.value)
+    assert not Path("harmed").exists()
+    for name in ("array 3.npy", "tensor 5.pt"):
+        assert messages[name].startswith(" cannot be read as a tensor without running code from it")
+    for suffix in (".npy", ".pt"):
+        assert messages[f"pipe{suffix}"].startswith(" is a named pipe, not a regular file")
 
 
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
-        (
-            np.zeros((2, 5), dtype=np.int32),
-            r"integers \[items, levels\] .*, got int32 \[2, 5\]; transpose",
-        ),
+        (np.zeros((2, 5), dtype=np.int32), r"integers \[items, levels\] .*, got int32 \[2, 5\]; transpose"),
         (np.zeros((5, 3)), "codes must be integers"),
         (np.array([[0, 1, 4]]), r"below codebook_sizes, \[2, 3, 4\], got 0 to \[0, 1, 4\]"),
         (np.array([[0, -2, 0]]), "codes must be -1"),

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,29 +9,24 @@ from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, SequenceBatch
 from evenrank.dataloader.collate.gather import StoreRows, group_by_store
 from evenrank.dataloader.collate.sequences import SequenceCollate
-from evenrank.datasets import open_store
 from tests.dataloader.batch_helpers import rows_of
 from tests.dataloader.collate.stores import ITEMS, STORE
 
 
 def _collate(rows: list[int], **options: Any) -> SequenceBatch:
-    defaults = {
-        "max_history_length": 100,
-        "max_num_candidates": 0,
-        "user_id": False,
-        "num_tasks": 0,
-        "candidate_actions": False,
-        "extra_events": (),
-    }
+    defaults = dict.fromkeys(("max_num_candidates", "num_tasks"), 0) | {"max_history_length": 100, "extra_events": ()}
     ids = np.array(rows, dtype=np.int64)
-    collate = SequenceCollate(**{**defaults, **options})
+    collate = SequenceCollate(**{**defaults, "user_id": False, "candidate_actions": False, **options})
     (batch,) = collate(group_by_store([STORE], ids), ids, batch_size=len(rows))
     return batch
 
 
-def test_rows_come_in_the_requested_order() -> None:
-    batch = _collate([2, 0, 1])
-    assert batch.features.keys() == ["sex", "age", "item_id", "action"]
+@pytest.mark.parametrize("user_id", [False, True])
+def test_rows_come_in_the_requested_order(user_id: bool) -> None:
+    batch = _collate([2, 0, 1], user_id=user_id)
+    assert batch.features.keys() == ["user_id"] * user_id + ["sex", "age", "item_id", "action"]
+    if user_id:
+        assert rows_of(batch.features, "user_id") == [[3], [1], [2]]
     assert rows_of(batch.features, "sex") == [[2], [1], [0]]
     assert rows_of(batch.features, "age") == [[9], [7], [8]]
     assert rows_of(batch.features, "item_id") == [[30, 31, 32, 33, 34, 35], [10, 11, 12], []]
@@ -42,16 +36,11 @@ def test_rows_come_in_the_requested_order() -> None:
     assert batch.loss_tokens == 5 + 2 + 0  # the first item of a history has none to be predicted from
     assert batch.sample_ids.tolist() == [2, 0, 1]
     assert (batch.batch_size, batch.num_real) == (3, 3)
-
-
-def test_user_ids_can_be_a_feature() -> None:
-    batch = _collate([2, 0], user_id=True)
-    assert batch.features.keys() == ["user_id", "sex", "age", "item_id", "action"]
-    assert rows_of(batch.features, "user_id") == [[3], [1]]
-    assert rows_of(batch.features, "sex") == [[2], [1]]
-    assert batch.loss_tokens == 5 + 2
-    assert batch.max_lengths is not None
-    assert batch.max_lengths["user_id"] == 1
+    lengths_per_key = [3] * user_id + [3, 3, 9, 9]
+    assert batch.features._length_per_key == lengths_per_key
+    assert batch.features._offset_per_key == [0, *np.cumsum(lengths_per_key)]
+    assert batch.features._stride == 3
+    assert list((batch.max_lengths or {}).values()) == [1] * user_id + [1, 1, 6, 6]
 
 
 def test_the_newest_history_is_kept_and_the_last_events_are_candidates() -> None:
@@ -59,22 +48,26 @@ def test_the_newest_history_is_kept_and_the_last_events_are_candidates() -> None
     assert rows_of(batch.features, "item_id") == [[10, 11, 12], [32, 33, 34, 35]]
     assert rows_of(batch.features, "action") == [[0], [2, 3]]
     assert rows_of(batch.labels, "label") == [[1, 2], [4, 5]]
-    with_actions = _collate([2], max_history_length=2, max_num_candidates=2, candidate_actions=True)
-    assert rows_of(with_actions.features, "action") == [[2, 3, 4, 5]]
     assert batch.num_candidates.tolist() == [2, 2]
     assert batch.loss_tokens == 4
+    with_actions = _collate([2], max_history_length=2, max_num_candidates=2, candidate_actions=True)
+    assert rows_of(with_actions.features, "action") == [[2, 3, 4, 5]]
+    without_history = _collate([2], max_history_length=0, max_num_candidates=1)
+    assert rows_of(without_history.features, "item_id") == [[35]]
+    assert rows_of(without_history.features, "action") == [[]]
+    empty = _collate([], max_num_candidates=1)
+    assert (empty.batch_size, empty.num_real, empty.loss_tokens) == (0, 0, 0)
+    assert empty.features.values().tolist() == []
+    with pytest.raises(IndexError, match="fewer events than 4 candidates"):
+        _collate([2, 0], max_num_candidates=4)
 
 
-def test_without_candidates_the_history_can_have_the_labels() -> None:
+def test_labels_are_those_of_the_candidates_or_of_the_history_and_keep_the_low_bits_of_several_tasks() -> None:
     batch = _collate([2, 1], max_history_length=2, num_tasks=1)
     assert rows_of(batch.features, "item_id") == [[34, 35], []]
     assert rows_of(batch.labels, "label") == [[4, 5], []]
     assert batch.loss_tokens == 2
-
-
-def test_with_several_tasks_labels_keep_their_low_bits() -> None:
-    batch = _collate([2], max_num_candidates=3, num_tasks=2)
-    assert rows_of(batch.labels, "label") == [[3, 4 & 3, 5 & 3]]
+    assert rows_of(_collate([2], max_num_candidates=3, num_tasks=2).labels, "label") == [[3, 4 & 3, 5 & 3]]
     assert rows_of(_collate([2], max_num_candidates=3, num_tasks=1).labels, "label") == [[3, 4, 5]]
 
 
@@ -116,36 +109,3 @@ def test_batches_made_together_equal_batches_made_one_by_one() -> None:
 def test_rows_out_of_range_are_refused(rows: list[int]) -> None:
     with pytest.raises(IndexError, match="rows must be between 0 and 2, got"):
         _collate(rows)
-
-
-def test_rows_with_too_few_events_are_refused() -> None:
-    with pytest.raises(IndexError, match="fewer events than 4 candidates"):
-        _collate([2, 0], max_num_candidates=4)
-
-
-def test_a_history_length_of_zero_leaves_the_candidates() -> None:
-    batch = _collate([2], max_history_length=0, max_num_candidates=1)
-    assert rows_of(batch.features, "item_id") == [[35]]
-    assert rows_of(batch.features, "action") == [[]]
-
-
-def test_no_rows_make_an_empty_batch() -> None:
-    batch = _collate([], max_num_candidates=1)
-    assert (batch.batch_size, batch.num_real, batch.loss_tokens) == (0, 0, 0)
-    assert batch.features.values().tolist() == []
-
-
-def test_host_side_caches_are_filled() -> None:
-    features = _collate([0, 2]).features
-    assert features._length_per_key == [2, 2, 9, 9]
-    assert features._offset_per_key == [0, 2, 4, 13, 22]
-    assert features._stride == 2
-
-
-def test_batches_equal_slices_of_the_store(small_dataset: Path) -> None:
-    store = open_store(small_dataset)
-    rows = np.random.default_rng(0).integers(0, len(store), 40)
-    collate = LoaderConfig(batch_size=1, max_history_length=5).make_collate()
-    expected = [store.events["item_id"][store.offsets[r] : store.offsets[r + 1]][-5:].tolist() for r in rows]
-    (batch,) = collate(group_by_store([store], rows), rows, batch_size=40)
-    assert rows_of(batch.features, "item_id") == expected

@@ -115,9 +115,7 @@ def batches(draw: st.DrawFn, modes: Sequence[Mode] = MODES, max_length: int = 5)
     row: st.SearchStrategy[list[int]] = st.one_of(st.lists(keys_of(bits), max_size=max_length), st.just([]), long)
     rows = st.lists(row, min_size=stride, max_size=stride)
     routing = st.builds(
-        Routing,
-        mode=st.sampled_from(modes),
-        num_embeddings=st.one_of(st.integers(1, 99), st.integers(1, 2**40)),
+        Routing, mode=st.sampled_from(modes), num_embeddings=st.one_of(st.integers(1, 99), st.integers(1, 2**40))
     )
     return Batch(
         rows=draw(st.lists(rows, min_size=num_features, max_size=num_features)),

@@ -49,6 +49,19 @@ def _large(rng: np.random.Generator, lengths: np.ndarray) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=list(MODES), values=torch.from_numpy(values), lengths=torch.from_numpy(lengths))
 
 
+def _check_like_the_cpu(kjt: KeyedJaggedTensor, world_size: int, turns: int) -> KeyedJaggedTensor:
+    """Compare the groups, and return the batch on the GPU."""
+    expected, permutation = bucketize(kjt, world_size, ROUTINGS)
+    on_gpu = kjt.to(torch.device("cuda"))
+    for _ in range(turns):
+        found, found_permutation = bucketize(on_gpu, world_size, ROUTINGS)
+        assert found.values().is_cuda
+        assert torch.equal(found.values().cpu(), expected.values())
+        assert torch.equal(found.lengths().cpu(), expected.lengths())
+        assert torch.equal(found_permutation.cpu(), permutation)
+    return on_gpu
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [1, 7, 64, 1000])
 @pytest.mark.parametrize("kind", ["short", "long", "one long among short"])
@@ -57,14 +70,8 @@ def test_large_batches_are_grouped_as_on_the_cpu_every_time(kind: str, world_siz
     lengths = rng.integers(*{"short": (0, 4), "long": (500, 4097)}.get(kind, (0, 2)), 3 * 200)
     if kind.startswith("one"):
         lengths[::77] = 4096
-    kjt = _large(rng, lengths)
-    expected, permutation = bucketize(kjt, world_size, ROUTINGS)
-    on_gpu = kjt.to(torch.device("cuda"))
-    for _ in range(5):  # threads that read counts too early or too late would not always do so
-        found, found_permutation = bucketize(on_gpu, world_size, ROUTINGS)
-        assert torch.equal(found.values().cpu(), expected.values())
-        assert torch.equal(found.lengths().cpu(), expected.lengths())
-        assert torch.equal(found_permutation.cpu(), permutation)
+    # Threads that read counts too early or too late would not always do so.
+    _check_like_the_cpu(_large(rng, lengths), world_size, turns=5)
 
 
 @pytest.mark.gpu
@@ -86,13 +93,7 @@ def test_nothing_waits_for_the_gpu_with_routings_that_were_used_before() -> None
 @pytest.mark.gpu
 def test_without_triton_the_cpu_finds_owners_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     kjt = _large(np.random.default_rng(0), np.full(3 * 50, 20))
-    expected, permutation = bucketize(kjt, 8, ROUTINGS)
     monkeypatch.setattr(gpu_bucketize, "HAS_TRITON", False)
-    on_gpu = kjt.to(torch.device("cuda"))
-    found, found_permutation = bucketize(on_gpu, 8, ROUTINGS)
-    assert found.values().is_cuda
-    assert torch.equal(found.values().cpu(), expected.values())
-    assert torch.equal(found.lengths().cpu(), expected.lengths())
-    assert torch.equal(found_permutation.cpu(), permutation)
+    on_gpu = _check_like_the_cpu(kjt, 8, turns=1)
     owners = owner_rank(on_gpu.values(), 8, "hash_roundrobin")
     assert torch.equal(owners.cpu(), owner_rank(kjt.values(), 8, "hash_roundrobin"))

@@ -1,5 +1,3 @@
-"""Each key of a table has a row of its own; patterns of keys spread over ranges of rows as the mode says."""
-
 import subprocess
 import sys
 from typing import Any
@@ -12,16 +10,10 @@ from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader.routing import MODES, KeyMap, Mode, owner_rank
-from evenrank.dataloader.routing.key_map import Permutation
 
 SIZES = st.integers(1, 3000)
 WORLDS = st.integers(1, 70)
 LARGE = st.integers(1, 1 << 62)
-
-
-def _ranks(key_map: KeyMap, keys: Any) -> Any:
-    """Return the ranks to which TorchRec's ranges assign the rows of keys."""
-    return owner_rank(key_map(keys), key_map.world_size, "continuous", key_map.num_embeddings)
 
 
 @given(size=SIZES, world_size=WORLDS, mode=st.sampled_from(MODES))
@@ -34,12 +26,15 @@ def test_each_key_has_a_row_of_its_own_and_the_inverse_finds_it(size: int, world
     rows = key_map(keys)
     assert sorted(rows.tolist()) == keys.tolist()
     assert key_map.inverse(rows).tolist() == keys.tolist()
+    if size % world_size == 0 and mode == "roundrobin":  # TorchRec's ranges then assign the rows like modulo the keys
+        ranks = owner_rank(rows, world_size, "continuous", size)
+        assert np.array_equal(ranks, owner_rank(keys, world_size, "roundrobin"))
 
 
 @given(size=LARGE, world_size=WORLDS, mode=st.sampled_from(MODES), data=st.data())
 @example(size=1 << 62, world_size=64, mode="hash_roundrobin", data=None)
 def test_tables_of_any_size_have_exact_inverses(size: int, world_size: int, mode: Mode, data: Any) -> None:
-    drawn = [] if data is None else data.draw(st.lists(st.integers(0, size - 1), max_size=9))
+    drawn = [] if data is None else data.draw(st.lists(st.integers(0, size - 1), max_size=20))
     keys = np.array([0, size - 1, size // 2, *drawn])
     key_map = KeyMap(num_embeddings=size, world_size=world_size, mode=mode)
     rows = key_map(keys)
@@ -47,27 +42,17 @@ def test_tables_of_any_size_have_exact_inverses(size: int, world_size: int, mode
     assert rows.max() < size
     assert len(set(rows.tolist())) == len(set(keys.tolist()))
     assert key_map.inverse(rows).tolist() == keys.tolist()
+    if mode == "continuous":
+        assert rows.tolist() == keys.tolist()
+    if mode == "hash_roundrobin":  # which checkpoints depend on
+        assert rows.tolist() == [_reference(key, size) for key in keys.tolist()]
 
 
 def test_round_robin_gives_each_rank_its_keys_in_turn() -> None:
     key_map = KeyMap(num_embeddings=10, world_size=4, mode="roundrobin")
     assert key_map.inverse(np.arange(10)).tolist() == [0, 4, 7, 1, 5, 8, 2, 6, 9, 3]
-    assert _ranks(key_map, np.arange(10)).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
-
-
-@given(rows=st.integers(1, 200), world_size=WORLDS)
-def test_round_robin_is_modulo_where_all_ranks_have_as_many_rows(rows: int, world_size: int) -> None:
-    keys = np.arange(rows * world_size)
-    key_map = KeyMap(num_embeddings=len(keys), world_size=world_size, mode="roundrobin")
-    assert (_ranks(key_map, keys) == owner_rank(keys, world_size, "roundrobin")).all()
-
-
-def test_the_permutation_never_changes() -> None:
-    """Checkpoints depend on it."""
-    key_map = KeyMap(num_embeddings=1000, world_size=8, mode="hash_roundrobin")
-    assert key_map(np.arange(8)).tolist() == [716, 354, 962, 442, 637, 640, 114, 853]
-    large = KeyMap(num_embeddings=1 << 40, world_size=8, mode="hash_roundrobin")
-    assert large(np.array([0, 1, (1 << 40) - 1])).tolist() == [680828958891, 86927369084, 734932377290]
+    ranks = owner_rank(key_map(np.arange(10)), 4, "continuous", 10)
+    assert ranks.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
 
 
 def _reference(key: int, num_rows: int) -> int:
@@ -90,15 +75,6 @@ def _reference(key: int, num_rows: int) -> int:
         key = r * size + j
         if key < num_rows:
             return key
-
-
-@given(size=LARGE, data=st.data())
-def test_keys_are_permuted_as_in_exact_arithmetic(size: int, data: Any) -> None:
-    keys = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
-    expected = [_reference(key, size) for key in keys.tolist()]
-    permutation = Permutation.of(size)
-    assert permutation.rows(keys).tolist() == expected
-    assert permutation.keys(permutation.rows(keys)).tolist() == keys.tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -134,17 +110,6 @@ def test_tensors_on_a_gpu_are_mapped_as_on_the_cpu(mode: Mode, size: int) -> Non
     assert key_map.inverse(rows).tolist() == keys.tolist()
 
 
-def test_only_round_robin_depends_on_the_number_of_ranks() -> None:
-    keys = np.arange(100)
-    rows = {
-        mode: [KeyMap(num_embeddings=100, world_size=ranks, mode=mode)(keys).tolist() for ranks in (2, 7)]
-        for mode in MODES
-    }
-    assert rows["continuous"] == [keys.tolist()] * 2
-    assert rows["hash_roundrobin"][0] == rows["hash_roundrobin"][1] != keys.tolist()
-    assert rows["roundrobin"][0] != rows["roundrobin"][1]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrong", [-1, 10, 1 << 40])
 def test_keys_outside_the_table_are_refused(mode: Mode, wrong: int) -> None:
@@ -165,15 +130,8 @@ def test_dtypes_that_cannot_hold_the_rows_are_refused() -> None:
     for keys in too_narrow:
         with pytest.raises(ConfigError, match=r"can be larger than (torch\.)?int32 holds; convert them to int64$"):
             key_map(keys)
-    no_integers: list[Any] = [
-        np.array([3.0]),
-        torch.tensor([3.0]),
-        torch.tensor([True]),
-        torch.tensor([3], dtype=torch.uint64),
-        np.int64(3),
-        3,
-        [3],
-    ]
+    tensors = [torch.tensor([3.0]), torch.tensor([True]), torch.tensor([3], dtype=torch.uint64)]
+    no_integers: list[Any] = [np.array([3.0]), *tensors, np.int64(3), 3, [3]]
     for floats in no_integers:
         with pytest.raises(ConfigError, match=r"^keys must be an array of integers or a tensor of signed integers"):
             key_map(floats)
@@ -203,7 +161,6 @@ def test_arrays_are_mapped_and_routed_without_torch() -> None:
         "import sys; sys.modules['torch'] = None; import numpy as np\n"
         "from evenrank.dataloader.routing import KeyMap, owner_rank\n"
         "assert owner_rank(np.array([5, -1]), 4, 'roundrobin').tolist() == [1, 3]\n"
-        "print(KeyMap(num_embeddings=9, world_size=3, mode='hash_roundrobin')(np.arange(9)).sum())"
+        "assert KeyMap(num_embeddings=9, world_size=3, mode='hash_roundrobin')(np.arange(9)).sum() == 36"
     )
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd="/")
-    assert result.stdout == "36\n"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

@@ -1,7 +1,4 @@
-"""Loaders whose steps are assigned their samples in windows: each sample once per epoch, wherever they stop.
-
-Other balanced steps are tested in `balance/test_no_exchange.py` and `balance/test_packing.py`.
-"""
+"""Loaders with windows; see `balance/test_no_exchange.py` and `balance/test_packing.py` for other balanced steps."""
 
 import itertools
 import pickle
@@ -14,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evenrank.core.errors import ConfigError
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, no_exchange
 from evenrank.dataloader.balance.step_windows import assign_to_steps
@@ -49,17 +45,24 @@ def _steps(of_ranks: list[list[list[int]]]) -> list[list[int]]:
     return [sorted(itertools.chain(*of_step)) for of_step in zip(*of_ranks, strict=True)]
 
 
-def _state(loaders: Loaders) -> dict[str, Any]:
-    """Return the state of all ranks, which is the same."""
-    states = [loader.state_dict() for loader in loaders]
-    assert all(state == states[0] for state in states)
-    return states[0]
-
-
 def _load(loaders: Loaders, state: Mapping[str, Any]) -> Loaders:
     for loader in loaders:
         loader.load_state_dict(state)
     return loaders
+
+
+def _state(loaders: Loaders) -> dict[str, Any]:
+    """Return the state of all ranks, which is the same."""
+    first, *others = (loader.state_dict() for loader in loaders)
+    assert all(state == first for state in others)
+    return first
+
+
+def _state_within_a_window(path: Path, world_size: int, stop: int) -> dict[str, Any]:
+    """Return the state of ranks that stopped after some steps of a window of 4."""
+    loaders = _loaders(path, world_size, {"window": 4})
+    _iterate(loaders, stop)
+    return _state(loaders)
 
 
 @settings(max_examples=25)
@@ -84,18 +87,6 @@ def test_each_window_has_its_samples_once_and_a_step_that_is_not_full_its_own(
     for first in range(0, num_full, window):
         end = min(first + window, num_full)
         assert sorted(itertools.chain(*steps[first:end])) == sorted(itertools.chain(*unbalanced[first:end]))
-
-
-def test_an_epoch_waits_less_for_its_heaviest_ranks(small_dataset: Path) -> None:
-    in_all = {}
-    for window in (1, 2, 4, 8):
-        metrics: list[StepMetrics] = []
-        balance = BalanceConfig(cost=COST, window=window, on_step=metrics.append)
-        loader = build_loader(small_dataset, LoaderConfig(batch_size=4, seed=3), rank=0, world_size=4, balance=balance)
-        assert len(list(loader)) == len(metrics) > 10
-        in_all[window] = int(sum(step.after.max() for step in metrics))
-    assert in_all[1] > in_all[2] > in_all[4] > in_all[8]
-    assert in_all[8] < 0.85 * in_all[1]
 
 
 def _ones(lengths: Lengths, num_candidates: Ints) -> Ints:
@@ -124,17 +115,13 @@ class _Large:
         return np.minimum(lengths["item_id"] + 1, 32) << 54
 
 
-def test_costs_of_a_window_do_not_overflow(small_dataset: Path) -> None:
-    loaders = _loaders(small_dataset, 2, {"window": 8, "cost": _Large()})
-    assert sorted(_flat(_iterate(loaders))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
-
-
-def test_mixtures_are_windowed_too(small_dataset: Path, tmp_path: Path) -> None:
+def test_windows_of_mixtures_and_of_large_costs_have_each_sample_once(small_dataset: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.symlink_to(small_dataset)
     mixture = Mixture(weights={small_dataset: 2.0, other: 1.0})
-    unbalanced, windowed = (_flat(_iterate(_loaders(mixture, 3, way))) for way in (None, {"window": 4}))
-    assert sorted(windowed) == sorted(unbalanced)
+    for path, balance in ((small_dataset, {"window": 8, "cost": _Large()}), (mixture, {"window": 4})):
+        unbalanced, windowed = (_flat(_iterate(_loaders(path, 2, way))) for way in (None, balance))
+        assert sorted(windowed) == sorted(unbalanced)
 
 
 SHAPES = st.fixed_dictionaries(
@@ -182,52 +169,25 @@ def test_each_sample_comes_once_through_any_chain_of_jobs_that_resume(
     seen: list[int] = []
     state = None
     for shape, stop in zip(shapes, stops, strict=False):
-        loaders = _loaders(small_dataset, **shape, order=order)
+        # What would have come, had it not stopped, comes in a job of the same shape that resumes.
+        loaders, uninterrupted = (_loaders(small_dataset, **shape, order=order) for _ in range(2))
         if state is not None:
             _load(loaders, state)
+            _load(uninterrupted, state)
         if loaders[0].epoch:
             break
-        # What would have come, had it not stopped, comes in a job of the same shape that resumes.
-        uninterrupted = _loaders(small_dataset, **shape, order=order)
-        expected = _iterate(uninterrupted if state is None else _load(uninterrupted, state))
+        expected = _iterate(uninterrupted)
         before = _iterate(loaders, stop)
         state = _state(loaders)
-        resumed = _load(_loaders(small_dataset, **shape, order=order), state)
+        resumed = pickle.loads(pickle.dumps(_load(loaders, state)))
         if not resumed[0].epoch:
             assert resumed[0].remaining_batches() == len(expected[0]) - len(before[0])
             assert [a + b for a, b in zip(before, _iterate(resumed), strict=True)] == expected
         seen += _flat(before)
-        assert sorted([*seen, *_left(small_dataset, state, order)]) == everything
+        plain = _load(_loaders(small_dataset, 1, None, order=order), state)
+        left = _flat(_iterate(plain)) if plain[0].epoch == state["epoch"] else []
+        assert sorted([*seen, *left]) == everything
     assert len(set(seen)) == len(seen)
-
-
-def _left(path: Path, state: Mapping[str, Any], order: str) -> list[int]:
-    """Return the samples that a plain loader trains in the rest of the epoch."""
-    (loader,) = _load(_loaders(path, 1, None, order=order), state)
-    return _flat(_iterate([loader])) if loader.epoch == state["epoch"] else []
-
-
-@pytest.mark.parametrize("balance", [None, {"window": 1}, {"window": 2}, {"window": 8}], ids=str)
-def test_pending_samples_of_a_window_come_first_on_other_ranks(
-    small_dataset: Path, balance: dict[str, Any] | None
-) -> None:
-    loaders = _loaders(small_dataset, 3, {"window": 4})
-    in_window = itertools.chain(*_steps(_iterate(_loaders(small_dataset, 3, None), 4)))
-    before = _iterate(loaders, 3)
-    left = sorted(set(in_window) - set(_flat(before)))
-    assert len(left) == 12
-    resumed = _load(_loaders(small_dataset, 2, balance), _state(loaders))
-    assert set(left) <= set(_flat(_iterate(resumed, 2)))
-
-
-@pytest.mark.parametrize("changed", [{"strategy": "karmarkar-karp"}, {"cost": lambda lengths, _: lengths["item_id"]}])
-def test_a_window_that_would_be_assigned_otherwise_is_finished_like_that_of_other_ranks(
-    small_dataset: Path, changed: dict[str, Any]
-) -> None:
-    loaders = _loaders(small_dataset, 3, {"window": 4})
-    before = _iterate(loaders, 2)
-    other = _load(_loaders(small_dataset, 3, {"window": 4, **changed}), _state(loaders))
-    assert sorted(_flat(before, _iterate(other))) == sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
 
 
 def test_between_windows_a_state_has_nothing_pending(small_dataset: Path) -> None:
@@ -253,12 +213,11 @@ def test_the_state_after_a_batch_from_before_a_later_state_was_loaded_is_still_k
     loader = _loaders(small_dataset, 1, {"window": window})[0]
     batches = list(itertools.islice(loader, 4))
     states = [loader.state_dict(after=batch) for batch in batches]
-    other_ranks = _loaders(small_dataset, 3, {"window": 4})
-    _iterate(other_ranks, 3)  # up to position 36, within a window
-    _load([loader], _state(other_ranks))
+    later = _state_within_a_window(small_dataset, 3, 3)  # up to position 36
+    loader.load_state_dict(later)
     assert [loader.state_dict(after=batch) for batch in batches] == states
     own = {name: loader.state_dict()[name] for name in ("pending", "checksum")}
-    assert loader.state_dict() == _state(other_ranks) | own
+    assert loader.state_dict() == later | own
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 3, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 50}], ids=str)
@@ -279,35 +238,20 @@ def test_each_window_is_planned_once_whatever_number_of_threads_need_it(
     assert assigned == [7] * (num_full // 7) + [num_full % 7]
 
 
-def test_a_pickled_loader_goes_on_within_the_window(small_dataset: Path) -> None:
-    loaders = _loaders(small_dataset, 2, {"window": 5})
-    expected = _iterate(loaders)
-    resumed = _loaders(small_dataset, 2, {"window": 5})
-    before = _iterate(resumed, 3)
-    copies = pickle.loads(pickle.dumps(_load(resumed, _state(resumed))))
-    assert [a + b for a, b in zip(before, _iterate(copies), strict=True)] == expected
-
-
 def test_a_loader_that_has_planned_windows_plans_those_of_a_state_as_a_new_one_does(small_dataset: Path) -> None:
-    other_ranks = _loaders(small_dataset, 2, {"window": 4})
-    _iterate(other_ranks, 2)  # up to position 16, within a window
     other_seed = _loaders(small_dataset, 1, {"window": 4}, seed=4)
     _iterate(other_seed, 4)
-    for state, balance in itertools.product(
-        (_state(other_ranks), _state(other_seed)), ({"window": 4}, {"pack": True, "max_tokens_per_rank": 90})
-    ):
+    states = _state_within_a_window(small_dataset, 2, 2), _state(other_seed)
+    for state, balance in itertools.product(states, ({"window": 4}, {"pack": True, "max_tokens_per_rank": 90})):
         assert state["position"] == 16
         used, new = (_loaders(small_dataset, 1, balance) for _ in range(2))
-        _iterate(
-            _load(used, with_changes(_FORMAT, state, seed=3, pending=""))
-        )  # has planned what comes from position 16 on
+        # Has planned the samples from position 16 on.
+        _iterate(_load(used, with_changes(_FORMAT, state, seed=3, pending="")))
         assert _iterate(_load(used, state)) == _iterate(_load(new, state))
 
 
 def test_the_states_of_epochs_after_a_resumed_one_are_those_of_any_epoch(small_dataset: Path) -> None:
-    other_ranks = _loaders(small_dataset, 2, {"window": 4})
-    _iterate(other_ranks, 2)
-    resumed = _load(_loaders(small_dataset, 1, {"window": 4}), _state(other_ranks))[0]
+    (resumed,) = _load(_loaders(small_dataset, 1, {"window": 4}), _state_within_a_window(small_dataset, 2, 2))
     batches = [*resumed, *itertools.islice(resumed, 7)]
     states = [resumed.state_dict(after=batch) for batch in batches]
     fresh = _loaders(small_dataset, 1, {"window": 4})[0]
@@ -320,11 +264,7 @@ def test_the_states_of_epochs_after_a_resumed_one_are_those_of_any_epoch(small_d
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"strategy": "karmarkar-karp"},
-        {"max_tokens_per_rank": 160},
-        {"strategy": "min-move", "tolerance": 0.1},
-    ],
+    [{"strategy": "karmarkar-karp"}, {"max_tokens_per_rank": 160}, {"strategy": "min-move", "tolerance": 0.1}],
     ids=str,
 )
 def test_each_step_is_balanced_like_any_other(small_dataset: Path, options: dict[str, Any]) -> None:
@@ -341,21 +281,3 @@ def test_each_step_is_balanced_like_any_other(small_dataset: Path, options: dict
             load = int(COST({"item_id": lengths, "action": lengths}, np.zeros_like(lengths)).sum())
             assert [of_rank[step].after[rank] for of_rank in metrics] == [load] * 4
             assert int(lengths.sum()) <= options.get("max_tokens_per_rank", 1 << 62)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "window must be an integer of at least 1, got 0"),
-        ({"window": 2.0}, r"window must be an integer of at least 1, got 2\.0"),
-        ({"window": 2, "strategy": "none"}, "window=2 needs a strategy that assigns samples to ranks, got 'none'"),
-        (
-            {"window": 2, "pack": True, "max_tokens_per_rank": 9},
-            "pack=True decides which samples a step has; leave out window=2",
-        ),
-    ],
-    ids=str,
-)
-def test_windows_that_cannot_be_planned_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BalanceConfig(cost=COST, **options).check(exchanges=False)

@@ -1,5 +1,3 @@
-"""Values are computed once, whatever number of threads ask for them, and the latest few are kept."""
-
 import multiprocessing
 import os
 import pickle
@@ -29,14 +27,15 @@ def test_threads_that_ask_for_one_value_wait_for_the_one_that_computes_it() -> N
     assert computed == [1]
 
 
-def test_an_interrupt_leaves_no_one_waiting() -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_error_is_raised_and_not_kept_and_leaves_no_one_waiting(error: type[BaseException]) -> None:
     memo: Memo[int] = Memo(4)
 
-    def interrupted() -> int:
-        raise KeyboardInterrupt
+    def fail() -> int:
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        memo.get("key", interrupted)
+    with pytest.raises(error):
+        memo.get("key", fail)
     assert memo.get("key", lambda: 3) == 3
 
 
@@ -62,32 +61,19 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
         assert result.result() == 7
 
 
-def test_the_latest_values_are_kept() -> None:
+def test_the_latest_values_are_kept_and_a_copy_through_pickle_begins_empty() -> None:
     memo: Memo[int] = Memo(2)
-    computed = []
+    computed: list[int] = []
 
-    def get(key: int) -> int:
-        def compute() -> int:
-            computed.append(key)
-            return 10 * key
+    def compute(key: int) -> int:
+        computed.append(key)
+        return 10 * key
 
-        return memo.get(key, compute)
+    def get(memo: Memo[int], key: int) -> int:
+        return memo.get(key, lambda: compute(key))
 
-    assert [get(key) for key in (1, 2, 1, 2, 3, 2, 3, 1)] == [10, 20, 10, 20, 30, 20, 30, 10]
+    assert [get(memo, key) for key in (1, 2, 1, 2, 3, 2, 3, 1)] == [10, 20, 10, 20, 30, 20, 30, 10]
     assert computed == [1, 2, 3, 1]
-
-
-def test_an_error_is_raised_and_not_kept() -> None:
-    memo: Memo[int] = Memo(2)
-    with pytest.raises(ZeroDivisionError):
-        memo.get("key", lambda: 1 // 0)
-    assert memo.get("key", lambda: 3) == 3
-
-
-def test_a_copy_through_pickle_begins_empty() -> None:
-    memo: Memo[int] = Memo(2)
-    memo.get("key", lambda: 3)
     copy = pickle.loads(pickle.dumps(memo))
-    assert copy.get("key", lambda: 4) == 4
-    assert [copy.get(key, lambda: 1) for key in (1, 2)] == [1, 1]
-    assert copy.get("key", lambda: 5) == 5  # it keeps as many
+    assert [get(copy, key) for key in (1, 2, 3, 1)] == [10, 20, 30, 10]
+    assert computed == [1, 2, 3, 1] * 2  # it keeps as many

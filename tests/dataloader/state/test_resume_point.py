@@ -1,5 +1,3 @@
-"""Skipped samples go through the text of a state, and damaged text is refused."""
-
 import base64
 import json
 from typing import Any
@@ -60,16 +58,6 @@ def test_skipped_samples_go_through_text(drawn: tuple[SkippedSamples, int, int])
     assert _entries(SkippedSamples.from_text(text, position=position, num_samples=num_samples)) == _entries(skipped)
 
 
-def test_text_is_empty_without_skipped_samples() -> None:
-    assert SkippedSamples().to_text() == ""
-    assert SkippedSamples.from_text("", position=3, num_samples=3) == SkippedSamples()
-
-
-def test_a_window_takes_one_bit_per_position() -> None:
-    pending = np.flatnonzero(np.arange(80_000) % 2)
-    assert len(SkippedSamples(pending).to_text()) == pytest.approx(80_000 / 8 * 4 / 3, abs=60)
-
-
 PENDING = [2, 4, base64.b64encode(np.packbits([1, 0, 1, 1, 0, 1]).tobytes()).decode()]  # 2 4 5 7, after 4 samples
 WINDOW = {"start": 0, "world_size": 2, "batch_size": 2, "steps": 2, "pending": None}
 
@@ -79,27 +67,34 @@ def test_the_format_of_the_text() -> None:
     skipped = SkippedSamples.from_text(text, position=4, num_samples=9)
     assert _entries(skipped) == [[2, 4, 5, 7], [0, 2, 2, 2], None]
     assert skipped.to_text() == text
+    assert SkippedSamples().to_text() == ""
+    assert SkippedSamples.from_text("", position=3, num_samples=3) == SkippedSamples()
+    many = np.flatnonzero(np.arange(80_000) % 2)  # in a window, of which each position takes one bit
+    assert len(SkippedSamples(many).to_text()) == pytest.approx(80_000 / 8 * 4 / 3, abs=60)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "x",
-        "7",
-        "[" * 100_000,
-        json.dumps({"positions": PENDING}),
+        *("x", "7", "[" * 100_000, json.dumps({"positions": PENDING})),
         json.dumps({"positions": PENDING, "window": {}}),
-        json.dumps({"positions": PENDING, "window": {**WINDOW, "start": 5}}),
-        json.dumps({"positions": PENDING, "window": {**WINDOW, "steps": 0}}),
-        json.dumps({"positions": PENDING, "window": {**WINDOW, "pending": 7}}),
-        json.dumps({"positions": None, "window": None}),
-        json.dumps({"positions": [2, 4, 7], "window": None}),
-        json.dumps({"positions": [5, 4, PENDING[2]], "window": None}),  # begins after 4 samples
-        json.dumps({"positions": [2, 6, PENDING[2]], "window": None}),  # more than there are
-        json.dumps({"positions": [2, 5, PENDING[2]], "window": None}),
-        json.dumps({"positions": [4, 4, PENDING[2]], "window": None}),  # 9 is past the end
-        json.dumps({"positions": [2, 4, "?"], "window": None}),
-        json.dumps({"positions": [1, 4, "Wg=="], "window": None}),  # does not begin at 1
+        *(
+            json.dumps({"positions": PENDING, "window": {**WINDOW, **change}})
+            for change in ({"start": 5}, {"steps": 0}, {"pending": 7})
+        ),
+        *(
+            json.dumps({"positions": positions, "window": None})
+            for positions in (
+                None,
+                [2, 4, 7],
+                [5, 4, PENDING[2]],  # begins after 4 samples
+                [2, 6, PENDING[2]],  # more than there are
+                [2, 5, PENDING[2]],
+                [4, 4, PENDING[2]],  # 9 is past the end
+                [2, 4, "?"],
+                [1, 4, "Wg=="],  # does not begin at 1
+            )
+        ),
     ],
     ids=range(16),
 )
