@@ -33,14 +33,10 @@ def _k_core_by_definition(events: list[tuple[int, int]], users: int, items: int)
     st.sampled_from([10, 10**9]),
 )
 def test_the_k_core_matches_its_definition(
-    tmp_path_factory: pytest.TempPathFactory,
-    events: list[tuple[int, int]],
-    users: int,
-    items: int,
-    events_per_bucket: int,
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, int]], users: int, items: int, per_bucket: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets_module, "EVENTS_PER_BUCKET", events_per_bucket)
+        patch.setattr(buckets_module, "EVENTS_PER_BUCKET", per_bucket)
         patch.setattr(buckets_module, "BYTES_IN_MEMORY", 100)
         buckets = Buckets(tmp_path_factory.mktemp("k-core") / "buckets", len(events), DTYPES)
         columns = np.array(events, dtype=np.int64).reshape(-1, 2)
@@ -86,10 +82,7 @@ def test_windows_cover_every_event_in_as_few_rows_as_the_stride_allows(
     ("options", "message"),
     [
         ({"min_length": 0}, "min_length must be between 1 and 2147483647, got 0"),
-        (
-            {"min_length": 5, "max_length": 4},
-            "max_length must be at least min_length, got max_length=4 and min_length=5",
-        ),
+        ({"min_length": 5, "max_length": 4}, "must be at least min_length, got max_length=4 and min_length=5"),
         ({"stride": 4}, "stride 4 has no effect without window; set both"),
         ({"window": 4, "stride": 5}, r"stride must be at most window \(4\), or events are lost; got 5"),
     ],
