@@ -6,7 +6,7 @@ import pty
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,12 @@ class Finished:
     stderr: str
 
 
+Evenrank = Callable[..., Finished]  # the fixture `evenrank`
+
+
 def run_program(*command: str | Path, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> Finished:
     """Run a program in a process of its own."""
-    run = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, cwd=cwd, env=environment, timeout=280
-    )
+    run = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=280)
     return Finished(returncode=run.returncode, stdout=run.stdout, stderr=run.stderr)
 
 
@@ -44,15 +45,9 @@ def run_on_terminal(*command: str | Path) -> Finished:
 
     reader = threading.Thread(target=read)
     reader.start()
-    run = subprocess.run(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=of_program,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
-        timeout=280,
-    )
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    pipe = subprocess.PIPE
+    run = subprocess.run(command, stdout=pipe, stderr=of_program, text=True, cwd=ROOT, env=environment, timeout=280)
     os.close(of_program)
     reader.join()
     os.close(terminal)

@@ -1,40 +1,25 @@
+import dataclasses
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from evenrank.cli.balance_walk import Walk
 from evenrank.cli.reports.epoch_report import draw_loads, load_table
-from evenrank.dataloader.balance import StepMetrics
+from tests.dataloader.balance.test_writers import step
+
+BEFORE = ((30, 10), (10, 20))
 
 
-def _walk(strategy: str, after: list[list[int]]) -> Walk:
-    before = [[30, 10], [10, 20]]
-    return Walk(
-        strategy=strategy,
-        num_samples=8,
-        metrics=[
-            StepMetrics(
-                epoch=0,
-                step=step,
-                before=np.array(before[step]),
-                after=np.array(loads),
-                lower_bound=sum(loads) // 2,
-                samples=4,
-                moved_samples=step,
-                tokens=40,
-                moved_tokens=step * 10,
-                sample_bytes=400,
-                moved_bytes=step * 100,
-                gather_seconds=0.001,
-                plan_seconds=0.002,
-            )
-            for step, loads in enumerate(after)
-        ],
+def _walk(strategy: str, after: tuple[tuple[int, int], ...]) -> Walk:
+    steps = (step(number, before=BEFORE[number], after=after[number]) for number in range(2))
+    changes = (
+        {"lower_bound": sum(loads) // 2, "moved_samples": n, "plan_seconds": 0.002} for n, loads in enumerate(after)
     )
+    metrics = [dataclasses.replace(metrics, **change) for metrics, change in zip(steps, changes, strict=True)]
+    return Walk(strategy=strategy, num_samples=8, metrics=metrics)
 
 
-WALKS = [_walk("none", [[30, 10], [10, 20]]), _walk("lpt-swap", [[20, 20], [15, 15]])]
+WALKS = [_walk("none", BEFORE), _walk("lpt-swap", ((20, 20), (15, 15)))]
 
 
 def test_the_table_fits_in_80_columns_and_shows_the_gain() -> None:
