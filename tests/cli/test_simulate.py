@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from evenrank.cli.options import STRATEGIES
 from evenrank.cli.simulation import LengthSource, simulate
-from evenrank.dataloader.balance import STRATEGIES as REGISTERED
 from evenrank.dataloader.balance import BalanceConfig, HSTUCost, MeasuredCost
 from evenrank.datasets.distributions import Lognormal, Uniform
 from tests.cli.programs import EVENRANK, Evenrank, run_program
@@ -107,8 +105,3 @@ def test_a_distribution_and_a_measured_cost_are_simulated(tmp_path: Path, evenra
     assert run.returncode == 0, run.stderr
     ((*row, _),) = _rows(run.stdout)
     assert row == ["8", "lpt-swap", "1.000", "1.0000", "1.0000", "1.00x", "0.0%", "0.000"]
-
-
-def test_help_lists_all_strategies(evenrank: Evenrank) -> None:
-    assert tuple(REGISTERED) == STRATEGIES
-    assert ", ".join(STRATEGIES) in " ".join(evenrank("simulate", "--help").stdout.split())

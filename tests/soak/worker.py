@@ -105,11 +105,9 @@ def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str
         loader = "Loader"
 
     def draw_shape() -> Shape:
-        return Shape(
-            world_size=int(rng.integers(min_ranks, max_ranks + 1)),
-            batch_size=int(rng.integers(3, 13)),
-            workers=int(rng.integers(0, 2 if loader == "StatefulDataLoader" else 3)),
-        )
+        world_size, batch_size = int(rng.integers(min_ranks, max_ranks + 1)), int(rng.integers(3, 13))
+        workers = int(rng.integers(0, 2 if loader == "StatefulDataLoader" else 3))
+        return Shape(world_size=world_size, batch_size=batch_size, workers=workers)
 
     first, resumed = draw_shape(), draw_shape()
     if fault == Fault.STOPPED_LONG and first.world_size == 1:  # nobody would notice
@@ -158,10 +156,10 @@ class Injector:
         if self._plan.fault != fault or not (self._is_culprit or fault == Fault.ALL_LEAVE):
             return False
         self._calls += 1
-        if (self._calls - 1 if step is None else step) != self._plan.step:
-            return False
-        (self._folder / "fault").touch()
-        return True
+        is_now = (self._calls - 1 if step is None else step) == self._plan.step
+        if is_now:
+            (self._folder / "fault").touch()
+        return is_now
 
     def raise_if_due(self, fault: Fault, step: int | None = None) -> None:
         """Raise as a user's code does, if the fault happens now."""

@@ -113,14 +113,9 @@ def test_the_width_of_time_bins_suits_the_range(first: float, last: float, unit:
     assert (line.counts[0], line.counts[-1]) == ((2, 2) if first == last else (1, 1))
     assert len(line.counts) <= 120
     assert dataset_plots.timeline_svg(line).startswith("<svg")
-
-
-@pytest.mark.parametrize("day", [-1e7, 1e9])
-def test_times_beyond_calendars_are_milliseconds(day: float) -> None:
-    line = dataset_data.timeline({"train": _store([2], [1, 1], [day, day + 1], [0])})
-    assert line is not None
-    assert "ms since 1970" in dataset_plots.timeline_svg(line)
-    assert dataset_plots.format_time(line.start_ms, precise=False).endswith(" ms")
+    if unit == "ms":
+        assert "ms since 1970" in dataset_plots.timeline_svg(line)
+        assert dataset_plots.format_time(line.start_ms, precise=False).endswith(" ms")
 
 
 def test_context_values_have_labels() -> None:

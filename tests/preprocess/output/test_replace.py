@@ -5,10 +5,11 @@ import errno
 import multiprocessing
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -64,32 +65,24 @@ def test_what_a_killed_run_leaves_is_put_back_or_removed(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def _preprocess_when_all_are_ready(out: Path, num_users: int, ready: Barrier, results: "Queue[str]") -> None:
-    ready.wait()
-    try:
-        preprocess(_config(out, num_users))
-        results.put(str(num_users))
-    except DataError as error:
-        results.put(str(error))
-
-
 def test_of_runs_at_the_same_time_one_writes_the_folder(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    context = multiprocessing.get_context("spawn")
-    ready, results = context.Barrier(3), context.Queue()
-    processes = [
-        context.Process(target=_preprocess_when_all_are_ready, args=(out, num_users, ready, results))
-        for num_users in (10, 20, 30)
-    ]
-    for process in processes:
-        process.start()
-    ended = [results.get(timeout=200) for _ in processes]
-    for process in processes:
-        process.join()
+    ready = threading.Barrier(3)
+
+    def run(num_users: int) -> str:
+        ready.wait()
+        try:
+            preprocess(_config(out, num_users))
+        except DataError as error:
+            return str(error)
+        return str(num_users)
+
+    with ThreadPoolExecutor(3) as threads:
+        ended = list(threads.map(run, (10, 20, 30)))
     complete = [result for result in ended if result.isdecimal()]
-    assert {result for result in ended if result not in complete} <= {
-        f"{out} is being written by another process; wait for it, or choose another folder"
-    }
+    refused = f"{out} is being written by another process; wait for it, or choose another folder"
+    assert complete
+    assert {*ended} - {*complete} <= {refused}
     manifest = read_manifest(out)
     assert str(sum(split.rows for split in manifest.splits.values())) in complete
     files = [file for split in manifest.splits.values() for file in split.files]
@@ -157,9 +150,7 @@ def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", [".out.partial", "out"])
-def test_a_rename_that_fails_leaves_the_old_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_a_rename_that_fails_leaves_the_old_dataset(tmp_path: Path, failing: str) -> None:
     out = tmp_path / "out"
     old = preprocess(_config(out))
     rename = Path.rename
@@ -169,8 +160,10 @@ def test_a_rename_that_fails_leaves_the_old_dataset(
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(DataError, match=r"out could not be written: Device or resource busy; it is unchanged"):
+    with (
+        mock.patch.object(Path, "rename", fail),
+        pytest.raises(DataError, match=r"out could not be written: Device or resource busy; it is unchanged"),
+    ):
         preprocess(_config(out))
     assert read_manifest(out) == old
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import math
 import os
 import random
 import re
@@ -123,12 +124,7 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
     ("dtype", "good", "bad", "integers"),
     [
         (pl.Float32, [2**24 - 1, 1 - 2**24], [2**24, -(2**24), 1.5], "-2^24+1..2^24-1, where Float32 is exact"),
-        (
-            pl.Float64,
-            [2**53 - 1, 1 - 2**53],
-            [2.0**53, -1e300, float("nan")],
-            "-2^53+1..2^53-1, where Float64 is exact",
-        ),
+        (pl.Float64, [2**53 - 1, 1 - 2**53], [2.0**53, -1e300, math.nan], "-2^53+1..2^53-1, where Float64 is exact"),
         (pl.UInt64, [2**63 - 1], [2**63, 2**64 - 1], "-2^63..2^63-1"),
         (pl.Int128, [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1], "-2^63..2^63-1"),
         (pl.Decimal(38, 0), [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 10**30], "-2^63..2^63-1"),
@@ -145,12 +141,9 @@ def test_numbers_are_ids_if_they_are_exact_as_64_bit_integers(
 
 
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
-@pytest.mark.parametrize("name", ["log.csv", "log.parquet"])
-def test_different_texts_are_different_ids(tmp_path: Path, name: str, dtype: Any) -> None:
+def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
     texts = ["+7", "-0", "0", "00", "7", "7.0"]
-    frame = pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0})
-    frame.write_parquet(tmp_path / name) if name.endswith("parquet") else frame.write_csv(tmp_path / name)
-    interactions = read_tabular(_config(tmp_path / name))
+    interactions = _read(tmp_path, pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0}))
     assert _rows(interactions) == [(number, number, 0, 0) for number in range(1, 7)]
     assert interactions.vocabularies["user_id"].rows() == list(enumerate(texts, start=1))
 
