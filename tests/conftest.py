@@ -1,5 +1,3 @@
-"""Fixtures and hooks that many tests share."""
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -82,7 +82,7 @@ DIFFERENT = "strategy differs between ranks: mine of rank 0 on rank 0, mine of r
     ("name", "missing", "messages"),
     [("mine", 1, [f"rank 1 failed: {UNKNOWN}", UNKNOWN]), ("mine of rank {rank}", -1, [DIFFERENT, DIFFERENT])],
 )
-def test_strategies_that_differ_between_ranks_are_an_error_on_all(
+def test_different_strategies_are_an_error_on_all(
     ranks: RankPool, name: str, missing: int, messages: list[str]
 ) -> None:
     failures = ranks.try_run(2, _register_on_some_ranks, name, missing)

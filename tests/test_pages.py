@@ -167,9 +167,7 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
     return trained, rest
 
 
-def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_the_checkpoint_of_the_page_has_each_sample_once(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     trained, rest = zip(*ranks.run(2, _save_and_load, small_dataset, tmp_path), strict=True)
     _check_each_trained_once((*trained, *rest), small_dataset)
 

@@ -70,9 +70,7 @@ def test_the_lockfile_satisfies_every_requirement_of_development(python: str) ->
         ("2.13.0a0+nv25.10", (DEFAULT, True)),
     ],
 )
-def test_a_pytorch_that_is_there_is_kept_if_its_release_is_known(
-    installed: str | None, chosen: tuple[Any, bool]
-) -> None:
+def test_a_pytorch_is_kept_if_its_release_is_known(installed: str | None, chosen: tuple[Any, bool]) -> None:
     assert choose_releases(installed) == chosen
 
 

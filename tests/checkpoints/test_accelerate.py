@@ -1,5 +1,3 @@
-"""Hugging Face Accelerate, which saves the state of what is registered on rank 0, and loads it on all ranks."""
-
 import os
 import warnings
 from pathlib import Path

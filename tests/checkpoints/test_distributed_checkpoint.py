@@ -1,5 +1,3 @@
-"""Data, model and optimizer in one call of torch.distributed.checkpoint, resumed on other numbers of ranks."""
-
 import contextlib
 import warnings
 from pathlib import Path

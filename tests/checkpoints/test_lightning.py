@@ -1,5 +1,3 @@
-"""A real Trainer of Lightning, resumed in the middle of an epoch."""
-
 import os
 import warnings
 from pathlib import Path

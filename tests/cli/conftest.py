@@ -1,5 +1,3 @@
-"""Fixtures of the commands' tests."""
-
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ def evenrank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit) as stopped:
             main()
         output = capsys.readouterr()
-        return Finished(returncode=int(stopped.value.code or 0), stdout=output.out, stderr=output.err)
+        return Finished(sys.argv, int(stopped.value.code or 0), output.out, output.err)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield run

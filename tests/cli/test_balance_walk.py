@@ -1,5 +1,3 @@
-"""The check of a walk: it passes an epoch without faults, and notices each kind of fault."""
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

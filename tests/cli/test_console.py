@@ -1,5 +1,3 @@
-"""What is printed contains no characters that a terminal obeys, wherever it comes from."""
-
 import json
 import re
 import shutil
@@ -57,9 +55,7 @@ def test_a_command_that_fails_prints_one_printable_line(
     assert rf"a\r\nb{ESCAPED}" in line
 
 
-def test_progress_is_escaped_without_markup_and_shown_on_one_rank_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_escaped_on_one_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     with console.stages() as on_stage:
         on_stage(f"reading [/x] {EVIL}")

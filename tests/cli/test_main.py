@@ -1,5 +1,3 @@
-"""The commands as people run them: exit codes, signals, and what is printed where."""
-
 import os
 import re
 import signal
@@ -223,9 +221,7 @@ replace._remove = stop_again
     [(STOPPED_TWICE, 5), (STOPPED_TWICE.replace("_put_in_place = stop_here", "stop_here = None"), 9)],
     ids=["new folder", "old folder"],
 )
-def test_a_signal_during_the_removal_of_a_folder_leaves_nothing_of_it(
-    here: Path, evenrank: Evenrank, program: str, users: int
-) -> None:
+def test_a_signal_during_a_removal_leaves_nothing(here: Path, evenrank: Evenrank, program: str, users: int) -> None:
     assert evenrank(*SYNTHETIC, 5).returncode == 0
     run = run_program(sys.executable, "-c", program, *SYNTHETIC, "9", cwd=here)
     assert (run.returncode, run.stderr) == (128 + signal.SIGTERM, "error: stopped by SIGTERM\n")

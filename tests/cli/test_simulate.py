@@ -1,5 +1,3 @@
-"""`evenrank simulate`: the simulated steps, and the command."""
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

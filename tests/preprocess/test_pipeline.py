@@ -1,5 +1,3 @@
-"""Small hand-written raw files, with every output value checked."""
-
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -69,29 +67,23 @@ def _hash(user_id: int) -> int:
     return int(user_hash(np.array([user_id], dtype=np.int64))[0])
 
 
-def test_ml_1m_has_contextual_features(tmp_path: Path) -> None:
-    files = {"ml-1m/ratings.dat": ML_1M_RATINGS, USERS: ML_1M_USERS}
+def test_ml_1m_has_contextual_features_which_are_0_if_unknown(tmp_path: Path) -> None:
+    files = {"ml-1m/ratings.dat": ML_1M_RATINGS + "4::1::1::1\n5::1::1::1\n", USERS: ML_1M_USERS + "5::::1::::\n"}
     manifest = _run(tmp_path, files, "ml-1m", split="none")
     names = ("user_id", "sex", "age_group", "occupation", "zip_code", "item_id", "action", "timestamp_ms", "length")
     rows = sorted(_rows(tmp_path / "out" / "train"), key=lambda row: row["user_id"])
-    assert rows == [
-        dict(zip(names, (1, 1, 1, 1, 1, [914, 1193], [0, 4], [978300000_000, 978300760_000], 2), strict=True)),
-        dict(zip(names, (2, 2, 3, 3, 3, [661], [2], [978302109_000], 1), strict=True)),
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        (1, 1, 1, 1, 1, [914, 1193], [0, 4], [978300000_000, 978300760_000], 2),
+        (2, 2, 3, 3, 3, [661], [2], [978302109_000], 1),
+        (4, 0, 0, 0, 0, [1], [0], [1000], 1),
+        (5, 0, 1, 0, 0, [1], [0], [1000], 1),
     ]
-    assert manifest.contextual == ("sex", "age_group", "occupation", "zip_code")
+    assert manifest.contextual == names[1:5]
+    assert manifest.context_labels["sex"] == (None, "F", "M")
     assert manifest.context_labels["age_group"] == (None, "1", "25", "56")
     assert manifest.context_labels["zip_code"] == (None, "48067", "55117-12", "70072")
-    sizes = {"user_id": 3, "item_id": 1194, "action": 5, "sex": 3, "age_group": 4, "occupation": 4, "zip_code": 4}
+    sizes = {"user_id": 6, "item_id": 1194, "action": 5, "sex": 3, "age_group": 4, "occupation": 4, "zip_code": 4}
     assert dict(manifest.vocabulary_sizes) == sizes
-
-
-def test_empty_features_and_users_without_features_get_zeros(tmp_path: Path) -> None:
-    files = {"ml-1m/ratings.dat": ML_1M_RATINGS + "4::1::1::1\n", USERS: "1::::1::::48067\n2::M::56::16::\n"}
-    manifest = _run(tmp_path, files, "ml-1m", split="none")
-    names = ("sex", "age_group", "occupation", "zip_code")
-    rows = {row["user_id"]: [row[name] for name in names] for row in _rows(tmp_path / "out" / "train")}
-    assert rows == {1: [0, 1, 0, 1], 2: [1, 2, 1, 0], 4: [0, 0, 0, 0]}
-    assert manifest.context_labels["sex"] == (None, "M")
 
 
 def test_column_types_match_the_schema(small_dataset: Path) -> None:
@@ -137,22 +129,21 @@ INVALID_ML_1M = [
         *(("ml-1m", {"ml-1m/ratings.dat": ratings, USERS: users}, text) for ratings, users, text in INVALID_ML_1M),
     ],
 )
-def test_malformed_input_raises_one_line_and_writes_nothing(
-    tmp_path: Path, dataset: str, files: str | dict[str, str], message: str
-) -> None:
+def test_malformed_input_raises(tmp_path: Path, dataset: str, files: str | dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message) as raised:
         _run(tmp_path, files, dataset)
     assert "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
-def test_bad_rows_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
-    text = ML_20M + "1,x,3,3\n1,2,3.0,5,9,9,9\n9,9,3.0,7\n1,2\n"
+def test_bad_rows_are_skipped_on_demand_and_duplicates_kept(tmp_path: Path) -> None:
+    text = ML_20M + "1,x,3,3\n1,2,3.0,5,9,9,9\n9,9,3.0,7\n1,2\n7,10,5.0,100\n7,10,4.5,100\n"
     manifest = _run(tmp_path, text, split="none", on_error="skip")
-    assert manifest.splits["train"].interactions == 6
+    assert manifest.splits["train"].interactions == 8
     assert manifest.options["audit"] == {
         "ratings.csv: 3 bad rows, first line 7 ('1,x,3,3'): movieId is not an integer in -2^63..2^63-1; "
-        "line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; line 10 ('1,2'): expected 4 fields, got 2": 3
+        "line 8 ('1,2,3.0,5,9,9,9'): expected 4 fields, got 7; line 10 ('1,2'): expected 4 fields, got 2": 3,
+        "duplicate events (kept)": 1,
     }
 
 
@@ -170,8 +161,7 @@ def test_row_groups_end_once_they_have_enough_events(tmp_path: Path, monkeypatch
     monkeypatch.setattr(writer_module, "EVENTS_PER_GROUP", 10)
     lengths = [3, 3, 3, 3, 25, 1, 9, 1, 1]
     lines = [f"{user},1,3,{n}" for user, length in enumerate(lengths) for n in range(length)]
-    text = HEADER + "\n".join(lines) + "\n"
-    _run(tmp_path, text, split="none")
+    _run(tmp_path, HEADER + "\n".join(lines) + "\n", split="none")
     file = pq.ParquetFile(next((tmp_path / "out" / "train").glob("*.parquet")))
     groups = [file.read_row_group(n)["length"].to_pylist() for n in range(file.num_row_groups)]
     assert sorted(length for group in groups for length in group) == sorted(lengths)
@@ -186,9 +176,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("filters", [Filters(), Filters(min_user_events=3, min_item_events=4, window=7, stride=5)])
-def test_the_bytes_do_not_depend_on_the_number_of_buckets_or_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: Filters
-) -> None:
+def test_the_bytes_do_not_depend_on_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: Filters) -> None:
     rng = np.random.default_rng(0)
     rows = zip(rng.integers(1, 400, 6000), rng.zipf(1.5, 6000) % 300, rng.integers(1, 11, 6000), strict=True)
     lines = [f"{user},{item},{rating / 2},{rng.integers(0, 50)}" for user, item, rating in rows]
@@ -229,12 +217,6 @@ def test_split_by_time_puts_no_later_event_into_train(tmp_path: Path) -> None:
     assert manifest.options["audit"] == {"eval events": 4, "eval items that train never saw": 2}
 
 
-def test_duplicates_are_kept_and_counted(tmp_path: Path) -> None:
-    manifest = _run(tmp_path, ML_20M + "7,10,5.0,100\n7,10,4.5,100\n", split="none")
-    assert manifest.splits["train"].interactions == 7
-    assert manifest.options["audit"] == {"duplicate events (kept)": 1}
-
-
 def test_events_and_users_left_out_by_filters_are_counted(tmp_path: Path) -> None:
     filters = Filters(min_user_events=2, min_item_events=2, min_length=3)
     lines = "1,5,3,1\n1,6,3,2\n1,6,3,3\n2,5,3,1\n2,6,3,2\n3,5,3,1\n3,9,3,1\n"
@@ -248,8 +230,7 @@ def test_events_and_users_left_out_by_filters_are_counted(tmp_path: Path) -> Non
 
 def test_windows_cover_a_long_history(tmp_path: Path) -> None:
     text = HEADER + "".join(f"5,{i},3,{i}\n" for i in range(8)) + "6,1,3,1\n"
-    filters = Filters(window=4, stride=3)
-    _run(tmp_path, text, split="none", filters=filters)
+    _run(tmp_path, text, split="none", filters=Filters(window=4, stride=3))
     rows = [(row["user_id"], row["window"], row["item_id"]) for row in _rows(tmp_path / "out" / "train")]
     assert sorted(rows) == [(5, 0, [0, 1, 2, 3]), (5, 1, [3, 4, 5, 6]), (5, 2, [6, 7]), (6, 0, [1])]
 
@@ -258,12 +239,8 @@ def test_requests_are_written_and_replaced_with_the_dataset(tmp_path: Path) -> N
     for _ in range(2):
         _run(tmp_path, ML_20M, requests=RequestRule(seconds=150))
     rows = pq.read_table(tmp_path / "out" / "requests.parquet").to_pylist()
-    assert sorted((row["user_id"], row["request_ts_ms"], row["history_end"]) for row in rows) == [
-        (-2, 1_112_486_027_000, 0),
-        (3, 50_000, 0),
-        (7, 100_000, 0),
-        (7, 300_000, 2),
-    ]
+    requests = sorted((row["user_id"], row["request_ts_ms"], row["history_end"]) for row in rows)
+    assert requests == [(-2, 1_112_486_027_000, 0), (3, 50_000, 0), (7, 100_000, 0), (7, 300_000, 2)]
 
 
 def test_the_split_of_a_user_does_not_depend_on_other_users(tmp_path: Path) -> None:

@@ -40,25 +40,13 @@ from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.writers import JsonLines
 from tests.dataloader.balance.costs import Ints, Lengths
 
-
-class Fault(enum.StrEnum):
-    """What goes wrong on one rank, in one step."""
-
-    NONE = "none"
-    KILLED = "killed"
-    STOPPED = "stopped for a moment"
-    STOPPED_LONG = "stopped beyond the timeout"
-    MODEL_RAISES = "the model raises"
-    ON_STEP_RAISES = "on_step raises"
-    COST_RAISES = "the cost raises"
-    LOADER_RAISES = "the transform or the dataset raises"
-    DISK_FULL = "the disk of the metrics is full"
-    LEAVES = "leaves the loop"
-    ALL_LEAVE = "all ranks leave the loop"
-    SAME_DATA = "the dataset is replaced by the same"
-    OTHER_DATA = "the dataset is replaced by another one"
-
-
+# What goes wrong on one rank, in one step. STOPPED is for a moment, STOPPED_LONG beyond the timeout; LOADER_RAISES is a
+# transform or a dataset, DISK_FULL the disk of the metrics; the last two replace the dataset by the same or by another.
+Fault = enum.StrEnum(
+    "Fault",
+    "NONE KILLED STOPPED STOPPED_LONG MODEL_RAISES ON_STEP_RAISES COST_RAISES LOADER_RAISES DISK_FULL LEAVES ALL_LEAVE "
+    "SAME_DATA OTHER_DATA",
+)
 LOADERS = ("Loader", "StreamLoader", "StatefulDataLoader", "RandomBatches")
 # Their states resume on any number of ranks, with any batch size.
 ELASTIC = ("Loader", "StreamLoader")

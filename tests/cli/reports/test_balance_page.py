@@ -1,5 +1,3 @@
-"""`evenrank metrics`: the numbers that it shows of a log, and its page in a browser."""
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Where pages go, and how they are written."""
-
 from pathlib import Path
 
 import pytest
@@ -8,9 +6,7 @@ from evenrank.cli.reports.html_page import page_path, write_page
 from evenrank.core.errors import ConfigError, DataError
 
 
-def test_the_page_is_next_to_its_data_and_never_inside_or_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_is_next_to_its_data_and_never_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, log = tmp_path / "out" / "ml.v2", tmp_path / "run.1.jsonl"
     data.mkdir(parents=True)
     log.touch()

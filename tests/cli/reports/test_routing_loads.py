@@ -1,5 +1,3 @@
-"""How the report counts the load of each rank, against counting id by id."""
-
 import dataclasses
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Replacing the folder of a dataset, in particular by runs that are killed or must not replace it."""
-
 import dataclasses
 import errno
 import multiprocessing

@@ -1,5 +1,3 @@
-"""Small hand-written logs in every format, with every output value checked."""
-
 import dataclasses
 import gzip
 import math
@@ -130,9 +128,7 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
         (pl.Decimal(38, 0), [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 10**30], "-2^63..2^63-1"),
     ],
 )
-def test_numbers_are_ids_if_they_are_exact_as_64_bit_integers(
-    tmp_path: Path, dtype: Any, good: list[int], bad: list[float], integers: str
-) -> None:
+def test_exact_integers_are_ids(tmp_path: Path, dtype: Any, good: list[int], bad: list[float], integers: str) -> None:
     users = pl.Series([*map(Decimal, good), *map(Decimal, bad)] if dtype == pl.Decimal else [*good, *bad], dtype=dtype)
     interactions = _read(tmp_path, pl.DataFrame({"user": users, "item": 1, "time": 0}))
     assert _rows(interactions) == [(user, 1, 0, 0) for user in good]
@@ -254,9 +250,7 @@ def test_text_that_is_not_utf8_is_not_an_id(tmp_path: Path) -> None:
         (pl.Float32, [2**24 - 1, 2**24], [2**24 - 1], 2**24 - 1),
     ],
 )
-def test_one_action_column_is_the_action(
-    tmp_path: Path, dtype: Any, values: list[Any], good: list[int], largest: int
-) -> None:
+def test_one_column_is_the_action(tmp_path: Path, dtype: Any, values: list[Any], good: list[int], largest: int) -> None:
     frame = pl.DataFrame({"user": 1, "item": 2, "time": 3, "kind": pl.Series(values, dtype=dtype)})
     interactions = _read(tmp_path, frame, action_columns=("kind",))
     assert _rows(interactions) == [(1, 2, action, 3000) for action in good]
@@ -298,9 +292,7 @@ def test_31_action_columns_fill_an_int32(tmp_path: Path) -> None:
         (pl.concat_list("user"), {}, r"'user' of type List\(Int64\) cannot hold ids"),
     ],
 )
-def test_columns_of_unsuitable_types_raise(
-    tmp_path: Path, column: pl.Expr, options: dict[str, Any], message: str
-) -> None:
+def test_unsuitable_columns_raise(tmp_path: Path, column: pl.Expr, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"log\.parquet: .*{message}"):
         _read(tmp_path, ONE.with_columns(column), **options)
 
@@ -366,9 +358,7 @@ MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n"
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
     ],
 )
-def test_invalid_files_raise_one_line(
-    tmp_path: Path, name: str, content: str | bytes | pl.DataFrame, message: str
-) -> None:
+def test_invalid_files_raise(tmp_path: Path, name: str, content: str | bytes | pl.DataFrame, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         _read(tmp_path, content, name)
     assert "\n" not in str(caught.value)

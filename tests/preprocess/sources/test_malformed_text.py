@@ -226,9 +226,7 @@ CHECKS = {"table": (_check_table, 14), "movielens": (_check_movielens, 3), "kuai
     ("first", "last"), [(0, 40), pytest.param(40, 10_040, marks=pytest.mark.long)], ids=["some", "very many"]
 )
 @pytest.mark.parametrize("name", CHECKS)
-def test_quick_and_strict_reading_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, first: int, last: int
-) -> None:
+def test_both_readings_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, first: int, last: int) -> None:
     check, share = CHECKS[name]
     for seed in range(first * share, last * share):
         check(random.Random(seed), tmp_path, monkeypatch)
