@@ -11,6 +11,7 @@ from tests.checkpoints.resuming import Model, balance, environment_of, ids_of
 from tests.ranks import RankPool
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+environments = pytest.importorskip("lightning.pytorch.plugins.environments")
 
 
 class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc]
@@ -52,7 +53,7 @@ def _fit(
         patch.dict(os.environ, environment_of(rank, world_size)),
         balance(path, rank, world_size, batch_size) as balancer,
     ):
-        cluster = lightning.plugins.environments.TorchElasticEnvironment()
+        cluster = environments.TorchElasticEnvironment()
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=world_size,

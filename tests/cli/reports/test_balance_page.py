@@ -1,5 +1,4 @@
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
@@ -67,18 +66,18 @@ def test_the_headline_states_the_effect_of_balancing(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_numbers(tmp_path: Path) -> None:
-    text = text_of(_page(tmp_path, *STEPS))
+    text = text_of(_page(tmp_path, *STEPS)).replace("\N{NO-BREAK SPACE}", " ")
     for tile in (
         "Load before balancing 1.900 heaviest rank / lower bound",
         "Load after balancing 1.150 heaviest rank",
         "Worst step after balancing 1.500 heaviest rank",
         "Expected speed-up 1.65x",
-        "Tokens moved 25.0\N{NO-BREAK SPACE}%",
+        "Tokens moved 25.0 %",
         "Bytes moved 80 bytes",
         "In the background 650.00 ms",  # 250 to gather, 400 to plan
         "Exposed 125.00 ms",
     ):
-        assert re.sub(r"\s+", " ", tile) in text, tile
+        assert tile in text, tile
     assert "samples 4 1 25.0 % tokens 40 10 25.0 % bytes 320 bytes 80 bytes 25.0 %" in text
     assert "typical step, epoch 0, step 1." in text  # 8 is the median of 6, 8, 10, 8, 6
     assert "Records: 5; the last is epoch 1, step 1." in text

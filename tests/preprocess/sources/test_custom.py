@@ -40,16 +40,16 @@ def _read(folder: Path, content: str | bytes | pl.DataFrame, name: str | None = 
     return read_tabular(_config(_write(folder / name, content), **options))
 
 
-def _rows(interactions: Interactions) -> list[tuple[int, ...]]:
-    """Return the good rows as (user, item, action, time)."""
-    return [row for part in _collect(interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
-
-
 def _collect(interactions: Interactions) -> list[pl.DataFrame]:
     parts = [part.events.collect() for part in interactions.parts]
     schema = {"user_id": pl.Int64, "item_id": pl.Int64, "action": pl.Int32, "timestamp_ms": pl.Int64}
     assert all(dict(events.schema) == {**schema, IS_GOOD: pl.Boolean} for events in parts)
     return parts
+
+
+def _rows(interactions: Interactions) -> list[tuple[int, ...]]:
+    """Return the good rows as (user, item, action, time)."""
+    return [row for part in _collect(interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
 
 
 def _bad(interactions: Interactions) -> list[tuple[int, str]]:
@@ -84,7 +84,7 @@ def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str
     assert interactions.options == {**dataclasses.asdict(_config(tmp_path / name)), **written}
 
 
-def test_parquet_with_several_numeric_types(tmp_path: Path) -> None:
+def test_parquet_with_other_columns_and_several_types_of_numbers_and_times(tmp_path: Path) -> None:
     items = pl.Series([30, 10], dtype=pl.UInt64)
     columns = {"item": items, "user": [7.0, 8.5], "time": [1_700_000_000.123, 1.0], "other": [[1], [2]]}
     interactions = _read(tmp_path, pl.DataFrame(columns))
@@ -92,17 +92,15 @@ def test_parquet_with_several_numeric_types(tmp_path: Path) -> None:
     (part,) = interactions.parts
     assert [(row.line, row.text) for row in part.find_bad(9)] == [(2, "8.5,10,1.0")]
     assert part.size == max((tmp_path / "log.parquet").stat().st_size, 2 * 28)
-
-
-def test_parquet_with_date_and_time_types(tmp_path: Path) -> None:
-    base = ONE.with_columns(time=datetime(2024, 1, 1, 12, 0, 0, 1999))
-    berlin = base.with_columns(pl.col("time").dt.replace_time_zone("Europe/Berlin"))
-    day = base.with_columns(pl.col("time").dt.date())
-    early = base.with_columns(time=datetime(1969, 12, 31, 23, 59, 59, 999_999))
-    noon = 1_704_110_400_000
-    for frame, expected in ((base, noon + 1), (berlin, noon + 1 - 3_600_000), (day, noon - 43_200_000), (early, None)):
-        rows = _rows(_read(tmp_path, frame, timestamp_unit="iso"))
-        assert rows == ([] if expected is None else [(1, 2, 0, expected)])
+    time, noon = pl.lit(datetime(2024, 1, 1, 12, 0, 0, 1999)), 1_704_110_400_000
+    for column, expected in (
+        (time, [noon + 1]),
+        (time.dt.replace_time_zone("Europe/Berlin"), [noon + 1 - 3_600_000]),
+        (time.dt.date(), [noon - 43_200_000]),
+        (pl.lit(datetime(1969, 12, 31, 23, 59, 59, 999_999)), []),
+    ):
+        rows = _rows(_read(tmp_path, ONE.with_columns(time=column), timestamp_unit="iso"))
+        assert rows == [(1, 2, 0, time_ms) for time_ms in expected]
 
 
 def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
@@ -112,9 +110,8 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
     # Sorted: "12", "7", "b", "zoë".
     assert _rows(interactions) == [(4, 5, 0, 3000), (3, 6, 0, 2000), (1, 5, 0, 1000), (2, 9, 0, 4000)]
     assert [part.name for part in interactions.parts] == [str(first), str(tmp_path / "b.parquet")]
-    assert list(interactions.vocabularies) == ["user_id"]
-    written = interactions.vocabularies["user_id"]
-    assert dict(written.schema) == {"id": pl.Int64, "value": pl.String}
+    ((name, written),) = interactions.vocabularies.items()
+    assert (name, dict(written.schema)) == ("user_id", {"id": pl.Int64, "value": pl.String})
     assert written.rows() == [(1, "12"), (2, "7"), (3, "b"), (4, "zoë")]
 
 
