@@ -4,6 +4,7 @@
 """
 
 import base64
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -147,10 +148,11 @@ def _states_to_resume(plan: Round, job: Job) -> list[Any]:
 def _epoch(plan: Round, data: Path) -> Counter[tuple[int, tuple[int, ...]]]:
     """Return the samples of an epoch, with their contents, without any balancing."""
     shape = Shape(world_size=1, batch_size=8, workers=0) if plan.loader in worker.ELASTIC else plan.first
+    injector = worker.Injector(dataclasses.replace(plan, fault=Fault.NONE), 0, data)
     return Counter(
         (sample, tuple(items))
         for rank in range(shape.world_size)
-        for batch in worker.make_loader(plan, shape, rank, data)
+        for batch in worker.make_loader(plan, shape, rank, data, injector)
         for sample, items in worker.contents_of(batch)
     )
 

@@ -5,6 +5,7 @@ that it has trained and its state.
 """
 
 import base64
+import dataclasses
 import enum
 import faulthandler
 import json
@@ -170,24 +171,22 @@ class Injector:
 class OwnSamples(torch.utils.data.Dataset[dict[str, Any]]):
     """Anyone's samples: the id, and as many items as the id gives."""
 
-    def __init__(self, injector: Injector | None) -> None:
+    def __init__(self, injector: Injector) -> None:
         self._injector = injector
 
     def __len__(self) -> int:
         return NUM_OWN_SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if self._injector is not None:
-            self._injector.raise_if_due(Fault.LOADER_RAISES)
+        self._injector.raise_if_due(Fault.LOADER_RAISES)
         return {"sample_ids": index, "item_id": np.arange(index % 17 + 1)}
 
 
-def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector | None = None) -> Any:
-    """Return the loader of a rank; without an injector, one without faults."""
+def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector) -> Any:
+    """Return the loader of a rank."""
 
     def transform(batch: Any, rng: np.random.Generator) -> Any:
-        if injector is not None:
-            injector.raise_if_due(Fault.LOADER_RAISES)
+        injector.raise_if_due(Fault.LOADER_RAISES)
         return batch
 
     config = LoaderConfig(batch_size=shape.batch_size, num_workers=shape.workers, prefetch=3, seed=plan.seed)
@@ -242,10 +241,7 @@ def _train(
     device = f"cuda:{rank}" if plan.device == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
-    injector = Injector(plan, rank, folder)
-    # A job that resumes has no faults.
-    if state is not None:
-        injector.is_due = lambda fault, step=None: False  # type: ignore[method-assign]
+    injector = Injector(plan if state is None else dataclasses.replace(plan, fault=Fault.NONE), rank, folder)
 
     def cost(lengths: Lengths, num_candidates: Ints) -> Ints:
         injector.raise_if_due(Fault.COST_RAISES)

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -88,14 +86,3 @@ def test_windows_cover_every_event_in_as_few_rows_as_they_can(length: int, windo
 def test_invalid_filters_name_the_value(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Filters(**options)
-
-
-def test_closing_buckets_removes_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets_module, "EVENTS_PER_BUCKET", 2)
-    monkeypatch.setattr(buckets_module, "BYTES_IN_MEMORY", 0)
-    buckets = Buckets(tmp_path / "buckets", 10, DTYPES)
-    buckets.append({"user_id": np.arange(10), "item_id": np.arange(10)})
-    assert len(buckets) == 8
-    assert list(tmp_path.iterdir()) != []
-    buckets.close()
-    assert list(tmp_path.iterdir()) == []

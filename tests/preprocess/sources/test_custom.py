@@ -110,8 +110,9 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
     # Sorted: "12", "7", "b", "zoë".
     assert _rows(interactions) == [(4, 5, 0, 3000), (3, 6, 0, 2000), (1, 5, 0, 1000), (2, 9, 0, 4000)]
     assert [part.name for part in interactions.parts] == [str(first), str(tmp_path / "b.parquet")]
-    ((name, written),) = interactions.vocabularies.items()
-    assert (name, dict(written.schema)) == ("user_id", {"id": pl.Int64, "value": pl.String})
+    assert list(interactions.vocabularies) == ["user_id"]
+    written = interactions.vocabularies["user_id"]
+    assert dict(written.schema) == {"id": pl.Int64, "value": pl.String}
     assert written.rows() == [(1, "12"), (2, "7"), (3, "b"), (4, "zoë")]
 
 

@@ -38,15 +38,12 @@ def _zip(members: dict[str, bytes], link: str = "") -> bytes:
 def _tar(members: dict[str, bytes], other: str = "", kind: bytes = tarfile.REGTYPE) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, data in members.items():
+        for name, data in {**members, **({other: b""} if other else {})}.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
+            if name == other:
+                info.type, info.linkname = kind, "KuaiRand-Pure/data/user_features_pure.csv"
             archive.addfile(info, io.BytesIO(data))
-        if other:
-            info = tarfile.TarInfo(other)
-            info.type = kind
-            info.linkname = "KuaiRand-Pure/data/user_features_pure.csv"
-            archive.addfile(info)
     return buffer.getvalue()
 
 
@@ -58,10 +55,10 @@ class Server:
     max_bytes: int | None = None  # body bytes to send before the connection is closed; None: all
     requests: list[tuple[str, str | None]] = field(default_factory=list)  # path and Range header of each so far
 
-    def dataset(self, archive: bytes, checksum: str | None = None, of: str = "ml-20m") -> PublicArchive:
+    def dataset(self, archive: bytes, of: str = "ml-20m") -> PublicArchive:
         name = CATALOG[of].archive
         self.files[f"/{name}"] = archive
-        return replace(CATALOG[of], url=f"{self.url}/{name}", md5=checksum or md5(archive).hexdigest())
+        return replace(CATALOG[of], url=f"{self.url}/{name}", md5=md5(archive).hexdigest())
 
 
 @pytest.fixture
