@@ -2,6 +2,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ MANIFEST = Manifest(
 
 
 def _store(lengths: list[int], items: list[int], days: Sequence[float], countries: list[int]) -> SequenceStore:
-    events = {
+    events: dict[str, Any] = {
         "item_id": np.array(items, dtype=np.int64),
         "action": np.zeros(len(items), dtype=np.int32),
         "timestamp_ms": (np.array(days, dtype=np.float64) * dataset_data.DAY_MS).astype(np.int64),

@@ -11,11 +11,11 @@ BEFORE = ((30, 10), (10, 20))
 
 
 def _walk(strategy: str, after: tuple[tuple[int, int], ...]) -> Walk:
-    steps = (step(number, before=BEFORE[number], after=after[number]) for number in range(2))
-    changes = (
-        {"lower_bound": sum(loads) // 2, "moved_samples": n, "plan_seconds": 0.002} for n, loads in enumerate(after)
-    )
-    metrics = [dataclasses.replace(metrics, **change) for metrics, change in zip(steps, changes, strict=True)]
+    metrics = []
+    for number, loads in enumerate(after):
+        measured = step(number, before=BEFORE[number], after=loads)
+        bound = sum(loads) // 2
+        metrics.append(dataclasses.replace(measured, lower_bound=bound, moved_samples=number, plan_seconds=0.002))
     return Walk(strategy=strategy, num_samples=8, metrics=metrics)
 
 
