@@ -1,5 +1,3 @@
-"""Fixtures and hooks that many tests share."""
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,8 +78,7 @@ def make_small_dataset(out: Path, *, seed: int) -> Path:
     from evenrank.datasets.distributions import Lognormal, Zipf
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
-    synthetic = SyntheticConfig(
-        num_users=300, lengths=Lognormal(mean=12, std=14, low=0, high=60), items=Zipf(exponent=1.05, high=500)
-    )
+    lengths, items = Lognormal(mean=12, std=14, low=0, high=60), Zipf(exponent=1.05, high=500)
+    synthetic = SyntheticConfig(num_users=300, lengths=lengths, items=items)
     preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=seed, synthetic=synthetic))
     return out

@@ -7,7 +7,7 @@ starts processes. The guard makes sure that no test is missed: a test without th
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -26,28 +26,22 @@ def starts_processes(item: pytest.Function) -> bool:
     return any(_reaches_starter(function, seen) for function in (item.function, *fixtures))
 
 
-def _reaches_starter(function: Callable[..., object], seen: set[object]) -> bool:
-    for plain in _unwrapped(function):
-        if plain in seen:
-            continue
-        seen.add(plain)
-        if any(_is_starter(value, seen) for value in _referenced(plain.__code__, plain.__globals__)):
-            return True
-    return False
-
-
-def _is_starter(value: object, seen: set[object]) -> bool:
-    if isinstance(value, type):
-        # Of a class, all methods count.
-        methods = [method for method in vars(value).values() if isinstance(method, FunctionType)]
-        return _is_ours(value) and any(_reaches_starter(method, seen) for method in methods)
+def _reaches_starter(value: object, seen: set[object]) -> bool:
+    """Return whether a module, a function or, of a class, any method does so."""
     if isinstance(value, ModuleType):
         return value in _STARTERS
-    return callable(value) and _is_ours(value) and _reaches_starter(value, seen)
-
-
-def _is_ours(value: object) -> bool:
-    return str(getattr(value, "__module__", "")).split(".")[0] in ("tests", "evenrank")
+    if not callable(value) or str(getattr(value, "__module__", "")).split(".")[0] not in ("tests", "evenrank"):
+        return False
+    if isinstance(value, type):
+        return any(
+            _reaches_starter(method, seen) for method in vars(value).values() if isinstance(method, FunctionType)
+        )
+    for plain in _unwrapped(value):
+        if plain not in seen:
+            seen.add(plain)
+            if any(_reaches_starter(used, seen) for used in _referenced(plain.__code__, plain.__globals__)):
+                return True
+    return False
 
 
 def _unwrapped(function: Any) -> Iterator[FunctionType]:
@@ -62,10 +56,8 @@ def _unwrapped(function: Any) -> Iterator[FunctionType]:
 def _referenced(code: CodeType, scope: dict[str, Any]) -> Iterator[object]:
     """Yield the values of the global names that a function uses, nested functions and imports included."""
     for name in code.co_names:
-        if name in scope:
-            yield scope[name]
-        elif name in sys.modules and sys.modules[name] in _STARTERS:  # imported inside the function
-            yield sys.modules[name]
+        if name in scope or name in sys.modules:  # the latter if it is imported inside the function
+            yield scope.get(name, sys.modules.get(name))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _referenced(constant, scope)

@@ -21,11 +21,7 @@ _TIMEOUT = 240.0  # seconds for one task, on a busy machine; a rank that takes l
 
 
 class RankPool:
-    """Processes that become the ranks of a new default process group for each task.
-
-    Args:
-        timeout: seconds after which a task fails.
-    """
+    """Processes that become the ranks of a new default process group for each task, which fails after a timeout."""
 
     def __init__(self, timeout: float = _TIMEOUT) -> None:
         self._timeout = timeout
@@ -54,7 +50,7 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 pipe.send((function, arguments, rank, world_size, str(Path(folder) / "store")))
-            results = []
+            results: list[Any] = []
             has_died = False
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 if not pipe.poll(self._timeout + 10):
@@ -123,13 +119,8 @@ def _serve(pipe: Connection, task_timeout: float) -> None:
         logging.disable(logging.NOTSET)  # an earlier task may have silenced TorchRec
         faulthandler.dump_traceback_later(task_timeout)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=task_timeout / 2),
-            )
+            timeout = timedelta(seconds=task_timeout / 2)
+            dist.init_process_group("gloo", f"file://{store}", timeout, world_size=world_size, rank=rank)
         except Exception as error:
             result: Any = _NotConnected(error)
         else:

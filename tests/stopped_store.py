@@ -12,26 +12,16 @@ from tests.ranks import rank_context
 
 
 class StoreServer:
-    """A process that serves a TCPStore on this machine.
-
-    Args:
-        pid: of the process.
-        port: of the store.
-    """
+    """A process that serves a TCPStore at a port of this machine."""
 
     def __init__(self, pid: int, port: int) -> None:
-        self.pid = pid
-        self.port = port
+        self.pid, self.port = pid, port
 
     def stop(self) -> None:
         """Stop the process, and return once none of its threads runs; its connections stay open."""
         os.kill(self.pid, signal.SIGSTOP)
-        while any(_state_of(thread) != "T" for thread in Path(f"/proc/{self.pid}/task").iterdir()):
+        while any(") T " not in stat.read_text() for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):
             time.sleep(0.01)
-
-
-def _state_of(thread: Path) -> str:
-    return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 @contextmanager
@@ -53,5 +43,4 @@ def _serve(pipe: Connection) -> None:
 
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     pipe.send(server.port)
-    while True:
-        time.sleep(3600)
+    signal.pause()

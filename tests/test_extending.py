@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from evenrank.dataloader.balance import (
 )
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import RankPool
 from tests.registrations import restored
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "extending.md"
@@ -32,26 +33,28 @@ def _snippets() -> dict[str, str]:
     return {text.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", text, re.S)) for text in sections}
 
 
-def _run_page(rank: int, world_size: int) -> list[list[tuple[int, list[int]]]]:
+Sample = tuple[int, list[int]]
+
+
+def _samples(batch: Any) -> list[Sample]:
+    return list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False))
+
+
+def _run_page(rank: int, world_size: int) -> list[list[Sample]]:
     """Run the page's code; return the samples of each step."""
     snippets = _snippets()
-    loader = RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=world_size)
     trained: list[Any] = []
-    names: dict[str, Any] = {"loader": loader, "train": trained.append}
+    loader = RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=world_size)
     with restored(STRATEGIES):
-        exec(snippets["A cost"] + snippets["A strategy"], names)
-    return [list(zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False)) for batch in trained]
+        exec(snippets["A cost"] + snippets["A strategy"], {"loader": loader, "train": trained.append})
+    return [_samples(batch) for batch in trained]
 
 
 def test_the_strategy_of_the_page_balances_every_sample(ranks: RankPool) -> None:
     by_rank = ranks.run(2, _run_page)
     for number in range(4):
         loaded = [RandomBatches(CONFIG, num_batches=4, rank=rank, world_size=2).batch(number) for rank in range(2)]
-        expected = [
-            sample
-            for batch in loaded
-            for sample in zip(ids_of(batch), rows_of(batch.features, "item_id"), strict=False)
-        ]
+        expected = [sample for batch in loaded for sample in _samples(batch)]
         shares = [steps[number] for steps in by_rank]
         assert sorted(sample for share in shares for sample in share) == sorted(expected)
         # Assigned back and forth by descending cost.
@@ -64,33 +67,27 @@ def _all_to_the_first(problem: PartitionProblem) -> np.ndarray[Any, Any]:
     return np.zeros(len(problem.costs), dtype=np.int32)
 
 
-def _register_on_some_ranks(rank: int, world_size: int, what: str) -> None:
-    options: dict[str, Any] = {"cost": one_per_sample}
+def _register_on_some_ranks(rank: int, world_size: int, name: str, missing: int) -> None:
     with restored(STRATEGIES):
-        match what:
-            case "strategy":
-                options["strategy"] = "mine"
-                if rank != 1:
-                    register_strategy("mine")(_all_to_the_first)
-            case "names":
-                options["strategy"] = f"mine of rank {rank}"
-                register_strategy(options["strategy"])(_all_to_the_first)
-        Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(**options))
+        if rank != missing:
+            register_strategy(name.format(rank=rank))(_all_to_the_first)
+        config = BalanceConfig(cost=one_per_sample, strategy=name.format(rank=rank))
+        Balancer(RandomBatches(CONFIG, num_batches=1), config)
 
 
-def test_a_strategy_that_is_registered_on_one_rank_only_is_an_error_on_all(ranks: RankPool) -> None:
-    message = "no strategy is called 'mine'; known are none, karmarkar-karp, lpt-swap, min-move"
-    failures = ranks.try_run(2, _register_on_some_ranks, "strategy")
-    assert all(isinstance(failure, RankFailure) for failure in failures)
-    assert [(failure.type_name, failure.message) for failure in failures] == [
-        ("RankError", f"rank 1 failed: {message}"),
-        ("ConfigError", message),
-    ]
+UNKNOWN = "no strategy is called 'mine'; known are none, karmarkar-karp, lpt-swap, min-move"
+DIFFERENT = "strategy differs between ranks: mine of rank 0 on rank 0, mine of rank 1 on rank 1"
 
 
-def test_ranks_with_strategies_of_different_names_are_refused(ranks: RankPool) -> None:
-    message = "strategy differs between ranks: mine of rank 0 on rank 0, mine of rank 1 on rank 1"
-    assert [failure.message for failure in ranks.try_run(2, _register_on_some_ranks, "names")] == [message] * 2
+@pytest.mark.parametrize(
+    ("name", "missing", "messages"),
+    [("mine", 1, [f"rank 1 failed: {UNKNOWN}", UNKNOWN]), ("mine of rank {rank}", -1, [DIFFERENT, DIFFERENT])],
+)
+def test_different_strategies_are_an_error_on_all(
+    ranks: RankPool, name: str, missing: int, messages: list[str]
+) -> None:
+    failures = ranks.try_run(2, _register_on_some_ranks, name, missing)
+    assert [failure.message for failure in failures] == messages
 
 
 @pytest.mark.parametrize(
@@ -119,18 +116,13 @@ def test_an_assignment_of_other_integers_is_the_same() -> None:
     assert rank_of.tolist() == [[1, 0], [0, 1]]
 
 
-def test_something_else_cannot_be_registered() -> None:
+def test_something_else_cannot_be_registered_and_nothing_is_called_before_a_step() -> None:
     with pytest.raises(ConfigError, match="the strategy 'mine' must be a function of a PartitionProblem, got 'lpt'"):
         register_strategy("mine")("lpt")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the strategy 'lpt-swap' is registered already"):
         register_strategy("lpt-swap")(_all_to_the_first)
-
-
-def test_a_strategy_of_ones_own_is_not_called_before_a_step() -> None:
     with restored(STRATEGIES):
-
-        @register_strategy("mine")
-        def fail(problem: PartitionProblem) -> np.ndarray[Any, Any]:
-            raise AssertionError("called")
-
-        Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(cost=one_per_sample)).close()
+        called = mock.Mock()
+        register_strategy("mine")(called)
+        Balancer(RandomBatches(CONFIG, num_batches=1), BalanceConfig(cost=one_per_sample, strategy="mine")).close()
+    called.assert_not_called()

@@ -1,8 +1,10 @@
-"""The import rules of docs/explanation/architecture.md."""
+"""The import rules of docs/explanation/architecture.md, and names of modules."""
 
 import ast
+import pkgutil
 import subprocess
 import sys
+import sysconfig
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -21,11 +23,9 @@ ALLOWED = {
     "cli": ("evenrank",),
 }
 FORBIDDEN = {
-    "core": ("torch", "torchrec", "polars"),
-    "datasets": ("torch", "torchrec", "polars"),
+    **dict.fromkeys(("core", "datasets"), ("torch", "torchrec", "polars")),
     "preprocess": ("torch", "torchrec"),
-    "dataloader": ("polars",),
-    "training": ("polars",),
+    **dict.fromkeys(("dataloader", "training"), ("polars",)),
 }
 # Only these may start collectives.
 COLLECTIVES = ("dataloader/balance/ranks/", "dataloader/balance/exchange/", "training/", "cli/")
@@ -47,25 +47,22 @@ def _is_below(name: str, packages: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_folder_imports_only_what_the_design_allows(folder: str) -> None:
+def test_folder_imports_and_starts_collectives_only_as_the_design_allows(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
-        for name in _imports(path):
+        names = _imports(path)
+        for name in names:
             if _is_below(name, ("evenrank",)):
                 assert _is_below(name, (f"evenrank.{folder}", *ALLOWED[folder])), f"{path} imports {name}"
             assert not _is_below(name, FORBIDDEN.get(folder, ())), f"{path} imports {name}"
+        if "torch.distributed" in names:
+            assert str(path.relative_to(ROOT)).startswith(COLLECTIVES), path
 
 
-def test_collectives_appear_only_where_the_design_says() -> None:
-    for folder in FOLDERS:
-        for path in (ROOT / folder).rglob("*.py"):
-            if "torch.distributed" in _imports(path):
-                assert str(path.relative_to(ROOT)).startswith(COLLECTIVES), path
+def _folders_with_code(*folders: str) -> list[Path]:
+    return sorted({path.parent for folder in folders for path in (ROOT / folder).rglob("*.py")})
 
 
-FOLDERS_WITH_CODE = sorted({path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")})
-
-
-@pytest.mark.parametrize("folder", FOLDERS_WITH_CODE, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("folder", _folders_with_code(*FOLDERS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_import_circles_within_a_folder(folder: Path) -> None:
     """Files and subfolders are the nodes; what any file of a subfolder imports counts as the subfolder's import."""
     package = ".".join(("evenrank", *folder.relative_to(ROOT).parts))
@@ -85,9 +82,20 @@ def test_no_import_circles_within_a_folder(folder: Path) -> None:
         ("trainer.job, trainer.tasks", "polars"),
         ("evenrank.preprocess, evenrank.cli.main", "torch"),
         ("evenrank.cli.inspect_balance", "matplotlib"),
+        # It imports its modules at the first use of their names.
+        ("evenrank.preprocess as package; package.DATASETS", "numba numpy polars pyarrow requests"),
     ],
 )
 def test_imports_do_without(modules: str, hidden: str) -> None:
     examples = str(ROOT / "examples")
-    code = f"import sys; sys.modules[{hidden!r}] = None; sys.path.append({examples!r}); import {modules}"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+    code = f"import sys; sys.modules.update(dict.fromkeys({hidden!r}.split())); sys.path.append({examples!r}); "
+    subprocess.run([sys.executable, "-c", f"{code} import {modules}"], check=True, cwd="/")
+
+
+def test_no_module_of_ours_stands_in_for_one_of_python_or_of_a_library() -> None:
+    # Python looks into a script's own folder first.
+    installed = {module.name for module in pkgutil.iter_modules([sysconfig.get_path("purelib")])}
+    taken = {name.casefold() for name in sys.stdlib_module_names | installed}
+    assert taken >= {"inspect", "html", "code", "requests", "numpy", "torch"}
+    for folder in _folders_with_code(*FOLDERS, "examples", "scripts", "tests"):
+        assert not taken & {path.stem.casefold() for path in folder.glob("*.py")}, folder

@@ -1,10 +1,11 @@
-"""The code of how-to pages and of the explanation of balance with no exchange, run as it stands there."""
+"""The code of the README, of how-to pages and of an explanation, run as it stands there."""
 
 import contextlib
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, SequenceBatch, build_loader
@@ -22,6 +24,7 @@ from evenrank.datasets.distributions import Uniform
 from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
 from tests.checkpoints import resuming
 from tests.checkpoints.resuming import ids_of
+from tests.conftest import make_small_dataset
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,21 +74,23 @@ def _blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
 
 
-def _changed_lines(diff: str, sign: str) -> list[str]:
-    return [line for line in diff.splitlines() if line.startswith(sign)]
+def _torchrun(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on two ranks."""
+    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", program]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    return run
 
 
 def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_path: Path) -> None:
     (diff,) = _blocks(OWN_LOADER, "diff")
-    assert len(_changed_lines(diff, "-")) <= len(_changed_lines(diff, "+")) <= 10
+    removed, added = (sum(line.startswith(sign) for line in diff.splitlines()) for sign in "-+")
+    assert removed <= added <= 10
     (tmp_path / "my_project.py").write_text(MY_PROJECT)
-    torchrun = Path(sys.executable).parent / "torchrun"
     for name, left_out in (("before", "+"), ("after", "-")):
         lines = [line[1:] for line in diff.splitlines() if not line.startswith(left_out)]
         (tmp_path / f"{name}.py").write_text("\n".join(lines) + f"\nname = {name!r}" + EPILOGUE)
-        command = [str(torchrun), "--nproc_per_node", "2", f"{name}.py"]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-        assert run.returncode == 0, run.stderr
+        _torchrun(tmp_path, f"{name}.py")
     weights = [torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("before", "after") for rank in range(2)]
     for other in weights[1:]:
         torch.testing.assert_close(other, weights[0])
@@ -93,49 +98,37 @@ def test_a_dataloader_is_balanced_by_ten_changed_lines_and_trains_the_same(tmp_p
 
 def _names(path: Path, rank: int, world_size: int) -> dict[str, Any]:
     """Return the names that the page's pieces of code refer to."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return {
-        "BalanceConfig": BalanceConfig,
-        "Balancer": Balancer,
-        "build_loader": build_loader,
-        "config": LoaderConfig(batch_size=12),
-        "cost": resuming.COST,
-        "dist": dist,
-        "fully_shard": fully_shard,
-        "init_device_mesh": init_device_mesh,
-        "model": resuming.Model(),
-        "path": path,
-        "rank": rank,
-        "world_size": world_size,
-    }
+    own = {"config": LoaderConfig(batch_size=12), "cost": resuming.COST, "model": resuming.Model(), "path": path}
+    known = (BalanceConfig, Balancer, build_loader, fully_shard, init_device_mesh)
+    return {**own, "rank": rank, "world_size": world_size, "dist": dist, **{each.__name__: each for each in known}}
 
 
 def _run_on_meshes(rank: int, world_size: int, path: Path) -> list[list[int]]:
     """Run both pieces of code on meshes; return the samples of an epoch with each."""
     warnings.simplefilter("ignore")
-    seen = []
+    seen: list[list[int]] = []
     for code in _blocks(OWN_LOADER)[:2]:
         names = _names(path, rank, world_size)
         exec(code, names)
-        ids = []
+        seen.append([])
         with names["balancer"] as balancer:
             for batch in balancer:
                 if "replicate" in code:
                     names["model"](batch).backward()
-                ids += ids_of(batch)
-        seen.append(ids)
+                seen[-1] += ids_of(batch)
     return seen
+
+
+def _check_each_trained_once(parts: Iterable[list[int]], path: Path) -> None:
+    ids = [sample for part in parts for sample in part]
+    assert len(ids) == len(set(ids)) == read_manifest(path).splits["train"].rows
 
 
 def test_the_meshes_of_the_page_train_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
     tensor_parallel, hybrid = zip(*ranks.run(4, _run_on_meshes, small_dataset), strict=True)
-    assert tensor_parallel[0] == tensor_parallel[1]
-    assert tensor_parallel[2] == tensor_parallel[3]
+    assert tensor_parallel[::2] == tensor_parallel[1::2]
     for parts in (tensor_parallel[::2], hybrid):
-        ids = [sample for part in parts for sample in part]
-        assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
+        _check_each_trained_once(parts, small_dataset)
 
 
 def _model_and_adam() -> tuple[resuming.Model, torch.optim.Adam]:
@@ -154,14 +147,14 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
     exec(recipe, names)
     job, save, load = code.splitlines()
     model, adam = _model_and_adam()
+
+    def step(batch: Any) -> None:
+        torch.stack([weight.square().sum() for weight in model.parameters()]).sum().backward()  # on both ranks the same
+        adam.step()
+
     with resuming.balance(path, rank, world_size) as balancer:
         steps = iter(balancer)
-        trained = []
-        for _ in range(3):
-            trained += ids_of(next(steps))
-            squares = [weight.square().sum() for weight in model.parameters()]
-            torch.stack(squares).sum().backward()  # on both ranks the same
-            adam.step()
+        trained = resuming.train(steps, step, 3)
         exec(f"{job}\n{save}", names | {"model": model, "optimizer": adam, "balancer": balancer})
         steps.close()  # type: ignore[attr-defined]
     new_model, new_adam = _model_and_adam()
@@ -174,12 +167,9 @@ def _save_and_load(rank: int, world_size: int, path: Path, folder: Path) -> tupl
     return trained, rest
 
 
-def test_the_checkpoint_of_the_page_resumes_with_each_sample_once(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path
-) -> None:
+def test_the_checkpoint_of_the_page_has_each_sample_once(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     trained, rest = zip(*ranks.run(2, _save_and_load, small_dataset, tmp_path), strict=True)
-    ids = [sample for part in (*trained, *rest) for sample in part]
-    assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
+    _check_each_trained_once((*trained, *rest), small_dataset)
 
 
 def test_the_callback_of_the_page_is_the_tested_one() -> None:
@@ -213,21 +203,13 @@ def _train_with_no_exchange(rank: int, world_size: int, path: Path) -> list[int]
 
 
 def test_the_loop_with_no_exchange_trains_each_sample_once(ranks: RankPool, small_dataset: Path) -> None:
-    ids = [sample for part in ranks.run(2, _train_with_no_exchange, small_dataset) for sample in part]
-    assert len(ids) == len(set(ids)) == read_manifest(small_dataset).splits["train"].rows
+    _check_each_trained_once(ranks.run(2, _train_with_no_exchange, small_dataset), small_dataset)
 
 
 COST = SelfAttentionCost(hidden=64, heads=4, head_dim=16, layers=2, ffn_multiplier=4)
 CONFIG = LoaderConfig(batch_size=4, max_history_length=20, max_num_candidates=1)
 DATA = RandomData(lengths=Uniform(low=2, high=20), num_real=Uniform(low=0, high=4))
 NUM_BATCHES = 6
-
-
-def _section(page: Path, title: str) -> str:
-    """Return the code of a section."""
-    text = page.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    return str(code)
 
 
 class _Model(torch.nn.Module):
@@ -248,21 +230,12 @@ def _train(rank: int, world_size: int) -> list[Any]:
     loader = RandomBatches(CONFIG, DATA, num_batches=NUM_BATCHES, rank=dp.get_local_rank(), world_size=2)
     printed: list[Any] = []
     with Balancer(loader, BalanceConfig(cost=COST), group=dp) as balancer:
-        names = {
-            "FiniteCheck": FiniteCheck,
-            "LossAverage": LossAverage,
-            "accumulate": accumulate,
-            "balancer": balancer,
-            "contextlib": contextlib,
-            "device": "cpu",
-            "mesh": mesh,
-            "model": model,
-            "num_tasks": 2,
-            "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
-            "print": printed.append,
-            "scale_loss": scale_loss,
-        }
-        exec(_section(TRAINING, "Losses"), names)
+        known = (FiniteCheck, LossAverage, accumulate, contextlib, scale_loss)
+        names = {each.__name__: each for each in known} | {"balancer": balancer, "device": "cpu", "mesh": mesh}
+        names |= {"model": model, "num_tasks": 2, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+        section = TRAINING.read_text().split("\n## Losses\n")[1].split("\n## ")[0]
+        (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+        exec(code, names | {"print": printed.append})
     return printed
 
 
@@ -274,3 +247,46 @@ def test_the_loop_prints_the_mean_loss_of_each_task_over_all_batches(ranks: Rank
             num_tokens += batch.loss_tokens
     for printed in ranks.run(4, _train):
         assert printed == [[pytest.approx(num_items / num_tokens), pytest.approx(2 * num_items / num_tokens)]]
+
+
+README_PRELUDE = """
+import torch
+device = torch.device("cpu")
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(60_000, 1)
+    def forward(self, batch):
+        self.seen = getattr(self, "seen", 0) + batch.num_real
+        return self.embedding(batch.features["item_id"].values()).sum()
+model = Model()
+optimizer = torch.optim.SGD(model.parameters())
+"""
+README_EPILOGUE = """
+import warnings
+if dist.get_rank() == 0:
+    warnings.warn("warning of the job")
+    torch.fx._symbolic_trace.log.warning("warning of PyTorch")
+seen = torch.tensor(model.seen)
+dist.all_reduce(seen)
+with open(f"rank-{dist.get_rank()}", "w") as file:
+    file.write(f"{seen.item()} of {loader.num_samples}")
+dist.destroy_process_group()
+"""
+
+
+def test_the_training_loop_of_the_readme_trains_every_sample(tmp_path: Path) -> None:
+    (snippet,) = _blocks(ROOT / "README.md")
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 15
+    make_small_dataset(tmp_path / "out" / "ml-20m", seed=0)
+    (tmp_path / "train.py").write_text(README_PRELUDE + snippet + README_EPILOGUE)
+    run = _torchrun(tmp_path, "train.py")
+    # What the job warns of at its end is shown, and nothing else.
+    shown = run.stderr.splitlines()
+    assert [line.rpartition(": ")[2] for line in shown[:1]] == ["warning of the job"]
+    assert shown[1:2] == ['  warnings.warn("warning of the job")']
+    assert [line.rpartition("] ")[2] for line in shown[2:]] == ["warning of PyTorch"]
+    said = {path.name: path.read_text().split(" of ") for path in tmp_path.glob("rank-*")}
+    assert sorted(said) == ["rank-0", "rank-1"]
+    for seen, total in said.values():
+        assert seen == total

@@ -1,6 +1,10 @@
 """The lockfile, the workflows and the images agree with pyproject.toml and with the table of PyTorch's releases."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -40,10 +44,8 @@ def _locked(python: str) -> dict[str, Version]:
 
 def _required(extras: set[str]) -> list[Requirement]:
     """Return the dependencies of the package and of some extras, and of the extras that these name."""
-    requirements = [*PROJECT["dependencies"]]
-    for extra in extras:
-        requirements += PROJECT["optional-dependencies"][extra]
-    found = [Requirement(requirement) for requirement in requirements]
+    lists = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    found = [Requirement(requirement) for requirements in lists for requirement in requirements]
     named = set().union(*(requirement.extras for requirement in found if requirement.name == "evenrank"))
     if named - extras:
         return _required(extras | named)
@@ -63,29 +65,22 @@ def test_the_lockfile_satisfies_every_requirement_of_development(python: str) ->
 @pytest.mark.parametrize(
     ("installed", "chosen"),
     [
-        (None, (DEFAULT, False)),
-        ("2.1.0", (DEFAULT, False)),  # not 2.11
-        (f"{TESTED[0].torch}+cpu", (TESTED[0], True)),
-        ("2.14.0", (TESTED[-1], True)),
+        *((None, (DEFAULT, False)), ("2.1.0", (DEFAULT, False))),  # not 2.11
+        *((f"{TESTED[0].torch}+cpu", (TESTED[0], True)), ("2.14.0", (TESTED[-1], True))),
         ("2.13.0a0+nv25.10", (DEFAULT, True)),
     ],
 )
-def test_a_pytorch_that_is_there_is_kept_if_its_release_is_known(
-    installed: str | None, chosen: tuple[tuple[str, str, str], bool]
-) -> None:
+def test_a_pytorch_is_kept_if_its_release_is_known(installed: str | None, chosen: tuple[Any, bool]) -> None:
     assert choose_releases(installed) == chosen
 
 
-def test_the_documentation_has_the_releases_of_the_table() -> None:
+def test_the_documentation_and_the_images_have_the_releases_of_the_table() -> None:
     page = (ROOT / "docs" / "how-to" / "install.md").read_text()
     rows = re.findall(r"^\| (\d\.\d+) \| (\S+) \| (\S+) \|$", page, re.M)
     assert rows == [(tested.torch.rpartition(".")[0], tested.fbgemm, tested.torchrec) for tested in TESTED]
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_images_have_the_releases_of_the_table(name: str) -> None:
-    arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", (ROOT / "docker" / f"{name}.Dockerfile").read_text(), re.M))
-    assert (arguments["TORCH"], arguments["FBGEMM"], arguments["TORCHREC"]) == DEFAULT
+    for name in ("cpu", "cuda"):
+        arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", (ROOT / "docker" / f"{name}.Dockerfile").read_text(), re.M))
+        assert (arguments["TORCH"], arguments["FBGEMM"], arguments["TORCHREC"]) == DEFAULT
 
 
 def test_images_contain_what_the_wheel_is_built_from() -> None:
@@ -103,8 +98,7 @@ def _workflow(name: str) -> Any:
 
 def test_ci_runs_the_oldest_the_newest_and_the_default_pytorch_on_each_python() -> None:
     entries = _workflow("ci.yml")["jobs"]["check-and-test"]["strategy"]["matrix"]["include"]
-    torches = [entry["torch"] for entry in entries]
-    assert {TESTED[0].torch, DEFAULT.torch, TESTED[-1].torch} == set(torches)
+    assert {entry["torch"] for entry in entries} == {TESTED[0].torch, DEFAULT.torch, TESTED[-1].torch}
     assert {entry["python"] for entry in entries} == set(PYTHONS)
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
 
@@ -123,14 +117,79 @@ def test_only_the_job_that_publishes_may_do_so_and_actions_are_pinned() -> None:
 @pytest.mark.parametrize(
     ("schema", "files"),
     [
-        ("github-workflows", "workflows/*.yml"),
-        ("dependabot", "dependabot.yml"),
-        ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
-        ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+        *(("github-workflows", "workflows/*.yml"), ("dependabot", "dependabot.yml")),
+        *(("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"), ("github-issue-config", "ISSUE_TEMPLATE/config.yml")),
     ],
 )
 def test_github_understands_its_files(schema: str, files: str) -> None:
-    paths = sorted(GITHUB.glob(files))
+    paths = [str(path) for path in GITHUB.glob(files)]
     assert paths
-    run = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", *map(str, paths)])
+    run = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", *paths])
     assert run.exit_code == 0, run.output
+
+
+@pytest.mark.parametrize("name", ["evenrank", "a clone-2"])
+def test_checks_run_in_a_folder_called_evenrank_whatever_the_clone_is_called(tmp_path: Path, name: str) -> None:
+    clone, programs, log = tmp_path / name, tmp_path / "bin", tmp_path / "log"
+    script = clone / ".ci" / "run"
+    script.parent.mkdir(parents=True)
+    script.write_bytes((ROOT / ".ci" / "run").read_bytes())
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "message"]):
+        subprocess.run([*git, *command], cwd=clone, check=True)
+    programs.mkdir()
+    for program, line in (("chromium", "true"), ("make", f"""echo "$1:$PWD:$(git status -s)" >> '{log}'""")):
+        (programs / program).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / program).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    subprocess.run(["bash", str(script)], cwd="/", env=environment, check=True)
+    checks, folders, changes = zip(*(line.split(":") for line in log.read_text().splitlines()), strict=True)
+    assert list(checks) == ["check", "check-imports", "package", "docs", "test"]
+    (folder,) = {Path(folder) for folder in folders}
+    assert folder.name == "evenrank"
+    assert (folder == clone) == (name == "evenrank")
+    assert set(changes) == {""}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "bin", "log"])  # the copy is deleted
+
+
+# Editors, here Pyright, find the package of an editable install through `typings/`, with its types.
+PROGRAM = """\
+import evenrank
+from evenrank.core.errors import ConfigError
+from evenrank.dataloader import LoaderConfig, build_loader
+from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost, partition
+from evenrank.datasets import open_store
+from evenrank.preprocess import PreprocessConfig, preprocess
+from evenrank.training import scale_loss
+
+loader = build_loader("data", LoaderConfig(batch_size=8), rank=0, world_size=1)
+cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
+for batch in Balancer(loader, BalanceConfig(cost=cost)):
+    reveal_type(batch)
+reveal_type(evenrank.__version__)
+LoaderConfig(batch_size=8, order="random")
+LoaderConfig(batchsize=8)
+"""
+
+
+def test_pyright_knows_the_types_of_public_names(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / "typings")]}))
+    pyright = Path(sys.executable).parent / "pyright"
+    command = [str(pyright), "--outputjson", "--pythonpath", sys.executable]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    found = [
+        (entry["range"]["start"]["line"] + 1, entry["severity"], entry["message"].splitlines()[0])
+        for entry in json.loads(run.stdout)["generalDiagnostics"]
+    ]
+    lines = PROGRAM.splitlines()
+    assert {
+        (lines[number - 1].strip(), message) for number, severity, message in found if severity == "information"
+    } == {
+        ("reveal_type(batch)", 'Type of "batch" is "SequenceBatch"'),
+        ("reveal_type(evenrank.__version__)", 'Type of "evenrank.__version__" is "str"'),
+    }
+    errors = [(lines[number - 1], message) for number, severity, message in found if severity == "error"]
+    assert {line for line, _ in errors} == {*lines[-2:]}, errors
+    for wrong in ("random", "batchsize"):
+        assert any(wrong in message for _, message in errors)

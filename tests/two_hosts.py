@@ -75,7 +75,9 @@ class TwoHosts:
         try:
             yield job
         finally:
-            job.kill()
+            for process in job.processes:
+                process.kill()
+                process.join()
 
 
 class Gate:
@@ -99,20 +101,19 @@ class Job:
 
     def __init__(self, namespaces: Sequence[str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         context: Any = rank_context()
-        self._processes, self._pipes = [], []
+        self.processes, self._pipes = [], []
         for rank in range(WORLD_SIZE):
             pipe, theirs = context.Pipe()
             namespace = namespaces[rank // RANKS_PER_HOST]
             process = context.Process(target=_serve, args=(theirs, namespace, rank, function, arguments))
             process.start()
-            self._processes.append(process)
+            self.processes.append(process)
             self._pipes.append(pipe)
 
     def await_gates(self) -> None:
         """Return once all ranks have reached their gates."""
         deadline = time.monotonic() + _START_SECONDS
-        for rank in range(WORLD_SIZE):
-            assert self._receive(rank, deadline) is None
+        assert all(self._receive(rank, deadline) is None for rank in range(WORLD_SIZE))
 
     def open_gates(self) -> None:
         """Let all ranks go on."""
@@ -132,27 +133,20 @@ class Job:
 
         Fails if that, or the end of their processes, comes after the deadline on the monotonic clock.
         """
-        if deadline is None:
-            deadline = time.monotonic() + _START_SECONDS
+        deadline = deadline or time.monotonic() + _START_SECONDS
         ranks = [rank for rank in range(WORLD_SIZE) if rank // RANKS_PER_HOST in hosts]
         results = [self._receive(rank, deadline) for rank in ranks]
         for rank in ranks:
-            self._processes[rank].join(max(0.0, deadline - time.monotonic()))
-            assert self._processes[rank].exitcode == 0, f"rank {rank} has returned, but its process has not ended"
+            self.processes[rank].join(max(0.0, deadline - time.monotonic()))
+            assert self.processes[rank].exitcode == 0, f"rank {rank} has returned, but its process has not ended"
         return results
-
-    def kill(self) -> None:
-        """Kill all processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
 
     def _receive(self, rank: int, deadline: float) -> Any:
         assert self._pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs"
         return self._pipes[rank].recv()
 
     def _signal(self, host: int, number: int) -> None:
-        for process in self._processes[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]:
+        for process in self.processes[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]:
             os.kill(process.pid or 0, number)
 
 
@@ -177,11 +171,7 @@ def _serve(pipe: Connection, namespace: str, rank: int, function: Callable[..., 
     faulthandler.dump_traceback_later(_START_SECONDS, exit=True)  # also if the test itself is killed
     try:
         dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{_address(0)}:{_PORT}",
-            rank=rank,
-            world_size=WORLD_SIZE,
-            timeout=timedelta(seconds=_START_SECONDS),
+            "gloo", f"tcp://{_address(0)}:{_PORT}", timedelta(seconds=_START_SECONDS), world_size=WORLD_SIZE, rank=rank
         )
         result = function(rank, Gate(pipe), *arguments)
     except Exception as error:

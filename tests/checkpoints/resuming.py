@@ -1,5 +1,6 @@
-"""What the tests of checkpoints share: a model that counts what it trains, and the samples of an epoch."""
+"""What the tests of checkpoints share: a model, balanced batches, and the samples that a job trains."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,18 @@ def ids_of(batch: Any) -> list[int]:
     """Return the ids of the samples of a batch."""
     ids: list[int] = batch.sample_ids[: batch.num_real].tolist()
     return ids
+
+
+def train(steps: Iterable[Any], step: Callable[[Any], None], count: int = 1000) -> list[int]:
+    """Train some steps, at most those that are left; return the samples."""
+    seen: list[int] = []
+    for _, batch in zip(range(count), steps, strict=False):
+        step(batch)
+        seen += ids_of(batch)
+    return seen
+
+
+def environment_of(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables of torchrun, for trainers that read them although the process group exists already."""
+    job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    return {**job, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

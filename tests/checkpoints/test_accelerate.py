@@ -1,8 +1,5 @@
-"""Hugging Face Accelerate, which saves the state of what is registered on rank 0, and loads it on all ranks."""
-
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.checkpoints.resuming import Model, balance, ids_of
+from tests.checkpoints.resuming import Model, balance, environment_of, train
 from tests.ranks import RankPool
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -21,9 +18,7 @@ def _train(
 ) -> tuple[list[int], list[int], list[int]]:
     """Return the samples before and after a checkpoint is saved, or loaded, and those of the next epoch."""
     warnings.simplefilter("ignore")
-    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # the process group exists already
-    with patch.dict(os.environ, environment), balance(path, rank, world_size) as balancer:
+    with patch.dict(os.environ, environment_of(rank, world_size)), balance(path, rank, world_size) as balancer:
         accelerator = accelerate.Accelerator(cpu=True)
         assert accelerator.num_processes == world_size
         torch.manual_seed(0)
@@ -31,25 +26,19 @@ def _train(
         model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
         accelerator.register_for_checkpointing(balancer)
 
-        def train(steps: Iterator[Any], count: int) -> list[int]:
-            seen: list[int] = []
-            for _, batch in zip(range(count), steps, strict=False):
-                optimizer.zero_grad()
-                accelerator.backward(model(batch))
-                optimizer.step()
-                seen += ids_of(batch)
-            return seen
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            accelerator.backward(model(batch))
+            optimizer.step()
 
         before: list[int] = []
         if stop_after is None:
             accelerator.load_state(str(folder))
-            steps = iter(balancer)
-        else:
-            steps = iter(balancer)
-            before = train(steps, stop_after)
+        steps = iter(balancer)
+        if stop_after is not None:
+            before = train(steps, step, stop_after)
             accelerator.save_state(str(folder))
-        rest = train(steps, 1000)
-        following = train(iter(balancer), 1000)
+        rest, following = train(steps, step), train(balancer, step)
         accelerator.free_memory()
         accelerate.state.AcceleratorState._reset_state(True)
         return before, rest, following

@@ -1,38 +1,17 @@
-"""A real Trainer of Lightning, resumed in the middle of an epoch."""
-
+import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.checkpoints.resuming import Model, balance, ids_of
+from tests.checkpoints.resuming import Model, balance, environment_of, ids_of
 from tests.ranks import RankPool
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 environments = pytest.importorskip("lightning.pytorch.plugins.environments")
-
-
-class _Ranks(environments.LightningEnvironment):  # type: ignore[name-defined, misc]
-    """The processes that run already."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
-        self._ranks = (rank, world_size)
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return self._ranks[1]
-
-    def global_rank(self) -> int:
-        return self._ranks[0]
-
-    def local_rank(self) -> int:
-        return self._ranks[0]
 
 
 class Recommender(lightning.LightningModule):  # type: ignore[name-defined, misc]
@@ -70,15 +49,17 @@ def _fit(
         dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
     )
     module = Recommender()
-    with balance(path, rank, world_size, batch_size) as balancer:
+    with (
+        patch.dict(os.environ, environment_of(rank, world_size)),
+        balance(path, rank, world_size, batch_size) as balancer,
+    ):
+        cluster = environments.TorchElasticEnvironment()
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=world_size,
-            strategy=lightning.strategies.DDPStrategy(
-                cluster_environment=_Ranks(rank, world_size), process_group_backend="gloo"
-            ),
+            strategy=lightning.strategies.DDPStrategy(cluster_environment=cluster, process_group_backend="gloo"),
             max_epochs=2,
-            callbacks=[ResumeOnOtherRanks(), checkpoints] if checkpoint is None else [ResumeOnOtherRanks()],
+            callbacks=[ResumeOnOtherRanks(), *[checkpoints] * (checkpoint is None)],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=checkpoint is None,

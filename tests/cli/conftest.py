@@ -1,17 +1,23 @@
-"""Fixtures of the commands' tests."""
-
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from evenrank.cli.main import main
-from tests.cli.programs import Finished
+from tests.cli.programs import Evenrank, Finished
 
 
 @pytest.fixture
-def evenrank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Finished]]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a new folder, which is the current one during the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def evenrank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Evenrank]:
     """A function that runs `evenrank ARGUMENTS` in this process, which saves the imports of a new one."""
 
     def run(*arguments: object) -> Finished:
@@ -19,7 +25,7 @@ def evenrank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit) as stopped:
             main()
         output = capsys.readouterr()
-        return Finished(returncode=int(stopped.value.code or 0), stdout=output.out, stderr=output.err)
+        return Finished(sys.argv, int(stopped.value.code or 0), output.out, output.err)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield run

@@ -22,38 +22,18 @@ VALUES = ["nan", "inf", "-1", "0", "0.5", "1e308", str(2**31), str(2**63), str(2
 VALUES += ["\x1b[31m", "\udcff", ",", "none"]
 SPLITS = ["user:nan", "user:1e400", f"leave-last:{2**31}", f"leave-last:{2**100}", "time:2020-01-01T00:00:00+99:99"]
 SPLITS += ["time:0001-01-01T00:00+23:59", "time:9999-12-31T23:59:59-23:59", "time:" + "9" * 5000, "time:\u0663", ":"]
-DISTRIBUTIONS = [
-    "lognormal:mean=nan",
-    "lognormal:std=inf",
-    "lognormal:mean=1e-308,std=1e308",
-    "normal:mean=inf,std=nan",
-]
-DISTRIBUTIONS += [
-    "normal:mean=1e308,std=1e308",
-    f"uniform:high={2**100}",
-    f"uniform:high={10**18}",
-    "zipf:exponent=nan",
-]
-DISTRIBUTIONS += [
-    "zipf:exponent=100,high=none",
-    "zipf:exponent=1e308",
-    "clipped-zipf:exponent=inf",
-    "uniform:low=",
-    "uniform:=",
-]
-DISTRIBUTIONS += ["histogram:path=nowhere", "zipf:,,=,", "normal:std=1e308", "\u0663:mean=\u0663"]
+DISTRIBUTIONS = [f"uniform:high={2**100}", f"uniform:high={10**18}", "uniform:low=", "uniform:=,", "zipf:,,=,"]
+DISTRIBUTIONS += ["lognormal:mean=nan", "lognormal:std=inf", "lognormal:mean=1e-308,std=1e308", "normal:std=1e308"]
+DISTRIBUTIONS += ["normal:mean=inf,std=nan", "normal:mean=1e308,std=1e308", "zipf:exponent=nan", "zipf:exponent=1e308"]
+DISTRIBUTIONS += ["zipf:exponent=100,high=none", "clipped-zipf:exponent=inf", "histogram:path=nowhere"]
 # Further values of options, and of the first argument.
 FURTHER: dict[tuple[str, str | None], list[str]] = {
     ("preprocess", "--split"): SPLITS,
     ("preprocess", "--lengths"): DISTRIBUTIONS,
-    ("simulate", None): DISTRIBUTIONS,
+    ("simulate", None): [*DISTRIBUTIONS, "\u0663:mean=\u0663"],
 }
-
 # Where a value that is accepted takes a second.
-FEWER: dict[tuple[str, str | None], list[str]] = {
-    (name, "--html"): ["", "9" * 5000, "[/x]", "\udcff", "."] for name in ("inspect", "metrics")
-}
-
+FEWER = {(name, "--html"): ["", "9" * 5000, "[/x]", "\udcff", "."] for name in ("inspect", "metrics")}
 # What is passed besides the option.
 COMMANDS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "preprocess": (preprocess_command, ["--dataset", "synthetic", "--users", "9", "--items", "5", "--out", "out"]),
@@ -80,15 +60,14 @@ def test_hostile_values_of_options(
     name: str,
     option: str | None,
     small_dataset: Path,
-    tmp_path: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    (tmp_path / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
-    write_log(tmp_path / "log.jsonl", *STEPS)
-    before = sorted(tmp_path.rglob("*"))
+    (here / "log.csv").write_text("user_id,item_id,timestamp\n1,2,3\n")
+    write_log(here / "log.jsonl", *STEPS)
+    before = sorted(here.rglob("*"))
     if name == "inspect_balance":
         for variable in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(variable, "1")
@@ -98,7 +77,7 @@ def test_hostile_values_of_options(
 
         monkeypatch.setattr("torch.distributed.init_process_group", refuse)
     command, others = COMMANDS[name]
-    for value in FEWER.get((name, option), [*VALUES, *FURTHER.get((name, option), ())]):
+    for value in FEWER.get((name, str(option)), [*VALUES, *FURTHER.get((name, option), ())]):
         arguments = [str(small_dataset) if argument == "DATA" else argument for argument in others]
         if option is None:
             arguments[0] = value
@@ -112,7 +91,7 @@ def test_hostile_values_of_options(
         if stopped.value.code == 2:
             is_usage = errors.startswith("Usage: ")
             assert is_usage or (errors.startswith("error: ") and errors.count("\n") == 1), (value, errors)
-            assert sorted(tmp_path.rglob("*")) == before, value
+            assert sorted(here.rglob("*")) == before, value
         else:
-            for path in sorted(set(tmp_path.rglob("*")) - set(before), reverse=True):
+            for path in sorted(set(here.rglob("*")) - set(before), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()

@@ -1,5 +1,3 @@
-"""The check of a walk: it passes an epoch without faults, and notices each kind of fault; its table and plot."""
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +43,10 @@ class _FaultyBalancer(Balancer[Any]):
         return batch
 
 
-def _walk(rank: int, world_size: int, path: Path, fault: str) -> int:
-    config = LoaderConfig(batch_size=8, num_tasks=1)
+def _walk(rank: int, world_size: int, path: Path, fault: str, has_exchange: bool = True) -> int:
+    config = LoaderConfig(batch_size=8, num_tasks=int(has_exchange))
     with mock.patch.object(_FaultyBalancer, "fault", fault), mock.patch.object(balance, "Balancer", _FaultyBalancer):
-        return walk_epoch(path, config, BalanceConfig(cost=COST)).num_samples
-
-
-def _walk_without_exchange(rank: int, world_size: int, path: Path) -> int:
-    walk = walk_epoch(path, LoaderConfig(batch_size=8), BalanceConfig(cost=COST), has_exchange=False)
+        walk = walk_epoch(path, config, BalanceConfig(cost=COST), has_exchange=has_exchange)
     assert walk.metrics[0].ratio_after < walk.metrics[0].ratio_before
     return walk.num_samples
 
@@ -61,7 +55,7 @@ def test_an_epoch_without_faults_passes(ranks: RankPool, small_dataset: Path) ->
     num_samples = ranks.run(3, _walk, small_dataset, "")
     assert num_samples == [num_samples[0]] * 3
     assert num_samples[0] > 150
-    assert ranks.run(3, _walk_without_exchange, small_dataset) == num_samples
+    assert ranks.run(3, _walk, small_dataset, "", False) == num_samples
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice", "altered", "without labels"])
@@ -75,10 +69,7 @@ def test_a_fault_is_noticed_on_every_rank(ranks: RankPool, small_dataset: Path, 
 @pytest.mark.parametrize(
     ("seen_by_rank", "message"),
     [
-        (
-            [[0], [1]],
-            "each of 3 samples should be seen exactly once, but 2 different samples were seen 2 times in",
-        ),
+        ([[0], [1]], "each of 3 samples should be seen exactly once, but 2 different samples were seen 2 times in"),
         ([[0, 1], [1]], "but 2 different samples were seen 3 times in total"),
         ([[0, 1, 2], [1]], "but 3 different samples were seen 4 times in total"),
     ],

@@ -4,6 +4,7 @@
 """
 
 import base64
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -22,8 +23,8 @@ import pytest
 
 from evenrank.dataloader import merge_stream_states
 from tests.conftest import make_small_dataset
-from tests.soak.rounds import Fault, Round, Shape, draw_round
-from tests.soak.worker import LIMIT, Datasets, contents_of, make_loader, run_rank
+from tests.soak import worker
+from tests.soak.worker import Datasets, Fault, Round, Shape
 
 _GPU_ROUNDS = 24
 _GPU_FAULTS = (Fault.NONE, Fault.KILLED, Fault.STOPPED, Fault.STOPPED_LONG, Fault.MODEL_RAISES, Fault.LEAVES)
@@ -44,10 +45,10 @@ class Job:
         if plan.device == "cpu":
             context.set_forkserver_preload(["tests.soak.worker"])
         self._plan, self._folder = plan, folder
-        self.processes: list[BaseProcess] = [
-            context.Process(target=run_rank, args=(plan, shape, rank, folder, datasets, states and states[rank]))
-            for rank in range(shape.world_size)
-        ]
+        self.processes: list[BaseProcess] = []
+        for rank in range(shape.world_size):
+            arguments = (plan, shape, rank, folder, datasets, states and states[rank])
+            self.processes.append(context.Process(target=worker.run_rank, args=arguments))
         for process in self.processes:
             process.start()
         try:
@@ -58,14 +59,17 @@ class Job:
                 process.join()
         self.had_fault = (folder / "fault").exists()
         self.exit_codes = [process.exitcode for process in self.processes]
-        self.logs = [
-            [json.loads(line) for line in (folder / f"rank {rank}").read_text().splitlines()]
-            for rank in range(shape.world_size)
-        ]
+        logs = [(folder / f"rank {rank}").read_text().splitlines() for rank in range(shape.world_size)]
+        entries = [[json.loads(line) for line in lines] for lines in logs]
+        # What each rank has written after each step, what ended it, None if it was killed, and the steps of the last
+        # checkpoint: those that all ranks have written.
+        self.steps = [[entry for entry in written if "samples" in entry] for written in entries]
+        self.errors = [written[-1] if written and "error" in written[-1] else None for written in entries]
+        self.num_steps = min(map(len, self.steps))
 
     def _supervise(self) -> None:
         """Wait until all processes have ended; continue those that have stopped."""
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + worker.LIMIT
         while running := [process for process in self.processes if process.is_alive()]:
             assert time.monotonic() < deadline, f"ranks {[self.processes.index(process) for process in running]} hang"
             stopped = [process for process in running if _state_of(process.pid) == "T"]
@@ -77,28 +81,10 @@ class Job:
             assert time.monotonic() < deadline, f"processes {left} are left"
             time.sleep(0.05)
 
-    def steps(self, rank: int) -> list[dict[str, Any]]:
-        """Return what a rank has written after each step."""
-        return [entry for entry in self.logs[rank] if "samples" in entry]
-
-    def error(self, rank: int) -> dict[str, Any] | None:
-        """Return what ended a rank; None if it was killed."""
-        last = self.logs[rank][-1:]
-        return last[0] if last and "error" in last[0] else None
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the last checkpoint: those that all ranks have written."""
-        return min(len(self.steps(rank)) for rank in range(len(self.processes)))
-
-    def samples(self, num_steps: int) -> Counter[tuple[int, tuple[int, ...]]]:
-        """Return the samples, with their contents, that the checkpoint after these steps has trained."""
-        return Counter(
-            (sample, tuple(items))
-            for rank in range(len(self.processes))
-            for entry in self.steps(rank)[:num_steps]
-            for sample, items in entry["samples"]
-        )
+    def samples(self) -> Counter[tuple[int, tuple[int, ...]]]:
+        """Return the samples, with their contents, that the last checkpoint has trained."""
+        entries = (entry for steps in self.steps for entry in steps[: self.num_steps])
+        return Counter((sample, tuple(items)) for entry in entries for sample, items in entry["samples"])
 
 
 def _state_of(process: int | None) -> str:
@@ -124,8 +110,7 @@ def _alive_in_groups(groups: set[int | None]) -> list[str]:
 def _check_ends(plan: Round, job: Job) -> None:
     """Check the exit code and the error of each rank."""
     ends_well = not job.had_fault or plan.fault in (Fault.NONE, Fault.STOPPED, Fault.SAME_DATA, Fault.ALL_LEAVE)
-    for rank, code in enumerate(job.exit_codes):
-        error = job.error(rank)
+    for rank, (code, error) in enumerate(zip(job.exit_codes, job.errors, strict=True)):
         name, message = (error["error"], error.get("message", "")) if error else (None, "")
         end = rank, code, error
         fault = plan.fault if rank == plan.culprit else None
@@ -151,10 +136,9 @@ def _check_ends(plan: Round, job: Job) -> None:
 
 def _states_to_resume(plan: Round, job: Job) -> list[Any]:
     """Return the state that each rank of the job that resumes loads."""
-    number = job.num_steps
-    if number == 0:
+    if job.num_steps == 0:
         return [{}] * plan.resumed.world_size
-    states = [pickle.loads(base64.b64decode(job.steps(rank)[number - 1]["state"])) for rank in range(len(job.logs))]
+    states = [pickle.loads(base64.b64decode(steps[job.num_steps - 1]["state"])) for steps in job.steps]
     if plan.loader == "StatefulDataLoader":
         return states
     state = merge_stream_states(states) if plan.loader == "StreamLoader" else states[0]
@@ -163,23 +147,19 @@ def _states_to_resume(plan: Round, job: Job) -> list[Any]:
 
 def _epoch(plan: Round, data: Path) -> Counter[tuple[int, tuple[int, ...]]]:
     """Return the samples of an epoch, with their contents, without any balancing."""
-    shape = (
-        plan.first if plan.loader not in ("Loader", "StreamLoader") else Shape(world_size=1, batch_size=8, workers=0)
-    )
+    shape = Shape(world_size=1, batch_size=8, workers=0) if plan.loader in worker.ELASTIC else plan.first
+    injector = worker.Injector(dataclasses.replace(plan, fault=Fault.NONE), 0, data)
     return Counter(
         (sample, tuple(items))
         for rank in range(shape.world_size)
-        for batch in make_loader(plan, shape, rank, data)
-        for sample, items in contents_of(batch)
+        for batch in worker.make_loader(plan, shape, rank, data, injector)
+        for sample, items in worker.contents_of(batch)
     )
 
 
 def _files(data: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(data)): path.read_bytes()
-        for path in data.rglob("*")
-        if path.is_file() and ".cache" not in path.parts
-    }
+    paths = (path for path in data.rglob("*") if path.is_file() and ".cache" not in path.parts)
+    return {str(path.relative_to(data)): path.read_bytes() for path in paths}
 
 
 def _play(plan: Round, folder: Path, datasets: Datasets) -> None:
@@ -192,15 +172,15 @@ def _play(plan: Round, folder: Path, datasets: Datasets) -> None:
     datasets = {**datasets, "data": data}
     job = Job(plan, plan.first, folder / "first", datasets)
     _check_ends(plan, job)
-    trained = job.samples(job.num_steps)
+    trained = job.samples()
     if plan.fault == Fault.OTHER_DATA:
         shutil.rmtree(data)
         shutil.copytree(original, data)
     assert _files(data) == files
     if trained != expected:  # otherwise the state is that of the next epoch
         resumed = Job(plan, plan.resumed, folder / "resumed", datasets, _states_to_resume(plan, job))
-        assert set(resumed.exit_codes) == {0}, [resumed.error(rank) for rank in range(plan.resumed.world_size)]
-        trained += resumed.samples(resumed.num_steps)
+        assert set(resumed.exit_codes) == {0}, resumed.errors
+        trained += resumed.samples()
     assert trained == expected
     assert sorted(path.name for path in folder.iterdir() if path.name != "resumed") == ["data", "first"]
     shutil.rmtree(folder)
@@ -227,7 +207,7 @@ def test_random_faults_lose_no_sample_and_hang_no_rank(
     played: Counter[str] = Counter()
     while time.monotonic() < started + seconds and played.total() < rounds:
         number = played.total()
-        plan = draw_round(seed, number, **options)
+        plan = worker.draw_round(seed, number, **options)
         try:
             _play(plan, tmp_path / str(number), datasets)
         except Exception as error:

@@ -1,6 +1,12 @@
-"""A rank of a soak round: a trainer that saves, after each step, what it has trained and its state."""
+"""Random rounds of a soak test, and their ranks.
+
+A round says how a job trains, which fault it has, and how it is resumed. A rank saves, after each step, the samples
+that it has trained and its state.
+"""
 
 import base64
+import dataclasses
+import enum
 import faulthandler
 import json
 import os
@@ -9,6 +15,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,17 +37,92 @@ from evenrank.dataloader import (
     jagged,
 )
 from evenrank.dataloader.balance import BalanceConfig, Balancer, StepMetrics
+from evenrank.dataloader.balance.config import EXCHANGES
 from evenrank.dataloader.balance.writers import JsonLines
 from tests.dataloader.balance.costs import Ints, Lengths
-from tests.soak.rounds import Fault, Round, Shape
+
+# What goes wrong on one rank, in one step. STOPPED is for a moment, STOPPED_LONG beyond the timeout; LOADER_RAISES is a
+# transform or a dataset, DISK_FULL the disk of the metrics; the last two replace the dataset by the same or by another.
+Fault = enum.StrEnum(
+    "Fault",
+    "NONE KILLED STOPPED STOPPED_LONG MODEL_RAISES ON_STEP_RAISES COST_RAISES LOADER_RAISES DISK_FULL LEAVES ALL_LEAVE "
+    "SAME_DATA OTHER_DATA",
+)
+LOADERS = ("Loader", "StreamLoader", "StatefulDataLoader", "RandomBatches")
+# Their states resume on any number of ranks, with any batch size.
+ELASTIC = ("Loader", "StreamLoader")
+_STREAM_FAULTS = (Fault.SAME_DATA, Fault.OTHER_DATA)
+_FAULTS_OF_RANDOM_BATCHES = (Fault.LOADER_RAISES, *_STREAM_FAULTS)  # cannot happen to them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What may differ between the job that has a fault and the one that resumes."""
+
+    world_size: int
+    batch_size: int
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """A job that trains an epoch, the fault that ends it, and the job that resumes it."""
+
+    loader: str
+    first: Shape
+    resumed: Shape
+    strategy: str
+    exchange: str
+    lookahead: int
+    gradients: bool  # all-reduce over the default group in each step, as of gradients
+    fault: Fault
+    culprit: int  # the rank that has the fault
+    step: int  # the step, or the call, in which it has it
+    device: str  # `cpu`, or `cuda`: rank r is on GPU r
+    seed: int
+
+
+def draw_round(seed: int, number: int, *, faults: tuple[Fault, ...], device: str = "cpu", max_ranks: int = 5) -> Round:
+    """Return a round that depends on the arguments alone."""
+    rng = np.random.default_rng([seed, number])
+    min_ranks = 2 if device == "cuda" else 1
+    loader = str(rng.choice(LOADERS))
+    fault = faults[int(rng.integers(len(faults)))]
+    if fault in _STREAM_FAULTS:
+        loader = "StreamLoader"
+    elif fault in _FAULTS_OF_RANDOM_BATCHES and loader == "RandomBatches":
+        loader = "Loader"
+
+    def draw_shape() -> Shape:
+        world_size, batch_size = int(rng.integers(min_ranks, max_ranks + 1)), int(rng.integers(3, 13))
+        workers = int(rng.integers(0, 2 if loader == "StatefulDataLoader" else 3))
+        return Shape(world_size=world_size, batch_size=batch_size, workers=workers)
+
+    first, resumed = draw_shape(), draw_shape()
+    if fault == Fault.STOPPED_LONG and first.world_size == 1:  # nobody would notice
+        fault = Fault.STOPPED
+    return Round(
+        loader=loader,
+        first=first,
+        resumed=resumed if loader in ELASTIC else first,
+        strategy=str(rng.choice(["none", "karmarkar-karp", "lpt-swap", "min-move"])),
+        exchange=EXCHANGES[int(rng.integers(2))],
+        lookahead=int(rng.integers(1, 5)),
+        gradients=bool(rng.random() < 0.5),
+        fault=fault,
+        culprit=int(rng.integers(first.world_size)),
+        step=int(rng.integers(0, 5)),  # an epoch of the largest job has four
+        device=device,
+        seed=int(rng.integers(1000)),
+    )
+
 
 NUM_OWN_SAMPLES = 150  # of the dataset behind a StatefulDataLoader
 NUM_RANDOM_BATCHES = 12
 TIMEOUT = timedelta(minutes=30)
 LIMIT = 240.0  # seconds in which all ranks end, far less than the timeout of their collectives
 SHORT_TIMEOUT = timedelta(seconds=15)  # beyond which ranks are stopped
-Datasets = Mapping[str, Path]
-"""Folders: `data`, on which a job trains, and `other`, with the same users and other histories."""
+Datasets = Mapping[str, Path]  # `data`, on which a job trains, and `other`, with the same users and other histories
 State = Mapping[str, Any]
 STREAM = StreamConfig(num_shards=7, buffer_rows=16, open_shards=2)
 
@@ -63,10 +145,10 @@ class Injector:
         if self._plan.fault != fault or not (self._is_culprit or fault == Fault.ALL_LEAVE):
             return False
         self._calls += 1
-        if (self._calls - 1 if step is None else step) != self._plan.step:
-            return False
-        (self._folder / "fault").touch()
-        return True
+        is_now = (self._calls - 1 if step is None else step) == self._plan.step
+        if is_now:
+            (self._folder / "fault").touch()
+        return is_now
 
     def raise_if_due(self, fault: Fault, step: int | None = None) -> None:
         """Raise as a user's code does, if the fault happens now."""
@@ -89,24 +171,22 @@ class Injector:
 class OwnSamples(torch.utils.data.Dataset[dict[str, Any]]):
     """Anyone's samples: the id, and as many items as the id gives."""
 
-    def __init__(self, injector: Injector | None) -> None:
+    def __init__(self, injector: Injector) -> None:
         self._injector = injector
 
     def __len__(self) -> int:
         return NUM_OWN_SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if self._injector is not None:
-            self._injector.raise_if_due(Fault.LOADER_RAISES)
+        self._injector.raise_if_due(Fault.LOADER_RAISES)
         return {"sample_ids": index, "item_id": np.arange(index % 17 + 1)}
 
 
-def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector | None = None) -> Any:
-    """Return the loader of a rank; without an injector, one without faults."""
+def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector) -> Any:
+    """Return the loader of a rank."""
 
     def transform(batch: Any, rng: np.random.Generator) -> Any:
-        if injector is not None:
-            injector.raise_if_due(Fault.LOADER_RAISES)
+        injector.raise_if_due(Fault.LOADER_RAISES)
         return batch
 
     config = LoaderConfig(batch_size=shape.batch_size, num_workers=shape.workers, prefetch=3, seed=plan.seed)
@@ -156,16 +236,12 @@ def _train(
     # On a GPU a lost rank is noticed by the timeout alone if the host waits for the device.
     is_noticed_late = plan.fault == Fault.STOPPED_LONG or plan.device == "cuda"
     timeout = SHORT_TIMEOUT if is_noticed_late and state is None else TIMEOUT
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=shape.world_size, timeout=timeout
-    )
+    store, size = f"file://{folder}/store", shape.world_size
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     device = f"cuda:{rank}" if plan.device == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
-    injector = Injector(plan, rank, folder)
-    # A job that resumes has no faults.
-    if state is not None:
-        injector.is_due = lambda fault, step=None: False  # type: ignore[method-assign]
+    injector = Injector(plan if state is None else dataclasses.replace(plan, fault=Fault.NONE), rank, folder)
 
     def cost(lengths: Lengths, num_candidates: Ints) -> Ints:
         injector.raise_if_due(Fault.COST_RAISES)
@@ -179,18 +255,14 @@ def _train(
             os.dup2(os.open("/dev/full", os.O_WRONLY), metrics_log._file.fileno())
         metrics_log(metrics)
 
-    with Balancer(
-        make_loader(plan, shape, rank, datasets["data"], injector),
-        BalanceConfig(
-            cost=cost,
-            strategy=plan.strategy,
-            exchange=plan.exchange,
-            lookahead=plan.lookahead,
-            timeout=timeout,
-            on_step=on_step,
-        ),
-        device=device,
-    ) as balancer:
+    config = BalanceConfig(
+        cost=cost,
+        timeout=timeout,
+        on_step=on_step,
+        **{name: getattr(plan, name) for name in ("strategy", "exchange", "lookahead")},
+    )
+    loader = make_loader(plan, shape, rank, datasets["data"], injector)
+    with Balancer(loader, config, device=device) as balancer:
         if state:
             balancer.load_state_dict(state)
         for step, batch in enumerate(balancer):

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,13 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is ins
 MEASURE = """<script>
 const root = document.documentElement;
 const widths = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect().width);
-parent.document.title = JSON.stringify({
-  width: innerWidth,
-  overflow: root.scrollWidth - root.clientWidth,
-  columns: getComputedStyle(document.querySelector(".columns")).gridTemplateColumns.split(" ").length,
-  narrowest_plot: Math.min(...widths),
-  sections: [...document.querySelectorAll("section")].map((section) => section.id),
-});
+parent.document.title = JSON.stringify([
+  [innerWidth, root.scrollWidth - root.clientWidth],
+  getComputedStyle(document.querySelector(".columns")).gridTemplateColumns.split(" ").length,
+  Math.min(...widths),
+  [...document.querySelectorAll("section")].map((section) => section.id),
+]);
 </script>"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """A page as a browser shows it; lengths are in CSS pixels."""
-
-    width: int
-    overflow: int
-    columns: int
-    narrowest_plot: float
-    sections: list[str]
 
 
 def text_of(html: str) -> str:
@@ -54,39 +41,24 @@ def external_parts(html: str) -> list[Any]:
     return re.findall(r"<script|<link|<img|<iframe|@import|(?:src|href)=.[^#]|url\([^#]", html)
 
 
-def show_in_frame(folder: Path, html: str, *, width: int) -> tuple[Layout, list[str]]:
-    """Show a page in a frame of this width; return its layout and what it writes to the console."""
-    frame, log = folder / "frame.html", folder / "chromium.log"
-    page = escape(html.replace("</body>", f"{MEASURE}</body>"))
-    frame.write_text(
-        "<!DOCTYPE html><title></title><script>console.log('the frame')</script>"
-        f'<iframe style="width: {width}px" frameborder=0 srcdoc="{page}">'
-    )
-    dom = _chromium(folder, frame, "--dump-dom", "--enable-logging", f"--log-file={log}")
-    title = dom[dom.index("<title>") + len("<title>") : dom.index("</title>")]
-    frame_line, *page_lines = re.findall(r"CONSOLE.*?\] (.*), source", log.read_text(errors="replace"))
-    assert frame_line == '"the frame"'  # else the log has no console messages at all
-    return Layout(**json.loads(unescape(title))), page_lines
-
-
-def screenshot(folder: Path, html: str, *, width: int) -> bytes:
-    """Return a PNG of the top of a page."""
-    page, picture = folder / "shown.html", folder / "shown.png"
-    page.write_text(html, encoding="utf-8")
-    _chromium(folder, page, f"--window-size={width},844", f"--screenshot={picture}")
-    return picture.read_bytes()
-
-
 def check_browser_shows(folder: Path, html: str, *, width: int, columns: int, sections: list[str]) -> None:
     """Check that a browser of this width shows all sections, nothing wider than itself, and no errors."""
-    layout, console = show_in_frame(folder, html, width=width)
-    assert console == []
-    assert (layout.width, layout.overflow, layout.columns) == (width, 0, columns)
-    assert layout.narrowest_plot > 250
-    assert layout.sections == sections
-    picture = screenshot(folder, html, width=width)
-    assert int.from_bytes(picture[16:20], "big") == width  # in the header of a PNG
-    assert len(picture) > 10_000  # a page of one colour is smaller
+    frame, log, page, picture = (folder / name for name in ("frame.html", "chromium.log", "page.html", "page.png"))
+    frame.write_text(
+        "<!DOCTYPE html><title></title><script>console.log('the frame')</script><iframe frameborder=0 "
+        f'style="width: {width}px" srcdoc="{escape(html.replace("</body>", f"{MEASURE}</body>"))}">'
+    )
+    dom = _chromium(folder, frame, "--dump-dom", "--enable-logging", f"--log-file={log}")
+    # Without the line of the frame, the log would have no messages of the console at all.
+    assert re.findall(r"CONSOLE.*?\] (.*), source", log.read_text(errors="replace")) == ['"the frame"']
+    title = dom[dom.index("<title>") + len("<title>") : dom.index("</title>")]
+    width_and_overflow, num_columns, narrowest_plot, shown = json.loads(unescape(title))
+    assert (width_and_overflow, num_columns, shown) == ([width, 0], columns, sections)
+    assert narrowest_plot > 250
+    page.write_text(html, encoding="utf-8")
+    _chromium(folder, page, f"--window-size={width},844", f"--screenshot={picture}")
+    assert int.from_bytes(picture.read_bytes()[16:20], "big") == width  # in the header of a PNG
+    assert picture.stat().st_size > 10_000  # a page of one colour is smaller
 
 
 def _chromium(folder: Path, page: Path, *options: str) -> str:

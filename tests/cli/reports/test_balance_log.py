@@ -1,8 +1,7 @@
-"""Logs read back: every value, torn last lines, lines that are not records; and their summary."""
-
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from evenrank.cli.reports.balance_log import column, cumulative_steps, read_json_lines, typical_record
 from evenrank.core.errors import DataError
 from evenrank.dataloader.balance.log_schema import LogRecord, log_key
-from evenrank.dataloader.balance.metrics import combine, summarize
+from evenrank.dataloader.balance.metrics import StepMetrics, combine, summarize
 from evenrank.dataloader.balance.writers import JsonLines
 from tests.dataloader.balance.test_writers import STEPS, step, write
 
@@ -21,22 +20,15 @@ def test_records_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     with JsonLines(path, every=2, window=3) as log:
         for metrics in STEPS:
             log(metrics)
-    first, second = read_json_lines(path).records
-    assert (first.epoch, first.step, first.seen) == (0, 1, 2)
-    assert (second.epoch, second.step, second.seen) == (1, 0, 4)
-    for record, steps in ((first, STEPS[:2]), (second, STEPS[1:4])):
+    records = read_json_lines(path).records
+    assert [(record.epoch, record.step, record.seen) for record in records] == [(0, 1, 2), (1, 0, 4)]
+    for record, steps in zip(records, (STEPS[:2], STEPS[1:4]), strict=True):
         written = dataclasses.asdict(summarize(steps))
         assert {name: getattr(record, name) for name in written} == written
         assert (record.samples, record.tokens, record.sample_bytes) == (4, 40, 320)
         assert (record.before.tolist(), record.after.tolist()) == (steps[-1].before.tolist(), steps[-1].after.tolist())
         assert record.lower_bound == 4
         assert record.before.dtype == record.after.dtype == np.int64
-
-
-def test_a_record_has_the_fields_of_a_line(tmp_path: Path) -> None:
-    write(tmp_path / "log.jsonl", step(0))
-    keys = [log_key(field) for field in dataclasses.fields(LogRecord)]
-    assert sorted(keys) == sorted(json.loads((tmp_path / "log.jsonl").read_text()))
 
 
 def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path) -> None:
@@ -52,10 +44,12 @@ def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path) -> None:
         assert skipped == (first + 1 < size and not is_whole)
 
 
-def test_fields_of_a_later_version_do_not_matter(tmp_path: Path) -> None:
+def test_a_line_has_the_fields_of_a_record_and_further_ones_do_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, step(3))
-    path.write_text(json.dumps({**json.loads(path.read_text()), "more": {"a": [1]}}) + "\n")
+    values = json.loads(path.read_text())
+    assert sorted(values) == sorted(log_key(field) for field in dataclasses.fields(LogRecord))
+    path.write_text(json.dumps({**values, "more": {"a": [1]}}) + "\n")
     assert [record.step for record in read_json_lines(path).records] == [3]
 
 
@@ -78,9 +72,7 @@ def test_fields_of_a_later_version_do_not_matter(tmp_path: Path) -> None:
         ({"before": [1, 2, 3]}, "'before' and 'after' differ in length"),
     ],
 )
-def test_a_line_with_a_bad_value_is_skipped_and_named_if_no_other_is_a_record(
-    tmp_path: Path, change: dict[str, object], reason: str
-) -> None:
+def test_a_line_with_a_bad_value_is_skipped_or_named(tmp_path: Path, change: dict[str, object], reason: str) -> None:
     path = tmp_path / "log.jsonl"
     write(path, *STEPS)
     lines = path.read_text().splitlines()
@@ -91,8 +83,7 @@ def test_a_line_with_a_bad_value_is_skipped_and_named_if_no_other_is_a_record(
     path.write_text(lines[2])
     with pytest.raises(DataError) as raised:
         read_json_lines(path)
-    start = f"{path} has no record; line 1 is not a record of balancing metrics: {reason}"
-    assert str(raised.value).startswith(start)
+    assert str(raised.value).startswith(f"{path} has no record; line 1 is not a record of balancing metrics: {reason}")
     assert "\n" not in str(raised.value)
 
 
@@ -106,37 +97,34 @@ def test_a_line_that_is_no_record_is_skipped_and_counted(tmp_path: Path, line: b
     assert (len(records), skipped) == (2, 1)
 
 
-def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("none", "cannot be read: No such file"), (".", "is not a regular file"), ("pipe", "is not a regular file")],
+)
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, name: str, reason: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    cases = {
-        "none": "cannot be read: No such file or directory",
-        ".": "is not a regular file",
-        "pipe": "is not a regular",
-    }
-    for name, reason in cases.items():
-        path = tmp_path / name
-        with pytest.raises(DataError, match=f"{path} {reason}.*; give a file that on_step=JsonLines"):
-            read_json_lines(path)
+    with pytest.raises(DataError, match=f"{tmp_path / name} {reason}.*; give a file that on_step=JsonLines"):
+        read_json_lines(tmp_path / name)
+
+
+def _write_jobs(path: Path, *jobs: tuple[int, list[StepMetrics]]) -> Sequence[LogRecord]:
+    """Write the steps of one job after the other, each with a record of every so many; read the records."""
+    for every, steps in jobs:
+        with JsonLines(path, every=every, window=every) as log:
+            for metrics in steps:
+                log(metrics)
+    return read_json_lines(path).records
 
 
 def test_steps_are_added_up_where_a_job_was_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    for every, number in ((1, 3), (2, 5), (2, 2), (1, 1)):
-        with JsonLines(path, every=every) as log:
-            for metrics in STEPS[:number]:
-                log(metrics)
-    records = read_json_lines(path).records
+    jobs = [(every, STEPS[:number]) for every, number in ((1, 3), (2, 5), (2, 2), (1, 1))]
+    records = _write_jobs(tmp_path / "log.jsonl", *jobs)
     assert column(records, "seen").tolist() == [1, 2, 3, 2, 4, 2, 1]
     assert cumulative_steps(records).tolist() == [1, 2, 3, 5, 7, 9, 10]
 
 
 def test_records_of_different_numbers_of_steps_combine_to_the_summary_of_all_steps(tmp_path: Path) -> None:
-    # Records of 3 steps and of 2, the second of a job that was resumed with another `every`.
-    for every, steps in ((3, STEPS[:3]), (2, STEPS[3:])):
-        with JsonLines(tmp_path / "log.jsonl", every=every, window=every) as log:
-            for metrics in steps:
-                log(metrics)
-    records = read_json_lines(tmp_path / "log.jsonl").records
+    records = _write_jobs(tmp_path / "log.jsonl", (3, STEPS[:3]), (2, STEPS[3:]))
     assert column(records, "steps").tolist() == [3, 2]
     assert dataclasses.asdict(combine(records)) == pytest.approx(dataclasses.asdict(summarize(STEPS)))
 

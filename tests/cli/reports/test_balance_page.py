@@ -1,8 +1,4 @@
-"""`evenrank metrics`: the numbers that it shows of a log, and its page in a browser."""
-
 import dataclasses
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +9,7 @@ from evenrank.cli.reports.balance_log import read_json_lines
 from evenrank.cli.reports.balance_page import headline, render_page
 from evenrank.dataloader.balance.metrics import StepMetrics, combine
 from evenrank.dataloader.balance.writers import JsonLines
-from tests.cli.programs import EVENRANK, Finished, run_program
+from tests.cli.programs import EVENRANK, run_program
 from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of, text_of
 from tests.dataloader.balance.test_writers import STEPS, step, write
 
@@ -22,6 +18,7 @@ SECTIONS = ["tiles", "loads", "moved", "times"]
 
 
 def _page(tmp_path: Path, *steps: StepMetrics, name: str = "log.jsonl") -> str:
+    (tmp_path / "log.jsonl").unlink(missing_ok=True)
     write(tmp_path / "log.jsonl", *steps)
     return render_page(read_json_lines(tmp_path / "log.jsonl").records, name=name)
 
@@ -30,13 +27,11 @@ def test_a_point_stands_for_consecutive_records(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(balance_page, "MAX_POINTS", 3)
     curve = balance_page.downsample(np.array([10.0, 20, 30, 40, 50, 60, 70]), np.array([1.0, 2, 6, 5, 3, 4, 8]))
     assert balance_page.records_per_point(7) == 3
-    assert curve.steps.tolist() == [30, 60, 70]
-    assert curve.mean.tolist() == [3, 4, 8]
-    assert curve.minimum.tolist() == [1, 3, 8]
-    assert curve.maximum.tolist() == [6, 5, 8]
+    assert (curve.steps.tolist(), curve.mean.tolist()) == ([30, 60, 70], [3, 4, 8])
+    assert (curve.minimum.tolist(), curve.maximum.tolist()) == ([1, 3, 8], [6, 5, 8])
 
 
-@pytest.mark.parametrize("records", [1, 299, 300, 301, 2000, 2001, 100_000])
+@pytest.mark.parametrize("records", [1, 300, 301, 2001])
 def test_curves_have_a_bounded_number_of_points(records: int) -> None:
     values = np.arange(records, dtype=np.float64)
     curve = balance_page.downsample(values + 1, values)
@@ -53,35 +48,36 @@ def test_bytes_are_formatted_with_units(num_bytes: float, text: str) -> None:
     assert balance_page.format_bytes(num_bytes) == text
 
 
+STAYS = dataclasses.replace(step(0, before=(7,), after=(7,)), moved_samples=0, moved_tokens=0, moved_bytes=0)
+
+
 def test_the_headline_states_the_effect_of_balancing(tmp_path: Path) -> None:
-    write(tmp_path / "log.jsonl", *STEPS)
-    records = read_json_lines(tmp_path / "log.jsonl").records
-    assert headline(records, combine(records)) == (
+    texts = []
+    for number, steps in enumerate((STEPS, [STAYS])):
+        write(tmp_path / str(number), *steps)
+        records = read_json_lines(tmp_path / str(number)).records
+        texts.append(headline(records, combine(records)))
+    assert texts == [
         "Balancing reduced the load of the heaviest rank from 1.900 to 1.150 times the lower bound in 5 steps on 2 "
-        "ranks; the cost model expects steps to be 1.65 times as fast."
-    )
-    stays = dataclasses.replace(step(0, before=(7,), after=(7,)), moved_samples=0, moved_tokens=0, moved_bytes=0)
-    write(tmp_path / "other.jsonl", stays)
-    records = read_json_lines(tmp_path / "other.jsonl").records
-    assert headline(records, combine(records)) == (
+        "ranks; the cost model expects steps to be 1.65 times as fast.",
         "No sample moved to another rank in 1 step on 1 rank: the load of the heaviest rank was 1.750 times the lower "
-        "bound."
-    )
+        "bound.",
+    ]
 
 
 def test_the_page_has_the_numbers(tmp_path: Path) -> None:
-    text = text_of(_page(tmp_path, *STEPS))
+    text = text_of(_page(tmp_path, *STEPS)).replace("\N{NO-BREAK SPACE}", " ")
     for tile in (
         "Load before balancing 1.900 heaviest rank / lower bound",
         "Load after balancing 1.150 heaviest rank",
         "Worst step after balancing 1.500 heaviest rank",
         "Expected speed-up 1.65x",
-        "Tokens moved 25.0\N{NO-BREAK SPACE}%",
+        "Tokens moved 25.0 %",
         "Bytes moved 80 bytes",
         "In the background 650.00 ms",  # 250 to gather, 400 to plan
         "Exposed 125.00 ms",
     ):
-        assert re.sub(r"\s+", " ", tile) in text, tile
+        assert tile in text, tile
     assert "samples 4 1 25.0 % tokens 40 10 25.0 % bytes 320 bytes 80 bytes 25.0 %" in text
     assert "typical step, epoch 0, step 1." in text  # 8 is the median of 6, 8, 10, 8, 6
     assert "Records: 5; the last is epoch 1, step 1." in text
@@ -98,30 +94,19 @@ def test_the_page_is_self_contained_and_escapes_text(tmp_path: Path) -> None:
     assert "{%" not in html
 
 
-def test_where_nothing_moved_there_is_no_plot_of_it(tmp_path: Path) -> None:
-    stays = dataclasses.replace(step(0, after=(6, 2)), moved_samples=0, moved_tokens=0, moved_bytes=0)
-    html = _page(tmp_path, stays, stays)
+def test_the_page_states_how_it_shows_unusual_logs(tmp_path: Path) -> None:
+    html = _page(tmp_path, STAYS, STAYS)
     assert html.count("<svg") == 4
     assert "Moved samples No sample moved to another rank." in text_of(html)
-
-
-def test_many_records_are_downsampled_which_the_page_states(tmp_path: Path) -> None:
     html = _page(tmp_path, *(step(number) for number in range(2100)))
     assert "a point is the mean of 7 consecutive records" in text_of(html)
     assert len(html) < 300_000
-
-
-def test_many_ranks_are_drawn_as_sorted_lines(tmp_path: Path) -> None:
     loads = tuple(range(100))
     text = text_of(_page(tmp_path, step(0, before=loads, after=loads)))
     assert "ranks, heaviest first" in text
     assert "The drop from the left end of a curve" in text
-
-
-def test_far_longer_times_are_cut_off_which_the_plot_states(tmp_path: Path) -> None:
-    slow = dataclasses.replace(step(0), plan_seconds=90.0)
-    text = text_of(_page(tmp_path, slow, *(dataclasses.replace(step(0), plan_seconds=0.1) for _ in range(99))))
-    assert text.count("cut off: up to 90,000.0 ms") == 1
+    slow, quick = (dataclasses.replace(step(0), plan_seconds=seconds) for seconds in (90.0, 0.1))
+    assert text_of(_page(tmp_path, slow, *[quick] * 99)).count("cut off: up to 90,000.0 ms") == 1
 
 
 def test_the_command_prints_a_table_and_then_the_path_of_the_page(tmp_path: Path) -> None:
@@ -141,42 +126,6 @@ def test_the_command_prints_a_table_and_then_the_path_of_the_page(tmp_path: Path
     assert ["in", "the", "background:", "plan", "(ms)", "375.00", "500.00"] in rows
     assert lines[-1] == "report: run-report.html"
     assert (tmp_path / "run-report.html").read_text().count("<svg") == 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.jsonl"], "error: nowhere.jsonl cannot be read: No such file or directory; give a file that "),
-        (["empty.jsonl"], "error: empty.jsonl has no record yet; the job writes one after every `every` steps"),
-        (["bad.jsonl"], "error: bad.jsonl has no record; line 1 is not a record of balancing metrics: 'steps' is"),
-        (["run.jsonl", "--html", "run.jsonl"], "error: run.jsonl is the log, which the page would replace; choose"),
-        (["run.jsonl", "--html", "."], "error: . is a folder; --html needs the name of a file"),
-        (["run.jsonl", "--html", "run.jsonl/x.html"], "error: run.jsonl/x.html could not be written: "),
-    ],
-)
-def test_a_mistake_is_one_line_and_exits_with_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    evenrank: Callable[..., Finished],
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "run.jsonl", *STEPS)
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "bad.jsonl").write_text('{"epoch": 0}\n')
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    run = evenrank("metrics", *arguments)
-    assert run.returncode == 2
-    assert run.stderr.startswith(message)
-    assert run.stderr.count("\n") == 1
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_help_has_an_example(evenrank: Callable[..., Finished]) -> None:
-    run = evenrank("metrics", "--help")
-    assert run.returncode == 0
-    assert "evenrank metrics out/balance.jsonl --html balance.html\n" in run.stdout
 
 
 @needs_chromium

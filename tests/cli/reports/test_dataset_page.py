@@ -1,9 +1,8 @@
-"""The report of `evenrank inspect`: its numbers, its HTML, and the page in a browser."""
-
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from evenrank.cli.reports.dataset_page import render_page
 from evenrank.dataloader.routing import MODES
 from evenrank.datasets.schema import DataFile, Manifest, SourceFile, Split, read_manifest
 from evenrank.datasets.store import SequenceStore
-from tests.cli.programs import Finished
+from tests.cli.programs import Evenrank
 from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of, text_of
 
 SCRIPT = "<script>alert('x')</script>"
@@ -42,17 +41,13 @@ MANIFEST = Manifest(
 
 
 def _store(lengths: list[int], items: list[int], days: Sequence[float], countries: list[int]) -> SequenceStore:
-    return SequenceStore(
-        manifest=MANIFEST,
-        split="any",
-        offsets=np.cumsum([0, *lengths]),
-        events={
-            "item_id": np.array(items, dtype=np.int64),
-            "action": np.zeros(len(items), dtype=np.int32),
-            "timestamp_ms": (np.array(days, dtype=np.float64) * dataset_data.DAY_MS).astype(np.int64),
-        },
-        rows={"user_id": np.arange(len(lengths)), "country": np.array(countries, dtype=np.int64)},
-    )
+    events: dict[str, Any] = {
+        "item_id": np.array(items, dtype=np.int64),
+        "action": np.zeros(len(items), dtype=np.int32),
+        "timestamp_ms": (np.array(days, dtype=np.float64) * dataset_data.DAY_MS).astype(np.int64),
+    }
+    rows = {"user_id": np.arange(len(lengths)), "country": np.array(countries, dtype=np.int64)}
+    return SequenceStore(manifest=MANIFEST, split="any", offsets=np.cumsum([0, *lengths]), events=events, rows=rows)
 
 
 # Items: 30 five times, 7 twice, 9 once. Days 100 to 150; country 1 twice, 2 once, missing once.
@@ -64,7 +59,7 @@ EMPTY = {"train": _store([], [], [], []), "eval": _store([], [], [], [])}
 
 
 @pytest.fixture(params=[1, 3, 1 << 22])
-def _small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_data, "_CHUNK", request.param)
 
 
@@ -77,14 +72,18 @@ def test_lengths_are_counted_per_doubling() -> None:
     assert histogram.empty == {"train": 1, "eval": 0}
 
 
-@pytest.mark.parametrize("longest", [1, 2, 7, 8, 9, 1000, 4095, 4096, 200_001])
+@pytest.mark.parametrize("longest", [1, 2, 8, 9, 4095, 4096, 200_001])
 def test_every_length_has_a_bin(longest: int) -> None:
     histogram = dataset_data.length_histogram({"train": _store([longest, 1], [], [], [])})
     assert np.sum(histogram.density["train"] * np.diff(np.log2(histogram.edges))) == pytest.approx(1)
 
 
-@pytest.mark.usefixtures("_small_chunks")
-def test_items_are_counted_over_all_splits() -> None:
+@pytest.mark.usefixtures("_chunks")
+def test_items_and_days_are_counted_over_all_splits() -> None:
+    line = dataset_data.timeline(STORES)
+    assert line is not None
+    assert (line.start_ms, line.width_ms, line.unit) == (100 * dataset_data.DAY_MS, dataset_data.DAY_MS, "day")
+    assert line.counts.tolist() == [3, 1, *[0] * 48, 4]
     ids, counts = dataset_data.count_items(STORES)
     assert (ids.tolist(), counts.tolist()) == ([7, 9, 30], [2, 1, 5])
     counts = np.sort(counts)[::-1]
@@ -92,22 +91,13 @@ def test_items_are_counted_over_all_splits() -> None:
     assert dataset_data.top_share(counts, 0.5) == (2, 7 / 8)
 
 
-@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize("far", [3, -5, 2**62])
 def test_values_of_any_size_are_counted(far: int) -> None:
-    values, counts = dataset_data.count_values(
-        [np.array([4, far, 4]), np.array([], dtype=np.int64), np.array([9, 4, far])]
-    )
+    parts = [np.array([4, far, 4]), np.array([], dtype=np.int64), np.array([9, 4, far])]
+    values, counts = dataset_data.count_values(parts)
     assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == {4: 3, far: 2, 9: 1}
     assert values.tolist() == sorted(values.tolist())
-
-
-@pytest.mark.usefixtures("_small_chunks")
-def test_events_are_counted_by_the_day() -> None:
-    line = dataset_data.timeline(STORES)
-    assert line is not None
-    assert (line.start_ms, line.width_ms, line.unit) == (100 * dataset_data.DAY_MS, dataset_data.DAY_MS, "day")
-    assert line.counts.tolist() == [3, 1, *[0] * 48, 4]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +112,9 @@ def test_the_width_of_time_bins_suits_the_range(first: float, last: float, unit:
     assert (line.counts[0], line.counts[-1]) == ((2, 2) if first == last else (1, 1))
     assert len(line.counts) <= 120
     assert dataset_page.timeline_svg(line).startswith("<svg")
-
-
-@pytest.mark.parametrize("day", [-1e7, 1e9])
-def test_times_beyond_calendars_are_milliseconds(day: float) -> None:
-    line = dataset_data.timeline({"train": _store([2], [1, 1], [day, day + 1], [0])})
-    assert line is not None
-    assert "ms since 1970" in dataset_page.timeline_svg(line)
-    assert dataset_page.format_time(line.start_ms, precise=False).endswith(" ms")
+    if unit == "ms":
+        assert "ms since 1970" in dataset_page.timeline_svg(line)
+        assert dataset_page.format_time(line.start_ms, precise=False).endswith(" ms")
 
 
 def test_context_values_have_labels() -> None:
@@ -144,8 +129,7 @@ def test_equal_lengths_leave_nothing_to_gain() -> None:
     # Whatever is longer than 2048 costs the same, because it is cut.
     (gain,) = dataset_data.balancing_gains(np.array([2048, 2048, 5000, 100_000]), ranks=[2], batch_size=2)
     assert not gain.repeated
-    assert gain.ratios == {"none": 1, "karmarkar-karp": 1, "lpt-swap": 1, "min-move": 1}
-    assert gain.speedups == {"none": 1, "karmarkar-karp": 1, "lpt-swap": 1, "min-move": 1}
+    assert gain.ratios == gain.speedups == {"none": 1, "karmarkar-karp": 1, "lpt-swap": 1, "min-move": 1}
 
 
 def test_the_gain_is_the_mean_over_the_drawn_steps() -> None:
@@ -180,9 +164,9 @@ def test_the_page_is_self_contained_and_escapes_text() -> None:
 
 def test_what_a_dataset_lacks_is_left_out() -> None:
     no_rows = {"train": _split("train", []), "eval": _split("eval", [])}
-    report = render_page(dataclasses.replace(MANIFEST, splits=no_rows, options={}, sources=()), EMPTY, name="empty")
-    html = report.html
-    assert report.routing is None
+    manifest = dataclasses.replace(MANIFEST, splits=no_rows, options={}, sources=())
+    html, routing = render_page(manifest, EMPTY, name="empty")
+    assert routing is None
     assert sections_of(html) == [name for name in SECTIONS if name not in ("context", "audit")]
     assert "<svg" not in html
     assert "The train split has no rows, so there is nothing to balance." in html
@@ -201,8 +185,8 @@ def test_the_page_shows_the_routing_of_the_items() -> None:
     assert "lookups, most frequent id alone 5 10 20 40 80 160 320 640" in section
 
 
-def test_inspect_prints_the_tables_and_then_the_path_of_the_page(
-    small_dataset: Path, tmp_path: Path, evenrank: Callable[..., Finished]
+def test_inspect_prints_tables_and_the_path_of_the_page(
+    small_dataset: Path, tmp_path: Path, evenrank: Evenrank
 ) -> None:
     page = tmp_path / "page.html"
     run = evenrank("inspect", small_dataset, "--html", page)
@@ -214,11 +198,10 @@ def test_inspect_prints_the_tables_and_then_the_path_of_the_page(
     start = next(number for number, line in enumerate(lines) if line.startswith("Routing of item ids"))
     assert max(map(len, lines[start:-1])) <= 80
     tables = [line.split() for line in lines[start + 4 : -1] if line.strip()]
-    assert tables[0] == ["distinct", "ids", *RANKS]
-    assert tables[5] == ["lookups", *RANKS]
-    assert [row[0] for row in tables[2:5]] == [row[0] for row in tables[7:10]] == list(MODES)
+    assert tables[::5] == [["distinct", "ids", *RANKS], ["lookups", *RANKS], tables[10]]
     assert tables[10][:2] == ["most", "frequent"]
-    assert {len(row) for row in tables[2:5] + tables[7:10]} == {1 + len(RANKS)}
+    for rows_of_modes in (tables[2:5], tables[7:10]):
+        assert [(row[0], len(row)) for row in rows_of_modes] == [(mode, 1 + len(RANKS)) for mode in MODES]
     assert page.read_text().count("<svg") == 6
 
 
@@ -226,10 +209,8 @@ def test_inspect_prints_the_tables_and_then_the_path_of_the_page(
 @pytest.mark.parametrize(("width", "columns"), [(390, 1), (1280, 2)])
 def test_a_browser_shows_the_whole_page_on_a_phone_and_on_a_desktop(tmp_path: Path, width: int, columns: int) -> None:
     long = "a-path-without-any-place-to-break-" * 5
-    manifest = dataclasses.replace(
-        MANIFEST,
-        sources=(SourceFile(path=long, bytes=10**12, sha256="0" * 64),),
-        options={"audit": {long: 1, "b": 2.5}, "long": long},
-    )
+    source = SourceFile(path=long, bytes=10**12, sha256="0" * 64)
+    options = {"audit": {long: 1, "b": 2.5}, "long": long}
+    manifest = dataclasses.replace(MANIFEST, sources=(source,), options=options)
     html = render_page(manifest, STORES, name=long).html
     check_browser_shows(tmp_path, html, width=width, columns=columns, sections=SECTIONS)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader.routing import MODES, KeyMap, Mode, Routing, hash_keys, owner_rank
-from evenrank.dataloader.routing.modes import check_routing
+from evenrank.dataloader.routing.key_map import check_routing
 from evenrank.dataloader.routing.owners import owners_and_rows
 from tests.dataloader.routing.reference import hash_word, keys_of, owner_and_row, signed
 

@@ -1,7 +1,6 @@
-"""Small hand-written logs in every format, with every output value checked."""
-
 import dataclasses
 import gzip
+import math
 import os
 import random
 import re
@@ -15,15 +14,19 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular, read_toml
-from evenrank.preprocess.sources.interactions import IS_GOOD, BadRow, Interactions
+from evenrank.preprocess.sources.interactions import IS_GOOD, Interactions
+from evenrank.preprocess.sources.tabular import open_plain_csv
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
 ONE = pl.DataFrame({"user": [1], "item": [2], "time": [3]})
 
 
-def _write(path: Path, text: str | bytes) -> Path:
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
+def _write(path: Path, content: str | bytes | pl.DataFrame) -> Path:
+    if isinstance(content, pl.DataFrame):
+        content.write_parquet(path)
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
@@ -32,13 +35,9 @@ def _config(*events: Path, **options: Any) -> TabularConfig:
     return TabularConfig(events=events, **{**columns, **options})
 
 
-def _read(folder: Path, text: str | bytes, name: str = "log.csv", **options: Any) -> Interactions:
-    return read_tabular(_config(_write(folder / name, text), **options))
-
-
-def _rows(interactions: Interactions) -> list[tuple[int, ...]]:
-    """Return the good rows as (user, item, action, time)."""
-    return [row for part in _collect(interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
+def _read(folder: Path, content: str | bytes | pl.DataFrame, name: str | None = None, **options: Any) -> Interactions:
+    name = name or ("log.parquet" if isinstance(content, pl.DataFrame) else "log.csv")
+    return read_tabular(_config(_write(folder / name, content), **options))
 
 
 def _collect(interactions: Interactions) -> list[pl.DataFrame]:
@@ -46,6 +45,11 @@ def _collect(interactions: Interactions) -> list[pl.DataFrame]:
     schema = {"user_id": pl.Int64, "item_id": pl.Int64, "action": pl.Int32, "timestamp_ms": pl.Int64}
     assert all(dict(events.schema) == {**schema, IS_GOOD: pl.Boolean} for events in parts)
     return parts
+
+
+def _rows(interactions: Interactions) -> list[tuple[int, ...]]:
+    """Return the good rows as (user, item, action, time)."""
+    return [row for part in _collect(interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
 
 
 def _bad(interactions: Interactions) -> list[tuple[int, str]]:
@@ -76,37 +80,27 @@ def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str
     assert interactions.context is None
     (source,) = interactions.sources()
     assert (source.path, source.bytes) == (name, (tmp_path / name).stat().st_size)
-    columns = {"user_column": "user", "item_column": "item", "timestamp_column": "time", "timestamp_unit": "s"}
-    others: dict[str, Any] = {"action_columns": [], "context": None, "context_columns": []}
-    assert interactions.options == {"events": [name], **columns, **others}
+    written = {"events": [name], "action_columns": [], "context_columns": []}
+    assert interactions.options == {**dataclasses.asdict(_config(tmp_path / name)), **written}
 
 
-def test_parquet_with_several_numeric_types(tmp_path: Path) -> None:
-    items = pl.Series([30, 10, 2**63], dtype=pl.UInt64)
-    columns = {"item": items, "user": [7.0, 8.5, 9.0], "time": [1_700_000_000.123, 1.0, 2.0], "other": [[1], [2], []]}
-    pl.DataFrame(columns).write_parquet(tmp_path / "log.parquet")
-    interactions = read_tabular(_config(tmp_path / "log.parquet"))
+def test_parquet_with_other_columns_and_several_types_of_numbers_and_times(tmp_path: Path) -> None:
+    items = pl.Series([30, 10], dtype=pl.UInt64)
+    columns = {"item": items, "user": [7.0, 8.5], "time": [1_700_000_000.123, 1.0], "other": [[1], [2]]}
+    interactions = _read(tmp_path, pl.DataFrame(columns))
     assert _rows(interactions) == [(7, 30, 0, 1_700_000_000_123)]
-    assert _bad(interactions) == [
-        (2, "user is not an integer in -2^53+1..2^53-1, where Float64 is exact"),
-        (3, "item is not an integer in -2^63..2^63-1"),
-    ]
-    assert interactions.parts[0].find_bad(1) == [BadRow(line=2, text="8.5,10,1.0", reason=_bad(interactions)[0][1])]
-    assert interactions.parts[0].size == max((tmp_path / "log.parquet").stat().st_size, 3 * 28)
-
-
-def test_parquet_with_date_and_time_types(tmp_path: Path) -> None:
-    moment = datetime(2024, 1, 1, 12, 0, 0, 1999)
-    base = pl.DataFrame({"user": [1], "item": [2], "time": [moment]})
-    berlin = base.with_columns(pl.col("time").dt.replace_time_zone("Europe/Berlin"))
-    day = base.with_columns(pl.col("time").dt.date())
-    early = base.with_columns(time=datetime(1969, 12, 31, 23, 59, 59, 999_999))
-    noon = 1_704_110_400_000
-    for frame, expected in ((base, noon + 1), (berlin, noon + 1 - 3_600_000), (day, noon - 43_200_000)):
-        frame.write_parquet(tmp_path / "log.parquet")
-        assert _rows(read_tabular(_config(tmp_path / "log.parquet"))) == [(1, 2, 0, expected)]
-    early.write_parquet(tmp_path / "log.parquet")
-    assert _rows(read_tabular(_config(tmp_path / "log.parquet", timestamp_unit="iso"))) == []
+    (part,) = interactions.parts
+    assert [(row.line, row.text) for row in part.find_bad(9)] == [(2, "8.5,10,1.0")]
+    assert part.size == max((tmp_path / "log.parquet").stat().st_size, 2 * 28)
+    time, noon = pl.lit(datetime(2024, 1, 1, 12, 0, 0, 1999)), 1_704_110_400_000
+    for column, expected in (
+        (time, [noon + 1]),
+        (time.dt.replace_time_zone("Europe/Berlin"), [noon + 1 - 3_600_000]),
+        (time.dt.date(), [noon - 43_200_000]),
+        (pl.lit(datetime(1969, 12, 31, 23, 59, 59, 999_999)), []),
+    ):
+        rows = _rows(_read(tmp_path, ONE.with_columns(time=column), timestamp_unit="iso"))
+        assert rows == [(1, 2, 0, time_ms) for time_ms in expected]
 
 
 def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
@@ -126,53 +120,29 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
     ("dtype", "good", "bad", "integers"),
     [
         (pl.Float32, [2**24 - 1, 1 - 2**24], [2**24, -(2**24), 1.5], "-2^24+1..2^24-1, where Float32 is exact"),
-        (pl.Float64, [2**53 - 1, 1 - 2**53], [2.0**53, -(2.0**53), 1e300], "-2^53+1..2^53-1, where Float64 is exact"),
-        (pl.Float64, [7], [float("nan"), float("inf"), -float("inf")], "-2^53+1..2^53-1, where Float64 is exact"),
-        (pl.Int64, [2**63 - 1, -(2**63)], [], ""),
+        (pl.Float64, [2**53 - 1, 1 - 2**53], [2.0**53, -1e300, math.nan], "-2^53+1..2^53-1, where Float64 is exact"),
         (pl.UInt64, [2**63 - 1], [2**63, 2**64 - 1], "-2^63..2^63-1"),
         (pl.Int128, [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1], "-2^63..2^63-1"),
         (pl.Decimal(38, 0), [2**63 - 1, -(2**63)], [2**63, -(2**63) - 1, 10**30], "-2^63..2^63-1"),
     ],
 )
-def test_numbers_are_ids_if_they_are_exact_as_64_bit_integers(
-    tmp_path: Path, dtype: Any, good: list[int], bad: list[float], integers: str
-) -> None:
+def test_exact_integers_are_ids(tmp_path: Path, dtype: Any, good: list[int], bad: list[float], integers: str) -> None:
     users = pl.Series([*map(Decimal, good), *map(Decimal, bad)] if dtype == pl.Decimal else [*good, *bad], dtype=dtype)
-    pl.DataFrame({"user": users, "item": 1, "time": 0}).write_parquet(tmp_path / "log.parquet")
-    interactions = read_tabular(_config(tmp_path / "log.parquet"))
+    interactions = _read(tmp_path, pl.DataFrame({"user": users, "item": 1, "time": 0}))
     assert _rows(interactions) == [(user, 1, 0, 0) for user in good]
     assert [reason for _, reason in _bad(interactions)] == [f"user is not an integer in {integers}"] * len(bad)
     assert interactions.vocabularies == {}
 
 
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
-@pytest.mark.parametrize("name", ["log.csv", "log.parquet"])
-def test_different_texts_are_different_ids(tmp_path: Path, name: str, dtype: Any) -> None:
+def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
     texts = ["+7", "-0", "0", "00", "7", "7.0"]
-    frame = pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0})
-    frame.write_parquet(tmp_path / name) if name.endswith("parquet") else frame.write_csv(tmp_path / name)
-    interactions = read_tabular(_config(tmp_path / name))
+    interactions = _read(tmp_path, pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0}))
     assert _rows(interactions) == [(number, number, 0, 0) for number in range(1, 7)]
     assert interactions.vocabularies["user_id"].rows() == list(enumerate(texts, start=1))
 
 
-@pytest.mark.parametrize("unit", ["s", "ms", "us"])
-def test_times_in_single_precision_are_refused(tmp_path: Path, unit: str) -> None:
-    ONE.with_columns(time=pl.lit(1.7e9, dtype=pl.Float32)).write_parquet(tmp_path / "log.parquet")
-    message = "log.parquet: column 'time' of type Float32 is too coarse for times; store the times as Float64 or integ"
-    with pytest.raises(DataError, match=message):
-        read_tabular(_config(tmp_path / "log.parquet", timestamp_unit=unit))
-
-
-def test_actions_in_single_precision_are_exact_or_bad_rows(tmp_path: Path) -> None:
-    actions = pl.Series([2**24 - 1, 2**24], dtype=pl.Float32)
-    pl.DataFrame({"user": 1, "item": 2, "time": 0, "action": actions}).write_parquet(tmp_path / "log.parquet")
-    interactions = read_tabular(_config(tmp_path / "log.parquet", action_columns=("action",)))
-    assert _rows(interactions) == [(1, 2, 2**24 - 1, 0)]
-    assert _bad(interactions) == [(2, f"action is not an integer in 0..{2**24 - 1}")]
-
-
-@pytest.mark.parametrize("value", ["007", "+7", "-0", "1e3", "1.0", " 5", "9223372036854775808", "a", "0x1"])
+@pytest.mark.parametrize("value", ["007", "+7", "-0", "1.0", " 5", "9223372036854775808", "a"])
 def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path: Path, value: str) -> None:
     lines = [f"1,{item},0\n" for item in (10, 9)]
     interactions = _read(tmp_path, "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n")
@@ -182,51 +152,39 @@ def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path
     assert list(interactions.vocabularies) == ["item_id"]
 
 
-def test_the_largest_and_smallest_integers_stay_integers(tmp_path: Path) -> None:
-    low, high = -(2**63), 2**63 - 1
-    interactions = _read(tmp_path, f"user,item,time\n{low},{high},0\n0,0,0\n")
-    assert _rows(interactions) == [(low, high, 0, 0), (0, 0, 0, 0)]
-    assert interactions.vocabularies == {}
-
-
-def test_rows_with_other_faults_do_not_affect_the_type_of_ids(tmp_path: Path) -> None:
-    interactions = _read(tmp_path, "user,item,time\n1,2,3\nuser,item,time\n4,5,6\n")
-    assert _rows(interactions) == [(1, 2, 0, 3000), (4, 5, 0, 6000)]
-    assert _bad(interactions) == [(3, "time is not a time in seconds since 1970 up to the year 9999")]
+LEAP_DAY = 1_709_164_800_000  # 2024-02-29
 
 
 @pytest.mark.parametrize(
-    ("unit", "text", "expected"),
+    ("unit", "time_format", "good", "bad"),
     [
-        ("s", "1.001", 1001),
-        ("s", "1.9999999", 1999),
-        ("s", "253402300799.9999", 253_402_300_799_999),
-        ("ms", "1700000000123", 1_700_000_000_123),
-        ("us", "1999", 1),
-        ("iso", "1970-01-02", 86_400_000),
-        ("iso", "1970-01-01T00:01", 60_000),
-        ("iso", "1970-01-01 00:00:01.5", 1500),
-        ("iso", "2024-02-29T12:00:00.1239Z", 1_709_208_000_123),
-        ("iso", "2024-02-29T12:00:00+02:30", 1_709_199_000_000),
-        ("iso", "2024-02-29T12:00:00-0100", 1_709_211_600_000),
-        ("iso", "2024-02-29T12:00:00+23:59", 1_709_208_000_000 - 86_340_000),
-        ("iso", "2024-02-29T12:00:00-2359", 1_709_208_000_000 + 86_340_000),
-        ("iso", "9999-12-31T23:59:59.999", 253_402_300_799_999),
-    ],
-)
-def test_times_are_converted_to_milliseconds(tmp_path: Path, unit: str, text: str, expected: int) -> None:
-    assert _rows(_read(tmp_path, f"user,item,time\n1,2,{text}\n", timestamp_unit=unit)) == [(1, 2, 0, expected)]
-
-
-@pytest.mark.parametrize(
-    ("unit", "time_format", "texts"),
-    [
-        ("s", "in seconds since 1970", ["", "x", "-0.001", "253402300800", "9" * 40, "nan", "inf"]),
-        ("ms", "in whole ms since 1970", ["", "1.5", "-1", "253402300800000", str(2**63)]),
-        ("us", "in whole us since 1970", ["", "1.5", "-1", "253402300800000000"]),
+        (
+            "s",
+            "in seconds since 1970",
+            {"1.001": 1001, "1.9999999": 1999, "253402300799.9999": 253_402_300_799_999},
+            ["", "x", "-0.001", "253402300800", "9" * 40, "nan", "inf"],
+        ),
+        (
+            "ms",
+            "in whole ms since 1970",
+            {"1700000000123": 1_700_000_000_123},
+            ["", "1.5", "-1", "253402300800000", str(2**63)],
+        ),
+        ("us", "in whole us since 1970", {"1999": 1}, ["", "1.5", "-1", "253402300800000000"]),
         (
             "iso",
             "in ISO 8601",
+            {
+                "1970-01-02": 86_400_000,
+                "1970-01-01T00:01": 60_000,
+                "1970-01-01 00:00:01.5": 1500,
+                "2024-02-29T12:00:00.1239Z": LEAP_DAY + 43_200_123,
+                "2024-02-29T12:00:00+02:30": LEAP_DAY + 34_200_000,
+                "2024-02-29T12:00:00-0100": LEAP_DAY + 46_800_000,
+                "2024-02-29T00:00:00+23:59": LEAP_DAY - 86_340_000,
+                "2024-02-29T00:00:00-2359": LEAP_DAY + 86_340_000,
+                "9999-12-31T23:59:59.999": 253_402_300_799_999,
+            },
             [
                 *("", "0", "2023-02-29", "2024-02-30", "2024-13-01", "0000-01-01"),
                 *("\u0662024-01-01", "2024-01-01 and more"),
@@ -238,14 +196,19 @@ def test_times_are_converted_to_milliseconds(tmp_path: Path, unit: str, text: st
         ),
     ],
 )
-def test_invalid_times_are_bad_rows(tmp_path: Path, unit: str, time_format: str, texts: list[str]) -> None:
-    interactions = _read(tmp_path, "user,time,item\n" + "".join(f"1,{text},2\n" for text in texts), timestamp_unit=unit)
+def test_times_are_converted_to_milliseconds_and_invalid_ones_are_bad_rows(
+    tmp_path: Path, unit: str, time_format: str, good: dict[str, int], bad: list[str]
+) -> None:
+    lines = "".join(f"1,{text},2\n" for text in (*bad, *good))
+    interactions = _read(tmp_path, f"user,time,item\n{lines}", timestamp_unit=unit)
     reason = f"time is not a time {time_format} up to the year 9999"
-    assert _bad(interactions) == [(line, reason) for line in range(2, len(texts) + 2)]
+    assert _bad(interactions) == [(line, reason) for line in range(2, len(bad) + 2)]
+    assert _rows(interactions) == [(1, 2, 0, expected) for expected in good.values()]
 
 
-def test_invalid_ids_and_missing_fields_are_bad_rows(tmp_path: Path) -> None:
-    lines = '1,2,3,x\n,2,3,x\n1,,3,x\n"",2,3,x\n1,-2,3,x\n1,2\n\n1,2,3,x,5\n1,2,3\n1,2,3,x,\n4,5,6,\n'
+def test_rows_with_faults_are_found_and_do_not_affect_the_type_of_ids(tmp_path: Path) -> None:
+    low, high = -(2**63), 2**63 - 1
+    lines = f'{low},{high},3,x\n,2,3,x\n1,,3,x\n"",2,3,x\n1,-2,3,x\n1,2\n\n1,2,3,x,5\n1,2,3\n1,2,3,x,\nx,2,y,\n4,5,6,\n'
     interactions = _read(tmp_path, "user,item,time,note\n" + lines)
     assert _bad(interactions) == [
         (3, "user is empty"),
@@ -255,26 +218,11 @@ def test_invalid_ids_and_missing_fields_are_bad_rows(tmp_path: Path) -> None:
         (7, "expected 4 fields, got 2"),
         (8, "the line is empty"),
         (9, "expected 4 fields, got 5"),
+        (12, "time is not a time in seconds since 1970 up to the year 9999"),
     ]
-    assert _rows(interactions) == [(1, 2, 0, 3000)] * 3 + [(4, 5, 0, 6000)]
+    assert _rows(interactions) == [(low, high, 0, 3000), (1, 2, 0, 3000), (1, 2, 0, 3000), (4, 5, 0, 6000)]
     assert [row.text for row in interactions.parts[0].find_bad(3)] == [",2,3,x", "1,,3,x", '"",2,3,x']
-
-
-def test_unbalanced_quotes_only_affect_their_own_line(tmp_path: Path) -> None:
-    lines = ['"a,b",1,1', '"open,2,2', '"x"y,3,3', '5" disk,4,4', '"say ""no""",5,5', ",6,6", "last,7,7"]
-    interactions = _read(tmp_path, "user,item,time\n" + "\n".join(lines) + "\n")
-    reason = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
-    assert _bad(interactions) == [(3, reason), (4, reason), (7, "user is empty")]
-    users = ['5" disk', "a,b", "last", 'say "no"']
-    assert interactions.vocabularies["user_id"].get_column("value").to_list() == users
-    assert _rows(interactions) == [(2, 1, 0, 1000), (1, 4, 0, 4000), (4, 5, 0, 5000), (3, 7, 0, 7000)]
-
-
-def test_a_first_line_with_superfluous_fields(tmp_path: Path) -> None:
-    interactions = _read(tmp_path, "user,item,time\n1,2,3,4,5,6\n1,2\x013,3\n1,2,3\n")
-    assert _bad(interactions) == [(2, "expected 3 fields, got 6")]
-    assert interactions.vocabularies["item_id"].rows() == [(1, "2"), (2, "2\x013")]
-    assert _rows(interactions) == [(1, 2, 0, 3000), (1, 1, 0, 3000)]
+    assert interactions.vocabularies == {}
 
 
 def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
@@ -293,12 +241,19 @@ def test_text_that_is_not_utf8_is_not_an_id(tmp_path: Path) -> None:
     assert _rows(interactions) == [(1, 1, 0, 1000)]
 
 
-def test_one_action_column_is_the_action(tmp_path: Path) -> None:
-    values = ["0", "2147483647", "2147483648", "-1", "", "x", "1.5"]
-    lines = "".join(f"1,2,3,{value}\n" for value in values)
-    interactions = _read(tmp_path, "user,item,time,kind\n" + lines, action_columns=("kind",))
-    assert _rows(interactions) == [(1, 2, 0, 3000), (1, 2, 2_147_483_647, 3000)]
-    assert _bad(interactions) == [(line, "kind is not an integer in 0..2147483647") for line in range(4, 9)]
+@pytest.mark.parametrize(
+    ("dtype", "values", "good", "largest"),
+    [
+        (pl.String, ["0", "2147483647", "2147483648", "-1", "", "x", "1.5"], [0, 2**31 - 1], 2**31 - 1),
+        (pl.Float32, [2**24 - 1, 2**24], [2**24 - 1], 2**24 - 1),
+    ],
+)
+def test_one_column_is_the_action(tmp_path: Path, dtype: Any, values: list[Any], good: list[int], largest: int) -> None:
+    frame = pl.DataFrame({"user": 1, "item": 2, "time": 3, "kind": pl.Series(values, dtype=dtype)})
+    interactions = _read(tmp_path, frame, action_columns=("kind",))
+    assert _rows(interactions) == [(1, 2, action, 3000) for action in good]
+    reason = f"kind is not an integer in 0..{largest}"
+    assert _bad(interactions) == [(line, reason) for line in range(len(good) + 1, len(values) + 1)]
     assert interactions.num_actions is None
 
 
@@ -310,32 +265,39 @@ def test_several_action_columns_are_bits(tmp_path: Path) -> None:
     assert interactions.num_actions == 8
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"action_columns": ("kind",)}, "column 'kind' of type Datetime.* cannot hold integers"),
-        ({"timestamp_unit": "iso"}, "'time' of type Int64 is not text; set timestamp_unit"),
-    ],
-)
-def test_columns_of_unsuitable_types_raise(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    ONE.with_columns(kind=datetime(2024, 1, 1)).write_parquet(tmp_path / "log.parquet")
-    with pytest.raises(DataError, match=rf"log\.parquet: .*{message}"):
-        read_tabular(_config(tmp_path / "log.parquet", **options))
-
-
 def test_31_action_columns_fill_an_int32(tmp_path: Path) -> None:
-    names = [f"bit{index}" for index in range(31)]
-    frame = pl.DataFrame({"user": [1], "item": [2], "time": [3], **{name: [True] for name in names}})
-    frame.write_parquet(tmp_path / "log.parquet")
-    interactions = read_tabular(_config(tmp_path / "log.parquet", action_columns=tuple(names)))
+    names = tuple(f"bit{index}" for index in range(31))
+    interactions = _read(tmp_path, ONE.with_columns(**dict.fromkeys(names, True)), action_columns=names)
     assert _rows(interactions) == [(1, 2, 2**31 - 1, 3000)]
     assert interactions.num_actions == 2**31
 
 
+@pytest.mark.parametrize(
+    ("column", "options", "message"),
+    [
+        (
+            pl.lit(datetime(2024, 1, 1)).alias("kind"),
+            {"action_columns": ("kind",)},
+            "of type Datetime.* cannot hold integ",
+        ),
+        (pl.col("time"), {"timestamp_unit": "iso"}, "'time' of type Int64 is not text; set timestamp_unit"),
+        (
+            pl.col("time").cast(pl.Float32),
+            {},
+            "'time' of type Float32 is too coarse for times; store the times as Floa",
+        ),
+        (pl.lit(True).alias("time"), {}, "'time' of type Boolean cannot hold times"),
+        (pl.concat_list("user"), {}, r"'user' of type List\(Int64\) cannot hold ids"),
+    ],
+)
+def test_unsuitable_columns_raise(tmp_path: Path, column: pl.Expr, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"log\.parquet: .*{message}"):
+        _read(tmp_path, ONE.with_columns(column), **options)
+
+
 def test_context_of_users_with_string_ids(tmp_path: Path) -> None:
-    context = _write(
-        tmp_path / "users.csv", 'age,user,city,x\n9,b,"Bonn, am Rhein",\n10,a,,\n,c,Aachen,\n8,nobody,Ulm,\n'
-    )
+    users = 'age,user,city,x\n9,b,"Bonn, am Rhein",\n10,a,,\n,c,Aachen,\n8,nobody,Ulm,\n'
+    context = _write(tmp_path / "users.csv", users)
     options: dict[str, Any] = {"context": context, "context_columns": ("city", "age")}
     interactions = _read(tmp_path, "user,item,time\nc,1,1\na,1,1\nb,1,1\nd,1,1\n", **options)
     encoded = interactions.context
@@ -352,9 +314,9 @@ def test_context_of_users_with_string_ids(tmp_path: Path) -> None:
 
 def test_context_in_parquet_of_users_with_integer_ids(tmp_path: Path) -> None:
     users = pl.DataFrame({"user": ["7", "007", "8", "9", "1"], "age": [3.0, 4.0, None, float("nan"), 1.0]})
-    users.write_parquet(tmp_path / "users.parquet")
-    options: dict[str, Any] = {"context": tmp_path / "users.parquet", "context_columns": ("age",)}
-    encoded = _read(tmp_path, "user,item,time\n7,1,1\n8,1,1\n9,1,1\n", **options).context
+    context = _write(tmp_path / "users.parquet", users)
+    log = "user,item,time\n7,1,1\n8,1,1\n9,1,1\n"
+    encoded = _read(tmp_path, log, context=context, context_columns=("age",)).context
     assert encoded is not None
     assert encoded.features.rows() == [(7, 1), (8, 0), (9, 0)]
     assert encoded.labels == {"age": (None, "3.0")}
@@ -375,12 +337,7 @@ def test_invalid_context_raises(tmp_path: Path, text: str, message: str) -> None
         _read(tmp_path, EVENTS, context=context, context_columns=("age",))
 
 
-def _parquet_bytes(folder: Path, frame: pl.DataFrame) -> bytes:
-    frame.write_parquet(folder / "frame.parquet")
-    return (folder / "frame.parquet").read_bytes()
-
-
-MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line in range(50_000))).encode()
+MANY_LINES = gzip.compress((HEADER + "".join(f"{line * 7919 % 1001},{line},,3\n" for line in range(50_000))).encode())
 
 
 @pytest.mark.parametrize(
@@ -393,25 +350,13 @@ MANY_LINES = (HEADER + "".join(f"{line * 7919 % 1001},{line},,{line}\n" for line
         ("log.csv", '"user,item,time\n1,2,3\n', "the header '\"user,item,time' cannot be parsed"),
         ("log.xlsx", EVENTS, "has an unknown suffix; expected one of .csv, .csv.gz, .tsv, .parquet"),
         ("log.csv.gz", EVENTS, "cannot be read: Not a gzipped file"),
-        (
-            "log.csv.gz",
-            gzip.compress(MANY_LINES)[:-50],
-            "cannot be read: Compressed file ended before the end-of-stream",
-        ),
-        ("log.csv.gz", gzip.compress(MANY_LINES)[:20], "cannot be read: "),
-        ("log.parquet", ONE, "has no column"),
+        ("log.csv.gz", MANY_LINES[:-50], "cannot be read: Compressed file ended before the end-of"),
+        ("log.parquet", ONE.drop("item"), "has no column"),
         ("log.parquet", ONE.clear(), "contains no rows"),
         ("log.parquet", EVENTS, "cannot be read: parquet: File out of specification"),
-        ("log.parquet", ONE.with_columns(user=pl.concat_list("user")), "'user' of type List(Int64) cannot hold ids"),
-        ("log.parquet", ONE.with_columns(time=True), "'time' of type Boolean cannot hold times"),
     ],
 )
-def test_invalid_files_raise_one_line(
-    tmp_path: Path, name: str, content: str | bytes | pl.DataFrame, message: str
-) -> None:
-    if isinstance(content, pl.DataFrame):
-        frame = content.rename({"item": "thing"}) if message == "has no column" else content
-        content = _parquet_bytes(tmp_path, frame)
+def test_invalid_files_raise(tmp_path: Path, name: str, content: str | bytes | pl.DataFrame, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         _read(tmp_path, content, name)
     assert "\n" not in str(caught.value)
@@ -420,14 +365,11 @@ def test_invalid_files_raise_one_line(
 
 def test_parquet_with_damaged_pages_raises(tmp_path: Path) -> None:
     ids = [f"id {number}" for number in range(10_000)]
-    content = _parquet_bytes(tmp_path, pl.DataFrame({"user": ids, "item": ids, "time": range(10_000)}))
+    frame = pl.DataFrame({"user": ids, "item": ids, "time": range(10_000)})
+    content = _write(tmp_path / "log.parquet", frame).read_bytes()
+    half = len(content) // 2
     with pytest.raises(DataError, match=r"log\.parquet cannot be read: .*; check that the file is complete"):
-        _read(tmp_path, content[:4] + bytes(len(content) // 2) + content[4 + len(content) // 2 :], "log.parquet")
-
-
-def test_a_missing_file_raises(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"log\.csv cannot be read: No such file or directory; check the path"):
-        read_tabular(_config(tmp_path / "log.csv"))
+        _read(tmp_path, content[:4] + bytes(half) + content[4 + half :], "log.parquet")
 
 
 @pytest.mark.parametrize(
@@ -441,8 +383,6 @@ def test_a_missing_file_raises(tmp_path: Path) -> None:
         ({"item_column": "user"}, "column 'user' is given twice"),
         ({"context": Path("u.csv"), "context_columns": ("a", "a")}, "column 'a' is given twice"),
         ({"context": Path("u.csv"), "context_columns": ("length",)}, "no feature can be called 'length'"),
-        ({"context": Path("u.csv"), "context_columns": ("user.age",)}, "no feature can be called 'user.age', because"),
-        ({"context": Path("u.csv"), "context_columns": ("a/b",)}, "'a/b' is not a name"),
     ],
 )
 def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
@@ -455,11 +395,14 @@ TOML = 'user_column = "user"\nitem_column = "item"\ntimestamp_column = "time"\n'
 
 def test_toml_is_read_with_paths_relative_to_the_file(tmp_path: Path) -> None:
     text = 'events = ["a.csv", "/b.csv"]\ntimestamp_unit = "ms"\naction_columns = ["x", "y"]\n'
-    path = tmp_path / "log.toml"
-    path.write_text(TOML + text + 'context = "users.csv"\ncontext_columns = "age"\n')
+    path = _write(tmp_path / "log.toml", TOML + text + 'context = "users.csv"\ncontext_columns = "age"\n')
     context: dict[str, Any] = {"context": tmp_path / "users.csv", "context_columns": ("age",)}
     events = (tmp_path / "a.csv", Path("/b.csv"))
     assert read_toml(path) == _config(*events, timestamp_unit="ms", action_columns=("x", "y"), **context)
+    _write(path, TOML)
+    assert read_toml(path, events=(Path("a.csv"),)).events == (Path("a.csv"),)
+    with pytest.raises(ConfigError, match=r"--user-column is also in .*log\.toml \(user_column\); give it once"):
+        read_toml(path, user_column="user")
 
 
 @pytest.mark.parametrize(
@@ -474,22 +417,13 @@ def test_toml_is_read_with_paths_relative_to_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_toml_raises(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
-    path = tmp_path / "log.toml"
-    path.write_text(text)
     with pytest.raises(error, match=re.escape(message)):
-        read_toml(path)
-
-
-def test_options_are_fields_that_the_toml_lacks(tmp_path: Path) -> None:
-    path = tmp_path / "log.toml"
-    path.write_text(TOML)
-    assert read_toml(path, events=(Path("a.csv"),)).events == (Path("a.csv"),)
-    with pytest.raises(ConfigError, match=r"--user-column is also in .*log\.toml \(user_column\); give it once"):
-        read_toml(path, user_column="user")
+        read_toml(_write(tmp_path / "log.toml", text))
 
 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log.toml")
-    with pytest.raises(DataError, match=r"log\.toml is a named pipe, not a regular file"):
-        read_toml(tmp_path / "log.toml")
+    os.mkfifo(tmp_path / "pipe")
+    for read in (read_toml, lambda path: open_plain_csv(path, {"user": pl.Int64})):
+        with pytest.raises(DataError, match="pipe is a named pipe, not a regular file"):
+            read(tmp_path / "pipe")

@@ -1,14 +1,14 @@
-"""Downloads from a local server that may or may not support ranges, and may close connections early."""
-
 import http.server
 import io
 import random
+import shutil
 import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from hashlib import md5, sha256
+from hashlib import md5
 from pathlib import Path
 
 import pytest
@@ -16,67 +16,49 @@ import requests
 
 from evenrank.core.errors import DataError
 from evenrank.preprocess.sources.catalog import CATALOG, PublicArchive
-from evenrank.preprocess.sources.download import ensure_raw_files, md5_of, source_files
+from evenrank.preprocess.sources.download import ensure_raw_files
 
 RATINGS = b"userId,movieId,rating,timestamp\n1,2,3.0,4\n"
 PURE = CATALOG["kuairand-pure"]
 PURE_FILES = {f"KuaiRand-Pure/{name}": name.encode() for name in PURE.files}
 
 
-def _zip(members: dict[str, bytes]) -> bytes:
+def _zip(members: dict[str, bytes], link: str = "") -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in members.items():
             archive.writestr(name, data)
+        if link:
+            info = zipfile.ZipInfo(link)
+            info.external_attr = 0o120777 << 16
+            archive.writestr(info, "/etc/passwd")
     return buffer.getvalue()
 
 
-def _zip_with_link(name: str) -> bytes:
-    buffer = io.BytesIO(_zip({"ml-20m/ratings.csv": RATINGS}))
-    with zipfile.ZipFile(buffer, "a") as archive:
-        link = zipfile.ZipInfo(name)
-        link.external_attr = 0o120777 << 16
-        archive.writestr(link, "/etc/passwd")
-    return buffer.getvalue()
-
-
-def _tar(members: dict[str, bytes], *others: tarfile.TarInfo) -> bytes:
+def _tar(members: dict[str, bytes], other: str = "", kind: bytes = tarfile.REGTYPE) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, data in members.items():
+        for name, data in {**members, **({other: b""} if other else {})}.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
+            if name == other:
+                info.type, info.linkname = kind, "KuaiRand-Pure/data/user_features_pure.csv"
             archive.addfile(info, io.BytesIO(data))
-        for info in others:
-            archive.addfile(info)
     return buffer.getvalue()
-
-
-def _member(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type = kind
-    info.linkname = "" if kind == tarfile.REGTYPE else "KuaiRand-Pure/data/user_features_pure.csv"
-    return info
 
 
 @dataclass
 class Server:
-    """A server of `files`."""
-
     url: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Contents by path."""
-    has_ranges: bool = True
-    """Whether Range headers are honoured."""
-    max_bytes: int | None = None
-    """Number of body bytes to send before the connection is closed; None: all."""
-    requests: list[tuple[str, str | None]] = field(default_factory=list)
-    """Path and Range header of each request so far."""
+    files: dict[str, bytes] = field(default_factory=dict)  # contents by path
+    has_ranges: bool = True  # whether Range headers are honoured
+    max_bytes: int | None = None  # body bytes to send before the connection is closed; None: all
+    requests: list[tuple[str, str | None]] = field(default_factory=list)  # path and Range header of each so far
 
-    def dataset(self, archive: bytes, checksum: str | None = None, of: str = "ml-20m") -> PublicArchive:
+    def dataset(self, archive: bytes, of: str = "ml-20m") -> PublicArchive:
         name = CATALOG[of].archive
         self.files[f"/{name}"] = archive
-        return replace(CATALOG[of], url=f"{self.url}/{name}", md5=checksum or md5(archive).hexdigest())
+        return replace(CATALOG[of], url=f"{self.url}/{name}", md5=md5(archive).hexdigest())
 
 
 @pytest.fixture
@@ -116,61 +98,45 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_missing_file_on_the_server_raises(tmp_path: Path, server: Server) -> None:
+def test_a_server_that_does_not_send_the_file_is_named(tmp_path: Path, server: Server) -> None:
     dataset = replace(CATALOG["ml-20m"], url=f"{server.url}/nothing.zip")
     with pytest.raises(DataError, match="could not be downloaded: the server returned status 404; check"):
         ensure_raw_files(dataset, tmp_path / "raw")
+    with pytest.raises(DataError, match=r"the server cannot be reached; check the network, or put ml-20m.zip, or a"):
+        ensure_raw_files(replace(dataset, url="http://127.0.0.1:9/ml-20m.zip"), tmp_path / "raw")
     assert not (tmp_path / "raw").exists()
 
 
-def test_an_unreachable_server_raises(tmp_path: Path) -> None:
-    dataset = replace(CATALOG["ml-20m"], url="http://127.0.0.1:9/ml-20m.zip")
-    with pytest.raises(DataError, match=r"the server cannot be reached; check the network, or put ml-20m.zip, or a"):
-        ensure_raw_files(dataset, tmp_path / "raw")
-
-
+ONE = {"ml-20m/ratings.csv": RATINGS}
 ZIP = _zip({"ml-20m/ratings.csv": RATINGS * 50})
 TAR = _tar(PURE_FILES)
+BROKEN = "could not be unpacked .* check that the archive is complete"
 
 
 @pytest.mark.parametrize(
     ("of", "archive", "message"),
     [
         ("ml-20m", _zip({"ml-20m/links.csv": b""}), "does not contain ml-20m/ratings.csv; delete it"),
-        ("ml-20m", b"not a zip", "could not be unpacked .* check that the archive is complete"),
-        ("ml-20m", ZIP[:-40], "could not be unpacked .* check that the archive is complete"),
+        ("ml-20m", ZIP[:-40], BROKEN),
         (
             "ml-20m",
             ZIP.replace(b"1,2,3.0,4", b"1,2,3.0,5"),
-            "could not be unpacked .* Bad CRC-32 .* check that the archive is complete",
+            "could not be unpacked .* Bad CRC-32 .* check that the arch",
         ),
-        ("ml-20m", _zip({"ml-20m/ratings.csv": RATINGS, "../x": b""}), r"contains '\.\./x', a path outside its folder"),
-        ("ml-20m", _zip({"ml-20m/ratings.csv": RATINGS, "/x": b""}), "contains '/x', a path outside its folder"),
-        ("ml-20m", _zip({"ml-20m/ratings.csv": RATINGS, "a\\..\\x": b""}), "a path outside its folder"),
-        ("ml-20m", _zip({"ml-20m/ratings.csv": RATINGS, "C:x": b""}), "contains 'C:x', a path outside its folder"),
-        ("ml-20m", _zip_with_link("ml-20m/x"), "contains 'ml-20m/x', a link or a device"),
-        (
-            "kuairand-pure",
-            _tar({"KuaiRand-Pure/data/x.csv": b""}),
-            "does not contain KuaiRand-Pure/data/log_standard_4_08",
-        ),
-        ("kuairand-pure", _tar({}, _member(next(iter(PURE_FILES)), tarfile.DIRTYPE)), "does not contain"),
-        ("kuairand-pure", b"not a gzip", "could not be unpacked .* check that the archive is complete"),
-        ("kuairand-pure", TAR[: len(TAR) // 2], "could not be unpacked .* check that the archive is complete"),
-        (
-            "kuairand-pure",
-            _tar(PURE_FILES, _member("a/../../x")),
-            r"contains 'a/\.\./\.\./x', a path outside its folder",
-        ),
-        ("kuairand-pure", _tar(PURE_FILES, _member("/x")), "contains '/x', a path outside its folder"),
-        ("kuairand-pure", _tar(PURE_FILES, _member("x", tarfile.SYMTYPE)), "contains 'x', a link or a device"),
-        ("kuairand-pure", _tar(PURE_FILES, _member("x", tarfile.LNKTYPE)), "contains 'x', a link or a device"),
-        ("kuairand-pure", _tar(PURE_FILES, _member("x", tarfile.FIFOTYPE)), "contains 'x', a link or a device"),
+        ("ml-20m", _zip({**ONE, "../x": b""}), r"contains '\.\./x', a path outside its folder"),
+        ("ml-20m", _zip({**ONE, "/x": b""}), "contains '/x', a path outside its folder"),
+        ("ml-20m", _zip({**ONE, "a\\..\\x": b""}), "a path outside its folder"),
+        ("ml-20m", _zip({**ONE, "C:x": b""}), "contains 'C:x', a path outside its folder"),
+        ("ml-20m", _zip(ONE, link="ml-20m/x"), "contains 'ml-20m/x', a link or a device"),
+        ("kuairand-pure", _tar({}, next(iter(PURE_FILES)), tarfile.DIRTYPE), "does not contain KuaiRand-Pure/data/log"),
+        ("kuairand-pure", b"not a gzip", BROKEN),
+        ("kuairand-pure", TAR[: len(TAR) // 2], BROKEN),
+        ("kuairand-pure", _tar(PURE_FILES, "a/../../x"), r"contains 'a/\.\./\.\./x', a path outside its folder"),
+        ("kuairand-pure", _tar(PURE_FILES, "x", tarfile.SYMTYPE), "contains 'x', a link or a device"),
+        ("kuairand-pure", _tar(PURE_FILES, "x", tarfile.FIFOTYPE), "contains 'x', a link or a device"),
     ],
 )
-def test_an_invalid_archive_leaves_nothing_unpacked(
-    tmp_path: Path, server: Server, of: str, archive: bytes, message: str
-) -> None:
+def test_an_invalid_archive_raises(tmp_path: Path, server: Server, of: str, archive: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         ensure_raw_files(server.dataset(archive, of=of), tmp_path / "raw")
     assert "\n" not in str(caught.value)
@@ -185,87 +151,66 @@ def test_a_tar_is_unpacked_in_any_order_of_its_members(tmp_path: Path, server: S
     assert _contents(folder) == dict(zip(PURE.files, (b"one", b"two" * 10_000, b"u"), strict=True))
 
 
-def test_an_existing_archive_is_used(tmp_path: Path) -> None:
-    (tmp_path / "KuaiRand-Pure.tar.gz").write_bytes(TAR)
-    folder = ensure_raw_files(replace(PURE, md5=md5(TAR).hexdigest()), tmp_path)
-    assert _contents(folder) == {name: name.encode() for name in PURE.files}
-
-
-def test_an_archive_with_another_checksum_is_not_unpacked(tmp_path: Path) -> None:
+def test_an_existing_archive_is_used_if_it_is_the_right_one_and_its_folder_is_free(tmp_path: Path) -> None:
     (tmp_path / "KuaiRand-Pure.tar.gz").write_bytes(TAR)
     with pytest.raises(DataError, match=r"has MD5 .*, expected 0820331067a3784d9691136f772b35a7; delete it"):
         ensure_raw_files(PURE, tmp_path)
-    assert _contents(tmp_path) == {"KuaiRand-Pure.tar.gz": TAR}
-
-
-def test_a_file_with_the_name_of_the_folder_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "KuaiRand-Pure.tar.gz").write_bytes(TAR)
+    dataset = replace(PURE, md5=md5(TAR).hexdigest())
     (tmp_path / "KuaiRand-Pure").write_bytes(b"mine")
     with pytest.raises(DataError, match="could not be unpacked into"):
-        ensure_raw_files(replace(PURE, md5=md5(TAR).hexdigest()), tmp_path)
+        ensure_raw_files(dataset, tmp_path)
     assert _contents(tmp_path) == {"KuaiRand-Pure.tar.gz": TAR, "KuaiRand-Pure": b"mine"}
-
-
-def test_a_raw_folder_that_is_a_file_raises(tmp_path: Path) -> None:
-    (tmp_path / "raw").write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"raw cannot be used for raw files: .*; choose another folder"):
-        ensure_raw_files(PURE, tmp_path / "raw")
+    with pytest.raises(DataError, match=r"Pure cannot be used for raw files: .*; choose another folder"):
+        ensure_raw_files(dataset, tmp_path / "KuaiRand-Pure")
+    (tmp_path / "KuaiRand-Pure").unlink()
+    assert _contents(ensure_raw_files(dataset, tmp_path)) == {name: name.encode() for name in PURE.files}
 
 
 # Incompressible, and large enough to be received in several chunks.
 LARGE = random.Random(0).randbytes(400_000)
 LARGE_ZIP = _zip({"ml-20m/ratings.csv": LARGE})
+UNPACKED = {"ml-20m.zip": LARGE_ZIP, "ml-20m/ratings.csv": LARGE}
 
 
-def _partial(tmp_path: Path) -> Path:
-    path = tmp_path / "raw" / "ml-20m.zip.partial"
-    path.parent.mkdir(exist_ok=True)
-    return path
+def _write_partial(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "ml-20m.zip.partial").write_bytes(content)
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])
 def test_an_interrupted_download_is_completed(tmp_path: Path, server: Server, has_ranges: bool) -> None:
     server.has_ranges, server.max_bytes = has_ranges, 300_000
     dataset = server.dataset(LARGE_ZIP)
-    with pytest.raises(
-        DataError, match="the connection was interrupted, and the next attempt resumes from there; check"
-    ):
+    with pytest.raises(DataError, match="connection was interrupted, and the next attempt resumes from there; check"):
         ensure_raw_files(dataset, tmp_path / "raw")
-    received = _contents(tmp_path / "raw")
-    assert list(received) == ["ml-20m.zip.partial"]
-    num_received = len(received["ml-20m.zip.partial"])
-    assert 0 < num_received <= 300_000
-    assert LARGE_ZIP.startswith(received["ml-20m.zip.partial"])
+    ((name, received),) = _contents(tmp_path / "raw").items()
+    assert name == "ml-20m.zip.partial"
+    assert 0 < len(received) <= 300_000
+    assert LARGE_ZIP.startswith(received)
 
     server.max_bytes = None
     ensure_raw_files(dataset, tmp_path / "raw")
-    assert _contents(tmp_path / "raw") == {"ml-20m.zip": LARGE_ZIP, "ml-20m/ratings.csv": LARGE}
-    assert server.requests == [("/ml-20m.zip", None), ("/ml-20m.zip", f"bytes={num_received}-")]
-
-
-def test_a_complete_partial_file_is_used(tmp_path: Path, server: Server) -> None:
-    _partial(tmp_path).write_bytes(LARGE_ZIP)
-    ensure_raw_files(server.dataset(LARGE_ZIP), tmp_path / "raw")
-    assert _contents(tmp_path / "raw") == {"ml-20m.zip": LARGE_ZIP, "ml-20m/ratings.csv": LARGE}
+    assert _contents(tmp_path / "raw") == UNPACKED
+    assert server.requests == [("/ml-20m.zip", None), ("/ml-20m.zip", f"bytes={len(received)}-")]
 
 
 @pytest.mark.parametrize("partial", [b"of another file", b"longer than the archive" * 100_000])
-def test_a_wrong_checksum_after_a_resume_removes_the_partial_file(
-    tmp_path: Path, server: Server, partial: bytes
-) -> None:
-    _partial(tmp_path).write_bytes(partial)
+def test_a_wrong_checksum_removes_the_partial_file(tmp_path: Path, server: Server, partial: bytes) -> None:
     dataset = server.dataset(LARGE_ZIP)
+    _write_partial(tmp_path, LARGE_ZIP)  # complete, so it is used
+    ensure_raw_files(dataset, tmp_path / "raw")
+    assert _contents(tmp_path / "raw") == UNPACKED
+    shutil.rmtree(tmp_path / "raw")
+    _write_partial(tmp_path, partial)
     with pytest.raises(DataError, match="the MD5 of the received file differs from the catalog's"):
         ensure_raw_files(dataset, tmp_path / "raw")
     assert _contents(tmp_path / "raw") == {}
     ensure_raw_files(dataset, tmp_path / "raw")
-    assert _contents(tmp_path / "raw") == {"ml-20m.zip": LARGE_ZIP, "ml-20m/ratings.csv": LARGE}
+    assert _contents(tmp_path / "raw") == UNPACKED
 
 
-def test_ctrl_c_while_receiving_keeps_only_the_partial_file(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _partial(tmp_path).write_bytes(LARGE_ZIP[:100])
+def test_ctrl_c_keeps_only_the_partial_file(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_partial(tmp_path, LARGE_ZIP[:100])
     receive = requests.Response.iter_content
 
     def receive_one_chunk(response: requests.Response, chunk_bytes: int) -> Iterator[bytes]:
@@ -278,33 +223,14 @@ def test_ctrl_c_while_receiving_keeps_only_the_partial_file(
     assert _contents(tmp_path / "raw") == {"ml-20m.zip.partial": LARGE_ZIP[:60_100]}
 
 
-def test_progress_is_shown_on_request(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_several_concurrent_calls_downloads_and_shows_progress_on_request(
+    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     dataset = server.dataset(LARGE_ZIP)
-    ensure_raw_files(dataset, tmp_path / "silent")
-    assert capsys.readouterr() == ("", "")
-    ensure_raw_files(dataset, tmp_path / "raw", show_progress=True)
-    assert "400k/400k" in capsys.readouterr().err
-
-
-def test_one_of_several_concurrent_calls_downloads(tmp_path: Path, server: Server) -> None:
-    dataset = server.dataset(LARGE_ZIP)
-    threads = [threading.Thread(target=ensure_raw_files, args=(dataset, tmp_path / "raw")) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert _contents(tmp_path / "raw") == {"ml-20m.zip": LARGE_ZIP, "ml-20m/ratings.csv": LARGE}
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ensure_raw_files, [dataset] * 4, [tmp_path / "raw"] * 4))
+    assert _contents(tmp_path / "raw") == UNPACKED
     assert len(server.requests) == 1
-
-
-def test_sources_have_paths_relative_to_the_raw_folder(tmp_path: Path) -> None:
-    path = tmp_path / "ml-20m" / "ratings.csv"
-    path.parent.mkdir()
-    path.write_bytes(RATINGS)
-    (source,) = source_files(tmp_path, [path])
-    assert (source.path, source.bytes, source.sha256) == (
-        "ml-20m/ratings.csv",
-        len(RATINGS),
-        sha256(RATINGS).hexdigest(),
-    )
-    assert md5_of(path) == md5(RATINGS).hexdigest()
+    assert capsys.readouterr() == ("", "")
+    ensure_raw_files(dataset, tmp_path / "other", show_progress=True)
+    assert "400k/400k" in capsys.readouterr().err

@@ -1,6 +1,3 @@
-"""Hand-written KuaiRand files in each layout, with every output value checked."""
-
-import re
 from pathlib import Path
 
 import polars as pl
@@ -53,42 +50,30 @@ def write(folder: Path, files: dict[str, tuple[str, ...]]) -> Path:
 PURE = CATALOG["kuairand-pure"]
 
 
-def read_pure(
-    tmp_path: Path, *lines: str, header: str = LOG_HEADER, users: tuple[str, ...] = (USERS_HEADER, *USERS)
-) -> Interactions:
+def read_pure(tmp_path: Path, *lines: str, users: tuple[str, ...] = (USERS_HEADER, *USERS)) -> Interactions:
     """Read a dataset whose first log consists of a header and these lines."""
     first, second = PURE.events
-    files = {first: (header, *lines), second: (LOG_HEADER, log_line()), PURE.files[-1]: users}
+    files = {first: (LOG_HEADER, *lines), second: (LOG_HEADER, log_line()), PURE.files[-1]: users}
     return read_kuairand(PURE, write(tmp_path / "KuaiRand-Pure", files))
 
 
+PARTS_OF_27K = [f"{dates}_27k_part{number}" for dates in ("4_08_to_4_21", "4_22_to_5_08") for number in (1, 2)]
+# The folder, the logs and the features of each dataset.
 LAYOUTS = {
-    "kuairand-pure": (
-        "KuaiRand-Pure",
-        ["log_standard_4_08_to_4_21_pure.csv", "log_standard_4_22_to_5_08_pure.csv"],
-        "user_features_pure.csv",
-    ),
-    "kuairand-1k": (
-        "KuaiRand-1K",
-        ["log_standard_4_08_to_4_21_1k.csv", "log_standard_4_22_to_5_08_1k.csv"],
-        "user_features_1k.csv",
-    ),
-    "kuairand-27k": (
-        "KuaiRand-27K",
-        [
-            "log_standard_4_08_to_4_21_27k_part1.csv",
-            "log_standard_4_08_to_4_21_27k_part2.csv",
-            "log_standard_4_22_to_5_08_27k_part1.csv",
-            "log_standard_4_22_to_5_08_27k_part2.csv",
-        ],
-        "user_features_27k.csv",
-    ),
+    "kuairand-pure": ("KuaiRand-Pure", ["4_08_to_4_21_pure", "4_22_to_5_08_pure"], "user_features_pure.csv"),
+    "kuairand-1k": ("KuaiRand-1K", ["4_08_to_4_21_1k", "4_22_to_5_08_1k"], "user_features_1k.csv"),
+    "kuairand-27k": ("KuaiRand-27K", PARTS_OF_27K, "user_features_27k.csv"),
 }
+
+
+def layout_of(name: str) -> tuple[str, list[str], str]:
+    folder, logs, users = LAYOUTS[name]
+    return folder, [f"log_standard_{log}.csv" for log in logs], users
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
-    folder_name, logs, users = LAYOUTS[name]
+    folder_name, logs, users = layout_of(name)
     # User 1 is in every log, user 2 only in the second, user 4 only in the first and without features; user 3 has
     # features and no event.
     contents: dict[str, tuple[str, ...]] = {
@@ -99,8 +84,9 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
         log_line(user=4, video=7, time=0, flags="1,0,1,0,1,0,1", play=9_007_199_254_740_993, duration=0, profile=1),
     )
     contents[f"data/{logs[1]}"] += (
-        log_line(user=2, video=0, time=253_402_300_799_999, flags="0,1,0,1,0,1,0", play=17, duration=34, tab=14),
-        log_line(user=2, video=9_223_372_036_854_775_807, flags="1,1,1,1,1,1,1", play=-1, profile=1),
+        log_line(
+            user=2, video=2**63 - 1, time=253_402_300_799_999, flags="0,1,0,1,0,1,0", play=-1, duration=34, tab=14
+        ),
     )
     folder = write(tmp_path / folder_name, contents | {f"data/{users}": (USERS_HEADER, *USERS)})
     interactions = read_kuairand(CATALOG[name], folder)
@@ -109,17 +95,13 @@ def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
     types = [pl.Int64, pl.Int64, pl.Int32, pl.Int64, pl.Int64, pl.Int64, pl.Boolean]
     expected = [[(1, 100 + number, 0, 1_650_000_000_000 + number, 0, 1000, True)] for number in range(len(logs))]
     expected[0] += [(4, 7, 1 + 4 + 16 + 64 + 128, 0, 9_007_199_254_740_993, 0, True)]
-    expected[1] += [
-        (2, 0, 2 + 8 + 32, 253_402_300_799_999, 17, 34, True),
-        (2, 9_223_372_036_854_775_807, 255, 1_650_000_000_000, -1, 1000, True),
-    ]
+    expected[1] += [(2, 2**63 - 1, 2 + 8 + 32, 253_402_300_799_999, -1, 34, True)]
     assert [part.name for part in interactions.parts] == [str(folder / "data" / log) for log in logs]
     assert [part.size for part in interactions.parts] == [(folder / "data" / log).stat().st_size for log in logs]
     for part, rows in zip(interactions.parts, expected, strict=True):
         events = part.events.collect()
-        assert events.columns == columns
+        assert (events.columns, events.rows()) == (columns, rows)
         assert events.dtypes == types
-        assert events.rows() == rows
         assert part.find_bad(10) == []
 
     assert interactions.num_actions == 256
@@ -150,53 +132,27 @@ BIT_NAMES = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is
     ("line", "reason"),
     [
         *(
-            (log_line(flags=",".join("2" if index == flag else "0" for index in range(7))), f"{name} must be 0 or 1")
-            for flag, name in enumerate(BIT_NAMES)
+            (log_line(flags="0," * flag + "2" + ",0" * (6 - flag)), f"{BIT_NAMES[flag]} must be 0 or 1")
+            for flag in range(7)
         ),
-        (log_line(flags="-1,0,0,0,0,0,0"), "is_click must be 0 or 1"),
-        (log_line(flags="256,0,0,0,0,0,0"), "is_click must be 0 or 1"),
-        (log_line(flags=",0,0,0,0,0,0"), "is_click must be 0 or 1"),
+        *((log_line(flags=f"{value},0,0,0,0,0,0"), "is_click must be 0 or 1") for value in ("-1", "256", "")),
         (log_line(profile=2), "is_profile_enter must be 0 or 1"),
-        (log_line(time=-1), "time_ms is not in the years 1970 to 9999"),
-        (log_line(time=253_402_300_800_000), "time_ms is not in the years 1970 to 9999"),
+        *((log_line(time=time), "time_ms is not in the years 1970 to 9999") for time in (-1, 253_402_300_800_000)),
         (log_line(time="soon"), "time_ms is not an integer in -2^63..2^63-1"),
         (log_line(user="x1"), "user_id is not an integer in -2^63..2^63-1"),
-        (log_line(user=""), "user_id is not an integer in -2^63..2^63-1"),
         (log_line(video=9_223_372_036_854_775_808), "video_id is not an integer in -2^63..2^63-1"),
         (log_line(video=-1), "video_id must not be negative"),
         (log_line(play="1.5"), "play_time_ms is not an integer in -2^63..2^63-1"),
         (log_line(duration=""), "duration_ms is not an integer in -2^63..2^63-1"),
         (log_line(tab=""), "tab is not an integer in -2^63..2^63-1"),
         (GOOD.rsplit(",", 1)[0], "expected 19 fields, got 18"),
-        ("1", "expected 19 fields, got 1"),
-        (GOOD + ",1", "expected 19 fields, got 20"),
     ],
 )
 def test_bad_rows_are_found_with_their_reason(tmp_path: Path, line: str, reason: str) -> None:
     first, second = read_pure(tmp_path, GOOD, line, GOOD).parts
     assert first.events.select("is_good").collect().to_series().to_list() == [True, False, True]
-    assert first.events.collect().get_column("is_good").to_list() == [True, False, True]
     assert first.find_bad(10) == [BadRow(line=3, text=line, reason=reason)]
     assert second.find_bad(10) == []
-
-
-def test_unused_columns_may_contain_anything(tmp_path: Path) -> None:
-    events = read_pure(tmp_path, GOOD.replace("20220415", "x y"), GOOD.replace(",1320,", ',"é,')).parts[0].events
-    assert events.collect().get_column("is_good").to_list() == [True, True]
-
-
-@pytest.mark.parametrize(
-    "header", [LOG_HEADER.replace("video_id", "item_id"), LOG_HEADER.removesuffix(",tab"), LOG_HEADER + ",x", GOOD]
-)
-def test_an_unexpected_header_raises(tmp_path: Path, header: str) -> None:
-    message = re.escape(f"starts with {header[:80]!r}, expected '{LOG_HEADER}'; check that it is the right file")
-    with pytest.raises(DataError, match=rf"log_standard_4_08_to_4_21_pure\.csv {message}"):
-        read_pure(tmp_path, GOOD, header=header)
-
-
-def test_a_log_without_events_raises(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"4_21_pure\.csv contains no rows; create or download it again"):
-        read_pure(tmp_path)
 
 
 @pytest.mark.parametrize("name", PURE.files)
@@ -214,13 +170,9 @@ def test_a_missing_file_raises(tmp_path: Path, name: str) -> None:
             (USERS_HEADER.replace(",fans_user_num_range", ""), *USERS),
             "user_features_pure.csv has no column 'fans_user_num_range'; known: user_id, user_active_degree, ",
         ),
-        ((), "user_features_pure.csv is empty; create it again"),
-        ((USERS_HEADER,), "contains no rows; create or download it again"),
         ((USERS_HEADER, USERS[0], USERS[1] + ",x"), r"line 3 \('2,full_active,.*\): expected 31 fields, got 32"),
         ((USERS_HEADER, USERS[0], USERS[1][:-1]), r"line 3 \('2,full_active,.*\): expected 31 fields, got 30"),
         ((USERS_HEADER, "x" + USERS[0]), r"line 2 \('x1,high_active,.*\): user_id is not an integer in"),
-        ((USERS_HEADER, ""), r"line 2 \(''\): the line is empty; fix or remove the line"),
-        ((USERS_HEADER, USERS[0], USERS[0]), "user_features_pure.csv: user 1 appears twice; keep one row per user"),
     ],
 )
 def test_invalid_features_raise_one_line(tmp_path: Path, users: tuple[str, ...], message: str) -> None:

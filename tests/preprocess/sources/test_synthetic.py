@@ -17,10 +17,9 @@ def test_every_feature_follows_its_distribution(tmp_path: Path) -> None:
         actions=Uniform(low=2, high=3),
         contextual={"country": Uniform(low=0, high=3), "device": Zipf(high=5)},
     )
-    manifest = preprocess(
-        PreprocessConfig(dataset="synthetic", out=tmp_path / "out", split="none", synthetic=synthetic)
-    )
-    store = open_store(tmp_path / "out")
+    out = tmp_path / "out"
+    manifest = preprocess(PreprocessConfig(dataset="synthetic", out=out, split="none", synthetic=synthetic))
+    store = open_store(out)
     assert set(store.lengths.tolist()) == {3, 8}
     assert set(store.events["item_id"].tolist()) == set(range(31))
     assert set(store.events["action"].tolist()) == {2, 3}
@@ -32,17 +31,13 @@ def test_every_feature_follows_its_distribution(tmp_path: Path) -> None:
     assert "observations=3" in manifest.options["lengths"]
 
 
-def test_the_name_of_a_column_is_no_contextual_feature() -> None:
+def test_a_mistake_names_the_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no feature can be called 'length'"):
         SyntheticConfig(contextual={"length": Uniform()})
     with pytest.raises(ConfigError, match="num_users must be between 1 and 1,000,000,000, got 0"):
         SyntheticConfig(num_users=0)
-
-
-def test_more_events_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
     synthetic = SyntheticConfig(num_users=10, lengths=Uniform(low=2**62, high=2**62))
-    with pytest.raises(
-        ConfigError, match="users 1 to 10 have 46,116,860,184,273,879,040 events, more than 1,073,741,824"
-    ):
+    message = "users 1 to 10 have 46,116,860,184,273,879,040 events, more than 1,073,741,824"
+    with pytest.raises(ConfigError, match=message):
         preprocess(PreprocessConfig(dataset="synthetic", out=tmp_path / "out", synthetic=synthetic))
     assert list(tmp_path.iterdir()) == []

@@ -19,8 +19,8 @@ from evenrank.dataloader import LoaderConfig, RandomBatches, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.balance.partition.strategies import PartitionProblem
-from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.consistency import PlanCheck, confirm
+from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
 from evenrank.dataloader.balance.ranks.process_group import Members, members_of
 from evenrank.dataloader.state.resume_point import _FORMAT
 from evenrank.training import LossAverage
