@@ -42,7 +42,7 @@ def _create(rank: int, world_size: int, path: Path, of_second: dict[str, Any]) -
         ({"rank": 0}, "RankError", "the loader of rank 1 was created for rank 0"),
         ({"world_size": 3}, "ConfigError", "rank 1 failed: the loader is created for world_size 3, but 2 ranks would"),
     ],
-    ids=str,
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value)[:40],
 )
 def test_what_differs_is_told(ranks: RankPool, small_dataset: Path, change: Any, own: str, message: str) -> None:
     first, second = ranks.try_run(2, _create, small_dataset, change)
