@@ -67,8 +67,10 @@ def measure_step(
     sample_bytes: NDArray[np.int64],
     epoch: int = 0,
     step: int = 0,
+    gather_seconds: float = 0.0,
+    plan_seconds: float = 0.0,
 ) -> StepMetrics:
-    """Compare a step before and after balancing, given int64 [W, B] with 0 for padding; the times remain 0."""
+    """Compare a step before and after balancing, given int64 [W, B] with 0 for padding; the other times remain 0."""
     moved = assignment.moved
     return StepMetrics(
         epoch=epoch,
@@ -82,6 +84,8 @@ def measure_step(
         moved_tokens=int(tokens[moved].sum()),
         sample_bytes=int(sample_bytes.sum()),
         moved_bytes=int(sample_bytes[moved].sum()),
+        gather_seconds=gather_seconds,
+        plan_seconds=plan_seconds,
     )
 
 

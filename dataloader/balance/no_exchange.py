@@ -84,14 +84,17 @@ class LocalPlanner:
             plan_seconds = seconds + time.perf_counter() - started
             metrics = None
             if is_measured:
-                num_bytes = _in_rows(sample_bytes(self._schema, of_step.lengths), is_real)
                 metrics = measure_step(
-                    assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, epoch=epoch, step=step
+                    assignment,
+                    costs=costs,
+                    tokens=tokens,
+                    sample_bytes=_in_rows(sample_bytes(self._schema, of_step.lengths), is_real),
+                    epoch=epoch,
+                    step=step,
+                    plan_seconds=plan_seconds,
                 )
-                metrics = replace(metrics, plan_seconds=plan_seconds)
-            world_loss_tokens = int(of_step.loss_tokens.sum())
             plan_hash = self._hash(sample_ids[first:end], trained_by)
-            planned.append(LocalPlan(indices, world_loss_tokens, plan_hash, metrics))
+            planned.append(LocalPlan(indices, int(of_step.loss_tokens.sum()), plan_hash, metrics))
             first = end
         return planned
 
@@ -130,15 +133,10 @@ class LocalPlanner:
         for block in samples:
             candidates, by_name = block.num_candidates, _by_name(block)
             n = len(candidates)
-            lengths = [*block.of_keys.values()] if with_lengths else np.empty((0, n))
-            blocks.append(
-                _Known(
-                    costs=scaled_costs(cost, by_name, candidates, num_real=n, samples_per_step=num_slots),
-                    tokens=count_tokens(cost, by_name, n),
-                    loss_tokens=loss_tokens(self._schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_)),
-                    lengths=np.array(lengths, dtype=np.int64),
-                )
-            )
+            costs = scaled_costs(cost, by_name, candidates, num_real=n, samples_per_step=num_slots)
+            of_loss = loss_tokens(self._schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_))
+            lengths = np.array([*block.of_keys.values()] if with_lengths else np.empty((0, n)), dtype=np.int64)
+            blocks.append(_Known(costs, count_tokens(cost, by_name, n), of_loss, lengths))
         if len(blocks) == 1:
             return blocks[0]
         return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))

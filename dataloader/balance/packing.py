@@ -43,10 +43,8 @@ class PackedSchedule(StepSchedule):
     """Steps of different sizes; without balancing each rank would load an equal share of one, within one sample."""
 
     world_size: int
-    start: int
-    """Position before the first step."""
-    ends: NDArray[np.int64]
-    """[num_steps]: position after each step, ascending."""
+    start: int  # position before the first step
+    ends: NDArray[np.int64]  # [num_steps]: position after each step, ascending
 
     @property
     def num_steps(self) -> int:

@@ -94,11 +94,10 @@ class Exchange:
         """Do all that needs no other rank and moves nothing on the device; on any thread."""
         device = self._device
         rows = lay_out_rows(plan.sections, plan.world_lengths[plan.rank], batch.num_real)
-        layout = self._collective.layout(plan, rows)
-        output = lay_out_output(plan)
         batch_bytes = rows.total_bytes
-        host_copies = output.host_copies._replace(source_starts=output.host_copies.source_starts + batch_bytes)
-        unpack = ByteCopies.concatenate([layout.unpack(output.rows), host_copies])
+        output = lay_out_output(plan, batch_bytes)
+        layout = self._collective.layout(plan, rows, output.rows)
+        unpack = ByteCopies.concatenate([layout.unpack, output.host_copies])
         descriptors = [device.descriptors(copies) for copies in (layout.pack, unpack)]
         splits = [batch_bytes + len(output.host_data), *map(len, descriptors)]
         host_buffer = device.host_buffer(sum(splits))

@@ -4,41 +4,32 @@ import dataclasses
 import itertools
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from evenrank.core.errors import ConfigError, RankError, one_line
+from evenrank.core.errors import ConfigError, RankError
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch
 from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchemaReport:
-    """What a rank reports of its batches before the first step."""
-
-    schema: BatchSchema | None  # schema of its first batch; None if it has none
-    error: str | None  # error of its loader, in one line; None if there was none
-
-
-def report_schema(batch: JaggedBatch | None, error: Exception | None) -> SchemaReport:
-    """Return the report on a rank's first batch, or on why there is none."""
-    schema = None
-    if batch is not None and error is None:
-        try:
-            schema = schema_of(batch)
-            pickle.dumps(schema)
-            empty_batch(schema)  # needed once this rank has no more batches
-        except Exception as raised:  # reported to all ranks
-            schema, error = None, raised
-    return SchemaReport(schema=schema, error=None if error is None else one_line(error))
+def report_schema(batch: JaggedBatch | None, error: Exception | None) -> tuple[BatchSchema | None, Exception | None]:
+    """Return the schema of a rank's first batch, or the error of its loader or of the schema; both None: no batch."""
+    if batch is None or error is not None:
+        return None, error
+    try:
+        schema = schema_of(batch)
+        pickle.dumps(schema)
+        empty_batch(schema)  # needed once this rank has no more batches
+    except Exception as raised:  # reported to all ranks
+        return None, raised
+    return schema, None
 
 
-def common_schema(reports: Sequence[SchemaReport], batch_size: int | None = None) -> BatchSchema | None:
+def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None = None) -> BatchSchema | None:
     """Return the schema of all ranks that have batches, or raise a RankError if two differ; None if no rank has any.
 
     `batch_size` None is that of the longest batch.
     """
-    known = [(rank, report.schema) for rank, report in enumerate(reports) if report.schema is not None]
+    known = [(rank, schema) for rank, schema in enumerate(schemas) if schema is not None]
     if batch_size is None:
         batch_size = max((schema.batch_size for _, schema in known if schema.batch_size), default=1)
     known = [(rank, dataclasses.replace(schema, batch_size=batch_size)) for rank, schema in known]

@@ -26,13 +26,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from evenrank.core.errors import RankError, RankLostError, one_line
-from evenrank.dataloader.balance.ranks.metadata import (
-    STATUS_FAILED,
-    STATUS_OK,
-    MetadataAllGather,
-    StepMetadata,
-    all_gather_objects,
-)
+from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather, StepMetadata, all_gather_objects
 from evenrank.dataloader.balance.ranks.process_group import Members, within
 
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
@@ -54,9 +48,9 @@ def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def gather_checked(settings: Mapping[str, Any], value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the picklable values of all ranks, after `check_settings`. Collective: every rank must call this.
+    """Return the picklable values of all ranks, after `check_settings`; `group` None is this process alone.
 
-    `group` None is this process alone.
+    Collective: every rank must call this.
     """
     if group is None:
         return [value]
@@ -209,37 +203,24 @@ def confirm(
 ) -> None:
     """Return if all ranks have the same plan of a step. Collective: every rank must call this.
 
-    Args:
-        all_gather: of all ranks.
-        metadata: the messages that this rank received from all ranks, uint8 [W, message size].
-        rank_of: this rank's assignment, int32 [W, B]; None if it failed.
-        error: why it failed; raised on this rank, while the others raise a RankError with it.
-        step_name: the step, for messages.
-        strategy: the strategy's name, for messages.
+    `metadata` are the messages received from all ranks, uint8 [W, message size], and `rank_of` this rank's assignment,
+    int32 [W, B]; None if it failed with `error`, which it raises, while the others raise a RankError with it.
     """
-    status = STATUS_OK if error is None else STATUS_FAILED
-    words = np.array([status, _digest(metadata), 0 if rank_of is None else _digest(rank_of)])
-    statuses, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
-    if (statuses != STATUS_OK).any():
+    words = np.array([error is not None, _digest(metadata), 0 if rank_of is None else _digest(rank_of)], dtype=np.int64)
+    failed, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
+    if failed.any():
         errors = all_gather_objects(all_gather, None if error is None else one_line(error))
         if error is not None:
             raise error
         raise_reported_errors(errors)
-    if (rank := _first_that_differs(received)) is not None:
-        raise RankError(
-            f"in {step_name}, rank {rank} received other metadata than rank 0; the memory or the network of a host is "
-            "faulty"
-        )
-    if (rank := _first_that_differs(assigned)) is not None:
-        raise RankError(
-            f"in {step_name}, rank {rank} assigns samples differently from rank 0, given the same costs; the strategy "
-            f"{strategy!r} must be a pure function of its argument, and the same code on all ranks"
-        )
-
-
-def _first_that_differs(digests: NDArray[np.int64]) -> int | None:
-    differing = np.flatnonzero(digests != digests[0])
-    return int(differing[0]) if len(differing) else None
+    other_metadata = "received other metadata than rank 0; the memory or the network of a host is faulty"
+    other_plan = (
+        f"assigns samples differently from rank 0, given the same costs; the strategy {strategy!r} must be a pure "
+        "function of its argument, and the same code on all ranks"
+    )
+    for digests, fault in ((received, other_metadata), (assigned, other_plan)):
+        if len(differing := np.flatnonzero(digests != digests[0])):
+            raise RankError(f"in {step_name}, rank {differing[0]} {fault}")
 
 
 def _digest(array: NDArray[np.generic]) -> int:
