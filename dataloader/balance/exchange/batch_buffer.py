@@ -106,50 +106,49 @@ class OutputLayout:
     total_bytes: int
     host_data: NDArray[np.uint8]  # bytes that the host computes: lengths, offsets, and padding rows of dense tensors
     host_copies: ByteCopies  # copies of `host_data` (source 1) to the buffer
-    dense: dict[str, TensorView]  # dense fields by name
-    jagged: dict[str, JaggedTensorView]  # jagged fields by name
-    host_fields: dict[str, Any]  # fields that stay on the host, by name
+    fields: dict[str, Any]  # fields that differ from those of the loaded batch: views of the buffer, or other values
 
 
 def lay_out_output(plan: Plan, host_start: int) -> OutputLayout:
-    """Lay out the batch that a plan produces, with `host_data` at byte `host_start` of its source."""
-    schema = plan.schema
+    """Lay out the batch that a plan produces, with `host_data` from byte `host_start` of its source on."""
     rows = lay_out_rows(plan.sections, plan.lengths, plan.num_real)
-    specs = {spec.name: spec for spec in schema.fields}
-    views: dict[tuple[str, bool], TensorView] = {}  # by field and whether it is the weights
-    host_data = _HostData(rows.total_bytes)
     num_rows = plan.lengths.shape[1]
-    extents = zip(rows.tensor_starts.tolist(), rows.tensor_bytes.tolist(), strict=True)
-    for index, (start, size) in zip(first_sections(plan.sections), extents, strict=True):
-        section = plan.sections[index]
-        spec = specs[section.field]
-        if section.key is None and plan.num_real < num_rows:
-            padding = torch.full((num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu")
-            host_data.add(as_bytes(padding).numpy(), end=start + size)
-        views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, num_rows)
-    jagged: dict[str, JaggedTensorView] = {}
+    fields: dict[str, Any] = {
+        "batch_size": num_rows,
+        "num_real": plan.num_real,
+        "loss_tokens": plan.loss_tokens,
+        "world_loss_tokens": plan.world_loss_tokens,
+        "dp_size": len(plan.rank_of),
+        "max_lengths": plan.schema.max_lengths(plan.lengths),
+    }
+    tensors = [(plan.sections[index].field, plan.sections[index].is_weights) for index in first_sections(plan.sections)]
+    starts = dict(zip(tensors, rows.tensor_starts.tolist(), strict=True))
+    host_data = _HostData(rows.total_bytes)
     first_key = 0
-    for spec in schema.fields:
-        if spec.keys is not None and spec.dtype is not None:
-            lengths = plan.lengths[first_key : first_key + len(spec.keys)]
-            jagged[spec.name] = _jagged_view(spec, lengths, views, host_data)
-            first_key += len(spec.keys)
+    for spec in plan.schema.fields:
+        if spec.dtype is None:
+            continue
+        start = starts[spec.name, False]
+        if spec.keys is None:
+            fields[spec.name] = TensorView(start, spec.dtype, (num_rows, *spec.shape))
+            if plan.num_real < num_rows:
+                padding = torch.full((num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu")
+                bytes_of_row = math.prod(spec.shape) * spec.dtype.itemsize
+                host_data.add(as_bytes(padding).numpy(), start + plan.num_real * bytes_of_row)
+            continue
+        lengths = plan.lengths[first_key : first_key + len(spec.keys)]
+        first_key += len(spec.keys)
+        views = {"values": TensorView(start, spec.dtype, (int(lengths.sum()), *spec.shape))}
+        if spec.weights_dtype is not None:
+            views["weights"] = TensorView(starts[spec.name, True], spec.weights_dtype, (int(lengths.sum()),))
+        fields[spec.name] = _jagged_view(spec, lengths, views, host_data)
     ranges = np.array(host_data.ranges, dtype=np.int64).reshape(-1, 3).T
     return OutputLayout(
         rows=rows,
         total_bytes=host_data.buffer_end,
         host_data=np.concatenate(host_data.parts),
         host_copies=ByteCopies.from_source(1, ranges[0] + host_start, *ranges[1:]),
-        dense={name: view for (name, _), view in views.items() if name not in jagged},
-        jagged=jagged,
-        host_fields={
-            "batch_size": num_rows,
-            "num_real": plan.num_real,
-            "loss_tokens": plan.loss_tokens,
-            "world_loss_tokens": plan.world_loss_tokens,
-            "dp_size": len(plan.rank_of),
-            "max_lengths": schema.max_lengths(plan.lengths),
-        },
+        fields=fields,
     )
 
 
@@ -164,9 +163,13 @@ def output_fields(buffer: Tensor, output: OutputLayout) -> dict[str, Any]:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         return by_dtype[dtype].as_strided(shape, strides, start // dtype.itemsize)
 
-    fields = output.host_fields | {name: tensor(view) for name, view in output.dense.items()}
-    for name, (tensors, metadata) in output.jagged.items():
-        fields[name] = KeyedJaggedTensor(**{key: tensor(view) for key, view in tensors.items()}, **metadata)
+    fields = dict(output.fields)
+    for name, value in fields.items():
+        if isinstance(value, TensorView):
+            fields[name] = tensor(value)
+        elif isinstance(value, JaggedTensorView):
+            tensors = {key: tensor(view) for key, view in value.tensors.items()}
+            fields[name] = KeyedJaggedTensor(**tensors, **value.metadata)
     return fields
 
 
@@ -179,12 +182,12 @@ class _HostData:
         self.ranges: list[tuple[int, int, int]] = []  # start in the data, start in the output buffer, bytes
         self._size = 0
 
-    def add(self, data: NDArray[Any], end: int | None = None) -> int:
-        """Add an array that ends at byte `end` of the output buffer, or is appended to it; return its first byte."""
+    def add(self, data: NDArray[Any], target: int | None = None) -> int:
+        """Add an array that goes to byte `target` of the output buffer, or is appended to it; return its first byte."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         gap = -len(flat) % ALIGNMENT
-        target = self.buffer_end if end is None else end - len(flat)
-        if end is None:
+        if target is None:
+            target = self.buffer_end
             self.buffer_end += len(flat) + gap
         self.ranges.append((self._size, target, len(flat)))
         self.parts += [flat, np.zeros(gap, dtype=np.uint8)]
@@ -192,29 +195,16 @@ class _HostData:
         return target
 
 
-def _tensor_view(spec: FieldSpec, section: Section, start: int, size: int, num_rows: int) -> TensorView:
-    dtype = spec.weights_dtype if section.is_weights else spec.dtype
-    shape = () if section.is_weights else spec.shape
-    assert dtype is not None
-    element_bytes = math.prod(shape) * dtype.itemsize
-    count = num_rows if section.key is None else size // max(element_bytes, 1)
-    return TensorView(start, dtype, (count, *shape))
-
-
 def _jagged_view(
-    spec: FieldSpec, lengths: NDArray[np.int64], views: dict[tuple[str, bool], TensorView], host_data: _HostData
+    spec: FieldSpec, lengths: NDArray[np.int64], views: dict[str, TensorView], host_data: _HostData
 ) -> JaggedTensorView:
+    """Return the view of a field, given those of its values and weights; its lengths and offsets become host data."""
     assert spec.keys is not None
     assert spec.lengths_dtype is not None
     dtype = torch.empty(0, dtype=spec.lengths_dtype, device="cpu").numpy().dtype
-    flat = lengths.reshape(-1)
-    lengths_view, offsets_view = (
-        TensorView(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
-        for values in (flat, np.concatenate([[0], np.cumsum(flat)]))
-    )
-    tensors = {"values": views[spec.name, False], "lengths": lengths_view, "offsets": offsets_view}
-    if (weights := views.get((spec.name, True))) is not None:
-        tensors["weights"] = weights
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    for name, values in (("lengths", lengths.reshape(-1)), ("offsets", offsets)):
+        views[name] = TensorView(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
     length_per_key = lengths.sum(axis=1).tolist()
     metadata = {
         "keys": list(spec.keys),
@@ -222,4 +212,4 @@ def _jagged_view(
         "length_per_key": length_per_key,
         "offset_per_key": [0, *itertools.accumulate(length_per_key)],
     }
-    return JaggedTensorView(tensors, metadata)
+    return JaggedTensorView(views, metadata)

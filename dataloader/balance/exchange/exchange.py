@@ -40,8 +40,7 @@ class PreparedStep:
     unpack: ByteCopies  # from the receive buffer (source 0) and the device buffer (source 1) to the output buffer
     host_buffer: Tensor  # the loaded batch, the host data of the new one, and the descriptors of the two copies
     device_buffer: Tensor  # target of the upload of `host_buffer`
-    pack_descriptors: Tensor  # part of the device buffer
-    unpack_descriptors: Tensor  # part of the device buffer
+    descriptors: tuple[Tensor, Tensor]  # to pack and to unpack: parts of the device buffer
     send_buffer: Tensor
     receive_buffer: Tensor
     output_buffer: Tensor  # the new batch
@@ -112,8 +111,7 @@ class Exchange:
             unpack=unpack,
             host_buffer=host_buffer,
             device_buffer=device_buffer,
-            pack_descriptors=pack_descriptors,
-            unpack_descriptors=unpack_descriptors,
+            descriptors=(pack_descriptors, unpack_descriptors),
             send_buffer=send_buffer,
             receive_buffer=receive_buffer,
             output_buffer=output_buffer,
@@ -129,7 +127,7 @@ class Exchange:
             # A collective occupies multiprocessors while it waits for other ranks. Right after the all-reduce of the
             # gradients, where a training step begins, no rank is far ahead, so it hardly waits.
             device.wait_for_training()
-            device.copy(step.layout.pack, step.pack_descriptors, (step.device_buffer,), step.send_buffer)
+            device.copy(step.layout.pack, step.descriptors[0], (step.device_buffer,), step.send_buffer)
             work = self._start(step.layout, step.send_buffer, step.receive_buffer)
         return StepInFlight(prepared=step, work=work)
 
@@ -139,15 +137,14 @@ class Exchange:
         sources = (step.receive_buffer, step.device_buffer)
         with device.side_stream("finish"):
             self._wait(in_flight.work)
-            device.copy(step.unpack, step.unpack_descriptors, sources, step.output_buffer)
+            device.copy(step.unpack, step.descriptors[1], sources, step.output_buffer)
         device.hand_over((step.output_buffer,))
 
     def _start(self, layout: CollectiveLayout, send_buffer: Tensor, receive_buffer: Tensor) -> Work | None:
-        if self._group is None:
+        if (group := self._group) is None:
             return None
-        return self._collective.start(
-            layout, send_buffer, receive_buffer, self._group, async_op=self._device.async_collectives
-        )
+        async_op = self._device.async_collectives
+        return self._collective.start(layout, send_buffer, receive_buffer, group, async_op=async_op)
 
     def _wait(self, work: Work | None) -> None:
         if self._group is not None and work is not None:

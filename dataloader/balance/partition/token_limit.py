@@ -43,7 +43,7 @@ def balance_within_token_limit(
     tokens_of_rank = sums_by_rank(tokens, rank_of, world_size)
     if tokens_of_rank.max() > max_tokens:
         # Steps that are packed are within the limit by this assignment, but not always by swaps from other starts.
-        by_lpt = assign_by_tokens(tokens, by_tokens, world_size, len(tokens) // world_size)
+        by_lpt = lpt_with_room(tokens, by_tokens, world_size, len(tokens) // world_size, 0, IGNORE_HOME)
         tokens_by_lpt = sums_by_rank(tokens, by_lpt, world_size)
         if tokens_by_lpt.max() <= max_tokens:
             rank_of, tokens_of_rank = by_lpt, tokens_by_lpt
@@ -51,17 +51,6 @@ def balance_within_token_limit(
         state = make_rank_loads(costs, order, rank_of, world_size)
         _swap_within_limit(state, tokens, tokens_of_rank, max_tokens, target)
     return rank_of
-
-
-@compiled
-def assign_by_tokens(
-    tokens: NDArray[np.int64], order: NDArray[np.int64], world_size: int, batch_size: int
-) -> NDArray[np.int32]:
-    """Assign each of n <= W * B slots, longest first, to the rank with the fewest tokens among those with room.
-
-    The most tokens of a rank depend neither on the numbering of the slots nor on slots without tokens.
-    """
-    return lpt_with_room(tokens, order, world_size, batch_size, 0, IGNORE_HOME)
 
 
 @compiled
