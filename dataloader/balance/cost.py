@@ -170,8 +170,7 @@ class TokenCost(ABC):
         """Return the cost of each sample: int64 [B]; a ConfigError if the batch lacks a key or a cost overflows."""
         tokens = self.tokens(lengths)
         candidates = self.candidate_tokens(lengths, num_candidates)
-        # In int64 a cost that is too large would wrap around, possibly to a plausible one.
-        longest = int(tokens.max(initial=0))
+        longest = int(tokens.max(initial=0))  # in int64 its cost could wrap around, possibly to a plausible one
         if self._of_history(longest).bit_length() > COST_BITS + 1:
             raise ConfigError(
                 f"the cost of a sample of {longest:,} tokens does not fit in int64; max_tokens is {self.max_tokens:,}: "
@@ -182,8 +181,7 @@ class TokenCost(ABC):
     def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the number of tokens of each sample in the model: int64 [B]."""
         keys = (self.history_key, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
-        missing = [key for key in keys if key not in lengths]
-        if missing:
+        if missing := [key for key in keys if key not in lengths]:
             raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
         tokens = lengths[keys[0]].astype(np.int64)
         for key in keys[1:]:

@@ -1,11 +1,11 @@
 """Metrics of balancing, of one step or of many: loads before and after, moved samples, and times.
 
-The fields of `MetricsSummary` are declared once: how steps combine, a label and a unit. The log, TensorBoard and the
-table of `evenrank metrics` derive from that declaration.
+The log, TensorBoard and the table of `evenrank metrics` derive from the declaration of `MetricsSummary`.
 """
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,14 +123,12 @@ def _max(name: str, summaries: Sequence["MetricsSummary"]) -> float:
     return float(_values(name, summaries).max())
 
 
-def _fraction_of(total: str) -> _Combine:
-    """Combine fractions of `total`, a field that is a mean per step."""
+def _fraction(total: str, name: str, summaries: Sequence["MetricsSummary"]) -> float:
+    weights = _values("steps", summaries) * _values(total, summaries)
+    return float(np.average(_values(name, summaries), weights=weights)) if weights.any() else 0.0
 
-    def combine(name: str, summaries: Sequence["MetricsSummary"]) -> float:
-        weights = _values("steps", summaries) * _values(total, summaries)
-        return float(np.average(_values(name, summaries), weights=weights)) if weights.any() else 0.0
 
-    return combine
+_of_samples, _of_tokens = functools.partial(_fraction, "samples"), functools.partial(_fraction, "tokens")
 
 
 def _speedup(name: str, summaries: Sequence["MetricsSummary"]) -> float:
@@ -165,9 +163,9 @@ class MetricsSummary:
     """Heaviest load over the lower bound after balancing, maximum over steps."""
     speedup: float = _metric(_speedup, "expected speed-up", Unit.SPEEDUP, default=1.0)
     """Sum over steps of the heaviest load before balancing, divided by the sum after: expected by the cost model."""
-    moved_samples: float = _metric(_fraction_of("samples"), "samples moved to another rank", Unit.FRACTION)
+    moved_samples: float = _metric(_of_samples, "samples moved to another rank", Unit.FRACTION)
     """Fraction of the samples that moved; `moved_tokens` is that of the tokens."""
-    moved_tokens: float = _metric(_fraction_of("tokens"), "tokens moved", Unit.FRACTION)
+    moved_tokens: float = _metric(_of_tokens, "tokens moved", Unit.FRACTION)
     moved_bytes: float = _metric(_mean, "bytes moved per step", Unit.BYTES)
     gather_seconds: float = _metric(_mean, "in the background: metadata all-gather", Unit.SECONDS)
     plan_seconds: float = _metric(_mean, "in the background: plan", Unit.SECONDS)
@@ -193,22 +191,19 @@ def summarize(steps: Sequence[StepMetrics]) -> MetricsSummary:
 
 def combine(summaries: Sequence[MetricsSummary]) -> MetricsSummary:
     """Combine summaries into one, as if all their steps had been summarized together."""
-    if not summaries:
-        return MetricsSummary()
-    return MetricsSummary(
-        **{entry.name: entry.metadata["combine"](entry.name, summaries) for entry in dataclasses.fields(MetricsSummary)}
-    )
+    fields = dataclasses.fields(MetricsSummary) if summaries else ()
+    return MetricsSummary(**{entry.name: entry.metadata["combine"](entry.name, summaries) for entry in fields})
 
 
 def _summarize_step(step: StepMetrics) -> MetricsSummary:
-    heaviest_before, heaviest_after = int(step.before.max()), int(step.after.max())
+    before, after = int(step.before.max()), int(step.after.max())
     return MetricsSummary(
         steps=1,
         worst_after=step.ratio_after,
-        speedup=heaviest_before / heaviest_after if heaviest_after else 1.0,
+        speedup=before / after if after else 1.0,
         moved_samples=step.moved_samples / step.samples if step.samples else 0.0,
         moved_tokens=step.moved_tokens / step.tokens if step.tokens else 0.0,
-        heaviest_before=heaviest_before,
-        heaviest_after=heaviest_after,
+        heaviest_before=before,
+        heaviest_after=after,
         **{name: getattr(step, name) for name in _AS_IN_A_STEP},
     )

@@ -20,8 +20,15 @@ from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import partition, real_rows
-from evenrank.dataloader.balance.ranks.common_schema import check_batch, common_schema, report_schema
-from evenrank.dataloader.balance.ranks.consistency import check_headers, check_settings, confirm, raise_reported_errors
+from evenrank.dataloader.balance.ranks.consistency import (
+    check_batch,
+    check_headers,
+    check_settings,
+    common_schema,
+    confirm,
+    raise_reported_errors,
+    report_schema,
+)
 from evenrank.dataloader.balance.ranks.metadata import (
     Header,
     MetadataAllGather,

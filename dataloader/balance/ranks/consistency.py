@@ -1,8 +1,8 @@
 """Consistency of ranks: a difference is an error on every rank, never a hang, and found before anything moves.
 
-Settings are compared when loaders and Balancers are created, positions and plans in every step of a Balancer: a rank
-that planned differently would send other bytes than its peers expect, so samples would be lost, or Gloo would abort the
-process. A rank that failed would leave its peers waiting for bytes.
+Settings are compared when loaders and Balancers are created, schemas before the first step, positions and plans in
+every step of a Balancer: a rank that planned differently would send other bytes than its peers expect, so samples would
+be lost, or Gloo would abort the process. A rank that failed would leave its peers waiting for bytes.
 
 Without an exchange, ranks plan alone, and `PlanCheck` compares their plans now and then. A cost or a strategy that
 returns something else on one rank, such as a cost fitted to that rank's own times, leaves out some samples and trains
@@ -13,8 +13,11 @@ others leave, at the next one.
 """
 
 import contextlib
+import dataclasses
 import hashlib
+import itertools
 import os
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +28,12 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenrank.core.errors import RankError, RankLostError, one_line
+from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
 from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather, StepMetadata, all_gather_objects
 from evenrank.dataloader.balance.ranks.process_group import Members, within
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.padding import empty_batch
+from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
 
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
@@ -82,6 +88,46 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     return f"ranks {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def report_schema(batch: JaggedBatch | None, error: Exception | None) -> tuple[BatchSchema | None, Exception | None]:
+    """Return the schema of a rank's first batch, or the error of its loader or of the schema; both None: no batch."""
+    if batch is None or error is not None:
+        return None, error
+    try:
+        schema = schema_of(batch)
+        pickle.dumps(schema)
+        empty_batch(schema)  # needed once this rank has no more batches
+    except Exception as raised:  # reported to all ranks
+        return None, raised
+    return schema, None
+
+
+def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None = None) -> BatchSchema | None:
+    """Return the schema of all ranks that have batches, or raise a RankError if two differ; None if no rank has any.
+
+    `batch_size` None is that of the longest batch.
+    """
+    known = [(rank, schema) for rank, schema in enumerate(schemas) if schema is not None]
+    if batch_size is None:
+        batch_size = max((schema.batch_size for _, schema in known if schema.batch_size), default=1)
+    known = [(rank, dataclasses.replace(schema, batch_size=batch_size)) for rank, schema in known]
+    for (rank, schema), (other_rank, other) in itertools.pairwise(known):
+        if differences := schema.differences(other):
+            raise RankError(f"batches differ between rank {rank} and rank {other_rank}: {'; '.join(differences)}")
+    return known[0][1] if known else None
+
+
+def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> None:
+    """Check that a batch, before padding, has the common schema except for its rows, and lengths that match."""
+    if differences := schema.differences(dataclasses.replace(schema_of(batch), batch_size=schema.batch_size)):
+        raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
+    if max_batch_size is not None and batch.batch_size > max_batch_size:
+        raise ConfigError(
+            f"a batch has {batch.batch_size} rows, but the Balancer's batch_size is {max_batch_size}; raise it, or "
+            "leave it out"
+        )
+    check_contents(batch)
 
 
 def check_headers(step: StepMetadata) -> None:

@@ -26,7 +26,7 @@ from evenrank.dataloader.balance import (
     register_strategy,
 )
 from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather
-from evenrank.dataloader.balance.ranks.plan_check import PlanCheck, confirm
+from evenrank.dataloader.balance.ranks.consistency import PlanCheck, confirm
 from evenrank.dataloader.balance.ranks.process_group import Members, members_of
 from evenrank.dataloader.state.resume_point import _FORMAT
 from evenrank.training import LossAverage
