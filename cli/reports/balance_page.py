@@ -8,8 +8,7 @@ from markupsafe import Markup
 from evenrank.cli.reports import balance_plots
 from evenrank.cli.reports.balance_log import describe_log, typical_record
 from evenrank.cli.reports.html_page import render_template
-from evenrank.dataloader.balance.log_schema import LogRecord
-from evenrank.dataloader.balance.metrics import MetricsSummary, combine
+from evenrank.dataloader.balance.metrics import LogRecord, MetricsSummary, combine
 
 _BACKGROUND = ("gather_seconds", "plan_seconds")
 _EXPOSED = ("exchange_seconds", "waited_seconds")

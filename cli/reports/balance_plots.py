@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evenrank.cli.reports import svg
 from evenrank.cli.reports.balance_log import column, cumulative_steps
-from evenrank.dataloader.balance.log_schema import LogRecord
+from evenrank.dataloader.balance.metrics import LogRecord
 
 MAX_POINTS = 300  # of a curve: about as many dots as the plots are wide
 MAX_BARS = 64  # ranks

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.log_schema import LogRecord
-from evenrank.dataloader.balance.metrics import StepMetrics, shown_fields, summarize
+from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, shown_fields, summarize
 
 _log = logging.getLogger("evenrank")
 
@@ -72,7 +71,7 @@ class _Writer(ABC):
 class JsonLines(_Writer):
     """Appends one line of JSON per record to a file; `evenrank metrics FILE` shows it.
 
-    `log_schema.py` has the fields of a line, which takes about 700 bytes, and 30 more for each rank. Each line is
+    `metrics.LogRecord` has the fields of a line, which takes about 700 bytes, and 30 more for each rank. Each line is
     passed to the operating system at once, so a job that is killed loses none. An existing file is continued on a new
     line, and missing parent folders are created.
 
