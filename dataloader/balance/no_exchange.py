@@ -103,15 +103,9 @@ class LocalPlanner:
     ) -> NDArray[np.int64]:
         """Assign the samples of a window of full steps to its steps; see `step_windows.assign_to_steps`."""
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
-        return assign_to_steps(
-            known.costs,
-            known.tokens,
-            num_steps=num_samples // (self._world_size * self._schema.batch_size),
-            world_size=self._world_size,
-            config=self._config,
-            seed=seed,
-            epoch=epoch,
-        )
+        world_size, config = self._world_size, self._config
+        num_steps = num_samples // (world_size * self._schema.batch_size)
+        return assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, seed=seed, epoch=epoch)
 
     def fingerprint(self, samples: SampleLengths, num_loaded: NDArray[np.int64]) -> str:
         """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains them.

@@ -20,24 +20,7 @@ from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
 from evenrank.dataloader.balance.partition.strategies import partition, real_rows
-from evenrank.dataloader.balance.ranks.consistency import (
-    check_batch,
-    check_headers,
-    check_settings,
-    common_schema,
-    confirm,
-    raise_reported_errors,
-    report_schema,
-)
-from evenrank.dataloader.balance.ranks.metadata import (
-    Header,
-    MetadataAllGather,
-    StepMetadata,
-    all_gather_objects,
-    decode,
-    encode,
-    hash63,
-)
+from evenrank.dataloader.balance.ranks import consistency, metadata
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import BatchSchema, lengths_of
@@ -60,7 +43,7 @@ class StepPlanner:
     rank_invariants: Callable[[], Mapping[str, Any]]  # settings of its loader that must be the same on all ranks
     _: KW_ONLY
     config: BalanceConfig
-    all_gather: MetadataAllGather
+    all_gather: metadata.MetadataAllGather
     prepare: Callable[[JaggedBatch, Plan], PreparedStep]  # its errors reach all ranks before anything is sent
     rank: int
     world_size: int
@@ -77,7 +60,7 @@ class StepPlanner:
             common = self._common_schema(batch, error)
             if common is None:
                 return PlannedStep()
-            self._schema, self._schema_hash = common, hash63(common)
+            self._schema, self._schema_hash = common, metadata.hash63(common)
         batch, step = self._gather_metadata(self._schema, batch, error)
         gathered = time.perf_counter()
         ranks_with_data = np.flatnonzero(step.header("ended") == 0)
@@ -92,17 +75,12 @@ class StepPlanner:
             planned = PlannedStep(plan=plan, batch=batch, prepared=self.prepare(batch, plan), metrics=metrics)
         except Exception as raised:  # reported to all ranks
             failure = raised
-        confirm(
-            self.all_gather,
-            metadata=step.messages,
-            rank_of=None if planned.plan is None else planned.plan.rank_of,
-            error=failure,
-            step_name=f"step {number} of epoch {epoch}",
-            strategy=self.config.strategy,
-        )
+        rank_of = None if planned.plan is None else planned.plan.rank_of
+        step_name = f"step {number} of epoch {epoch}"
+        consistency.confirm(self.all_gather, step.messages, rank_of, failure, step_name, self.config.strategy)
         return planned
 
-    def _plan(self, schema: BatchSchema, known: StepMetadata, **measured: Any) -> tuple[Plan, StepMetrics]:
+    def _plan(self, schema: BatchSchema, known: metadata.StepMetadata, **measured: Any) -> tuple[Plan, StepMetrics]:
         """Return this rank's plan for a step, and its metrics, among them those that were `measured` before."""
         started = time.perf_counter()
         costs, tokens, options = known.costs, known.tokens, self.config.partition_options
@@ -117,12 +95,12 @@ class StepPlanner:
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
         invariants, error = self._try_invariants(error)
-        schema, error = report_schema(batch, error)
+        schema, error = consistency.report_schema(batch, error)
         report = schema, None if error is None else one_line(error), invariants
-        schemas, errors, settings = zip(*all_gather_objects(self.all_gather, report), strict=True)
-        raise_reported_errors(errors)
-        check_settings(settings)  # before schemas, which can differ because a setting does
-        return common_schema(schemas, self.config.batch_size)
+        schemas, errors, settings = zip(*metadata.all_gather_objects(self.all_gather, report), strict=True)
+        consistency.raise_reported_errors(errors)
+        consistency.check_settings(settings)  # before schemas, which can differ because a setting does
+        return consistency.common_schema(schemas, self.config.batch_size)
 
     def _try_invariants(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
         try:
@@ -132,7 +110,7 @@ class StepPlanner:
 
     def _gather_metadata(
         self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None
-    ) -> tuple[JaggedBatch | None, StepMetadata]:
+    ) -> tuple[JaggedBatch | None, metadata.StepMetadata]:
         """Return this rank's batch, padded to the batch size of all ranks, and the metadata of a step.
 
         Raises on every rank if one of them has failed.
@@ -143,14 +121,14 @@ class StepPlanner:
         invariants, error = self._try_invariants(error)
         if batch is not None and error is None:
             try:
-                check_batch(batch, schema, max_batch_size=self.config.batch_size)
+                consistency.check_batch(batch, schema, max_batch_size=self.config.batch_size)
                 if num_rows <= schema.batch_size:
                     batch = pad_batch(batch, schema.batch_size)
                     lengths = lengths_of(batch)
                     costs, tokens = self._costs_and_tokens(batch, schema, lengths)
             except Exception as raised:  # reported to all ranks below
                 error = raised
-        header = Header(
+        header = metadata.Header(
             schema_hash=self._schema_hash,
             status=int(error is not None),
             ended=int(batch is None and error is None),
@@ -159,19 +137,20 @@ class StepPlanner:
             epoch=0 if batch is None else batch.epoch,
             step=0 if batch is None else batch.step,
             position=0 if batch is None else batch.position,
-            loader_hash=hash63({name: value for name, value in invariants.items() if name != "rank"}),
+            loader_hash=metadata.hash63({name: value for name, value in invariants.items() if name != "rank"}),
         )
-        message = encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
-        step = decode(self.all_gather.all_gather(message), schema)
+        message = metadata.encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
+        step = metadata.decode(self.all_gather.all_gather(message), schema)
         if step.header("status").any():
-            raise_reported_errors(all_gather_objects(self.all_gather, None if error is None else one_line(error)))
+            text = None if error is None else one_line(error)
+            consistency.raise_reported_errors(metadata.all_gather_objects(self.all_gather, text))
         if (step.header("loader_hash") != header.loader_hash).any():
-            check_settings(all_gather_objects(self.all_gather, invariants))
-        check_headers(step)
+            consistency.check_settings(metadata.all_gather_objects(self.all_gather, invariants))
+        consistency.check_headers(step)
         longest = int(step.header("num_rows").max())
         if longest > schema.batch_size:  # its lengths did not fit into this rank's message, or another's
             longer = dataclasses.replace(schema, batch_size=longest)
-            self._schema, self._schema_hash = longer, hash63(longer)
+            self._schema, self._schema_hash = longer, metadata.hash63(longer)
             return self._gather_metadata(longer, batch, error)
         return batch, step
 

@@ -94,10 +94,10 @@ class AssignWindow(Protocol):
 def assign_to_steps(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
-    *,
     num_steps: int,
     world_size: int,
     config: BalanceConfig,
+    *,
     seed: int,
     epoch: int,
 ) -> NDArray[np.int64]:

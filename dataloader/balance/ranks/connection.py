@@ -56,7 +56,6 @@ class Connection:
     def __init__(
         self,
         members: Members,
-        *,
         hosts: Sequence[str] | None,
         timeout: timedelta,
         backend: str,

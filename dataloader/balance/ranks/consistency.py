@@ -80,13 +80,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     """Return ascending ranks as text, such as `ranks 0 to 3 and 7`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    # Within a run of adjacent ranks, rank - index stays the same.
+    groups = itertools.groupby(enumerate(ranks), lambda entry: entry[1] - entry[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     return f"ranks {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
@@ -240,7 +237,6 @@ class PlanCheck:
 
 def confirm(
     all_gather: MetadataAllGather,
-    *,
     metadata: NDArray[np.uint8],
     rank_of: NDArray[np.int32] | None,
     error: Exception | None,

@@ -70,12 +70,7 @@ def hash63(value: object) -> int:
 
 
 def encode(
-    header: Header,
-    schema: BatchSchema,
-    *,
-    costs: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    header: Header, schema: BatchSchema, costs: NDArray[np.int64], tokens: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
     """Return a rank's message, uint8, given costs [B], tokens [B] and lengths [K, B], int64; the latter below 2^31."""
     assert costs.shape == tokens.shape == (schema.batch_size,)
