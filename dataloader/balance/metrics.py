@@ -237,9 +237,9 @@ class LogRecord(MetricsSummary):
     @classmethod
     def of(cls, steps: Sequence[StepMetrics], *, seen: int) -> Self:
         """Return the record of at least one step."""
-        last, summary = steps[-1], summarize(steps)
+        last = steps[-1]
         return cls(
-            **{entry.name: getattr(summary, entry.name) for entry in dataclasses.fields(summary)},
+            **dataclasses.asdict(summarize(steps)),
             epoch=int(last.epoch),
             step=int(last.step),
             seen=seen,

@@ -19,7 +19,7 @@ from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import partition, real_rows
+from evenrank.dataloader.balance.partition.strategies import partition
 from evenrank.dataloader.balance.ranks import consistency, metadata
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
@@ -87,9 +87,8 @@ class StepPlanner:
         assignment = partition(costs, len(costs), tokens=tokens, num_real=known.num_real, **options)
         plan = make_plan(schema, known, assignment, self.rank)
         measured["plan_seconds"] = time.perf_counter() - started
-        is_real = real_rows(schema.batch_size, self.world_size, known.num_real)
-        lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
-        num_bytes = np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0)
+        lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), costs.size)  # [K, W * B]
+        num_bytes = np.where(assignment.rank_of >= 0, sample_bytes(schema, lengths).reshape(costs.shape), 0)
         return plan, measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, **measured)
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:

@@ -38,6 +38,7 @@ from evenrank.dataloader.batches.schema import BatchSchema, check_contents, sche
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
 _MASK = (1 << 61) - 1
+_SAME_STEPS = "iterate over the same epochs, load the same state, and leave loops at the same step on all ranks"
 
 
 def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -135,11 +136,8 @@ def check_headers(step: StepMetadata) -> None:
         changes = np.flatnonzero(words[1:] != words[:-1])
         if len(changes):
             i = int(changes[0])
-            raise RankError(
-                f"ranks are out of step: {name} is {words[i]} on rank {ranks[i]}, {words[i + 1]} on rank "
-                f"{ranks[i + 1]}; iterate over the same epochs, load the same state, and leave loops at the same step "
-                "on all ranks"
-            )
+            found = f"{name} is {words[i]} on rank {ranks[i]}, {words[i + 1]} on rank {ranks[i + 1]}"
+            raise RankError(f"ranks are out of step: {found}; {_SAME_STEPS}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,10 +218,7 @@ class PlanCheck:
         note, first = within(timeout, exchange)
         other, where_of_other, total_of_other = first.split("|")
         if not note and where_of_other != where:
-            note = (
-                f"ranks are out of step: rank {other} is {where_of_other}, rank {rank} {where}; iterate over the same "
-                "epochs, load the same state, and leave loops at the same step on all ranks"
-            )
+            note = f"ranks are out of step: rank {other} is {where_of_other}, rank {rank} {where}; {_SAME_STEPS}"
         if not note and total_of_other != str(total):
             note = (
                 f"ranks {other} and {rank} have planned steps differently, {where}: samples were "
