@@ -93,12 +93,9 @@ def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepMetadata:
 
 
 def _message_type(schema: BatchSchema) -> np.dtype[np.void]:
-    rows = (schema.batch_size,)
-    lengths = (len(schema.jagged_keys), schema.batch_size)
-    header = (len(Header._fields),)
-    return np.dtype(
-        [("header", "i8", header), ("costs", "i8", rows), ("tokens", "i4", rows), ("lengths", "i4", lengths)]
-    )
+    size, header = schema.batch_size, ("header", "i8", (len(Header._fields),))
+    lengths = ("lengths", "i4", (len(schema.jagged_keys), size))
+    return np.dtype([header, ("costs", "i8", (size,)), ("tokens", "i4", (size,)), lengths])
 
 
 class MetadataAllGather:
