@@ -13,7 +13,7 @@ from evenrank.core.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from evenrank.dataloader.balance.log_schema import LogRecord
+    from evenrank.dataloader.balance.metrics import LogRecord
 
 
 def metrics_command(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.log_schema import LogRecord, parse_record
+from evenrank.dataloader.balance.metrics import LogRecord, parse_record
 
 
 class BalanceLog(NamedTuple):

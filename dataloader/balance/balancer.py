@@ -125,13 +125,8 @@ class Balancer(EpochNode[Batch], Generic[Batch]):
         self._device, self._source, result = _check_on_all_ranks(batches, config, device, members)
         self._num_steps = result.num_steps
         self._observe = config.observer(members.rank)
-        self._connection = Connection(
-            members,
-            hosts=result.hosts,
-            timeout=config.timeout,
-            backend=self._device.backend,
-            use_in_thread=self._device.use_in_thread,
-        )
+        backend, use_in_thread = self._device.backend, self._device.use_in_thread
+        self._connection = Connection(members, result.hosts, config.timeout, backend, use_in_thread)
         with self._connection.aborting():
             collective, group_of_exchange = COLLECTIVES[config.exchange](), self._connection.exchange_group
             self._exchange = Exchange(collective, group_of_exchange, self._device, world_size=members.world_size)

@@ -72,11 +72,7 @@ def count_tokens(cost: Cost, lengths: Mapping[str, NDArray[np.int64]], num_sampl
     if not isinstance(cost, CountsTokens):
         total: NDArray[np.int64] = np.sum([*lengths.values(), np.zeros(num_samples, dtype=np.int64)], axis=0)
         return total
-    tokens = np.asarray(cost.tokens(_copied(lengths)))
-    if tokens.shape != (num_samples,) or tokens.dtype.kind not in "iu":
-        raise ConfigError(
-            f"a cost's tokens() must return int64 of shape {(num_samples,)}, got {tokens.dtype} of shape {tokens.shape}"
-        )
+    tokens = _integers("a cost's tokens()", cost.tokens(_copied(lengths)), (num_samples,))
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if low < 0 or high > MAX_TOKENS:
         raise ConfigError(f"a cost's tokens() must return 0..{MAX_TOKENS} for each sample, got {low}..{high}")
@@ -104,11 +100,7 @@ def scaled_costs(
     Raises:
         ConfigError: the costs are not integers, one is negative, or so large that a step could overflow.
     """
-    costs = np.asarray(cost(_copied(lengths), num_candidates.copy()))
-    if costs.shape != num_candidates.shape or costs.dtype.kind not in "iu":
-        raise ConfigError(
-            f"a cost must return int64 of shape {num_candidates.shape}, got {costs.dtype} of shape {costs.shape}"
-        )
+    costs = _integers("a cost", cost(_copied(lengths), num_candidates.copy()), num_candidates.shape)
     real = costs[:num_real]
     scaled = np.zeros(costs.shape, dtype=np.int64)
     scaled[:num_real] = real.astype(np.int64, copy=False) >> cost_shift(cost, samples_per_step)
@@ -127,6 +119,13 @@ def describe_cost(cost: object) -> str:
     """Describe a cost by a text that is the same in all processes for equal costs."""
     text = repr(cost) if dataclasses.is_dataclass(cost) else getattr(cost, "__qualname__", type(cost).__qualname__)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _integers(name: str, returned: object, shape: tuple[int, ...]) -> NDArray[np.integer]:
+    found = np.asarray(returned)
+    if found.shape != shape or found.dtype.kind not in "iu":
+        raise ConfigError(f"{name} must return int64 of shape {shape}, got {found.dtype} of shape {found.shape}")
+    return found
 
 
 def _copied(lengths: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
@@ -170,8 +169,7 @@ class TokenCost(ABC):
         """Return the cost of each sample: int64 [B]; a ConfigError if the batch lacks a key or a cost overflows."""
         tokens = self.tokens(lengths)
         candidates = self.candidate_tokens(lengths, num_candidates)
-        # In int64 a cost that is too large would wrap around, possibly to a plausible one.
-        longest = int(tokens.max(initial=0))
+        longest = int(tokens.max(initial=0))  # in int64 its cost could wrap around, possibly to a plausible one
         if self._of_history(longest).bit_length() > COST_BITS + 1:
             raise ConfigError(
                 f"the cost of a sample of {longest:,} tokens does not fit in int64; max_tokens is {self.max_tokens:,}: "
@@ -182,8 +180,7 @@ class TokenCost(ABC):
     def tokens(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the number of tokens of each sample in the model: int64 [B]."""
         keys = (self.history_key, *((ACTION,) if self.interleave_actions else ()), *self.contextual)
-        missing = [key for key in keys if key not in lengths]
-        if missing:
+        if missing := [key for key in keys if key not in lengths]:
             raise ConfigError(f"the cost needs the key {missing[0]!r}; batches have {', '.join(lengths)}")
         tokens = lengths[keys[0]].astype(np.int64)
         for key in keys[1:]:

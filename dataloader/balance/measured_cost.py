@@ -196,40 +196,33 @@ def _sums(
             "lengths"
         )
     sums = np.ones((len(lengths), 3))
-    for number, step in enumerate(map(np.asarray, lengths)):
-        candidates_of_step = np.zeros_like(step) if candidates is None else np.asarray(candidates[number])
-        if step.ndim != 1 or (step.size and step.dtype.kind not in "iu"):
+    for number, tokens in enumerate(map(np.asarray, lengths)):
+        of_candidates = np.zeros_like(tokens) if candidates is None else np.asarray(candidates[number])
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ConfigError(
                 f"lengths must be integers [samples] for each step; step {number} has "
-                f"{step.dtype} of shape {step.shape}"
+                f"{tokens.dtype} of shape {tokens.shape}"
             )
-        low, high = (int(step.min()), int(step.max())) if step.size else (0, 0)
+        low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
         if low < 0 or high > max_tokens:
             raise ConfigError(
                 f"step {number} has a sample of {low if low < 0 else high:,} tokens, which must be between 0 and "
                 f"{max_tokens:,}; correct the lengths, or raise max_tokens"
             )
-        _check_candidates(number, candidates_of_step, step)
+        if of_candidates.shape != tokens.shape or (of_candidates.size and of_candidates.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"candidates must be integers of the same shape as lengths, {tokens.shape} in step {number}; it has "
+                f"{of_candidates.dtype} of shape {of_candidates.shape}"
+            )
+        if len(wrong := np.flatnonzero((of_candidates < 0) | (of_candidates > tokens))):
+            raise ConfigError(
+                f"step {number} has a sample of {tokens[wrong[0]]:,} tokens, {of_candidates[wrong[0]]:,} of them "
+                "candidates; correct candidates, or count candidates in lengths too"
+            )
         # In float64 pairs cannot wrap around; below 2^53 their sum is exact.
-        tokens: NDArray[Any] = step.astype(np.float64)
-        of_candidates: NDArray[Any] = candidates_of_step.astype(np.float64)
-        pairs = attended_pairs(tokens - of_candidates, of_candidates, causal=True)
-        sums[number, 1:] = tokens.sum(), pairs.sum()
+        exact: NDArray[Any] = of_candidates.astype(np.float64)
+        sums[number, 1:] = tokens.sum(), attended_pairs(tokens - exact, exact, causal=True).sum()
     return sums
-
-
-def _check_candidates(number: int, candidates: NDArray[np.integer], tokens: NDArray[np.integer]) -> None:
-    if candidates.shape != tokens.shape or (candidates.size and candidates.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"candidates must be integers of the same shape as lengths, {tokens.shape} in step {number}; it has "
-            f"{candidates.dtype} of shape {candidates.shape}"
-        )
-    wrong = np.flatnonzero((candidates < 0) | (candidates > tokens))
-    if len(wrong):
-        raise ConfigError(
-            f"step {number} has a sample of {tokens[wrong[0]]:,} tokens, {candidates[wrong[0]]:,} of them candidates; "
-            "correct candidates, or count candidates in lengths too"
-        )
 
 
 def _check_variation(sums: NDArray[np.float64]) -> None:

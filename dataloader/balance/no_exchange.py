@@ -84,14 +84,17 @@ class LocalPlanner:
             plan_seconds = seconds + time.perf_counter() - started
             metrics = None
             if is_measured:
-                num_bytes = _in_rows(sample_bytes(self._schema, of_step.lengths), is_real)
                 metrics = measure_step(
-                    assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, epoch=epoch, step=step
+                    assignment,
+                    costs=costs,
+                    tokens=tokens,
+                    sample_bytes=_in_rows(sample_bytes(self._schema, of_step.lengths), is_real),
+                    epoch=epoch,
+                    step=step,
+                    plan_seconds=plan_seconds,
                 )
-                metrics = replace(metrics, plan_seconds=plan_seconds)
-            world_loss_tokens = int(of_step.loss_tokens.sum())
             plan_hash = self._hash(sample_ids[first:end], trained_by)
-            planned.append(LocalPlan(indices, world_loss_tokens, plan_hash, metrics))
+            planned.append(LocalPlan(indices, int(of_step.loss_tokens.sum()), plan_hash, metrics))
             first = end
         return planned
 
@@ -100,15 +103,9 @@ class LocalPlanner:
     ) -> NDArray[np.int64]:
         """Assign the samples of a window of full steps to its steps; see `step_windows.assign_to_steps`."""
         known = self._known(samples, with_lengths=False, num_summed=num_samples)
-        return assign_to_steps(
-            known.costs,
-            known.tokens,
-            num_steps=num_samples // (self._world_size * self._schema.batch_size),
-            world_size=self._world_size,
-            config=self._config,
-            seed=seed,
-            epoch=epoch,
-        )
+        world_size, config = self._world_size, self._config
+        num_steps = num_samples // (world_size * self._schema.batch_size)
+        return assign_to_steps(known.costs, known.tokens, num_steps, world_size, config, seed=seed, epoch=epoch)
 
     def fingerprint(self, samples: SampleLengths, num_loaded: NDArray[np.int64]) -> str:
         """Return a hash of the costs of a step's samples and, without a limit to tokens, of who trains them.
@@ -130,15 +127,10 @@ class LocalPlanner:
         for block in samples:
             candidates, by_name = block.num_candidates, _by_name(block)
             n = len(candidates)
-            lengths = [*block.of_keys.values()] if with_lengths else np.empty((0, n))
-            blocks.append(
-                _Known(
-                    costs=scaled_costs(cost, by_name, candidates, num_real=n, samples_per_step=num_slots),
-                    tokens=count_tokens(cost, by_name, n),
-                    loss_tokens=loss_tokens(self._schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_)),
-                    lengths=np.array(lengths, dtype=np.int64),
-                )
-            )
+            costs = scaled_costs(cost, by_name, candidates, num_real=n, samples_per_step=num_slots)
+            of_loss = loss_tokens(self._schema.loss_key, block.of_keys, np.ones(n, dtype=np.bool_))
+            lengths = np.array([*block.of_keys.values()] if with_lengths else np.empty((0, n)), dtype=np.int64)
+            blocks.append(_Known(costs, count_tokens(cost, by_name, n), of_loss, lengths))
         if len(blocks) == 1:
             return blocks[0]
         return _Known(*(np.concatenate(values, axis=-1) for values in zip(*blocks, strict=True)))

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt_with_room
 from evenrank.dataloader.balance.partition.rank_loads import argsort_descending, sums_by_rank
 from evenrank.dataloader.balance.partition.strategies import OnOverflow, TokenLimitWarning
-from evenrank.dataloader.balance.partition.token_limit import assign_by_tokens
 from evenrank.datasets.order import StepSchedule
 
 # Samples whose tokens are in memory at a time. Those after the last step of a block are read again with the next one.
@@ -43,10 +43,8 @@ class PackedSchedule(StepSchedule):
     """Steps of different sizes; without balancing each rank would load an equal share of one, within one sample."""
 
     world_size: int
-    start: int
-    """Position before the first step."""
-    ends: NDArray[np.int64]
-    """[num_steps]: position after each step, ascending."""
+    start: int  # position before the first step
+    ends: NDArray[np.int64]  # [num_steps]: position after each step, ascending
 
     @property
     def num_steps(self) -> int:
@@ -85,11 +83,8 @@ def clip_tokens(
             f"{name(longest)} has {tokens[longest]:,} tokens, more than max_tokens_per_rank = {max_tokens:,}; raise "
             'the limit, train on shorter histories, or pass on_overflow="warn" to give such samples a rank of their own'
         )
-    warnings.warn(
-        f"some samples have more tokens than max_tokens_per_rank = {max_tokens:,}; each gets a rank of its own",
-        TokenLimitWarning,
-        stacklevel=2,
-    )
+    message = f"some samples have more tokens than max_tokens_per_rank = {max_tokens:,}; each gets a rank of its own"
+    warnings.warn(message, TokenLimitWarning, stacklevel=2)
     return np.minimum(tokens, max_tokens)
 
 
@@ -110,8 +105,7 @@ def pack(
     """
     block_size = max(_SAMPLES_PER_BLOCK, _STEPS_PER_BLOCK * world_size * batch_size)
     max_tokens = min(max_tokens, _MAX_TOTAL // world_size)
-    ends = [np.empty(0, dtype=np.int64)]
-    first = start
+    ends, first = [np.empty(0, dtype=np.int64)], start
     while first < num_samples:
         block_end = min(first + block_size, num_samples)
         is_last = block_end == num_samples
@@ -178,5 +172,6 @@ def _fits(
 ) -> bool:
     """Return whether the first samples fit; `order` has all of them by descending tokens."""
     first_tokens = tokens[:num_samples]
-    rank_of = assign_by_tokens(first_tokens, order[order < num_samples], world_size, batch_size)
+    # The most tokens of a rank depend neither on the numbering of the slots nor on slots without tokens.
+    rank_of = lpt_with_room(first_tokens, order[order < num_samples], world_size, batch_size, 0, IGNORE_HOME)
     return bool(sums_by_rank(first_tokens, rank_of, world_size).max() <= max_tokens)

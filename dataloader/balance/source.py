@@ -71,11 +71,9 @@ class _StatePickler(pickle.Pickler):
 
 
 class LoaderAdapter(Generic[Batch]):
-    """The batches of one rank, epoch after epoch.
+    """The batches of one rank, epoch after epoch: an iterable of JaggedBatches, or a node of torchdata.
 
-    Args:
-        batches: an iterable of JaggedBatches, or a node of torchdata; anything else is a ConfigError.
-        ahead: batches that are pulled ahead of the one handed out last.
+    `ahead` batches are pulled ahead of the one handed out last.
     """
 
     def __init__(self, batches: Iterable[Batch], *, rank: int, world_size: int, ahead: int = 0) -> None:

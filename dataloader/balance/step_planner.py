@@ -19,20 +19,8 @@ from evenrank.dataloader.balance.cost import count_tokens, scaled_costs
 from evenrank.dataloader.balance.exchange.exchange import PreparedStep
 from evenrank.dataloader.balance.exchange.plan import Plan, make_plan, sample_bytes
 from evenrank.dataloader.balance.metrics import StepMetrics, measure_step
-from evenrank.dataloader.balance.partition.strategies import partition, real_rows
-from evenrank.dataloader.balance.ranks.common_schema import check_batch, common_schema, report_schema
-from evenrank.dataloader.balance.ranks.consistency import check_headers, check_settings, confirm, raise_reported_errors
-from evenrank.dataloader.balance.ranks.metadata import (
-    STATUS_FAILED,
-    STATUS_OK,
-    Header,
-    MetadataAllGather,
-    StepMetadata,
-    all_gather_objects,
-    decode,
-    encode,
-    hash63,
-)
+from evenrank.dataloader.balance.partition.strategies import partition
+from evenrank.dataloader.balance.ranks import consistency, metadata
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.padding import empty_batch, pad_batch
 from evenrank.dataloader.batches.schema import BatchSchema, lengths_of
@@ -43,26 +31,20 @@ class PlannedStep:
     """A step after planning. All fields are None if no rank has batches left."""
 
     plan: Plan | None = None
-    """What this rank sends and receives."""
-    batch: JaggedBatch | None = None
-    """This rank's batch before balancing; empty if it has no more."""
-    prepared: PreparedStep | None = None
-    """Its exchange, ready to be launched."""
-    metrics: StepMetrics | None = None
-    """Loads and moved samples; the times of the exchange are 0."""
+    batch: JaggedBatch | None = None  # this rank's batch before balancing; empty if it has no more
+    prepared: PreparedStep | None = None  # its exchange, ready to be launched
+    metrics: StepMetrics | None = None  # the times of the exchange are 0
 
 
 @dataclass(slots=True, eq=False)
 class StepPlanner:
     """Plans one step after the other, together with all other ranks."""
 
-    rank_invariants: Callable[[], Mapping[str, Any]]
-    """Returns the settings of this rank's loader that must be the same on all ranks, by name."""
+    rank_invariants: Callable[[], Mapping[str, Any]]  # settings of its loader that must be the same on all ranks
     _: KW_ONLY
     config: BalanceConfig
-    all_gather: MetadataAllGather
-    prepare: Callable[[JaggedBatch, Plan], PreparedStep]
-    """Prepares the exchange of a batch; its errors reach all ranks before anything is sent."""
+    all_gather: metadata.MetadataAllGather
+    prepare: Callable[[JaggedBatch, Plan], PreparedStep]  # its errors reach all ranks before anything is sent
     rank: int
     world_size: int
     _schema: BatchSchema | None = field(default=None, init=False)
@@ -71,16 +53,14 @@ class StepPlanner:
     def plan(self, batch: JaggedBatch | None, error: Exception | None) -> PlannedStep:
         """All-gather the metadata of a step, plan and prepare it. Collective: every rank must call this.
 
-        Args:
-            batch: this rank's batch, on the CPU; None once it has no more.
-            error: the loader's, if it has raised one instead.
+        `batch` is this rank's, on the CPU; None once it has no more, or if its loader has raised `error` instead.
         """
         started = time.perf_counter()
         if self._schema is None:
             common = self._common_schema(batch, error)
             if common is None:
                 return PlannedStep()
-            self._schema, self._schema_hash = common, hash63(common)
+            self._schema, self._schema_hash = common, metadata.hash63(common)
         batch, step = self._gather_metadata(self._schema, batch, error)
         gathered = time.perf_counter()
         ranks_with_data = np.flatnonzero(step.header("ended") == 0)
@@ -91,44 +71,35 @@ class StepPlanner:
         try:
             if batch is None:
                 batch = empty_batch(self._schema).replace(epoch=epoch, step=number, position=position)
-            plan, metrics = self._plan(self._schema, step, epoch=epoch, number=number)
-            metrics = dataclasses.replace(metrics, gather_seconds=gathered - started)
+            plan, metrics = self._plan(self._schema, step, epoch=epoch, step=number, gather_seconds=gathered - started)
             planned = PlannedStep(plan=plan, batch=batch, prepared=self.prepare(batch, plan), metrics=metrics)
         except Exception as raised:  # reported to all ranks
             failure = raised
-        confirm(
-            self.all_gather,
-            metadata=step.messages,
-            rank_of=None if planned.plan is None else planned.plan.rank_of,
-            error=failure,
-            step_name=f"step {number} of epoch {epoch}",
-            strategy=self.config.strategy,
-        )
+        rank_of = None if planned.plan is None else planned.plan.rank_of
+        step_name = f"step {number} of epoch {epoch}"
+        consistency.confirm(self.all_gather, step.messages, rank_of, failure, step_name, self.config.strategy)
         return planned
 
-    def _plan(self, schema: BatchSchema, step: StepMetadata, *, epoch: int, number: int) -> tuple[Plan, StepMetrics]:
-        """Return this rank's plan for a step, and its metrics."""
+    def _plan(self, schema: BatchSchema, known: metadata.StepMetadata, **measured: Any) -> tuple[Plan, StepMetrics]:
+        """Return this rank's plan for a step, and its metrics, among them those that were `measured` before."""
         started = time.perf_counter()
-        options = self.config.partition_options
-        assignment = partition(step.costs, len(step.costs), tokens=step.tokens, num_real=step.num_real, **options)
-        plan = make_plan(schema, step, assignment, self.rank)
-        plan_seconds = time.perf_counter() - started
-        is_real = real_rows(schema.batch_size, self.world_size, step.num_real)
-        lengths = step.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), is_real.size)  # [K, W * B]
-        num_bytes = np.where(is_real, sample_bytes(schema, lengths).reshape(is_real.shape), 0)
-        metrics = measure_step(
-            assignment, costs=step.costs, tokens=step.tokens, sample_bytes=num_bytes, epoch=epoch, step=number
-        )
-        return plan, dataclasses.replace(metrics, plan_seconds=plan_seconds)
+        costs, tokens, options = known.costs, known.tokens, self.config.partition_options
+        assignment = partition(costs, len(costs), tokens=tokens, num_real=known.num_real, **options)
+        plan = make_plan(schema, known, assignment, self.rank)
+        measured["plan_seconds"] = time.perf_counter() - started
+        lengths = known.lengths.transpose(1, 0, 2).reshape(len(schema.jagged_keys), costs.size)  # [K, W * B]
+        num_bytes = np.where(assignment.rank_of >= 0, sample_bytes(schema, lengths).reshape(costs.shape), 0)
+        return plan, measure_step(assignment, costs=costs, tokens=tokens, sample_bytes=num_bytes, **measured)
 
     def _common_schema(self, batch: JaggedBatch | None, error: Exception | None) -> BatchSchema | None:
         """Compare the loaders and schemas of all ranks, before the first step; None if no rank has any batch."""
         invariants, error = self._try_invariants(error)
-        reports = all_gather_objects(self.all_gather, (report_schema(batch, error), invariants))
-        raise_reported_errors([report.error for report, _ in reports])
-        # Settings first: a setting that differs can make the schemas differ.
-        check_settings([invariants for _, invariants in reports])
-        return common_schema([report for report, _ in reports], self.config.batch_size)
+        schema, error = consistency.report_schema(batch, error)
+        report = schema, None if error is None else one_line(error), invariants
+        schemas, errors, settings = zip(*metadata.all_gather_objects(self.all_gather, report), strict=True)
+        consistency.raise_reported_errors(errors)
+        consistency.check_settings(settings)  # before schemas, which can differ because a setting does
+        return consistency.common_schema(schemas, self.config.batch_size)
 
     def _try_invariants(self, error: Exception | None) -> tuple[Mapping[str, Any], Exception | None]:
         try:
@@ -138,7 +109,7 @@ class StepPlanner:
 
     def _gather_metadata(
         self, schema: BatchSchema, batch: JaggedBatch | None, error: Exception | None
-    ) -> tuple[JaggedBatch | None, StepMetadata]:
+    ) -> tuple[JaggedBatch | None, metadata.StepMetadata]:
         """Return this rank's batch, padded to the batch size of all ranks, and the metadata of a step.
 
         Raises on every rank if one of them has failed.
@@ -149,35 +120,36 @@ class StepPlanner:
         invariants, error = self._try_invariants(error)
         if batch is not None and error is None:
             try:
-                check_batch(batch, schema, max_batch_size=self.config.batch_size)
+                consistency.check_batch(batch, schema, max_batch_size=self.config.batch_size)
                 if num_rows <= schema.batch_size:
                     batch = pad_batch(batch, schema.batch_size)
                     lengths = lengths_of(batch)
                     costs, tokens = self._costs_and_tokens(batch, schema, lengths)
             except Exception as raised:  # reported to all ranks below
                 error = raised
-        header = Header(
+        header = metadata.Header(
             schema_hash=self._schema_hash,
-            status=STATUS_OK if error is None else STATUS_FAILED,
+            status=int(error is not None),
             ended=int(batch is None and error is None),
             num_real=0 if batch is None or error is not None else batch.num_real,
             num_rows=num_rows,
             epoch=0 if batch is None else batch.epoch,
             step=0 if batch is None else batch.step,
             position=0 if batch is None else batch.position,
-            loader_hash=hash63({name: value for name, value in invariants.items() if name != "rank"}),
+            loader_hash=metadata.hash63({name: value for name, value in invariants.items() if name != "rank"}),
         )
-        message = encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
-        step = decode(self.all_gather.all_gather(message), schema)
-        if (step.header("status") != STATUS_OK).any():
-            raise_reported_errors(all_gather_objects(self.all_gather, None if error is None else one_line(error)))
+        message = metadata.encode(header, schema, costs=costs, tokens=tokens, lengths=lengths)
+        step = metadata.decode(self.all_gather.all_gather(message), schema)
+        if step.header("status").any():
+            text = None if error is None else one_line(error)
+            consistency.raise_reported_errors(metadata.all_gather_objects(self.all_gather, text))
         if (step.header("loader_hash") != header.loader_hash).any():
-            check_settings(all_gather_objects(self.all_gather, invariants))
-        check_headers(step)
+            consistency.check_settings(metadata.all_gather_objects(self.all_gather, invariants))
+        consistency.check_headers(step)
         longest = int(step.header("num_rows").max())
         if longest > schema.batch_size:  # its lengths did not fit into this rank's message, or another's
             longer = dataclasses.replace(schema, batch_size=longest)
-            self._schema, self._schema_hash = longer, hash63(longer)
+            self._schema, self._schema_hash = longer, metadata.hash63(longer)
             return self._gather_metadata(longer, batch, error)
         return batch, step
 

@@ -32,14 +32,12 @@ class Windows:
     """The windows of the positions of an epoch."""
 
     start: int
+    # End of the first windows: they have the pending samples of a window that a job was resumed in, up to the end of a
+    # step.
     first_end: int
-    """End of the first windows: they have the pending samples of a window that a job was resumed in, up to the end of a
-    step."""
-    end: int
-    """End of the last full step; a step that is not full has no window."""
+    end: int  # end of the last full step; a step that is not full has no window
     samples_per_step: int
-    steps: int
-    """Steps of a window; the last one may have fewer."""
+    steps: int  # of a window; the last one may have fewer
 
     def bounds(self, position: int) -> tuple[int, int]:
         """Return the start and the end of the window that has this position; from `end` on, the position twice."""
@@ -96,10 +94,10 @@ class AssignWindow(Protocol):
 def assign_to_steps(
     costs: NDArray[np.int64],
     tokens: NDArray[np.int64],
-    *,
     num_steps: int,
     world_size: int,
     config: BalanceConfig,
+    *,
     seed: int,
     epoch: int,
 ) -> NDArray[np.int64]:

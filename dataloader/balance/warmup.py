@@ -19,11 +19,8 @@ _LOCK = threading.Lock()
 def warm_up(strategy: str, *, limits_tokens: bool = False) -> None:
     """Call the compiled functions of a step once, with its dtypes, so that a background thread compiles nothing.
 
-    Seconds on the first run after an installation; milliseconds once the functions are cached on disk.
-
-    Args:
-        strategy: of the steps. Not called if it is a user's own: it may raise, which a step reports on all ranks.
-        limits_tokens: whether the steps have `max_tokens_per_rank`.
+    Seconds on the first run after an installation; milliseconds once the functions are cached on disk. A user's own
+    strategy is not called: it may raise, which a step reports on all ranks. `limits_tokens`: the steps have a limit.
     """
     costs, tokens = np.array([90, 50, 10, 50]), np.array([100, 50, 90, 60])
     with _LOCK:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.dataloader.balance.log_schema import LogRecord
-from evenrank.dataloader.balance.metrics import StepMetrics, shown_fields, summarize
+from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, shown_fields, summarize
 
 _log = logging.getLogger("evenrank")
 
@@ -72,7 +71,7 @@ class _Writer(ABC):
 class JsonLines(_Writer):
     """Appends one line of JSON per record to a file; `evenrank metrics FILE` shows it.
 
-    `log_schema.py` has the fields of a line, which takes about 700 bytes, and 30 more for each rank. Each line is
+    `metrics.LogRecord` has the fields of a line, which takes about 700 bytes, and 30 more for each rank. Each line is
     passed to the operating system at once, so a job that is killed loses none. An existing file is continued on a new
     line, and missing parent folders are created.
 
@@ -160,11 +159,9 @@ def log_line(metrics: StepMetrics) -> str:
     waits for the heaviest. The lower bound is that of the heaviest load.
     """
     before, after = (int(loads.max() - loads.min()) for loads in (metrics.before, metrics.after))
-    imbalance_before = before / max(int(metrics.before.max()), 1)
-    imbalance_after = after / max(int(metrics.after.max()), 1)
     return (
-        f"epoch {metrics.epoch} step {metrics.step}: load max-min {_short(before)} -> {_short(after)} "
-        f"(imbalance {imbalance_before:.1%} -> {imbalance_after:.1%}, "
+        f"epoch {metrics.epoch} step {metrics.step}: load max-min {_short(before)} -> {_short(after)} (imbalance "
+        f"{before / max(int(metrics.before.max()), 1):.1%} -> {after / max(int(metrics.after.max()), 1):.1%}, "
         f"{metrics.ratio_before:.3f} -> {metrics.ratio_after:.3f} x lower bound), "
         f"moved {metrics.moved_tokens:,} of {metrics.tokens:,} tokens, "
         f"plan {1e3 * metrics.plan_seconds:.1f} ms, exchange {1e3 * metrics.exchange_seconds:.1f} ms"
@@ -174,12 +171,8 @@ def log_line(metrics: StepMetrics) -> str:
 class StepLogger:
     """Logs a line for the steps 0, every, 2 * every, ..., counted over all epochs, through the logger `evenrank`.
 
-    Lines are visible although Python logs only warnings by default: before the first line, the logger gets the level
-    INFO unless it has one, and a handler that writes to standard error if there is none.
-
-    Args:
-        every: at least 1.
-        window: (start, stop): there are lines for the steps start..stop-1 only; None: for all steps.
+    With a window (start, stop), only for the steps start..stop-1. Lines are visible although Python logs only warnings
+    by default: the logger gets the level INFO unless it has one, and a handler if there is none.
     """
 
     def __init__(self, *, every: int, window: tuple[int, int] | None = None) -> None:

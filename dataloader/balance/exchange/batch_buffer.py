@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
-from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, row_bytes
+from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, Section, aligned, row_bytes, starts_of
 from evenrank.dataloader.batches.batch import JaggedBatch
 from evenrank.dataloader.batches.schema import FieldSpec
 
@@ -40,15 +40,13 @@ class RowLayout:
 def lay_out_rows(sections: tuple[Section, ...], lengths: NDArray[np.int64], num_real: int) -> RowLayout:
     """Lay the tensors of a batch out one after the other, each aligned, given lengths, int64 [K, B]."""
     num_bytes = row_bytes(sections, lengths)
-    first_sections = [indices[0] for indices in sections_by_tensor(sections)]
+    first = first_sections(sections)
     section_bytes = num_bytes.sum(axis=1)
-    tensor_bytes = np.add.reduceat(section_bytes, first_sections) if first_sections else np.empty(0, dtype=np.int64)
-    aligned_bytes = aligned(tensor_bytes)
-    tensor_starts = np.cumsum(aligned_bytes) - aligned_bytes
-    alignment_gaps = tensor_starts - (np.cumsum(tensor_bytes) - tensor_bytes)
-    section_starts = np.cumsum(section_bytes) - section_bytes
-    section_starts += np.repeat(alignment_gaps, np.diff([*first_sections, len(sections)]))
-    starts = section_starts[:, np.newaxis] + np.cumsum(num_bytes, axis=1) - num_bytes
+    tensor_bytes = np.add.reduceat(section_bytes, first) if first else np.empty(0, dtype=np.int64)
+    tensor_starts = starts_of(aligned(tensor_bytes))
+    alignment_gaps = np.repeat(tensor_starts - starts_of(tensor_bytes), np.diff([*first, len(sections)]))
+    section_starts = starts_of(section_bytes) + alignment_gaps
+    starts = section_starts[:, np.newaxis] + starts_of(num_bytes)
     num_bytes[:, num_real:] = 0
     return RowLayout(
         starts=starts,
@@ -60,17 +58,17 @@ def lay_out_rows(sections: tuple[Section, ...], lengths: NDArray[np.int64], num_
 
 
 @functools.cache
-def sections_by_tensor(sections: tuple[Section, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the sections of each tensor: the values of a field, or its weights."""
+def first_sections(sections: tuple[Section, ...]) -> tuple[int, ...]:
+    """Return the index of the first section of each tensor: the values of a field, or its weights."""
     groups = itertools.groupby(range(len(sections)), lambda i: (sections[i].field, sections[i].is_weights))
-    return tuple(tuple(indices) for _, indices in groups)
+    return tuple(next(indices) for _, indices in groups)
 
 
 def write_batch(batch: JaggedBatch, sections: tuple[Section, ...], rows: RowLayout, buffer: Tensor) -> None:
     """Copy the tensors of a CPU batch into a uint8 buffer on the CPU, laid out as `rows` says."""
     fields = dict(batch.tensors())
-    for start, size, indices in zip(rows.tensor_starts, rows.tensor_bytes, sections_by_tensor(sections), strict=True):
-        section = sections[indices[0]]
+    for start, size, index in zip(rows.tensor_starts, rows.tensor_bytes, first_sections(sections), strict=True):
+        section = sections[index]
         tensor = fields[section.field]
         if isinstance(tensor, KeyedJaggedTensor):
             tensor = tensor.weights() if section.is_weights else tensor.values()
@@ -91,12 +89,6 @@ class TensorView(NamedTuple):
     start: int  # first byte, a multiple of ALIGNMENT
     dtype: torch.dtype
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _view(start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorView:
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorView(start, dtype, shape, strides)
 
 
 class JaggedTensorView(NamedTuple):
@@ -114,49 +106,49 @@ class OutputLayout:
     total_bytes: int
     host_data: NDArray[np.uint8]  # bytes that the host computes: lengths, offsets, and padding rows of dense tensors
     host_copies: ByteCopies  # copies of `host_data` (source 1) to the buffer
-    dense: dict[str, TensorView]  # dense fields by name
-    jagged: dict[str, JaggedTensorView]  # jagged fields by name
-    host_fields: dict[str, Any]  # fields that stay on the host, by name
+    fields: dict[str, Any]  # fields that differ from those of the loaded batch: views of the buffer, or other values
 
 
-def lay_out_output(plan: Plan) -> OutputLayout:
-    """Lay out the batch that a plan produces."""
-    schema = plan.schema
+def lay_out_output(plan: Plan, host_start: int) -> OutputLayout:
+    """Lay out the batch that a plan produces, with `host_data` from byte `host_start` of its source on."""
     rows = lay_out_rows(plan.sections, plan.lengths, plan.num_real)
-    specs = {spec.name: spec for spec in schema.fields}
-    views: dict[tuple[str, bool], TensorView] = {}  # by field and whether it is the weights
-    host_data = _HostData(buffer_end=rows.total_bytes)
     num_rows = plan.lengths.shape[1]
-    extents = zip(rows.tensor_starts.tolist(), rows.tensor_bytes.tolist(), strict=True)
-    for indices, (start, size) in zip(sections_by_tensor(plan.sections), extents, strict=True):
-        section = plan.sections[indices[0]]
-        spec = specs[section.field]
-        if section.key is None and plan.num_real < num_rows:
-            padding = torch.full((num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu")
-            host_data.add(as_bytes(padding).numpy(), end=start + size)
-        views[section.field, section.is_weights] = _tensor_view(spec, section, start, size, num_rows)
-    jagged: dict[str, JaggedTensorView] = {}
+    fields: dict[str, Any] = {
+        "batch_size": num_rows,
+        "num_real": plan.num_real,
+        "loss_tokens": plan.loss_tokens,
+        "world_loss_tokens": plan.world_loss_tokens,
+        "dp_size": len(plan.rank_of),
+        "max_lengths": plan.schema.max_lengths(plan.lengths),
+    }
+    tensors = [(plan.sections[index].field, plan.sections[index].is_weights) for index in first_sections(plan.sections)]
+    starts = dict(zip(tensors, rows.tensor_starts.tolist(), strict=True))
+    host_data = _HostData(rows.total_bytes)
     first_key = 0
-    for spec in schema.fields:
-        if spec.keys is not None and spec.dtype is not None:
-            lengths = plan.lengths[first_key : first_key + len(spec.keys)]
-            jagged[spec.name] = _jagged_view(spec, lengths, views, host_data)
-            first_key += len(spec.keys)
+    for spec in plan.schema.fields:
+        if spec.dtype is None:
+            continue
+        start = starts[spec.name, False]
+        if spec.keys is None:
+            fields[spec.name] = TensorView(start, spec.dtype, (num_rows, *spec.shape))
+            if plan.num_real < num_rows:
+                padding = torch.full((num_rows - plan.num_real, *spec.shape), spec.fill, dtype=spec.dtype, device="cpu")
+                bytes_of_row = math.prod(spec.shape) * spec.dtype.itemsize
+                host_data.add(as_bytes(padding).numpy(), start + plan.num_real * bytes_of_row)
+            continue
+        lengths = plan.lengths[first_key : first_key + len(spec.keys)]
+        first_key += len(spec.keys)
+        views = {"values": TensorView(start, spec.dtype, (int(lengths.sum()), *spec.shape))}
+        if spec.weights_dtype is not None:
+            views["weights"] = TensorView(starts[spec.name, True], spec.weights_dtype, (int(lengths.sum()),))
+        fields[spec.name] = _jagged_view(spec, lengths, views, host_data)
+    ranges = np.array(host_data.ranges, dtype=np.int64).reshape(-1, 3).T
     return OutputLayout(
         rows=rows,
         total_bytes=host_data.buffer_end,
-        host_data=host_data.concatenated(),
-        host_copies=host_data.copies(),
-        dense={name: view for (name, _), view in views.items() if name not in jagged},
-        jagged=jagged,
-        host_fields={
-            "batch_size": num_rows,
-            "num_real": plan.num_real,
-            "loss_tokens": plan.loss_tokens,
-            "world_loss_tokens": plan.world_loss_tokens,
-            "dp_size": len(plan.rank_of),
-            "max_lengths": schema.max_lengths(plan.lengths),
-        },
+        host_data=np.concatenate(host_data.parts),
+        host_copies=ByteCopies.from_source(1, ranges[0] + host_start, *ranges[1:]),
+        fields=fields,
     )
 
 
@@ -165,13 +157,19 @@ def output_fields(buffer: Tensor, output: OutputLayout) -> dict[str, Any]:
     by_dtype: dict[torch.dtype, Tensor] = {}
 
     def tensor(view: TensorView) -> Tensor:  # one operator call, because a step has many
-        if view.dtype not in by_dtype:
-            by_dtype[view.dtype] = buffer.view(view.dtype)
-        return by_dtype[view.dtype].as_strided(view.shape, view.strides, view.start // view.dtype.itemsize)
+        start, dtype, shape = view
+        if dtype not in by_dtype:
+            by_dtype[dtype] = buffer.view(dtype)
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return by_dtype[dtype].as_strided(shape, strides, start // dtype.itemsize)
 
-    fields = output.host_fields | {name: tensor(view) for name, view in output.dense.items()}
-    for name, (tensors, metadata) in output.jagged.items():
-        fields[name] = KeyedJaggedTensor(**{key: tensor(view) for key, view in tensors.items()}, **metadata)
+    fields = dict(output.fields)
+    for name, value in fields.items():
+        if isinstance(value, TensorView):
+            fields[name] = tensor(value)
+        elif isinstance(value, JaggedTensorView):
+            tensors = {key: tensor(view) for key, view in value.tensors.items()}
+            fields[name] = KeyedJaggedTensor(**tensors, **value.metadata)
     return fields
 
 
@@ -180,54 +178,33 @@ class _HostData:
 
     def __init__(self, buffer_end: int) -> None:
         self.buffer_end = buffer_end  # where arrays without a place of their own follow
-        self._parts: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
+        self.parts: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
+        self.ranges: list[tuple[int, int, int]] = []  # start in the data, start in the output buffer, bytes
         self._size = 0
-        self._ranges: list[tuple[int, int, int]] = []  # start in the data, start in the output buffer, bytes
 
-    def add(self, data: NDArray[Any], end: int | None = None) -> int:
-        """Add an array that ends at byte `end` of the output buffer, or is appended to it; return its first byte."""
+    def add(self, data: NDArray[Any], target: int | None = None) -> int:
+        """Add an array that goes to byte `target` of the output buffer, or is appended to it; return its first byte."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         gap = -len(flat) % ALIGNMENT
-        target = self.buffer_end if end is None else end - len(flat)
-        if end is None:
+        if target is None:
+            target = self.buffer_end
             self.buffer_end += len(flat) + gap
-        self._ranges.append((self._size, target, len(flat)))
-        self._parts += [flat, np.zeros(gap, dtype=np.uint8)]
+        self.ranges.append((self._size, target, len(flat)))
+        self.parts += [flat, np.zeros(gap, dtype=np.uint8)]
         self._size += len(flat) + gap
         return target
 
-    def concatenated(self) -> NDArray[np.uint8]:
-        """Return all arrays: uint8."""
-        return np.concatenate(self._parts)
-
-    def copies(self) -> ByteCopies:
-        """Return the copies from a source buffer (1) that starts with the data to the output buffer."""
-        return ByteCopies.from_source(1, *np.array(self._ranges, dtype=np.int64).reshape(-1, 3).T)
-
-
-def _tensor_view(spec: FieldSpec, section: Section, start: int, size: int, num_rows: int) -> TensorView:
-    dtype = spec.weights_dtype if section.is_weights else spec.dtype
-    shape = () if section.is_weights else spec.shape
-    assert dtype is not None
-    element_bytes = math.prod(shape) * dtype.itemsize
-    count = num_rows if section.key is None else size // max(element_bytes, 1)
-    return _view(start, dtype, (count, *shape))
-
 
 def _jagged_view(
-    spec: FieldSpec, lengths: NDArray[np.int64], views: dict[tuple[str, bool], TensorView], host_data: _HostData
+    spec: FieldSpec, lengths: NDArray[np.int64], views: dict[str, TensorView], host_data: _HostData
 ) -> JaggedTensorView:
+    """Return the view of a field, given those of its values and weights; its lengths and offsets become host data."""
     assert spec.keys is not None
     assert spec.lengths_dtype is not None
     dtype = torch.empty(0, dtype=spec.lengths_dtype, device="cpu").numpy().dtype
-    flat = lengths.reshape(-1)
-    lengths_view, offsets_view = (
-        _view(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
-        for values in (flat, np.concatenate([[0], np.cumsum(flat)]))
-    )
-    tensors = {"values": views[spec.name, False], "lengths": lengths_view, "offsets": offsets_view}
-    if (weights := views.get((spec.name, True))) is not None:
-        tensors["weights"] = weights
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    for name, values in (("lengths", lengths.reshape(-1)), ("offsets", offsets)):
+        views[name] = TensorView(host_data.add(values.astype(dtype)), spec.lengths_dtype, (len(values),))
     length_per_key = lengths.sum(axis=1).tolist()
     metadata = {
         "keys": list(spec.keys),
@@ -235,4 +212,4 @@ def _jagged_view(
         "length_per_key": length_per_key,
         "offset_per_key": [0, *itertools.accumulate(length_per_key)],
     }
-    return JaggedTensorView(tensors, metadata)
+    return JaggedTensorView(views, metadata)

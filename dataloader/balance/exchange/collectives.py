@@ -1,7 +1,6 @@
 """The collectives that move samples: what they send, how their buffers are laid out, and the calls that start them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,63 +8,41 @@ from torch import Tensor
 
 from evenrank.dataloader.balance.exchange.batch_buffer import RowLayout
 from evenrank.dataloader.balance.exchange.cpu_copy import ByteCopies
-from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_chunks, row_bytes
+from evenrank.dataloader.balance.exchange.plan import ALIGNMENT, Plan, lay_out_chunks, row_bytes, starts_of
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Work
-
-
-class SampleRanges(NamedTuple):
-    """Byte ranges of a buffer that make up the sections of a batch, in ascending order: int64 [S, n], in bytes."""
-
-    starts: NDArray[np.int64]  # start of each range in its buffer
-    num_bytes: NDArray[np.int64]  # length of each range
-    offsets: NDArray[np.int64]  # start of each range within its section of the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveLayout:
     """The buffers of one collective on one rank, in bytes."""
 
-    pack: ByteCopies  # copies from the buffer of the loaded batch (source 0) to the send buffer
+    pack: ByteCopies  # from the buffer of the loaded batch (source 0) to the send buffer
+    unpack: ByteCopies  # from the receive buffer (source 0) and the loaded batch (source 1) to the output buffer
     send_splits: list[int]  # bytes of each chunk of the send buffer: one per rank, or one for all ranks
     receive_splits: list[int]  # [W]: bytes received from each rank
-    received: SampleRanges  # ranges of the receive buffer
-    kept: SampleRanges  # ranges of the buffer of the loaded batch
-
-    def unpack(self, rows: RowLayout) -> ByteCopies:
-        """Return the copies from the receive buffer (source 0) and the loaded batch (source 1) to a batch buffer."""
-        section_starts = rows.section_starts[:, np.newaxis]
-        return ByteCopies.concatenate(
-            [
-                ByteCopies.from_source(source, ranges.starts, section_starts + ranges.offsets, ranges.num_bytes)
-                for source, ranges in enumerate((self.received, self.kept))
-            ]
-        )
 
 
 class AllToAll:
     """One all-to-all sends each rank the samples that it trains: every key and every dense field, as bytes."""
 
-    def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
-        """Lay out one chunk per rank, given the layout of the loaded batch.
+    def layout(self, plan: Plan, loaded: RowLayout, output: RowLayout) -> CollectiveLayout:
+        """Lay out one chunk per rank, given the layouts of the loaded batch and of the new one.
 
         Received chunks are in ascending order already, so a section of a chunk is one range. Samples that stay come
         between those of lower and of higher ranks.
         """
-        kept_bytes = rows.num_bytes[:, plan.kept_rows]
+        kept_bytes = loaded.num_bytes[:, plan.kept_rows]
         bytes_by_source = plan.receive_section_bytes.copy()  # [S, W]
         bytes_by_source[:, plan.rank] = kept_bytes.sum(axis=1)
-        offset_of_source = np.cumsum(bytes_by_source, axis=1) - bytes_by_source
-        kept_offsets = np.cumsum(kept_bytes, axis=1) - kept_bytes
+        targets = output.section_starts[:, np.newaxis] + starts_of(bytes_by_source)
+        kept_targets = targets[:, [plan.rank]] + starts_of(kept_bytes)
+        received = ByteCopies.from_source(0, plan.receive_offsets, targets, plan.receive_section_bytes)
+        kept = ByteCopies.from_source(1, loaded.starts[:, plan.kept_rows], kept_targets, kept_bytes)
         return CollectiveLayout(
-            pack=_pack_rows(rows, plan.send_rows, plan.send_counts, plan.send_offsets),
+            pack=_pack_rows(loaded, plan.send_rows, plan.send_counts, plan.send_offsets),
+            unpack=ByteCopies.concatenate([received, kept]),
             send_splits=plan.send_bytes.tolist(),
             receive_splits=plan.receive_bytes.tolist(),
-            received=SampleRanges(plan.receive_offsets, plan.receive_section_bytes, offset_of_source),
-            kept=SampleRanges(
-                rows.starts[:, plan.kept_rows],
-                kept_bytes,
-                offset_of_source[:, plan.rank : plan.rank + 1] + kept_offsets,
-            ),
         )
 
     def start(
@@ -81,30 +58,26 @@ class AllGather:
     It moves W times as many bytes as the all-to-all; on some networks with few ranks it is faster nevertheless.
     """
 
-    def layout(self, plan: Plan, rows: RowLayout) -> CollectiveLayout:
-        """Lay out one chunk for all ranks, given the layout of the loaded batch; all chunks have the largest's size."""
+    def layout(self, plan: Plan, loaded: RowLayout, output: RowLayout) -> CollectiveLayout:
+        """Lay out one chunk for all ranks; all chunks have the largest's size. See `AllToAll.layout`."""
         rank_of, world_lengths = plan.rank_of, plan.world_lengths
-        world_size, batch_size = rank_of.shape
         lengths = world_lengths.transpose(1, 0, 2).reshape(world_lengths.shape[1], rank_of.size)  # [K, W * B]
-        num_bytes = row_bytes(plan.sections, lengths).reshape(-1, world_size, batch_size)
+        num_bytes = row_bytes(plan.sections, lengths).reshape(-1, *rank_of.shape)
         num_bytes[:, rank_of < 0] = 0
         chunk_bytes, offsets = lay_out_chunks(num_bytes.sum(axis=2))
-        offsets -= np.cumsum(chunk_bytes) - chunk_bytes  # from the start of each chunk
+        offsets -= starts_of(chunk_bytes)  # from the start of each chunk
         max_chunk_bytes = int(chunk_bytes.max())
         num_real = np.count_nonzero(rank_of[plan.rank] >= 0)
-        section_starts = offsets + max_chunk_bytes * np.arange(world_size)
-        row_starts = section_starts[:, :, np.newaxis] + np.cumsum(num_bytes, axis=2) - num_bytes
+        section_starts = offsets + max_chunk_bytes * np.arange(len(rank_of))
+        row_starts = section_starts[:, :, np.newaxis] + starts_of(num_bytes)
         is_trained_here = rank_of == plan.rank
         trained_bytes = num_bytes[:, is_trained_here]
-        nothing = np.zeros((len(plan.sections), 0), dtype=np.int64)
+        targets = output.section_starts[:, np.newaxis] + starts_of(trained_bytes)
         return CollectiveLayout(
-            pack=_pack_rows(rows, np.arange(num_real), np.array([num_real]), offsets[:, plan.rank : plan.rank + 1]),
+            pack=_pack_rows(loaded, np.arange(num_real), np.array([num_real]), offsets[:, [plan.rank]]),
+            unpack=ByteCopies.from_source(0, row_starts[:, is_trained_here], targets, trained_bytes),
             send_splits=[max_chunk_bytes],
-            receive_splits=[max_chunk_bytes] * world_size,
-            received=SampleRanges(
-                row_starts[:, is_trained_here], trained_bytes, np.cumsum(trained_bytes, axis=1) - trained_bytes
-            ),
-            kept=SampleRanges(nothing, nothing, nothing),
+            receive_splits=[max_chunk_bytes] * len(rank_of),
         )
 
     def start(
@@ -123,16 +96,10 @@ COLLECTIVES: dict[str, type[AllToAll] | type[AllGather]] = {"all-to-all": AllToA
 def warmup_layout(collective: Collective, world_size: int) -> CollectiveLayout:
     """Lay out 16 meaningless bytes for each chunk, enough to connect all ranks."""
     num_chunks = world_size if isinstance(collective, AllToAll) else 1
-    start, total = np.zeros(1, dtype=np.int64), np.array([num_chunks * ALIGNMENT])
-    nothing = np.zeros((0, 0), dtype=np.int64)
-    no_ranges = SampleRanges(nothing, nothing, nothing)
-    return CollectiveLayout(
-        pack=ByteCopies.from_source(0, start, start, total),
-        send_splits=[ALIGNMENT] * num_chunks,
-        receive_splits=[ALIGNMENT] * world_size,
-        received=no_ranges,
-        kept=no_ranges,
-    )
+    start = np.zeros(1, dtype=np.int64)
+    copies = ByteCopies.from_source(0, start, start, np.array([num_chunks * ALIGNMENT]))
+    send_splits, receive_splits = [ALIGNMENT] * num_chunks, [ALIGNMENT] * world_size
+    return CollectiveLayout(pack=copies, unpack=copies, send_splits=send_splits, receive_splits=receive_splits)
 
 
 def _pack_rows(
@@ -140,8 +107,7 @@ def _pack_rows(
 ) -> ByteCopies:
     """Return the copies to a send buffer of the rows of C chunks [n], given their counts [C] and offsets [S, C]."""
     chunk_of = np.repeat(np.arange(len(counts)), counts)
-    first_of_chunk = np.cumsum(counts) - counts
     num_bytes = rows.num_bytes[:, chunk_rows]
-    running = np.cumsum(num_bytes, axis=1) - num_bytes
-    offset_in_section = running - running[:, first_of_chunk[chunk_of]]
+    running = starts_of(num_bytes)
+    offset_in_section = running - running[:, starts_of(counts)[chunk_of]]
     return ByteCopies.from_source(0, rows.starts[:, chunk_rows], offsets[:, chunk_of] + offset_in_section, num_bytes)

@@ -40,8 +40,7 @@ class PreparedStep:
     unpack: ByteCopies  # from the receive buffer (source 0) and the device buffer (source 1) to the output buffer
     host_buffer: Tensor  # the loaded batch, the host data of the new one, and the descriptors of the two copies
     device_buffer: Tensor  # target of the upload of `host_buffer`
-    pack_descriptors: Tensor  # part of the device buffer
-    unpack_descriptors: Tensor  # part of the device buffer
+    descriptors: tuple[Tensor, Tensor]  # to pack and to unpack: parts of the device buffer
     send_buffer: Tensor
     receive_buffer: Tensor
     output_buffer: Tensor  # the new batch
@@ -94,11 +93,10 @@ class Exchange:
         """Do all that needs no other rank and moves nothing on the device; on any thread."""
         device = self._device
         rows = lay_out_rows(plan.sections, plan.world_lengths[plan.rank], batch.num_real)
-        layout = self._collective.layout(plan, rows)
-        output = lay_out_output(plan)
         batch_bytes = rows.total_bytes
-        host_copies = output.host_copies._replace(source_starts=output.host_copies.source_starts + batch_bytes)
-        unpack = ByteCopies.concatenate([layout.unpack(output.rows), host_copies])
+        output = lay_out_output(plan, batch_bytes)
+        layout = self._collective.layout(plan, rows, output.rows)
+        unpack = ByteCopies.concatenate([layout.unpack, output.host_copies])
         descriptors = [device.descriptors(copies) for copies in (layout.pack, unpack)]
         splits = [batch_bytes + len(output.host_data), *map(len, descriptors)]
         host_buffer = device.host_buffer(sum(splits))
@@ -113,8 +111,7 @@ class Exchange:
             unpack=unpack,
             host_buffer=host_buffer,
             device_buffer=device_buffer,
-            pack_descriptors=pack_descriptors,
-            unpack_descriptors=unpack_descriptors,
+            descriptors=(pack_descriptors, unpack_descriptors),
             send_buffer=send_buffer,
             receive_buffer=receive_buffer,
             output_buffer=output_buffer,
@@ -130,7 +127,7 @@ class Exchange:
             # A collective occupies multiprocessors while it waits for other ranks. Right after the all-reduce of the
             # gradients, where a training step begins, no rank is far ahead, so it hardly waits.
             device.wait_for_training()
-            device.copy(step.layout.pack, step.pack_descriptors, (step.device_buffer,), step.send_buffer)
+            device.copy(step.layout.pack, step.descriptors[0], (step.device_buffer,), step.send_buffer)
             work = self._start(step.layout, step.send_buffer, step.receive_buffer)
         return StepInFlight(prepared=step, work=work)
 
@@ -140,15 +137,14 @@ class Exchange:
         sources = (step.receive_buffer, step.device_buffer)
         with device.side_stream("finish"):
             self._wait(in_flight.work)
-            device.copy(step.unpack, step.unpack_descriptors, sources, step.output_buffer)
+            device.copy(step.unpack, step.descriptors[1], sources, step.output_buffer)
         device.hand_over((step.output_buffer,))
 
     def _start(self, layout: CollectiveLayout, send_buffer: Tensor, receive_buffer: Tensor) -> Work | None:
-        if self._group is None:
+        if (group := self._group) is None:
             return None
-        return self._collective.start(
-            layout, send_buffer, receive_buffer, self._group, async_op=self._device.async_collectives
-        )
+        async_op = self._device.async_collectives
+        return self._collective.start(layout, send_buffer, receive_buffer, group, async_op=async_op)
 
     def _wait(self, work: Work | None) -> None:
         if self._group is not None and work is not None:

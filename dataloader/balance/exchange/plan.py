@@ -65,7 +65,6 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
 
     # A stable sort, so rows that go to one rank stay in ascending order.
     destination_of_row = rank_of[rank]
-    kept_rows = np.flatnonzero(destination_of_row == rank)
     send_rows = np.flatnonzero((destination_of_row >= 0) & (destination_of_row != rank))
     send_rows = send_rows[np.argsort(destination_of_row[send_rows], kind="stable")]
     destinations = destination_of_row[send_rows]
@@ -89,7 +88,7 @@ def make_plan(schema: BatchSchema, step: StepMetadata, assignment: Assignment, r
         rank_of=rank_of,
         world_lengths=world_lengths,
         sections=sections,
-        kept_rows=kept_rows,
+        kept_rows=np.flatnonzero(destination_of_row == rank),
         send_rows=send_rows,
         send_counts=np.bincount(destinations, minlength=world_size),
         send_bytes=send_bytes,
@@ -112,12 +111,9 @@ def sections_of(schema: BatchSchema) -> tuple[Section, ...]:
     for spec in schema.fields:
         if spec.dtype is None:
             continue
+        keys = [None] if spec.keys is None else range(first_key, first_key + len(spec.keys))
+        first_key += len(spec.keys or ())
         element_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-        if spec.keys is None:
-            sections.append(Section(field=spec.name, key=None, element_bytes=element_bytes))
-            continue
-        keys = range(first_key, first_key + len(spec.keys))
-        first_key += len(spec.keys)
         sections += [Section(field=spec.name, key=key, element_bytes=element_bytes) for key in keys]
         if spec.weights_dtype is not None:
             weight_bytes = spec.weights_dtype.itemsize
@@ -129,9 +125,9 @@ def row_bytes(sections: tuple[Section, ...], lengths: NDArray[np.int64]) -> NDAr
     """Return the bytes of each row in each section: int64 [S, n], given lengths [K, n]."""
     num_bytes = np.empty((len(sections), lengths.shape[1]), dtype=np.int64)
     for section, bytes_of_rows in zip(sections, num_bytes, strict=True):
-        bytes_of_rows[:] = section.element_bytes
-        if section.key is not None:
-            bytes_of_rows *= lengths[section.key]
+        bytes_of_rows[:] = (
+            section.element_bytes if section.key is None else section.element_bytes * lengths[section.key]
+        )
     return num_bytes
 
 
@@ -147,12 +143,17 @@ def aligned(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
     return rounded
 
 
+def starts_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the starts of adjacent ranges of these sizes, along the last axis: int64 of the same shape."""
+    starts: NDArray[np.int64] = np.cumsum(sizes, axis=-1) - sizes
+    return starts
+
+
 def lay_out_chunks(section_bytes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the size of each chunk [W] and the start of each section in the buffer [S, W], all aligned, in bytes."""
     aligned_bytes = aligned(section_bytes)
     chunk_bytes = aligned_bytes.sum(axis=0)
-    chunk_starts = np.cumsum(chunk_bytes) - chunk_bytes
-    return chunk_bytes, chunk_starts + np.cumsum(aligned_bytes, axis=0) - aligned_bytes
+    return chunk_bytes, starts_of(chunk_bytes) + starts_of(aligned_bytes.T).T
 
 
 def _section_bytes(

@@ -47,10 +47,7 @@ def lpt_with_room(
     open_place: int,
     keep_below: int,
 ) -> NDArray[np.int32]:
-    """Assign slots as `lpt` does, up to `batch_size` to a rank, given the cost that an open place counts as.
-
-    There may be fewer slots than places.
-    """
+    """Assign n <= W * B slots as `lpt` does, given the cost that an open place counts as."""
     bits = rank_bits(world_size)
     shift = load_shift(costs.sum() + batch_size * open_place, bits)
     loads = np.full(world_size, batch_size * open_place)  # open places included

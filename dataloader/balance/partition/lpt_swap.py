@@ -16,17 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.partition import rank_loads
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt
-from evenrank.dataloader.balance.partition.rank_loads import (
-    RankLoads,
-    heaviest_rank,
-    hide,
-    lightest_rank,
-    make_rank_loads,
-    show_all,
-    sums_by_rank,
-    swap,
-)
 
 # In the order in which they are tried. Found by trial over lognormal and Zipf lengths and batches of 4 to 128: the
 # first is enough except for some batches of 4 to 16.
@@ -45,12 +36,12 @@ def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int
     best = np.empty(len(costs), dtype=np.int32)
     for rank in range(world_size):
         best[rank * batch_size : (rank + 1) * batch_size] = rank
-    best_load = sums_by_rank(costs, best, world_size).max()
+    best_load = rank_loads.sums_by_rank(costs, best, world_size).max()
     for percentile in _OPEN_PLACE_PERCENTILES:
         if best_load <= target:
             break
         rank_of = lpt(costs, order, world_size, percentile, IGNORE_HOME)
-        state = make_rank_loads(costs, order, rank_of, world_size)
+        state = rank_loads.make_rank_loads(costs, order, rank_of, world_size)
         local_search(state, costs, order, target)
         if state.loads.max() < best_load:
             best, best_load = rank_of, state.loads.max()
@@ -58,10 +49,10 @@ def lpt_swap(costs: NDArray[np.int64], order: NDArray[np.int64], world_size: int
 
 
 @compiled
-def local_search(state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], target: int) -> None:
+def local_search(state: rank_loads.RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], target: int) -> None:
     """Swap slots of the heaviest rank until no load is above `target`, or no swap makes it lighter."""
     while True:
-        heavy = heaviest_rank(state)
+        heavy = rank_loads.heaviest_rank(state)
         if state.loads[heavy] <= target:
             return
         i, light, j = _swap_with_lightest(state, heavy)
@@ -69,23 +60,23 @@ def local_search(state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.i
             i, light, j = _swap_for_cheapest(state, costs, order, heavy, target)
         if i < 0:
             return
-        swap(state, heavy, i, light, j)
+        rank_loads.swap(state, heavy, i, light, j)
 
 
 @compiled
-def _swap_with_lightest(state: RankLoads, heavy: int) -> tuple[int, int, int]:
+def _swap_with_lightest(state: rank_loads.RankLoads, heavy: int) -> tuple[int, int, int]:
     """Return the best swap with the lightest rank that has one: index in slots[heavy] (-1: none), rank, index there."""
     i, light, j = -1, -1, -1
     for _ in range(min(_LIGHTEST_RANKS, len(state.loads))):
-        light = lightest_rank(state)
+        light = rank_loads.lightest_rank(state)
         gap = state.loads[heavy] - state.loads[light]
         if gap <= 0:
             break
         i, j = _best_swap(state.costs[heavy], state.costs[light], gap)
         if i >= 0:
             break
-        hide(state, light)
-    show_all(state)
+        rank_loads.hide(state, light)
+    rank_loads.show_all(state)
     return i, light, j
 
 
@@ -111,7 +102,7 @@ def _best_swap(heavy: NDArray[np.int64], light: NDArray[np.int64], gap: int) -> 
 
 @compiled
 def _swap_for_cheapest(
-    state: RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], heavy: int, target: int
+    state: rank_loads.RankLoads, costs: NDArray[np.int64], order: NDArray[np.int64], heavy: int, target: int
 ) -> tuple[int, int, int]:
     """Return, like `_swap_with_lightest`, the best swap for one of the cheapest slots of ranks below `target`."""
     best_i, best_slot, best_load = -1, -1, state.loads[heavy]

@@ -13,17 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.partition import rank_loads
 from evenrank.dataloader.balance.partition.lpt import lpt
 from evenrank.dataloader.balance.partition.lpt_swap import local_search
-from evenrank.dataloader.balance.partition.rank_loads import (
-    RankLoads,
-    heaviest_rank,
-    hide,
-    lightest_rank,
-    make_rank_loads,
-    show_all,
-    swap,
-)
 
 _LIGHTEST_RANKS = 6  # partners that are compared for each swap
 # Weights of the remaining excess and of what exceeds the partner's room, in tokens moved per token of cost. Found by
@@ -42,7 +34,7 @@ def min_move(
     best, best_load = home, np.int64(-1)
     for start in range(2):
         rank_of = home if start == 0 else lpt(costs, order, world_size, _OPEN_PLACE_PERCENTILE, target)
-        state = make_rank_loads(costs, order, rank_of, world_size)
+        state = rank_loads.make_rank_loads(costs, order, rank_of, world_size)
         _swap_few_tokens(state, costs, tokens, target)
         local_search(state, costs, order, target)
         load = state.loads.max()
@@ -54,31 +46,33 @@ def min_move(
 
 
 @compiled
-def _swap_few_tokens(state: RankLoads, costs: NDArray[np.int64], tokens: NDArray[np.int64], target: int) -> None:
+def _swap_few_tokens(
+    state: rank_loads.RankLoads, costs: NDArray[np.int64], tokens: NDArray[np.int64], target: int
+) -> None:
     """Swap slots of the heaviest rank with light ranks until no load is above `target`, or no swap is found."""
     tokens_per_cost = tokens.sum() / max(costs.sum(), 1)
     while True:
-        heavy = heaviest_rank(state)
+        heavy = rank_loads.heaviest_rank(state)
         if state.loads[heavy] <= target:
             return
         best_i, best_light, best_j, best_score = -1, -1, -1, np.inf
         for _ in range(min(_LIGHTEST_RANKS, len(state.loads))):
-            light = lightest_rank(state)
+            light = rank_loads.lightest_rank(state)
             if state.loads[light] >= state.loads[heavy]:
                 break
             i, j, score = _cheapest_swap(state, tokens, heavy, light, target, tokens_per_cost)
             if score < best_score:
                 best_i, best_light, best_j, best_score = i, light, j, score
-            hide(state, light)
-        show_all(state)
+            rank_loads.hide(state, light)
+        rank_loads.show_all(state)
         if best_i < 0:
             return
-        swap(state, heavy, best_i, best_light, best_j)
+        rank_loads.swap(state, heavy, best_i, best_light, best_j)
 
 
 @compiled
 def _cheapest_swap(
-    state: RankLoads, tokens: NDArray[np.int64], heavy: int, light: int, target: int, tokens_per_cost: float
+    state: rank_loads.RankLoads, tokens: NDArray[np.int64], heavy: int, light: int, target: int, tokens_per_cost: float
 ) -> tuple[int, int, float]:
     """Return the swap of two ranks with the lowest score, as indices in their slots, and the score.
 

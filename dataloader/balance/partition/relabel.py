@@ -18,10 +18,9 @@ from evenrank.dataloader.balance.partition.rank_loads import argsort_descending
 def relabel(
     part_of: NDArray[np.int32], tokens: NDArray[np.int64], home: NDArray[np.int32], world_size: int
 ) -> NDArray[np.int32]:
-    """Assign parts to the ranks that have most of their tokens already, the remaining parts in order.
+    """Return the rank of each of n slots, given its part, 0..W-1, and its home, the rank that loaded it, ascending.
 
-    Given the part of each slot, 0..W-1, and its home, the rank that loaded it, ascending; both int32 [n]. Returns the
-    rank of each slot.
+    Parts get the ranks that have most of their tokens already, and the remaining parts the remaining ranks in order.
     """
     num_slots = len(part_of)
     first_run = np.zeros(world_size, dtype=np.int64)  # of each part, in the arrays of runs

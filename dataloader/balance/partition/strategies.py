@@ -56,8 +56,7 @@ STRATEGIES: Registry[Strategy] = Registry("strategy", expected="a function of a 
 def register_strategy(name: str) -> Callable[[Strategy], Strategy]:
     """Return a decorator that makes a function available as `strategy=name`, on every rank that runs it.
 
-    Raises:
-        ConfigError: the name is taken, or what is decorated cannot be called.
+    It raises a ConfigError if the name is taken or the decorated object cannot be called.
     """
     return STRATEGIES.register(name)
 
@@ -100,14 +99,14 @@ class Assignment:
 
     def loads(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the load of each rank, int64 [W], given the cost (or tokens) of each row, int64 [W, B] or [W * B]."""
-        is_real = self.rank_of >= 0  # padding has no rank
+        is_real = self.rank_of >= 0
         return sums_by_rank(costs.reshape(is_real.shape)[is_real], self.rank_of[is_real], len(is_real))
 
     @property
     def moved(self) -> NDArray[np.bool_]:
         """Which samples are trained on another rank than the one that loaded them: bool [W, B]."""
-        stays = self.rank_of == np.arange(len(self.rank_of))[:, np.newaxis]
-        moved: NDArray[np.bool_] = (self.rank_of >= 0) & ~stays
+        home = np.arange(len(self.rank_of))[:, np.newaxis]
+        moved: NDArray[np.bool_] = (self.rank_of >= 0) & (self.rank_of != home)
         return moved
 
 
@@ -185,10 +184,7 @@ def check_options(*, tolerance: float, max_tokens_per_rank: int | None, on_overf
 
 
 def lower_bound(costs: NDArray[np.int64], world_size: int) -> int:
-    """Return a load that the heaviest of `world_size` ranks has at least, given costs, int64 [W * B], 0 for padding.
-
-    `partition/lower_bound.py` has the formula.
-    """
+    """Return a load that the heaviest of `world_size` ranks has at least, given costs, int64 [W * B], 0 for padding."""
     slot_costs = np.ascontiguousarray(costs.reshape(-1), dtype=np.int64)
     return int(heaviest_load_bound(slot_costs, argsort_descending(slot_costs), world_size))
 
@@ -222,10 +218,9 @@ def _call(strategy: str, problem: PartitionProblem) -> NDArray[np.int32]:
     low, high = int(rank_of.min(initial=0)), int(rank_of.max(initial=0))
     if low < 0 or high >= world_size:
         raise ConfigError(f"the strategy {strategy!r} must return ranks 0..{world_size - 1}, got {low}..{high}")
-    counts = np.bincount(rank_of, minlength=world_size)
-    batch_size = num_slots // world_size
-    if (is_wrong := counts != batch_size).any():
-        rank = int(np.argmax(is_wrong))
+    counts, batch_size = np.bincount(rank_of, minlength=world_size), num_slots // world_size
+    if (counts != batch_size).any():
+        rank = int(np.argmax(counts != batch_size))
         raise ConfigError(
             f"the strategy {strategy!r} must assign {batch_size} of the {num_slots} slots, padding included, to each "
             f"rank; rank {rank} got {counts[rank]}"
@@ -238,20 +233,16 @@ def _within_token_limit(
 ) -> NDArray[np.int32]:
     """Return `rank_of` if it keeps the limit, else an assignment that does, or act as `on_overflow` says."""
     assert problem.tokens is not None
-    world_size = problem.world_size
-    most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size).max())
+    costs, tokens, world_size = problem.costs, problem.tokens, problem.world_size
+    most_tokens = int(sums_by_rank(tokens, rank_of, world_size).max())
+    if most_tokens > max_tokens and may_move:
+        rank_of = balance_within_token_limit(costs, tokens, problem.order, world_size, max_tokens, problem.target)
+        rank_of = relabel(rank_of, tokens, problem.home, world_size)
+        most_tokens = int(sums_by_rank(tokens, rank_of, world_size).max())
     if most_tokens <= max_tokens:
         return rank_of
-    if may_move:
-        rank_of = balance_within_token_limit(
-            problem.costs, problem.tokens, problem.order, world_size, max_tokens, problem.target
-        )
-        rank_of = relabel(rank_of, problem.tokens, problem.home, world_size)
-        most_tokens = int(sums_by_rank(problem.tokens, rank_of, world_size).max())
-        if most_tokens <= max_tokens:
-            return rank_of
     if on_overflow == "raise":
-        longest, mean = int(problem.tokens.max()), -(-int(problem.tokens.sum()) // world_size)
+        longest, mean = int(tokens.max()), -(-int(tokens.sum()) // world_size)
         raise ConfigError(
             f"max_tokens_per_rank = {max_tokens:,} cannot be kept: the best assignment found has a rank with "
             f"{most_tokens:,} tokens; the longest sample has {longest:,}, the mean of the ranks is {mean:,}; raise the "

@@ -11,19 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
+from evenrank.dataloader.balance.partition import rank_loads
 from evenrank.dataloader.balance.partition.lpt import IGNORE_HOME, lpt_with_room
 from evenrank.dataloader.balance.partition.lpt_swap import lpt_swap
-from evenrank.dataloader.balance.partition.rank_loads import (
-    RankLoads,
-    argsort_descending,
-    heaviest_rank,
-    hide,
-    lightest_rank,
-    make_rank_loads,
-    show_all,
-    sums_by_rank,
-    swap,
-)
 
 _LIGHTEST_RANKS = 16  # partners that are tried
 
@@ -38,62 +28,55 @@ def balance_within_token_limit(
     target: int,
 ) -> NDArray[np.int32]:
     """Assign slots such that no rank has more than `max_tokens`, if possible, and level costs within that limit."""
-    by_tokens = argsort_descending(tokens)
+    by_tokens = rank_loads.argsort_descending(tokens)
     rank_of = lpt_swap(tokens, by_tokens, world_size, max_tokens)
-    tokens_of_rank = sums_by_rank(tokens, rank_of, world_size)
+    tokens_of_rank = rank_loads.sums_by_rank(tokens, rank_of, world_size)
     if tokens_of_rank.max() > max_tokens:
         # Steps that are packed are within the limit by this assignment, but not always by swaps from other starts.
-        by_lpt = assign_by_tokens(tokens, by_tokens, world_size, len(tokens) // world_size)
-        tokens_by_lpt = sums_by_rank(tokens, by_lpt, world_size)
+        by_lpt = lpt_with_room(tokens, by_tokens, world_size, len(tokens) // world_size, 0, IGNORE_HOME)
+        tokens_by_lpt = rank_loads.sums_by_rank(tokens, by_lpt, world_size)
         if tokens_by_lpt.max() <= max_tokens:
             rank_of, tokens_of_rank = by_lpt, tokens_by_lpt
     if tokens_of_rank.max() <= max_tokens:
-        state = make_rank_loads(costs, order, rank_of, world_size)
+        state = rank_loads.make_rank_loads(costs, order, rank_of, world_size)
         _swap_within_limit(state, tokens, tokens_of_rank, max_tokens, target)
     return rank_of
 
 
 @compiled
-def assign_by_tokens(
-    tokens: NDArray[np.int64], order: NDArray[np.int64], world_size: int, batch_size: int
-) -> NDArray[np.int32]:
-    """Assign each of n <= W * B slots, longest first, to the rank with the fewest tokens among those with room.
-
-    The most tokens of a rank depend neither on the numbering of the slots nor on slots without tokens.
-    """
-    return lpt_with_room(tokens, order, world_size, batch_size, 0, IGNORE_HOME)
-
-
-@compiled
 def _swap_within_limit(
-    state: RankLoads, tokens: NDArray[np.int64], tokens_of_rank: NDArray[np.int64], max_tokens: int, target: int
+    state: rank_loads.RankLoads,
+    tokens: NDArray[np.int64],
+    tokens_of_rank: NDArray[np.int64],
+    max_tokens: int,
+    target: int,
 ) -> None:
     """Swap slots of the heaviest rank until no load is above `target`, or no swap is found that keeps the limit."""
     while True:
-        heavy = heaviest_rank(state)
+        heavy = rank_loads.heaviest_rank(state)
         if state.loads[heavy] <= target:
             return
         i, light, j = -1, -1, -1
         for _ in range(min(_LIGHTEST_RANKS, len(state.loads))):
-            light = lightest_rank(state)
+            light = rank_loads.lightest_rank(state)
             if state.loads[light] >= state.loads[heavy]:
                 break
             i, j = _best_swap_within_limit(state, tokens, tokens_of_rank, max_tokens, heavy, light)
             if i >= 0:
                 break
-            hide(state, light)
-        show_all(state)
+            rank_loads.hide(state, light)
+        rank_loads.show_all(state)
         if i < 0:
             return
         difference = tokens[state.slots[heavy, i]] - tokens[state.slots[light, j]]
         tokens_of_rank[heavy] -= difference
         tokens_of_rank[light] += difference
-        swap(state, heavy, i, light, j)
+        rank_loads.swap(state, heavy, i, light, j)
 
 
 @compiled
 def _best_swap_within_limit(
-    state: RankLoads,
+    state: rank_loads.RankLoads,
     tokens: NDArray[np.int64],
     tokens_of_rank: NDArray[np.int64],
     max_tokens: int,

@@ -49,20 +49,13 @@ class Connection:
 
     The metadata all-gather and the exchange of different steps overlap, so each has a communicator of its own.
 
-    Collective: every rank must call the constructor.
-
-    Args:
-        members: the ranks.
-        hosts: the host name of each rank, for a hierarchical all-gather; None: a flat one.
-        timeout: how long a collective waits for other ranks.
-        backend: of the exchange, `gloo` or `nccl`.
-        use_in_thread: called once in the background thread.
+    Collective: every rank must call the constructor. `hosts` are the host names of the ranks, for a hierarchical
+    all-gather, `backend` is that of the exchange, and `use_in_thread` is called once in the background thread.
     """
 
     def __init__(
         self,
         members: Members,
-        *,
         hosts: Sequence[str] | None,
         timeout: timedelta,
         backend: str,

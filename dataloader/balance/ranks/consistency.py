@@ -1,8 +1,8 @@
 """Consistency of ranks: a difference is an error on every rank, never a hang, and found before anything moves.
 
-Settings are compared when loaders and Balancers are created, positions and plans in every step of a Balancer: a rank
-that planned differently would send other bytes than its peers expect, so samples would be lost, or Gloo would abort the
-process. A rank that failed would leave its peers waiting for bytes.
+Settings are compared when loaders and Balancers are created, schemas before the first step, positions and plans in
+every step of a Balancer: a rank that planned differently would send other bytes than its peers expect, so samples would
+be lost, or Gloo would abort the process. A rank that failed would leave its peers waiting for bytes.
 
 Without an exchange, ranks plan alone, and `PlanCheck` compares their plans now and then. A cost or a strategy that
 returns something else on one rank, such as a cost fitted to that rank's own times, leaves out some samples and trains
@@ -13,8 +13,11 @@ others leave, at the next one.
 """
 
 import contextlib
+import dataclasses
 import hashlib
+import itertools
 import os
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,19 +28,17 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from evenrank.core.errors import RankError, RankLostError, one_line
-from evenrank.dataloader.balance.ranks.metadata import (
-    STATUS_FAILED,
-    STATUS_OK,
-    MetadataAllGather,
-    StepMetadata,
-    all_gather_objects,
-)
+from evenrank.core.errors import ConfigError, RankError, RankLostError, one_line
+from evenrank.dataloader.balance.ranks.metadata import MetadataAllGather, StepMetadata, all_gather_objects
 from evenrank.dataloader.balance.ranks.process_group import Members, within
+from evenrank.dataloader.batches.batch import JaggedBatch
+from evenrank.dataloader.batches.padding import empty_batch
+from evenrank.dataloader.batches.schema import BatchSchema, check_contents, schema_of
 
 _WAIT = timedelta(seconds=1)  # at a time, because a client of a TCPStore serves no other thread while it waits
 _NOTE = "difference"
 _MASK = (1 << 61) - 1
+_SAME_STEPS = "iterate over the same epochs, load the same state, and leave loops at the same step on all ranks"
 
 
 def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -54,9 +55,9 @@ def check_settings(settings_of_ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def gather_checked(settings: Mapping[str, Any], value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the picklable values of all ranks, after `check_settings`. Collective: every rank must call this.
+    """Return the picklable values of all ranks, after `check_settings`; `group` None is this process alone.
 
-    `group` None is this process alone.
+    Collective: every rank must call this.
     """
     if group is None:
         return [value]
@@ -80,14 +81,51 @@ def _ranks(ranks: Sequence[int]) -> str:
     """Return ascending ranks as text, such as `ranks 0 to 3 and 7`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    # Within a run of adjacent ranks, rank - index stays the same.
+    groups = itertools.groupby(enumerate(ranks), lambda entry: entry[1] - entry[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     return f"ranks {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def report_schema(batch: JaggedBatch | None, error: Exception | None) -> tuple[BatchSchema | None, Exception | None]:
+    """Return the schema of a rank's first batch, or the error of its loader or of the schema; both None: no batch."""
+    if batch is None or error is not None:
+        return None, error
+    try:
+        schema = schema_of(batch)
+        pickle.dumps(schema)
+        empty_batch(schema)  # needed once this rank has no more batches
+    except Exception as raised:  # reported to all ranks
+        return None, raised
+    return schema, None
+
+
+def common_schema(schemas: Sequence[BatchSchema | None], batch_size: int | None = None) -> BatchSchema | None:
+    """Return the schema of all ranks that have batches, or raise a RankError if two differ; None if no rank has any.
+
+    `batch_size` None is that of the longest batch.
+    """
+    known = [(rank, schema) for rank, schema in enumerate(schemas) if schema is not None]
+    if batch_size is None:
+        batch_size = max((schema.batch_size for _, schema in known if schema.batch_size), default=1)
+    known = [(rank, dataclasses.replace(schema, batch_size=batch_size)) for rank, schema in known]
+    for (rank, schema), (other_rank, other) in itertools.pairwise(known):
+        if differences := schema.differences(other):
+            raise RankError(f"batches differ between rank {rank} and rank {other_rank}: {'; '.join(differences)}")
+    return known[0][1] if known else None
+
+
+def check_batch(batch: JaggedBatch, schema: BatchSchema, *, max_batch_size: int | None) -> None:
+    """Check that a batch, before padding, has the common schema except for its rows, and lengths that match."""
+    if differences := schema.differences(dataclasses.replace(schema_of(batch), batch_size=schema.batch_size)):
+        raise ValueError(f"a batch differs from the first one: {'; '.join(differences)}")
+    if max_batch_size is not None and batch.batch_size > max_batch_size:
+        raise ConfigError(
+            f"a batch has {batch.batch_size} rows, but the Balancer's batch_size is {max_batch_size}; raise it, or "
+            "leave it out"
+        )
+    check_contents(batch)
 
 
 def check_headers(step: StepMetadata) -> None:
@@ -98,11 +136,8 @@ def check_headers(step: StepMetadata) -> None:
         changes = np.flatnonzero(words[1:] != words[:-1])
         if len(changes):
             i = int(changes[0])
-            raise RankError(
-                f"ranks are out of step: {name} is {words[i]} on rank {ranks[i]}, {words[i + 1]} on rank "
-                f"{ranks[i + 1]}; iterate over the same epochs, load the same state, and leave loops at the same step "
-                "on all ranks"
-            )
+            found = f"{name} is {words[i]} on rank {ranks[i]}, {words[i + 1]} on rank {ranks[i + 1]}"
+            raise RankError(f"ranks are out of step: {found}; {_SAME_STEPS}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -183,10 +218,7 @@ class PlanCheck:
         note, first = within(timeout, exchange)
         other, where_of_other, total_of_other = first.split("|")
         if not note and where_of_other != where:
-            note = (
-                f"ranks are out of step: rank {other} is {where_of_other}, rank {rank} {where}; iterate over the same "
-                "epochs, load the same state, and leave loops at the same step on all ranks"
-            )
+            note = f"ranks are out of step: rank {other} is {where_of_other}, rank {rank} {where}; {_SAME_STEPS}"
         if not note and total_of_other != str(total):
             note = (
                 f"ranks {other} and {rank} have planned steps differently, {where}: samples were "
@@ -200,7 +232,6 @@ class PlanCheck:
 
 def confirm(
     all_gather: MetadataAllGather,
-    *,
     metadata: NDArray[np.uint8],
     rank_of: NDArray[np.int32] | None,
     error: Exception | None,
@@ -209,37 +240,24 @@ def confirm(
 ) -> None:
     """Return if all ranks have the same plan of a step. Collective: every rank must call this.
 
-    Args:
-        all_gather: of all ranks.
-        metadata: the messages that this rank received from all ranks, uint8 [W, message size].
-        rank_of: this rank's assignment, int32 [W, B]; None if it failed.
-        error: why it failed; raised on this rank, while the others raise a RankError with it.
-        step_name: the step, for messages.
-        strategy: the strategy's name, for messages.
+    `metadata` are the messages received from all ranks, uint8 [W, message size], and `rank_of` this rank's assignment,
+    int32 [W, B]; None if it failed with `error`, which it raises, while the others raise a RankError with it.
     """
-    status = STATUS_OK if error is None else STATUS_FAILED
-    words = np.array([status, _digest(metadata), 0 if rank_of is None else _digest(rank_of)])
-    statuses, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
-    if (statuses != STATUS_OK).any():
+    words = np.array([error is not None, _digest(metadata), 0 if rank_of is None else _digest(rank_of)], dtype=np.int64)
+    failed, received, assigned = all_gather.all_gather(words.view(np.uint8)).copy().view(np.int64).T
+    if failed.any():
         errors = all_gather_objects(all_gather, None if error is None else one_line(error))
         if error is not None:
             raise error
         raise_reported_errors(errors)
-    if (rank := _first_that_differs(received)) is not None:
-        raise RankError(
-            f"in {step_name}, rank {rank} received other metadata than rank 0; the memory or the network of a host is "
-            "faulty"
-        )
-    if (rank := _first_that_differs(assigned)) is not None:
-        raise RankError(
-            f"in {step_name}, rank {rank} assigns samples differently from rank 0, given the same costs; the strategy "
-            f"{strategy!r} must be a pure function of its argument, and the same code on all ranks"
-        )
-
-
-def _first_that_differs(digests: NDArray[np.int64]) -> int | None:
-    differing = np.flatnonzero(digests != digests[0])
-    return int(differing[0]) if len(differing) else None
+    other_metadata = "received other metadata than rank 0; the memory or the network of a host is faulty"
+    other_plan = (
+        f"assigns samples differently from rank 0, given the same costs; the strategy {strategy!r} must be a pure "
+        "function of its argument, and the same code on all ranks"
+    )
+    for digests, fault in ((received, other_metadata), (assigned, other_plan)):
+        if len(differing := np.flatnonzero(digests != digests[0])):
+            raise RankError(f"in {step_name}, rank {differing[0]} {fault}")
 
 
 def _digest(array: NDArray[np.generic]) -> int:

@@ -67,12 +67,8 @@ def handshake(
 ) -> HandshakeResult:
     """Report to rank 0 and return its result. Collective: every rank must call this.
 
-    Args:
-        report: of this rank; None after an error.
-        error: raised on this rank, while the others raise a RankError with it.
-        members: the ranks.
-        timeout: how long to wait for other ranks.
-        of: name of what every rank creates, for the message if one has not.
+    `report` is None after an error, which is raised on this rank, while the others raise a RankError with it. `of`
+    names what every rank creates, for the message if one has not.
     """
     sent = report or RankReport(error=None if error is None else one_line(error))
     try:

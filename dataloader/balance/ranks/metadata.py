@@ -11,13 +11,12 @@ A message has everything that planning depends on. Results of users' functions, 
 rather than computed again by every rank, because the functions of two ranks may differ.
 """
 
-import dataclasses
 import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,23 +25,16 @@ from numpy.typing import NDArray
 from evenrank.dataloader.balance.ranks.process_group import FailFastGroup, Members
 from evenrank.dataloader.batches.schema import BatchSchema
 
-_HEADER_WORDS = 9
-HEADER_BYTES = 8 * _HEADER_WORDS
-
-STATUS_OK = 0
-STATUS_FAILED = 1
-
 # Above this number of ranks the all-gather goes by hosts: a ring would take longer than a step. See "Metadata" in
 # docs/results/exchange.md.
 MAX_RANKS_OF_FLAT_ALL_GATHER = 512
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """The fixed part of a message; its fields in order are the words."""
+class Header(NamedTuple):
+    """The fixed part of a message, in words of int64."""
 
     schema_hash: int  # hash of the batches' schema
-    status: int  # STATUS_OK or STATUS_FAILED
+    status: int  # 1 if the rank failed, else 0
     ended: int  # 1 once the rank has no more batches, else 0
     num_real: int  # samples in this step
     num_rows: int = 0  # of the batch before padding; if it has more than the schema, the message lacks its samples
@@ -50,13 +42,6 @@ class Header:
     step: int = 0
     position: int = 0  # in the epoch
     loader_hash: int = 0  # hash of the loader's identity, which can change when a state is loaded
-
-    def words(self) -> NDArray[np.int64]:
-        """Return the header as int64 [9]."""
-        return np.array([getattr(self, name) for name in _WORDS], dtype=np.int64)
-
-
-_WORDS = tuple(entry.name for entry in dataclasses.fields(Header))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +56,7 @@ class StepMetadata:
 
     def header(self, name: str) -> NDArray[np.int64]:
         """Return one word of all ranks' headers: int64 [W]."""
-        return self.headers[:, _WORDS.index(name)]
+        return self.headers[:, Header._fields.index(name)]
 
     @property
     def num_real(self) -> NDArray[np.int64]:
@@ -85,34 +70,32 @@ def hash63(value: object) -> int:
 
 
 def encode(
-    header: Header,
-    schema: BatchSchema,
-    *,
-    costs: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    header: Header, schema: BatchSchema, costs: NDArray[np.int64], tokens: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
     """Return a rank's message, uint8, given costs [B], tokens [B] and lengths [K, B], int64; the latter below 2^31."""
     assert costs.shape == tokens.shape == (schema.batch_size,)
     assert lengths.shape == (len(schema.jagged_keys), schema.batch_size)
-    parts = (header.words(), costs.astype(np.int64), tokens.astype(np.int32), lengths.astype(np.int32))
-    return np.concatenate([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
+    message = np.empty(1, dtype=_message_type(schema))
+    message["header"], message["costs"], message["tokens"], message["lengths"] = header, costs, tokens, lengths
+    return message.view(np.uint8)
 
 
 def decode(messages: NDArray[np.uint8], schema: BatchSchema) -> StepMetadata:
     """Return the metadata in the messages of all ranks: uint8 [W, message size]."""
-    world_size, batch_size = len(messages), schema.batch_size
-    costs_start = HEADER_BYTES
-    tokens_start = costs_start + 8 * batch_size
-    lengths_start = tokens_start + 4 * batch_size
-    lengths = messages[:, lengths_start:].copy().view(np.int32)
+    fields = np.ascontiguousarray(messages).view(_message_type(schema))[:, 0]
     return StepMetadata(
-        headers=messages[:, :costs_start].copy().view(np.int64),
-        costs=messages[:, costs_start:tokens_start].copy().view(np.int64),
-        tokens=messages[:, tokens_start:lengths_start].copy().view(np.int32).astype(np.int64),
-        lengths=lengths.reshape(world_size, len(schema.jagged_keys), batch_size).astype(np.int64),
+        headers=fields["header"].copy(),
+        costs=fields["costs"].copy(),
+        tokens=fields["tokens"].astype(np.int64),
+        lengths=fields["lengths"].astype(np.int64),
         messages=messages,
     )
+
+
+def _message_type(schema: BatchSchema) -> np.dtype[np.void]:
+    size, header = schema.batch_size, ("header", "i8", (len(Header._fields),))
+    lengths = ("lengths", "i4", (len(schema.jagged_keys), size))
+    return np.dtype([header, ("costs", "i8", (size,)), ("tokens", "i4", (size,)), lengths])
 
 
 class MetadataAllGather:

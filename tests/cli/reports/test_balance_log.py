@@ -9,8 +9,7 @@ import pytest
 
 from evenrank.cli.reports.balance_log import column, cumulative_steps, read_json_lines, typical_record
 from evenrank.core.errors import DataError
-from evenrank.dataloader.balance.log_schema import LogRecord, log_key
-from evenrank.dataloader.balance.metrics import StepMetrics, combine, summarize
+from evenrank.dataloader.balance.metrics import LogRecord, StepMetrics, combine, log_key, summarize
 from evenrank.dataloader.balance.writers import JsonLines
 from tests.dataloader.balance.test_writers import STEPS, step, write
 

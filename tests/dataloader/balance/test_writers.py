@@ -20,8 +20,7 @@ import torch.distributed as dist
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from evenrank.dataloader.balance.log_schema import parse_record
-from evenrank.dataloader.balance.metrics import StepMetrics, shown_fields
+from evenrank.dataloader.balance.metrics import StepMetrics, parse_record, shown_fields
 from evenrank.dataloader.balance.writers import JsonLines, StepLogger, TensorBoard, log_line
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.rich_batch import RichBatch, rich_batch
