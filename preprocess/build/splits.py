@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, user_hash
-from evenrank.preprocess.build.sequences import Sequences, first_at_or_after, mark_items
+from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 
 TRAIN, EVAL = "train", "eval"
@@ -58,9 +58,7 @@ def _milliseconds(text: str) -> int:
     if text.isdecimal():
         return int(text)
     moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return round(moment.timestamp() * 1000)
+    return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
 
 
 def _by_user(sequences: Sequences, fraction: float, seed: int) -> dict[str, Sequences]:
@@ -97,16 +95,15 @@ class SeenItems:
 
     def add(self, sequences: Sequences) -> None:
         """Add the items of all rows."""
-        items = sequences.events[ITEM_ID]
+        items = sequences.values(ITEM_ID)
         largest = int(items.max(initial=-1))
         if largest >= _DENSE_IDS:
-            self._sparse = np.union1d(self._sparse, sequences.values(ITEM_ID))
+            self._sparse = np.union1d(self._sparse, items)
             return
         if largest >= len(self._dense):
-            grown = np.zeros(max(largest + 1, 2 * len(self._dense)), dtype=bool)
-            grown[: len(self._dense)] = self._dense
-            self._dense = grown
-        mark_items(self._dense, items, sequences.order, sequences.begins, sequences.ends)
+            length = len(self._dense)
+            self._dense = np.pad(self._dense, (0, max(length, largest + 1 - length)))
+        self._dense[items] = True
 
     def count_missing_from(self, other: "SeenItems") -> int:
         """Return the number of ids in this set that are not in the other."""
