@@ -236,7 +236,7 @@ def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
     separator: str
-    dtypes: dict[str, pl.DataType]  # of the needed columns
+    dtypes: Mapping[str, pl.DataType]  # of the needed columns
     columns: Sequence[str]  # all columns of the file
 
 
