@@ -179,8 +179,7 @@ def _write_splits(
 ) -> tuple[dict[str, Split], dict[str, int]]:
     """Write all splits, and the requests if there is a rule for them; add the effects of filters and split to `counts`.
 
-    Returns:
-        The splits, and the largest user_id, item_id and action in them.
+    Return the splits, and the largest user_id, item_id and action in them.
     """
     rule, context, audit = parse_split(config.split), ContextLookup(interactions.context), Audit()
     writers: dict[str, SplitWriter] = {}
@@ -208,8 +207,7 @@ def _write_splits(
                 if name not in writers:
                     columns = [WINDOW] * (config.filters.window is not None)
                     columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)
-                    extra_events = interactions.extra_events
-                    writers[name] = SplitWriter(folder, name, row_columns=columns, extra_events=extra_events)
+                    writers[name] = SplitWriter(folder, name, columns, interactions.extra_events)
                     stack.callback(writers[name].abandon)
                 # Windows would separate targets from the events before them, so rows with targets are not cut.
                 rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)

@@ -30,11 +30,10 @@ def slot_of(user_id: int, seed: np.uint64, mask: int) -> np.int64:
 def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Number users in order of first appearance, with an open-addressing hash table.
 
+    Return the distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
+
     Take a random `seed`: for a given one, ids could be chosen such that all of them are in one run of slots, and the
     time would be quadratic. The result does not depend on it.
-
-    Returns:
-        The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
     """
     capacity = 1 << 12
     table = np.full(capacity, -1, dtype=np.int32)
@@ -73,9 +72,8 @@ def order_events(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Sort events by user (0..num_users-1), then by time; the sort is stable.
 
-    Returns:
-        offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of the
-        events of user u, oldest first.
+    Return offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of
+    the events of user u, oldest first.
     """
     offsets = np.zeros(num_users + 1, dtype=np.int64)
     offsets[1:] = np.cumsum(np.bincount(codes, minlength=num_users))

@@ -45,7 +45,7 @@ class SplitWriter:
         extra_events: further list columns and their element types.
     """
 
-    def __init__(self, folder: Path, name: str, *, row_columns: Sequence[str], extra_events: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, name: str, row_columns: Sequence[str], extra_events: Mapping[str, str]) -> None:
         self._folder, self._name = folder, name
         element_types = {**EVENT_DTYPES, **extra_events}
         self._event_columns = tuple(element_types)

@@ -348,13 +348,9 @@ def _is_plain_integer(text: pl.Expr) -> pl.Expr:
 
 
 def _build_vocabularies(files: Sequence[pl.LazyFrame]) -> dict[str, pl.DataFrame | None]:
-    """Decide from all rows of all files which id columns are integers, and build the vocabularies of the others.
+    """Decide from all rows of all files which columns, as returned by `_raw_id`, are integers, and encode the others.
 
-    Args:
-        files: the same id columns of each file, as returned by `_raw_id`, in the rows without other faults.
-
-    Returns:
-        Per column, id (int64, 1..n) and value (string), sorted by both; None if the values are the ids.
+    Return per column id (int64, 1..n) and value (string), sorted by both; None if the values are the ids.
     """
     string_columns: set[str] = set()
     for rows in files:
