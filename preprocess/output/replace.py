@@ -134,11 +134,15 @@ def _clean_up(out: Path, partial: Path, old: Path) -> None:
     """Put the old folder back if nothing has taken its place, and remove everything else."""
     if old.exists() and not out.exists():
         old.rename(out)
-    for path in (partial, old):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    _remove(partial)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
