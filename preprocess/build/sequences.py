@@ -194,4 +194,5 @@ def _count_duplicates(columns: Columns, order: NDArray[np.int32]) -> int:
     has_equal_time[:-1] |= has_equal_time[1:]
     tied = order[has_equal_time]
     keys = pl.DataFrame({name: columns[name][tied] for name in (USER_ID, TIMESTAMP_MS, ITEM_ID, ACTION)})
-    return len(tied) - keys.n_unique()
+    distinct = pl.struct(TIMESTAMP_MS, ITEM_ID, ACTION).n_unique().alias("distinct")  # per user: in little memory
+    return len(tied) - int(keys.group_by(USER_ID).agg(distinct).get_column("distinct").sum())
