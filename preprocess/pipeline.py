@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -125,9 +125,9 @@ def _write_dataset(
     """Write all files of a dataset to an empty folder."""
     for name, vocabulary in interactions.vocabularies.items():
         vocabulary.write_parquet(folder / f"vocabulary_{name}.parquet")
-    num_bytes = sum(part.size for part in interactions.parts)
+    num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
-    buckets = Buckets(folder / ".buckets", num_bytes // _BYTES_PER_EVENT, dtypes)
+    buckets = Buckets(folder / ".buckets", num_events, dtypes)
     # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
     with ThreadPoolExecutor(1) as background, contextlib.closing(buckets):
         pending_sources = background.submit(interactions.sources)
@@ -135,11 +135,16 @@ def _write_dataset(
         splits, largest = _write_splits(folder, config, interactions, buckets, counts, on_stage)
         sources = pending_sources.result()
     labels = {} if interactions.context is None else interactions.context.labels
-    vocabulary_sizes = {
-        USER_ID: largest[USER_ID] + 1,
-        ITEM_ID: largest[ITEM_ID] + 1,
-        ACTION: interactions.num_actions or largest[ACTION] + 1,
-        **{name: len(values) for name, values in labels.items()},
+    content: dict[str, Any] = {
+        "splits": splits,
+        "contextual": tuple(labels),
+        "extra_events": interactions.extra_events,
+        "vocabulary_sizes": {
+            USER_ID: largest[USER_ID] + 1,
+            ITEM_ID: largest[ITEM_ID] + 1,
+            ACTION: interactions.num_actions or largest[ACTION] + 1,
+            **{name: len(values) for name, values in labels.items()},
+        },
     }
     default = asdict(Filters())
     options = {
@@ -151,20 +156,14 @@ def _write_dataset(
         "requests": None if config.requests is None else asdict(config.requests),
         "audit": {description: count for description, count in counts.items() if count},
     }
-    contextual, extra_events = tuple(labels), interactions.extra_events
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         dataset=config.dataset,
         sources=sources,
         options=options,
-        splits=splits,
-        contextual=contextual,
-        extra_events=extra_events,
-        vocabulary_sizes=vocabulary_sizes,
         context_labels=labels,
-        content_hash=content_hash(
-            splits=splits, contextual=contextual, extra_events=extra_events, vocabulary_sizes=vocabulary_sizes
-        ),
+        content_hash=content_hash(**content),
+        **content,
     )
     manifest.write(folder)
     return manifest
@@ -180,8 +179,7 @@ def _write_splits(
 ) -> tuple[dict[str, Split], dict[str, int]]:
     """Write all splits, and the requests if there is a rule for them; add the effects of filters and split to `counts`.
 
-    Returns:
-        The splits, and the largest user_id, item_id and action in them.
+    Return the splits, and the largest user_id, item_id and action in them.
     """
     rule, context, audit = parse_split(config.split), ContextLookup(interactions.context), Audit()
     writers: dict[str, SplitWriter] = {}
@@ -209,8 +207,7 @@ def _write_splits(
                 if name not in writers:
                     columns = [WINDOW] * (config.filters.window is not None)
                     columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)
-                    extra_events = interactions.extra_events
-                    writers[name] = SplitWriter(folder, name, row_columns=columns, extra_events=extra_events)
+                    writers[name] = SplitWriter(folder, name, columns, interactions.extra_events)
                     stack.callback(writers[name].abandon)
                 # Windows would separate targets from the events before them, so rows with targets are not cut.
                 rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)

@@ -23,7 +23,7 @@ from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interac
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64 or int32 [events]
 OnError = Literal["fail", "skip"]  # what to do about rows that cannot be read
 
-# Target size of a bucket; building the sequences of one takes about 0.3 GB.
+# Target size of a bucket; building the sequences of one takes about 0.3 GB, or twice as much if most times are equal.
 EVENTS_PER_BUCKET = 4_000_000
 BYTES_IN_MEMORY = 400 << 20  # limit of the events kept in memory, over all buckets
 _BATCH_EVENTS = 1_000_000

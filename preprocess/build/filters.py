@@ -79,9 +79,7 @@ def k_core(buckets: Buckets, filters: Filters) -> list[NDArray[np.bool_]] | None
 def keep_lengths(sequences: Sequences, filters: Filters) -> Sequences:
     """Leave out users whose history is too short or too long."""
     lengths = sequences.lengths
-    keep = lengths >= filters.min_length
-    if filters.max_length is not None:
-        keep &= lengths <= filters.max_length
+    keep = (lengths >= filters.min_length) & (lengths <= (filters.max_length or _MAX_EVENTS))
     return sequences if keep.all() else sequences.take(keep)
 
 

@@ -50,12 +50,8 @@ def find_requests(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Find the requests of rows with the events offsets[row] : offsets[row + 1], whose times ascend.
 
-    Args:
-        gap: minimum time between two requests of a row, in the unit of `times`.
-        day: length of the periods, counted from time 0, whose histories are separate; 0: a single history.
-
-    Returns:
-        For each request its row, its time, and the number of events before it: int64 [requests] each.
+    Two requests of a row are at least a `gap` apart, in the unit of `times`. Histories start anew at the multiples of a
+    `day`, unless it is 0. Return each request's row, time, and number of events before it: int64 [requests] each.
     """
     rows = np.empty(len(times), dtype=np.int64)
     request_times = np.empty(len(times), dtype=np.int64)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
@@ -29,15 +30,14 @@ def slot_of(user_id: int, seed: np.uint64, mask: int) -> np.int64:
 def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Number users in order of first appearance, with an open-addressing hash table.
 
+    Return the distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
+
     Take a random `seed`: for a given one, ids could be chosen such that all of them are in one run of slots, and the
     time would be quadratic. The result does not depend on it.
-
-    Returns:
-        The distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
     """
     capacity = 1 << 12
     table = np.full(capacity, -1, dtype=np.int32)
-    users = np.empty(capacity, dtype=np.int64)
+    users = np.empty(len(user_ids), dtype=np.int64)
     codes = np.empty(len(user_ids), dtype=np.int32)
     count = 0
     for event in range(len(user_ids)):
@@ -55,9 +55,6 @@ def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[
             if 2 * count > capacity:
                 capacity *= 2
                 table = np.full(capacity, -1, dtype=np.int32)
-                grown = np.empty(capacity, dtype=np.int64)
-                grown[:count] = users[:count]
-                users = grown
                 for code in range(count):
                     slot = slot_of(users[code], seed, capacity - 1)
                     while table[slot] >= 0:
@@ -75,15 +72,11 @@ def order_events(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Sort events by user (0..num_users-1), then by time; the sort is stable.
 
-    Returns:
-        offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of the
-        events of user u, oldest first.
+    Return offsets, int64 [users + 1], and order, int32 [events]: order[offsets[u] : offsets[u + 1]] are the indices of
+    the events of user u, oldest first.
     """
     offsets = np.zeros(num_users + 1, dtype=np.int64)
-    for code in codes:
-        offsets[code + 1] += 1
-    for user in range(num_users):
-        offsets[user + 1] += offsets[user]
+    offsets[1:] = np.cumsum(np.bincount(codes, minlength=num_users))
     order = np.empty(len(codes), dtype=np.int32)
     next_position = offsets[:-1].copy()
     for event in range(len(codes)):
@@ -100,35 +93,6 @@ def order_events(
 
 
 @compiled
-def count_duplicates(
-    offsets: NDArray[np.int64],
-    order: NDArray[np.int32],
-    times: NDArray[np.int64],
-    items: NDArray[np.int64],
-    actions: NDArray[np.int64],
-) -> int:
-    """Count events that repeat an earlier one with the same user, time, item and action."""
-    duplicates = 0
-    for user in range(len(offsets) - 1):
-        begin = offsets[user]
-        while begin < offsets[user + 1]:
-            end = begin + 1
-            while end < offsets[user + 1] and times[order[end]] == times[order[begin]]:
-                end += 1
-            if end - begin > 1:
-                # Sort by item, then by action, so that duplicates are adjacent.
-                tied = order[begin:end].copy()
-                tied = tied[np.argsort(actions[tied], kind="mergesort")]
-                tied = tied[np.argsort(items[tied], kind="mergesort")]
-                for position in range(1, len(tied)):
-                    previous, event = tied[position - 1], tied[position]
-                    if items[previous] == items[event] and actions[previous] == actions[event]:
-                        duplicates += 1
-            begin = end
-    return duplicates
-
-
-@compiled
 def first_at_or_after(
     begins: NDArray[np.int64],
     ends: NDArray[np.int64],
@@ -139,29 +103,8 @@ def first_at_or_after(
     """Return for each row the offset in `order` of its first event at or after a time, else its end: int64 [rows]."""
     offsets = np.empty(len(begins), dtype=np.int64)
     for row in range(len(begins)):
-        low, high = begins[row], ends[row]
-        while low < high:
-            middle = (low + high) // 2
-            if times[order[middle]] < boundary:
-                low = middle + 1
-            else:
-                high = middle
-        offsets[row] = low
+        offsets[row] = begins[row] + np.searchsorted(times[order[begins[row] : ends[row]]], boundary)
     return offsets
-
-
-@compiled
-def mark_items(
-    seen: NDArray[np.bool_],
-    items: NDArray[np.int64],
-    order: NDArray[np.int32],
-    begins: NDArray[np.int64],
-    ends: NDArray[np.int64],
-) -> None:
-    """Set seen[item] for the items of all rows."""
-    for row in range(len(begins)):
-        for offset in range(begins[row], ends[row]):
-            seen[items[order[offset]]] = True
 
 
 @compiled
@@ -169,10 +112,7 @@ def gather(
     column: NDArray[np.int64], order: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Concatenate column[order[begins[i] : ends[i]]] over all rows i."""
-    total = 0
-    for row in range(len(begins)):
-        total += ends[row] - begins[row]
-    values = np.empty(total, dtype=column.dtype)
+    values = np.empty(np.sum(ends - begins), dtype=column.dtype)
     position = 0
     for row in range(len(begins)):
         for offset in range(begins[row], ends[row]):
@@ -209,14 +149,8 @@ class Sequences:
 
     def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> "Sequences":
         """Return the rows selected by a mask [rows] or by indices."""
-        return replace(
-            self,
-            user_ids=self.user_ids[rows],
-            begins=self.begins[rows],
-            ends=self.ends[rows],
-            windows=self.windows[rows],
-            num_targets=self.num_targets[rows],
-        )
+        per_row = ("user_ids", "begins", "ends", "windows", "num_targets")
+        return replace(self, **{name: getattr(self, name)[rows] for name in per_row})
 
     def values(self, name: str) -> NDArray[np.int64]:
         """Return the values of a column for the events of all rows, concatenated: [sum(lengths)]."""
@@ -239,9 +173,7 @@ def build_sequences(columns: Columns) -> tuple[Sequences, int]:
     ranks = np.empty(len(users), dtype=np.int32)
     sorted_users = np.lexsort((users, user_hash(users)))
     ranks[sorted_users] = np.arange(len(users), dtype=np.int32)
-    times = columns[TIMESTAMP_MS]
-    offsets, order = order_events(ranks[codes], times, len(users))
-    duplicates = count_duplicates(offsets, order, times, columns[ITEM_ID], columns[ACTION])
+    offsets, order = order_events(ranks[codes], columns[TIMESTAMP_MS], len(users))
     sequences = Sequences(
         user_ids=users[sorted_users],
         begins=offsets[:-1],
@@ -251,4 +183,16 @@ def build_sequences(columns: Columns) -> tuple[Sequences, int]:
         windows=np.zeros(len(users), dtype=np.int32),
         num_targets=np.zeros(len(users), dtype=np.int32),
     )
-    return sequences, duplicates
+    return sequences, _count_duplicates(columns, order)
+
+
+def _count_duplicates(columns: Columns, order: NDArray[np.int32]) -> int:
+    """Count events that repeat another one with the same user, time, item and action."""
+    times = columns[TIMESTAMP_MS][order]
+    has_equal_time = np.zeros(len(order), dtype=bool)  # as one of its neighbours in `order`: few events have, usually
+    has_equal_time[1:] = times[1:] == times[:-1]
+    has_equal_time[:-1] |= has_equal_time[1:]
+    tied = order[has_equal_time]
+    keys = pl.DataFrame({name: columns[name][tied] for name in (USER_ID, TIMESTAMP_MS, ITEM_ID, ACTION)})
+    distinct = pl.struct(TIMESTAMP_MS, ITEM_ID, ACTION).n_unique().alias("distinct")  # per user: in little memory
+    return len(tied) - int(keys.group_by(USER_ID).agg(distinct).get_column("distinct").sum())

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, user_hash
-from evenrank.preprocess.build.sequences import Sequences, first_at_or_after, mark_items
+from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
 
 TRAIN, EVAL = "train", "eval"
@@ -58,9 +57,7 @@ def _milliseconds(text: str) -> int:
     if text.isdecimal():
         return int(text)
     moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return round(moment.timestamp() * 1000)
+    return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
 
 
 def _by_user(sequences: Sequences, fraction: float, seed: int) -> dict[str, Sequences]:
@@ -97,27 +94,22 @@ class SeenItems:
 
     def add(self, sequences: Sequences) -> None:
         """Add the items of all rows."""
-        items = sequences.events[ITEM_ID]
-        largest = int(items.max(initial=-1))
-        if largest >= _DENSE_IDS:
-            self._sparse = np.union1d(self._sparse, sequences.values(ITEM_ID))
-            return
-        if largest >= len(self._dense):
-            grown = np.zeros(max(largest + 1, 2 * len(self._dense)), dtype=bool)
-            grown[: len(self._dense)] = self._dense
-            self._dense = grown
-        mark_items(self._dense, items, sequences.order, sequences.begins, sequences.ends)
+        items = sequences.values(ITEM_ID)
+        if items.max(initial=-1) >= _DENSE_IDS:
+            is_large = items >= _DENSE_IDS
+            self._sparse = np.union1d(self._sparse, items[is_large])
+            items = items[~is_large]
+        num_missing = int(items.max(initial=-1)) + 1 - len(self._dense)
+        if num_missing > 0:
+            self._dense = np.pad(self._dense, (0, max(num_missing, len(self._dense))))
+        self._dense[items] = True
 
     def count_missing_from(self, other: "SeenItems") -> int:
         """Return the number of ids in this set that are not in the other."""
-        if len(self._sparse) or len(other._sparse):
-            return len(np.setdiff1d(self._ids(), other._ids(), assume_unique=True))
         length = min(len(self._dense), len(other._dense))
         num_common = np.count_nonzero(self._dense[:length] & other._dense[:length])
-        return int(np.count_nonzero(self._dense) - num_common)
-
-    def _ids(self) -> NDArray[np.int64]:
-        return np.union1d(np.flatnonzero(self._dense), self._sparse)
+        num_dense = np.count_nonzero(self._dense) - num_common
+        return int(num_dense) + len(np.setdiff1d(self._sparse, other._sparse, assume_unique=True))
 
 
 class Audit:
@@ -133,8 +125,7 @@ class Audit:
             sequences = replace(sequences, begins=sequences.ends - sequences.num_targets)
         self._seen[split].add(sequences)
         if split == TRAIN:
-            rows = sequences.ends[sequences.lengths > 0]
-            newest = sequences.events[TIMESTAMP_MS][sequences.order[rows - 1]]  # of the last event of each row
+            newest = sequences.events[TIMESTAMP_MS][sequences.order[sequences.ends - 1]]  # of each row
             self._newest_train = max(self._newest_train, int(newest.max(initial=-1)))
 
     def report(self, folder: Path) -> dict[str, int]:

@@ -45,13 +45,13 @@ class SplitWriter:
         extra_events: further list columns and their element types.
     """
 
-    def __init__(self, folder: Path, name: str, *, row_columns: Sequence[str], extra_events: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, name: str, row_columns: Sequence[str], extra_events: Mapping[str, str]) -> None:
         self._folder, self._name = folder, name
         element_types = {**EVENT_DTYPES, **extra_events}
         self._event_columns = tuple(element_types)
-        self._row_columns = (USER_ID, *row_columns)
-        row_types = {name: pa.int32() if name in (WINDOW, NUM_TARGETS) else pa.int64() for name in self._row_columns}
-        fields = [pa.field(column, dtype, nullable=False) for column, dtype in row_types.items()]
+        row_types = dict.fromkeys((USER_ID, *row_columns), "int64")
+        row_types |= {column: "int32" for column in (WINDOW, NUM_TARGETS) if column in row_columns}
+        fields = [pa.field(column, pa.type_for_alias(dtype), nullable=False) for column, dtype in row_types.items()]
         fields += [pa.field(column, pa.list_(pa.type_for_alias(dtype))) for column, dtype in element_types.items()]
         self._schema = pa.schema([*fields, pa.field(LENGTH, pa.int32(), nullable=False)])
         (folder / name).mkdir()
@@ -60,7 +60,6 @@ class SplitWriter:
         self._file_rows = 0  # of the current file, including pending ones
         self._files: list[DataFile] = []
         self._file: pq.ParquetWriter | None = None
-        self._encoded_rows = 0  # of the current file
         self._lengths: list[NDArray[np.int64]] = []
         self.largest = dict.fromkeys((USER_ID, ITEM_ID, ACTION), -1)  # largest value that was written
         # One thread encodes row groups while the next ones are built.
@@ -85,10 +84,9 @@ class SplitWriter:
             begin = end
 
     def _add_pending(self, rows: Sequences, context: Mapping[str, NDArray[np.int64]], selected: slice) -> None:
-        available: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
-        available.update({name: values[selected] for name, values in context.items()})
-        columns: _Columns = {name: available[name] for name in self._row_columns}
-        columns.update({name: rows.values(name) for name in self._event_columns})
+        columns: _Columns = {USER_ID: rows.user_ids, WINDOW: rows.windows, NUM_TARGETS: rows.num_targets}
+        columns |= {name: values[selected] for name, values in context.items()}
+        columns |= {name: rows.values(name) for name in self._event_columns}
         columns[LENGTH] = rows.lengths.astype(np.int32)
         for name, largest in self.largest.items():
             self.largest[name] = max(largest, int(columns[name].max(initial=-1)))
@@ -99,20 +97,16 @@ class SplitWriter:
 
     def close(self) -> Split:
         """Finish the files and return their description; an empty split has one file with a schema and no rows."""
-        if self._pending_rows or not self._lengths or not sum(map(len, self._lengths)):
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
+        if self._pending_rows or not len(lengths):
             self._write_group()
         while self._queue:
             self._queue.popleft().result()
         self._encoder.shutdown()
         if self._file is not None:
-            self._end_file()
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
-        return Split(
-            files=tuple(self._files),
-            rows=len(lengths),
-            interactions=int(lengths.sum()),
-            lengths=summarize_lengths(lengths),
-        )
+            self._end_file(self._file_rows)
+        summary = summarize_lengths(lengths)
+        return Split(files=tuple(self._files), rows=len(lengths), interactions=int(lengths.sum()), lengths=summary)
 
     def abandon(self) -> None:
         """Stop the thread and close the file after an error."""
@@ -131,7 +125,6 @@ class SplitWriter:
         self._queue.append(self._encoder.submit(self._encode, pending, ends_file))
 
     def _encode(self, parts: list[_Columns], ends_file: bool) -> None:
-        table = self._to_table(parts) if parts else self._schema.empty_table()
         if self._file is None:
             # Delta encoding is faster and smaller than a dictionary, even for random values, because ids and time
             # stamps use few of their 64 bits.
@@ -142,12 +135,10 @@ class SplitWriter:
                 use_dictionary=False,
                 column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in self._event_columns},
             )
-            self._encoded_rows = 0
         if parts:
-            self._file.write_table(table, row_group_size=ROWS_PER_GROUP)
-        self._encoded_rows += table.num_rows
+            self._file.write_table(self._to_table(parts), row_group_size=ROWS_PER_GROUP)
         if ends_file:
-            self._end_file()
+            self._end_file(ROWS_PER_FILE)
 
     def _to_table(self, parts: Sequence[_Columns]) -> pa.Table:
         columns = {name: np.concatenate([part[name] for part in parts]) for name in self._schema.names}
@@ -157,12 +148,12 @@ class SplitWriter:
             arrays[name] = pa.ListArray.from_arrays(offsets, arrays[name])
         return pa.table(arrays, schema=self._schema)
 
-    def _end_file(self) -> None:
+    def _end_file(self, num_rows: int) -> None:
         assert self._file is not None
         self._file.close()
         self._file = None
         path = self._current_path()
-        self._files.append(DataFile(path=path, rows=self._encoded_rows, sha256=sha256_of(self._folder / path)))
+        self._files.append(DataFile(path=path, rows=num_rows, sha256=sha256_of(self._folder / path)))
 
     def _current_path(self) -> str:
         return f"{self._name}/part-{len(self._files):05d}.parquet"
@@ -177,11 +168,6 @@ def summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, float]:
     """Return minimum, percentiles (nearest rank), maximum and mean of history lengths; empty if there are none."""
     if len(lengths) == 0:
         return {}
-    ordered = np.sort(lengths)
-    ranks = {f"p{p}": int(np.ceil(p / 100 * len(ordered))) - 1 for p in LENGTH_PERCENTILES}
-    return {
-        "min": int(ordered[0]),
-        **{name: int(ordered[rank]) for name, rank in ranks.items()},
-        "max": int(ordered[-1]),
-        "mean": round(float(ordered.mean()), 3),
-    }
+    names = ("min", *(f"p{percent}" for percent in LENGTH_PERCENTILES), "max")
+    values = np.percentile(lengths, (0, *LENGTH_PERCENTILES, 100), method="inverted_cdf").tolist()
+    return {**dict(zip(names, values, strict=True)), "mean": round(float(lengths.mean()), 3)}

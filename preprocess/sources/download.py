@@ -146,34 +146,29 @@ def _reason(error: OSError) -> str:
 
 def _unpack(dataset: PublicArchive, archive: Path, folder: Path) -> None:
     targets = {f"{dataset.folder}/{name}": folder / name for name in dataset.files}
-    partials = {name: path.with_name(f"{path.name}.partial") for name, path in targets.items()}
-    parents = dict.fromkeys((folder, *(path.parent for path in targets.values())))
-    new_folders = [parent for parent in parents if not parent.exists()]  # outermost first
+    scratch = folder.with_name(f".{folder.name}.partial")
     try:
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a process that was killed
+        scratch.mkdir()  # which never follows a symbolic link
         with _open_members(archive) as members:
             if missing := [name for name in targets if name not in members]:
                 raise DataError(f"{archive} does not contain {', '.join(missing)}; delete it to download it again")
-            for new_folder in new_folders:
-                new_folder.mkdir()
             # Only the needed members are read, and their paths do not come from the archive. They are read in archive
             # order, because seeking backwards in a .tar.gz means decompressing it from the start.
             for name in filter(targets.__contains__, members):
-                with members[name]() as member, open(partials[name], "wb", opener=opener_of_own_files) as file:
+                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                with members[name]() as member, (scratch / name).open("xb") as file:
                     shutil.copyfileobj(member, file, 1 << 20)
         for name, path in targets.items():
-            partials[name].replace(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (scratch / name).replace(path)
     except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
         raise DataError(
             f"{archive} could not be unpacked into {folder}: {error}; check that the archive is complete and that the "
             f"disk has space"
         ) from error
     finally:
-        for path in partials.values():
-            with contextlib.suppress(OSError):  # one of its parents may be a file
-                path.unlink()
-        for new_folder in reversed(new_folders):
-            with contextlib.suppress(OSError):  # not empty: unpacking succeeded
-                new_folder.rmdir()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextlib.contextmanager

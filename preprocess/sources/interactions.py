@@ -79,8 +79,7 @@ class Table:
         with wrap_read_errors(self.path):
             users = self.rows.select(*columns).collect()
         ids = users.get_column(USER_ID)
-        if ids.is_duplicated().any():
-            repeated = ids.filter(ids.is_duplicated()).item(0)
+        for repeated in ids.filter(ids.is_duplicated()):
             raise DataError(f"{self.path}: user {repeated} appears twice; keep one row per user")
         return users
 
@@ -91,6 +90,12 @@ def integer_checks(*names: str) -> dict[str, pl.Expr]:
         f"{name} is not an integer in -2^63..2^63-1": pl.col(name).cast(pl.Int64, strict=False).is_not_null()
         for name in names
     }
+
+
+def time_checks(name: str, *, unit_ms: int = 1) -> dict[str, pl.Expr]:
+    """Return the checks that a column contains times since 1970, in units of `unit_ms` milliseconds."""
+    is_in_range = pl.col(name).is_between(0, MAX_TIMESTAMP_MS // unit_ms)
+    return {**integer_checks(name), f"{name} is not in the years 1970 to 9999": is_in_range}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,12 +11,11 @@ from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.catalog import PublicArchive
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.interactions import (
-    MAX_TIMESTAMP_MS,
-    Context,
     EventPart,
     Interactions,
     encode_context,
     integer_checks,
+    time_checks,
 )
 from evenrank.preprocess.sources.tabular import open_plain_csv, open_table
 
@@ -42,7 +41,7 @@ def read_kuairand(dataset: PublicArchive, folder: Path) -> Interactions:
     """Read the logs and the users' features of a KuaiRand dataset."""
     return Interactions(
         parts=tuple(_read_log(folder / name) for name in dataset.events),
-        context=_read_users(folder / dataset.files[-1]),
+        context=encode_context(_read_users(folder / dataset.files[-1])),
         num_actions=1 << len(_FLAGS),
         extra_events=dict.fromkeys(_EXTRA, "int64"),
         sources=lambda: source_files(folder.parent, [folder / name for name in dataset.files]),
@@ -62,16 +61,15 @@ def _read_log(path: Path) -> EventPart:
     checks = {
         **integer_checks("user_id", "video_id"),
         "video_id must not be negative": pl.col("video_id") >= 0,
-        **integer_checks("time_ms"),
-        "time_ms is not in the years 1970 to 9999": pl.col("time_ms").is_between(0, MAX_TIMESTAMP_MS),
+        **time_checks("time_ms"),
         **{f"{flag} must be 0 or 1": pl.col(flag).is_between(0, 1) for flag in _FLAGS},
         **integer_checks("play_time_ms", "duration_ms", "tab"),
     }
     return table.part(events, checks)
 
 
-def _read_users(path: Path) -> Context:
+def _read_users(path: Path) -> pl.DataFrame:
     # Ranges such as "(0,10]" are quoted.
     users = open_table(path, (USER_ID, *_FEATURES), is_exact=True)
     features = [pl.when(pl.col(name) != "").then(pl.col(name)).alias(name) for name in _FEATURES]
-    return encode_context(users.read_users([pl.col(USER_ID).cast(pl.Int64), *features], integer_checks(USER_ID)))
+    return users.read_users([pl.col(USER_ID).cast(pl.Int64), *features], integer_checks(USER_ID))

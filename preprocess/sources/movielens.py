@@ -7,13 +7,7 @@ import polars as pl
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.catalog import MovieLensDataset
 from evenrank.preprocess.sources.download import source_files
-from evenrank.preprocess.sources.interactions import (
-    MAX_TIMESTAMP_MS,
-    Context,
-    Interactions,
-    encode_context,
-    integer_checks,
-)
+from evenrank.preprocess.sources.interactions import Interactions, encode_context, integer_checks, time_checks
 from evenrank.preprocess.sources.tabular import open_plain_csv
 
 _RATING_COLUMNS = {"userId": pl.Int64, "movieId": pl.Int64, "rating": pl.Float64, "timestamp": pl.Int64}
@@ -40,22 +34,21 @@ def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
         f"rating is not on the scale of {dataset.name}, {lowest:g} to 5 in steps of {lowest:g}": (
             step.is_between(1, dataset.num_actions) & (step == step.round())
         ),
-        **integer_checks("timestamp"),
-        "timestamp is not in the years 1970 to 9999": pl.col("timestamp").is_between(0, MAX_TIMESTAMP_MS // 1000),
+        **time_checks("timestamp", unit_ms=1000),
     }
     return Interactions(
         parts=(ratings.part(events, checks),),
-        context=None if dataset.users is None else _read_users(folder / dataset.users),
+        context=None if dataset.users is None else encode_context(_read_users(folder / dataset.users)),
         num_actions=dataset.num_actions,
         sources=lambda: source_files(folder.parent, [folder / name for name in dataset.files]),
     )
 
 
-def _read_users(path: Path) -> Context:
+def _read_users(path: Path) -> pl.DataFrame:
     users = open_plain_csv(path, _USER_COLUMNS, has_header=False, separator="::")
     text = {name: pl.when(pl.col(name) != "").then(pl.col(name)) for name in ("sex", "zip_code")}
     numbers = {name: pl.col(name).cast(pl.Int64, strict=False) for name in ("age_group", "occupation")}
     features = [(text | numbers)[name].alias(name) for name in _USER_COLUMNS if name != "user"]
     checks = {f"{name} is not a number": pl.col(name).str.contains("^[0-9]{0,18}$") for name in numbers}
     columns = [pl.col("user").cast(pl.Int64).alias(USER_ID), *features]
-    return encode_context(users.read_users(columns, integer_checks("user") | checks))
+    return users.read_users(columns, integer_checks("user") | checks)

@@ -65,13 +65,8 @@ def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> T
             raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
         _check_columns(path, header, names)
         num_rows = sum(block.num_lines for block in _read_blocks(path, has_header=True))
-    layout = _QuotedLayout(
-        separator=separator,
-        dtypes=dict.fromkeys(names, pl.String()),
-        num_columns=len(header),
-        positions={name: header.index(name) for name in names},
-        is_exact=is_exact,
-    )
+    dtypes = dict.fromkeys(names, pl.String())
+    layout = _QuotedLayout(separator=separator, dtypes=dtypes, columns=header, is_exact=is_exact)
     return _csv_table(path, layout, has_header=True, size=_size(path, num_rows))
 
 
@@ -139,9 +134,8 @@ class _Block:
 
     def lines(self) -> pl.DataFrame:
         """Return the columns LINE (int64) and TEXT."""
-        text = self.data.decode().split("\n")[:-1]
-        numbers = np.arange(self.first_line, self.first_line + self.num_lines, dtype=np.int64)
-        return pl.DataFrame({LINE: numbers, TEXT: text}, schema={LINE: pl.Int64, TEXT: pl.String})
+        text = pl.Series(TEXT, self.data.decode().split("\n")[:-1], dtype=pl.String)
+        return pl.select(pl.int_range(self.first_line, self.first_line + self.num_lines).alias(LINE), text)
 
 
 @contextlib.contextmanager
@@ -196,38 +190,36 @@ def _too_long(path: Path, line: int) -> DataError:
 
 
 def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header: bool, size: int) -> Table:
+    def scan(parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
+        def read(
+            columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
+        ) -> Iterator[pl.DataFrame]:
+            for rows in _map_ahead(parse, _read_blocks(path, has_header=has_header)):
+                if predicate is not None:
+                    rows = rows.filter(predicate)
+                if num_rows is not None:
+                    rows = rows.head(num_rows)
+                    num_rows -= len(rows)
+                yield rows if columns is None else rows.select(columns)
+                if num_rows == 0:
+                    return
+
+        return register_io_source(read, schema=schema)
+
     def parse(block: _Block) -> pl.DataFrame:
         if (rows := layout.parse_quickly(block)) is not None:
             return rows
         return layout.parse_strictly(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
 
-    described = {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **layout.dtypes}
     return Table(
         path=path,
         size=size,
         dtypes=layout.dtypes,
-        rows=_scan(path, parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}, has_header=has_header),
-        described_rows=_scan(path, layout.parse_strictly, described, has_header=has_header),
+        rows=scan(parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}),
+        described_rows=scan(
+            layout.parse_strictly, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **layout.dtypes}
+        ),
     )
-
-
-def _scan(
-    path: Path, parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType], *, has_header: bool
-) -> pl.LazyFrame:
-    def read(
-        columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
-    ) -> Iterator[pl.DataFrame]:
-        for rows in _map_ahead(parse, _read_blocks(path, has_header=has_header)):
-            if predicate is not None:
-                rows = rows.filter(predicate)
-            if num_rows is not None:
-                rows = rows.head(num_rows)
-                num_rows -= len(rows)
-            yield rows if columns is None else rows.select(columns)
-            if num_rows == 0:
-                return
-
-    return register_io_source(read, schema=schema)
 
 
 def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]) -> Iterator[pl.DataFrame]:
@@ -242,12 +234,14 @@ def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlainLayout:
-    """Divides lines into fields without quotes."""
-
+class _Layout:
     separator: str
-    dtypes: dict[str, pl.DataType]  # of the needed columns
+    dtypes: Mapping[str, pl.DataType]  # of the needed columns
     columns: Sequence[str]  # all columns of the file
+
+
+class _PlainLayout(_Layout):
+    """Divides lines into fields without quotes; the needed columns are in file order."""
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
         """Return the needed columns and IS_WELL_FORMED; None if the result could differ from `parse_strictly`."""
@@ -259,10 +253,8 @@ class _PlainLayout:
         data = np.frombuffer(block.data, dtype=np.uint8)
         if not parse_numbers(data, ord(self.separator[0]), len(self.separator), kinds, integers, decimals):
             return None
-        rows = zip(kinds[kinds != SKIPPED], integers, decimals, strict=True)
-        arrays = (decimal if kind == DECIMAL else integer for kind, integer, decimal in rows)
-        names = (name for name in self.columns if name in self.dtypes)
-        columns = dict(zip(names, arrays, strict=True))
+        rows = zip(self.dtypes.items(), integers, decimals, strict=True)
+        columns = {name: decimal if dtype == pl.Float64 else integer for (name, dtype), integer, decimal in rows}
         return pl.DataFrame(columns).with_columns(pl.lit(True).alias(IS_WELL_FORMED))
 
     def parse_strictly(self, block: _Block) -> pl.DataFrame:
@@ -283,19 +275,15 @@ class _PlainLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _QuotedLayout:
+class _QuotedLayout(_Layout):
     """Divides lines into fields of text that may be quoted."""
 
-    separator: str
-    dtypes: dict[str, pl.DataType]  # of the needed columns
-    num_columns: int  # of the file
-    positions: Mapping[str, int]  # of the needed columns among them
     is_exact: bool
 
     def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
         if self.is_exact or not self._is_simple(block.data):
             return None
-        columns = [f"column {index}" for index in range(self.num_columns + 1)]
+        columns = [f"column {index}" for index in range(len(self.columns) + 1)]
         native = pl.scan_csv(
             b"\n" + block.data,  # the first bytes could be those of a compressed file; the empty line is skipped
             separator=self.separator,
@@ -307,7 +295,7 @@ class _QuotedLayout:
             extra_columns="ignore",
             quote_char='"' if b'"' in block.data else None,
         )
-        values = (pl.col(columns[index]).alias(name) for name, index in self.positions.items())
+        values = (pl.col(columns[self.columns.index(name)]).alias(name) for name in self.dtypes)
         return native.select(*values, (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED)).collect()
 
     def _is_simple(self, data: bytearray) -> bool:
@@ -333,7 +321,8 @@ class _QuotedLayout:
             inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2).str.replace_all('""', '"', literal=True)
             return pl.when(raw.str.starts_with('"')).then(inner).otherwise(raw)
 
-        min_fields = self.num_columns if self.is_exact else max(self.positions.values()) + 1
+        positions, num_columns = {name: self.columns.index(name) for name in self.dtypes}, len(self.columns)
+        min_fields = num_columns if self.is_exact else max(positions.values()) + 1
         fault = (
             pl.when(text == "")
             .then(pl.lit("the line is empty"))
@@ -341,9 +330,9 @@ class _QuotedLayout:
             .then(pl.lit(_NUL_FAULT))
             .when(~(separator + text).str.contains(f"^(?:{field})+$"))
             .then(pl.lit(_QUOTE_FAULT))
-            .when((value(self.num_columns).fill_null("") != "") | (num_fields < min_fields))
-            .then(pl.format(f"expected {self.num_columns} fields, got {{}}", num_fields))
+            .when((value(num_columns).fill_null("") != "") | (num_fields < min_fields))
+            .then(pl.format(f"expected {num_columns} fields, got {{}}", num_fields))
         )
         fields = block.lines().with_columns((separator + text).str.extract_all(field).alias(_FIELDS))
-        values = (value(index).alias(name) for name, index in self.positions.items())
+        values = (value(index).alias(name) for name, index in positions.items())
         return fields.select(LINE, TEXT, fault.alias(FAULT), *values)
