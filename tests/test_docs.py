@@ -93,7 +93,6 @@ def _definition(name: str) -> str:
 
 @functools.cache
 def _imports(module: str) -> dict[str, str]:
-    """Return the names that a module imports from others, and from which."""
     nodes = [node for node in ast.walk(ast.parse(_source(module))) if isinstance(node, ast.ImportFrom)]
     origins = {node: f"{module}.{node.module}" if node.level == 1 else f"{node.module}" for node in nodes}
     return {alias.name: origin for node, origin in origins.items() for alias in node.names}

@@ -28,7 +28,6 @@ CONFIG = LoaderConfig(batch_size=6, max_history_length=50)
 
 
 def _snippets() -> dict[str, str]:
-    """Return the code of each section of the page."""
     sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
     return {text.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", text, re.S)) for text in sections}
 

@@ -122,11 +122,7 @@ def test_packages_that_need_torch_check_its_release(tmp_path: Path) -> None:
 from importlib import metadata
 from evenrank.core.errors import ConfigError
 found = {"torch": "2.13.0", "fbgemm-gpu": "1.9.0", "torchrec": "1.8.0"}
-def version(name):
-    if name not in found:
-        raise metadata.PackageNotFoundError(name)
-    return found[name]
-metadata.version = version
+metadata.version = lambda name: found.get(name) or metadata.distribution("missing")
 for package in ("evenrank.dataloader", "evenrank.training"):
     try:
         __import__(package)

@@ -13,12 +13,8 @@ from evenrank.datasets.schema import check_names, check_new_names, read_manifest
 
 def test_user_hash_never_changes() -> None:
     # The order of rows on disk and the split by user rely on these values.
-    assert user_hash(np.array([0, 1, 2, -1])).tolist() == [
-        0,
-        6238072747940578789,
-        15839785061582574730,
-        13029008266876403067,
-    ]
+    hashes = [0, 6238072747940578789, 15839785061582574730, 13029008266876403067]
+    assert user_hash(np.array([0, 1, 2, -1])).tolist() == hashes
     assert user_hash(np.array([1]), salt=1).tolist() != user_hash(np.array([1]), salt=2).tolist()
 
 
@@ -88,18 +84,8 @@ def test_a_malformed_field_is_refused(small_dataset: Path, tmp_path: Path, wrong
     assert "\n" not in str(raised.value)
 
 
-NAMES = [
-    "user_id",
-    "item_id",
-    "action",
-    "timestamp_ms",
-    "length",
-    "window",
-    "num_targets",
-    LABEL,
-    SEMANTIC_ID,
-    CANDIDATE_ID,
-]
+RESERVED = ["user_id", "item_id", "action", "timestamp_ms", "length", "window", "num_targets"]
+NAMES = [*RESERVED, LABEL, SEMANTIC_ID, CANDIDATE_ID]
 NO_FILE_NAMES = ["", ".", "..", ".hidden", "a/b", "a\\b", "a\0b", "a b", "a\n", "x" * 201, "\ud800"]
 SAME_FILE = [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", "e\u0301")]
 

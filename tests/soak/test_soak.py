@@ -34,8 +34,6 @@ _log = logging.getLogger("tests.soak")
 
 
 class Job:
-    """The processes of a job, and what they have written."""
-
     def __init__(
         self, plan: Round, shape: Shape, folder: Path, datasets: Datasets, states: Sequence[Any] | None = None
     ) -> None:
@@ -108,7 +106,6 @@ def _alive_in_groups(groups: set[int | None]) -> list[str]:
 
 
 def _check_ends(plan: Round, job: Job) -> None:
-    """Check the exit code and the error of each rank."""
     ends_well = not job.had_fault or plan.fault in (Fault.NONE, Fault.STOPPED, Fault.SAME_DATA, Fault.ALL_LEAVE)
     for rank, (code, error) in enumerate(zip(job.exit_codes, job.errors, strict=True)):
         name, message = (error["error"], error.get("message", "")) if error else (None, "")

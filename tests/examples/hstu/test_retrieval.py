@@ -155,7 +155,7 @@ def test_the_other_features_stay_as_they_are() -> None:
         (lambda: make_retrieval(temperature=0), "temperature must be positive, got 0"),
         (
             lambda: make_retrieval()(make_batch(random_samples(1))),
-            "has labels; set max_num_candidates=0 and num_tasks=0 to train retrieval",
+            "has labels; set max_num_candidates=0 and num_tasks=0",
         ),
         (
             lambda: HSTURetrieval(Tables(tables(SIZES, CONFIG)), CONFIG, num_items=30)(make_batch([SAMPLE])),

@@ -58,22 +58,21 @@ def read_pure(tmp_path: Path, *lines: str, users: tuple[str, ...] = (USERS_HEADE
 
 
 PARTS_OF_27K = [f"{dates}_27k_part{number}" for dates in ("4_08_to_4_21", "4_22_to_5_08") for number in (1, 2)]
+DATES = {"Pure": ["4_08_to_4_21_pure", "4_22_to_5_08_pure"], "1K": ["4_08_to_4_21_1k", "4_22_to_5_08_1k"]}
 # The folder, the logs and the features of each dataset.
 LAYOUTS = {
-    "kuairand-pure": ("KuaiRand-Pure", ["4_08_to_4_21_pure", "4_22_to_5_08_pure"], "user_features_pure.csv"),
-    "kuairand-1k": ("KuaiRand-1K", ["4_08_to_4_21_1k", "4_22_to_5_08_1k"], "user_features_1k.csv"),
-    "kuairand-27k": ("KuaiRand-27K", PARTS_OF_27K, "user_features_27k.csv"),
+    f"kuairand-{size.lower()}": (
+        f"KuaiRand-{size}",
+        [f"log_standard_{log}.csv" for log in logs],
+        f"user_features_{size.lower()}.csv",
+    )
+    for size, logs in {**DATES, "27K": PARTS_OF_27K}.items()
 }
-
-
-def layout_of(name: str) -> tuple[str, list[str], str]:
-    folder, logs, users = LAYOUTS[name]
-    return folder, [f"log_standard_{log}.csv" for log in logs], users
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_value_of_each_layout(tmp_path: Path, name: str) -> None:
-    folder_name, logs, users = layout_of(name)
+    folder_name, logs, users = LAYOUTS[name]
     # User 1 is in every log, user 2 only in the second, user 4 only in the first and without features; user 3 has
     # features and no event.
     contents: dict[str, tuple[str, ...]] = {

@@ -1,5 +1,3 @@
-"""The quick and the strict reading of text files against readers that do the obvious, on random malformed files."""
-
 import gzip
 import random
 import re
