@@ -82,10 +82,7 @@ def _exports(package: str) -> list[str]:
 
 
 def _definition(name: str) -> str:
-    """Return the name under which something is defined, from one under which it can be imported.
-
-    The sources are read, not imported, which would take seconds.
-    """
+    """Return the name under which something is defined; sources are read, because imports would take seconds."""
     module, _, attribute = name.rpartition(".")
     origin = _imports(module).get(attribute)
     return name if origin is None else _definition(f"{origin}.{attribute}")

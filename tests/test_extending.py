@@ -1,5 +1,3 @@
-"""The code of docs/how-to/extending.md, run as it stands there, and registrations that cannot work."""
-
 import re
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches
-from evenrank.dataloader.balance import (
-    STRATEGIES,
-    BalanceConfig,
-    Balancer,
-    PartitionProblem,
-    partition,
-    register_strategy,
-)
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.ranks import RankPool
@@ -62,7 +53,7 @@ def test_the_strategy_of_the_page_balances_every_sample(ranks: RankPool) -> None
         assert [sorted((len(items) for _, items in share), reverse=True) for share in shares] == assigned
 
 
-def _all_to_the_first(problem: PartitionProblem) -> np.ndarray[Any, Any]:
+def _all_to_the_first(problem: Any) -> np.ndarray[Any, Any]:
     return np.zeros(len(problem.costs), dtype=np.int32)
 
 

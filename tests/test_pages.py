@@ -1,5 +1,3 @@
-"""The code of the README, of how-to pages and of an explanation, run as it stands there."""
-
 import contextlib
 import re
 import subprocess

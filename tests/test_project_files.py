@@ -1,5 +1,3 @@
-"""The lockfile, the workflows and the images agree with pyproject.toml and with the table of PyTorch's releases."""
-
 import json
 import os
 import re

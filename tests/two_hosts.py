@@ -123,10 +123,7 @@ class Job:
         self._signal(host, signal.SIGCONT)
 
     def results(self, deadline: float | None = None, *, hosts: Sequence[int] = (0, 1)) -> list[Any]:
-        """Return what the ranks of some hosts return or, as a RankFailure, raise.
-
-        Fails if that, or the end of their processes, comes after the deadline on the monotonic clock.
-        """
+        """Return what ranks return or, as a RankFailure, raise; their ends may not come after the deadline."""
         deadline = deadline or time.monotonic() + _START_SECONDS
         ranks = [rank for rank in range(WORLD_SIZE) if rank // RANKS_PER_HOST in hosts]
         results = [self._receive(rank, deadline) for rank in ranks]

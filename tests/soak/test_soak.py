@@ -1,7 +1,4 @@
-"""Soak: jobs with random faults, resumed from their last checkpoint, train each sample of an epoch exactly once.
-
-`pytest -m long tests/soak --soak-seconds 60 --soak-seed 1` plays other rounds than the default, for a minute.
-"""
+"""Soak: jobs with random faults, resumed from their last checkpoint, train each sample of an epoch exactly once."""
 
 import base64
 import dataclasses

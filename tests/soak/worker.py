@@ -1,8 +1,4 @@
-"""Random rounds of a soak test, and their ranks.
-
-A round says how a job trains, which fault it has, and how it is resumed. A rank saves, after each step, the samples
-that it has trained and its state.
-"""
+"""Random rounds of a soak test, and their ranks, which save their samples and states after each step."""
 
 import base64
 import dataclasses

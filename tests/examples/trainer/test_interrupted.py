@@ -24,8 +24,7 @@ _ROUNDS = 20
 def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[tuple[bool, int, int, float]]]:
     """Return ranks and options of a job, and how it is interrupted; they depend on the arguments alone.
 
-    An interruption is whether it is by SIGKILL, rather than by SIGTERM; its rank, or -1 for all; the lines that the run
-    logs before it, and the seconds that pass then.
+    An interruption is whether SIGKILL is sent, its rank or -1 for all, and the lines and then seconds before it.
     """
     rng = np.random.default_rng([seed, number])
 
@@ -66,19 +65,19 @@ def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[tuple[
 
 
 def _run(
-    rank: int, world_size: int, options: dict[str, Any], number: int = 0, num_lines: int = 0, delay: float = 0.0
+    rank: int, world_size: int, options: dict[str, Any], culprit: int = -2, num_lines: int = 0, *how: Any
 ) -> int | None:
-    """Run a job on this rank; once the log has so many lines, and a moment later, it sends itself a signal, if any."""
+    """Run a job on this rank; a culprit, or all for -1, sends itself a signal some seconds after a line of the log."""
     warnings.simplefilter("ignore")
     ended = threading.Event()
 
     def interrupt() -> None:
         while not ended.wait(0.005):
-            if len(log_lines(Path(options["out"]))) >= num_lines and not ended.wait(delay):
-                os.kill(os.getpid(), number)
+            if len(log_lines(Path(options["out"]))) >= num_lines and not ended.wait(how[1]):
+                os.kill(os.getpid(), how[0])
                 break
 
-    if number:
+    if culprit in (-1, rank):
         threading.Thread(target=interrupt).start()
     try:
         return train_on_cpu(rank, world_size, TrainConfig(**options))
@@ -87,13 +86,6 @@ def _run(
         os._exit(1)  # its groups may wait for ranks that are gone
     finally:
         ended.set()
-
-
-def _run_interrupted(
-    rank: int, world_size: int, options: dict[str, Any], kills: bool, culprit: int, num_lines: int, delay: float
-) -> int | None:
-    number = signal.SIGKILL if kills else signal.SIGTERM
-    return _run(rank, world_size, options, number if culprit in (-1, rank) else 0, num_lines, delay)
 
 
 def _saved(out: Path) -> dict[str, Any]:
@@ -112,7 +104,8 @@ def _play(pool: RankPool, folder: Path, data: Path, seed: int, number: int) -> N
     for kills, culprit, lines, delay in interruptions:
         # SIGTERM ends a rank that has not noted signals yet: only after a line of this run do all of them.
         enough = len(log_lines(folder / "parts")) + lines + (not kills)
-        ends = pool.try_run(ranks, _run_interrupted, parts, kills, culprit, enough, delay)
+        number = signal.SIGKILL if kills else signal.SIGTERM
+        ends = pool.try_run(ranks, _run, parts, culprit, enough, number, delay)
         assert kills or ends in ([None] * ranks, [signal.SIGTERM] * ranks), ends
     assert pool.run(ranks, _run, parts) == [None] * ranks
     seen = set()

@@ -40,9 +40,6 @@ def _malformed(rng: random.Random, header: bytes, good: list[bytes]) -> bytes:
     return rng.choice([b"", b"\xef\xbb\xbf"]) * bool(header) + header + body
 
 
-# Readers that do the obvious, line by line.
-
-
 def _read_lines(content: bytes) -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line after the header."""
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n") if content else []
