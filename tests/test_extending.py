@@ -73,9 +73,7 @@ DIFFERENT = "strategy differs between ranks: mine of rank 0 on rank 0, mine of r
     ("name", "missing", "messages"),
     [("mine", 1, [f"rank 1 failed: {UNKNOWN}", UNKNOWN]), ("mine of rank {rank}", -1, [DIFFERENT, DIFFERENT])],
 )
-def test_different_strategies_are_an_error_on_all(
-    ranks: RankPool, name: str, missing: int, messages: list[str]
-) -> None:
+def test_other_strategies_are_an_error_on_all(ranks: RankPool, name: str, missing: int, messages: list[str]) -> None:
     failures = ranks.try_run(2, _register_on_some_ranks, name, missing)
     assert [failure.message for failure in failures] == messages
 

@@ -83,10 +83,8 @@ def test_each_sample_has_to_be_seen_exactly_once(seen_by_rank: list[list[int]], 
 def _walked(strategy: str, after: list[list[int]]) -> Walk:
     before = [[30, 10], [10, 20]]
     metrics = [
-        dataclasses.replace(
-            step(number, before=before[number], after=loads), lower_bound=sum(loads) // 2, moved_samples=number
-        )
-        for number, loads in enumerate(after)
+        dataclasses.replace(step(n, before=before[n], after=loads), lower_bound=sum(loads) // 2, moved_samples=n)
+        for n, loads in enumerate(after)
     ]
     return Walk(strategy=strategy, num_samples=8, metrics=metrics)
 

@@ -98,9 +98,7 @@ SAME_FILE = [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", 
         *((names, r"differ at most by case; rename one|is not a name") for names in SAME_FILE),
     ],
 )
-def test_names_that_are_reserved_or_no_names_of_files_of_their_own_are_refused(
-    names: Sequence[str], message: str
-) -> None:
+def test_names_that_are_reserved_or_no_names_of_own_files_are_refused(names: Sequence[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_names(names)
 

@@ -182,9 +182,7 @@ def test_the_page_shows_the_routing_of_the_items() -> None:
     assert "lookups, most frequent id alone 5 10 20 40 80 160 320 640" in section
 
 
-def test_inspect_prints_tables_and_the_path_of_the_page(
-    small_dataset: Path, tmp_path: Path, evenrank: Evenrank
-) -> None:
+def test_inspect_prints_tables_and_the_path_of_a_page(small_dataset: Path, tmp_path: Path, evenrank: Evenrank) -> None:
     page = tmp_path / "page.html"
     run = evenrank("inspect", small_dataset, "--html", page)
     assert (run.returncode, run.stderr) == (0, "")

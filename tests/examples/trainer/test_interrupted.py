@@ -65,7 +65,13 @@ def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[tuple[
 
 
 def _run(
-    rank: int, world_size: int, options: dict[str, Any], culprit: int = -2, num_lines: int = 0, *how: Any
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    culprit: int = -2,
+    lines: int = 0,
+    sent: int = 0,
+    delay: float = 0,
 ) -> int | None:
     """Run a job on this rank; a culprit, or all for -1, sends itself a signal some seconds after a line of the log."""
     warnings.simplefilter("ignore")
@@ -73,8 +79,8 @@ def _run(
 
     def interrupt() -> None:
         while not ended.wait(0.005):
-            if len(log_lines(Path(options["out"]))) >= num_lines and not ended.wait(how[1]):
-                os.kill(os.getpid(), how[0])
+            if len(log_lines(Path(options["out"]))) >= lines and not ended.wait(delay):
+                os.kill(os.getpid(), sent)
                 break
 
     if culprit in (-1, rank):
@@ -104,8 +110,8 @@ def _play(pool: RankPool, folder: Path, data: Path, seed: int, number: int) -> N
     for kills, culprit, lines, delay in interruptions:
         # SIGTERM ends a rank that has not noted signals yet: only after a line of this run do all of them.
         enough = len(log_lines(folder / "parts")) + lines + (not kills)
-        number = signal.SIGKILL if kills else signal.SIGTERM
-        ends = pool.try_run(ranks, _run, parts, culprit, enough, number, delay)
+        sent = signal.SIGKILL if kills else signal.SIGTERM
+        ends = pool.try_run(ranks, _run, parts, culprit, enough, sent, delay)
         assert kills or ends in ([None] * ranks, [signal.SIGTERM] * ranks), ends
     assert pool.run(ranks, _run, parts) == [None] * ranks
     seen = set()
@@ -124,8 +130,6 @@ def _play(pool: RankPool, folder: Path, data: Path, seed: int, number: int) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(_ROUNDS))
-def test_no_bit_changes(
-    ranks: RankPool, small_dataset: Path, tmp_path: Path, pytestconfig: pytest.Config, number: int
-) -> None:
+def test_no_bit_changes(ranks: RankPool, small_dataset: Path, tmp_path: Path, pytestconfig: Any, number: int) -> None:
     _play(ranks, tmp_path, small_dataset, pytestconfig.getoption("soak_seed"), number)
     shutil.rmtree(tmp_path)

@@ -188,9 +188,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "log.csv"
     for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
         path.write_bytes(content)
-        with pytest.raises(
-            DataError, match=rf"log\.csv, line {line} is longer than 1 MiB; check that it is a text fil"
-        ):
+        with pytest.raises(DataError, match=rf"log\.csv, line {line} is longer than 1 MiB; check that it is a text"):
             open_table(path, ("a", "b"))
 
 

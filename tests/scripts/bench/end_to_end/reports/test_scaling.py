@@ -71,6 +71,16 @@ def test_what_was_measured_is_predicted_by_another_number_of_gpus() -> None:
         assert errors[0] == pytest.approx(points[key].seconds / measured.seconds - 1)
 
 
+def test_ratios_and_efficiency_follow_from_times() -> None:
+    result = scale([timed("one", gpus=1), timed("four"), timed("lpt", strategy="lpt-swap")])
+    point, unbalanced, even = (result.find(4, strategy) for strategy in ("lpt-swap", UNBALANCED, EVEN))
+    assert result.speedup(point) == unbalanced.seconds / point.seconds > 1.1
+    assert result.to_even(point) == point.seconds / even.seconds
+    of_one = made_up.given(result.find(1, "lpt-swap").measured)
+    assert result.efficiency(point) == point.tokens_per_second / of_one.tokens_per_second
+    assert result.speedup(result.find(8, "lpt-swap"), measured=True) is None
+
+
 def test_a_run_with_a_fitted_cost_is_preferred_and_none_is_predicted_by_itself() -> None:
     runs = [timed("four"), timed("hstu", strategy="lpt-swap")]
     fitted = timed("fitted", strategy="lpt-swap", cost={"name": "MeasuredCost"})
