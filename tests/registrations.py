@@ -9,7 +9,6 @@ from evenrank.core.registry import Registry
 
 @contextmanager
 def restored(*registries: Registry[Any]) -> Iterator[None]:
-    """Forget on exit what was registered inside."""
     before = [dict(registry._values) for registry in registries]
     try:
         yield

@@ -26,7 +26,6 @@ class StoreServer:
 
 @contextmanager
 def store_server() -> Iterator[StoreServer]:
-    """Start a server, and kill it in the end."""
     context = rank_context()
     pipe, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,))

@@ -82,10 +82,7 @@ def _exports(package: str) -> list[str]:
 
 
 def _definition(name: str) -> str:
-    """Return the name under which something is defined, from one under which it can be imported.
-
-    The sources are read, not imported, which would take seconds.
-    """
+    """Return the name under which something is defined; sources are read, because imports would take seconds."""
     module, _, attribute = name.rpartition(".")
     origin = _imports(module).get(attribute)
     return name if origin is None else _definition(f"{origin}.{attribute}")
@@ -93,7 +90,6 @@ def _definition(name: str) -> str:
 
 @functools.cache
 def _imports(module: str) -> dict[str, str]:
-    """Return the names that a module imports from others, and from which."""
     nodes = [node for node in ast.walk(ast.parse(_source(module))) if isinstance(node, ast.ImportFrom)]
     origins = {node: f"{module}.{node.module}" if node.level == 1 else f"{node.module}" for node in nodes}
     return {alias.name: origin for node, origin in origins.items() for alias in node.names}

@@ -1,5 +1,3 @@
-"""The code of docs/how-to/extending.md, run as it stands there, and registrations that cannot work."""
-
 import re
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError
 from evenrank.dataloader import LoaderConfig, RandomBatches
-from evenrank.dataloader.balance import (
-    STRATEGIES,
-    BalanceConfig,
-    Balancer,
-    PartitionProblem,
-    partition,
-    register_strategy,
-)
+from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, partition, register_strategy
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.ranks import RankPool
@@ -28,7 +19,6 @@ CONFIG = LoaderConfig(batch_size=6, max_history_length=50)
 
 
 def _snippets() -> dict[str, str]:
-    """Return the code of each section of the page."""
     sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
     return {text.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", text, re.S)) for text in sections}
 
@@ -63,7 +53,7 @@ def test_the_strategy_of_the_page_balances_every_sample(ranks: RankPool) -> None
         assert [sorted((len(items) for _, items in share), reverse=True) for share in shares] == assigned
 
 
-def _all_to_the_first(problem: PartitionProblem) -> np.ndarray[Any, Any]:
+def _all_to_the_first(problem: Any) -> np.ndarray[Any, Any]:
     return np.zeros(len(problem.costs), dtype=np.int32)
 
 
@@ -83,9 +73,7 @@ DIFFERENT = "strategy differs between ranks: mine of rank 0 on rank 0, mine of r
     ("name", "missing", "messages"),
     [("mine", 1, [f"rank 1 failed: {UNKNOWN}", UNKNOWN]), ("mine of rank {rank}", -1, [DIFFERENT, DIFFERENT])],
 )
-def test_different_strategies_are_an_error_on_all(
-    ranks: RankPool, name: str, missing: int, messages: list[str]
-) -> None:
+def test_other_strategies_are_an_error_on_all(ranks: RankPool, name: str, missing: int, messages: list[str]) -> None:
     failures = ranks.try_run(2, _register_on_some_ranks, name, missing)
     assert [failure.message for failure in failures] == messages
 

@@ -1,5 +1,3 @@
-"""The import rules of docs/explanation/architecture.md, and names of modules."""
-
 import ast
 import pkgutil
 import subprocess

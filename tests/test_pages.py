@@ -1,5 +1,3 @@
-"""The code of the README, of how-to pages and of an explanation, run as it stands there."""
-
 import contextlib
 import re
 import subprocess
@@ -56,7 +54,6 @@ class Model(torch.nn.Module):
         torch.manual_seed(0)
         self.items = torch.nn.EmbeddingBag(50, 4, mode="sum", include_last_offset=True)
         self.score = torch.nn.Linear(4, 1)
-        self.seen = 0
         torch.manual_seed(dist.get_rank())  # of the order of samples
     def forward(self, items, offsets, bought):
         scores = self.score(self.items(items, offsets)).squeeze(1)
@@ -75,7 +72,6 @@ def _blocks(page: Path, language: str = "python") -> list[str]:
 
 
 def _torchrun(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
-    """Run a program on two ranks."""
     command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", program]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr

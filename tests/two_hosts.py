@@ -49,7 +49,6 @@ class TwoHosts:
             raise
 
     def cut(self, host: int) -> None:
-        """Take down the interface of a host; the other one loses its carrier."""
         _run("ip", "-n", self.namespaces[host], "link", "set", _INTERFACE, "down")
 
     def slow_down(self, discipline: str) -> None:
@@ -63,7 +62,6 @@ class TwoHosts:
                 pytest.skip(f"this kernel makes no link with {discipline}: {' '.join(error.stderr.split())}")
 
     def close(self) -> None:
-        """Delete the namespaces, and with them their interfaces."""
         for namespace in self.namespaces:
             if Path("/run/netns", namespace).exists():
                 _run("ip", "netns", "delete", namespace)
@@ -87,7 +85,6 @@ class Gate:
         self._pipe = pipe
 
     def reach(self) -> None:
-        """Tell the test that this rank is here."""
         self._pipe.send(None)
 
     def wait(self) -> None:
@@ -116,23 +113,17 @@ class Job:
         assert all(self._receive(rank, deadline) is None for rank in range(WORLD_SIZE))
 
     def open_gates(self) -> None:
-        """Let all ranks go on."""
         for pipe in self._pipes:
             pipe.send(None)
 
     def stop(self, host: int) -> None:
-        """Stop the processes of a host."""
         self._signal(host, signal.SIGSTOP)
 
     def resume(self, host: int) -> None:
-        """Continue the processes of a host."""
         self._signal(host, signal.SIGCONT)
 
     def results(self, deadline: float | None = None, *, hosts: Sequence[int] = (0, 1)) -> list[Any]:
-        """Return what the ranks of some hosts return or, as a RankFailure, raise.
-
-        Fails if that, or the end of their processes, comes after the deadline on the monotonic clock.
-        """
+        """Return what ranks return or, as a RankFailure, raise; their ends may not come after the deadline."""
         deadline = deadline or time.monotonic() + _START_SECONDS
         ranks = [rank for rank in range(WORLD_SIZE) if rank // RANKS_PER_HOST in hosts]
         results = [self._receive(rank, deadline) for rank in ranks]

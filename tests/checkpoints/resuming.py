@@ -24,7 +24,6 @@ class Model(torch.nn.Module):
         self.score = torch.nn.Linear(4, 1)
 
     def forward(self, batch: SequenceBatch) -> Tensor:
-        """Return the scaled sum of the scores of all items."""
         scores: Tensor = self.score(self.items(batch.features["item_id"].values()))
         return scale_loss(scores.sum(), batch)
 
@@ -36,7 +35,6 @@ def balance(path: Path, rank: int, world_size: int, batch_size: int | None = Non
 
 
 def ids_of(batch: Any) -> list[int]:
-    """Return the ids of the samples of a batch."""
     ids: list[int] = batch.sample_ids[: batch.num_real].tolist()
     return ids
 

@@ -15,5 +15,4 @@ Evenrank = Callable[..., Finished]  # the fixture `evenrank`
 
 
 def run_program(*command: str | Path, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> Finished:
-    """Run a program in a process of its own."""
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=280)

@@ -1,5 +1,3 @@
-"""Every option of every command with values that nobody should pass: one line and exit code 2, or a result."""
-
 import signal
 import sys
 from collections.abc import Callable, Iterator

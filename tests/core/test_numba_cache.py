@@ -77,7 +77,6 @@ def package(tmp_path: Path) -> Path:
 
 
 def _start(package: Path, program: str) -> Any:
-    """Start a program that imports a copy of the package."""
     folder = package.parent
     (folder / "temporary").mkdir(exist_ok=True)
     environment = {"PYTHONPATH": str(folder), "HOME": str(folder / "home"), "TMPDIR": str(folder / "temporary")}
@@ -95,12 +94,10 @@ def _start(package: Path, program: str) -> Any:
 
 
 def _line(process: Any) -> str:
-    """Return the next line that a program prints."""
     return str(process.stdout.readline().strip())
 
 
 def _finish(process: Any) -> list[str]:
-    """Return the words that a program prints, which has to succeed."""
     output, errors = process.communicate(timeout=250)
     assert process.returncode == 0, errors
     return str(output).split()
@@ -139,11 +136,7 @@ def test_a_compiled_function_releases_the_gil() -> None:
 
 def test_numba_can_be_told_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba_cache._CONFIG, "DISABLE_JIT", 1)
-
-    def double(value: int) -> int:
-        return 2 * value
-
-    assert compiled(double) is double
+    assert compiled(import_module) is import_module
 
 
 def test_machine_code_is_compiled_again_after_a_change_in_another_file(package: Path) -> None:
@@ -205,7 +198,6 @@ def test_each_function_is_compiled_once_although_a_process_is_killed_while_it_co
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty cache folder, which `compiled` uses."""
     monkeypatch.setattr(numba_cache, "cache_folder", lambda: tmp_path)
     return tmp_path
 

@@ -32,25 +32,14 @@ def test_implementations_are_found_by_name_in_the_order_of_registration() -> Non
     [
         (lambda tools: tools["hoe"], r"^no tool is called 'hoe'; known are saw, axe$"),
         (lambda tools: tools.check(["saw"]), r"^no tool is called \['saw'\]; known are saw, axe$"),
-        (
-            lambda tools: Registry[int]("tool", expected="an integer", accepts=bool).check("saw"),
-            "no tool is called 'saw'; known are none",
-        ),
-        (
-            lambda tools: tools.register("saw")(lambda: 3),
-            r"'saw' is registered already, as <function .*; choose another",
-        ),
+        (lambda tools: Registry[int]("tool", expected="", accepts=bool).check("saw"), "called 'saw'; known are none"),
+        (lambda tools: tools.register("saw")(len), r"'saw' is registered already, as <function .*; choose another"),
         (lambda tools: tools.register("hoe")(3), "the tool 'hoe' must be a function, got 3"),
-        (
-            lambda tools: tools.register(lambda: 3),
-            r"name of a registered tool must be a string, got <function .*; pass",
-        ),
+        (lambda tools: tools.register(len), "the name of a registered tool must be a string, got <built-in .*; pass"),
         (lambda tools: tools.register(""), "the name of a registered tool must be a string, got ''"),
     ],
 )
-def test_wrong_names_and_implementations_are_refused_and_change_nothing(
-    call: Callable[[Any], object], message: str
-) -> None:
+def test_wrong_names_and_implementations_change_nothing(call: Callable[[Any], object], message: str) -> None:
     tools = _tools()
     with pytest.raises(ConfigError, match=message):
         call(tools)

@@ -15,7 +15,6 @@ from evenrank.datasets.schema import DataFile, Manifest, content_hash, read_mani
 
 
 def copy_dataset(dataset: Path, to: Path) -> Path:
-    """Copy a dataset without its cache."""
     return Path(shutil.copytree(dataset, to, ignore=shutil.ignore_patterns(".cache")))
 
 
@@ -35,15 +34,12 @@ def update_manifest(dataset: Path, split: str = "train", **changes: Any) -> None
 
 
 def change_table(dataset: Path, change: Callable[[pa.Table], pa.Table], split: str = "train", **changes: Any) -> None:
-    """Change the rows of a split of one file."""
     (path,) = (dataset / split).glob("*.parquet")
     pq.write_table(change(pq.read_table(path)), path)
     update_manifest(dataset, split, **changes)
 
 
 def set_columns(columns: Mapping[str, pa.Array]) -> Callable[[pa.Table], pa.Table]:
-    """Return a function that replaces columns of a table."""
-
     def change(table: pa.Table) -> pa.Table:
         for name, column in columns.items():
             table = table.set_column(table.schema.get_field_index(name), name, column)
@@ -53,7 +49,6 @@ def set_columns(columns: Mapping[str, pa.Array]) -> Callable[[pa.Table], pa.Tabl
 
 
 def add_targets(table: pa.Table, num_targets: NDArray[np.int32]) -> pa.Table:
-    """Return a table with a column of numbers of targets."""
     return table.append_column("num_targets", pa.array(num_targets, pa.int32()))
 
 

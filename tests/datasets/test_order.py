@@ -12,9 +12,7 @@ from evenrank.datasets.order import EpochSchedule, MixtureOrder, Samples, TimeOr
 
 
 @given(st.integers(1, 3000), st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000))
-def test_every_sample_comes_exactly_once_per_epoch_wherever_the_order_is_asked(
-    num_samples: int, seed: int, epoch: int
-) -> None:
+def test_every_sample_comes_once_per_epoch_wherever_the_order_is_asked(num_samples: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(num_samples), num_samples, seed=seed, epoch=epoch)
     assert np.array_equal(np.sort(order), np.arange(num_samples))
     some = np.array([num_samples - 1, 0, num_samples // 2])

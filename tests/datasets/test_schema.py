@@ -13,12 +13,8 @@ from evenrank.datasets.schema import check_names, check_new_names, read_manifest
 
 def test_user_hash_never_changes() -> None:
     # The order of rows on disk and the split by user rely on these values.
-    assert user_hash(np.array([0, 1, 2, -1])).tolist() == [
-        0,
-        6238072747940578789,
-        15839785061582574730,
-        13029008266876403067,
-    ]
+    hashes = [0, 6238072747940578789, 15839785061582574730, 13029008266876403067]
+    assert user_hash(np.array([0, 1, 2, -1])).tolist() == hashes
     assert user_hash(np.array([1]), salt=1).tolist() != user_hash(np.array([1]), salt=2).tolist()
 
 
@@ -88,18 +84,8 @@ def test_a_malformed_field_is_refused(small_dataset: Path, tmp_path: Path, wrong
     assert "\n" not in str(raised.value)
 
 
-NAMES = [
-    "user_id",
-    "item_id",
-    "action",
-    "timestamp_ms",
-    "length",
-    "window",
-    "num_targets",
-    LABEL,
-    SEMANTIC_ID,
-    CANDIDATE_ID,
-]
+RESERVED = ["user_id", "item_id", "action", "timestamp_ms", "length", "window", "num_targets"]
+NAMES = [*RESERVED, LABEL, SEMANTIC_ID, CANDIDATE_ID]
 NO_FILE_NAMES = ["", ".", "..", ".hidden", "a/b", "a\\b", "a\0b", "a b", "a\n", "x" * 201, "\ud800"]
 SAME_FILE = [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", "e\u0301")]
 
@@ -112,9 +98,7 @@ SAME_FILE = [("a", "a"), ("Sex", "sex"), ("stra\u00dfe", "strasse"), ("\u00e9", 
         *((names, r"differ at most by case; rename one|is not a name") for names in SAME_FILE),
     ],
 )
-def test_names_that_are_reserved_or_no_names_of_files_of_their_own_are_refused(
-    names: Sequence[str], message: str
-) -> None:
+def test_names_that_are_reserved_or_no_names_of_own_files_are_refused(names: Sequence[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_names(names)
 

@@ -56,16 +56,7 @@ def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path
     assert len(built) == 2
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-8]),
-        lambda path: np.save(path, np.arange(3)),
-        lambda path: path.unlink(),
-        lambda path: np.save(path, np.load(path).astype(np.float64)),
-    ],
-    ids=["truncated", "shorter", "missing", "of another type"],
-)
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-8]), Path.unlink])
 def test_a_damaged_cache_says_what_to_delete(dataset: Path, damage: Callable[[Path], object]) -> None:
     open_store(dataset)
     (cached,) = (dataset / ".cache").glob("*/events/item_id.npy")

@@ -1,9 +1,5 @@
-"""Columns in files, where they are kept, who is trusted with them, and what happens when they cannot be written."""
-
 import os
-import shutil
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -34,7 +30,7 @@ def _home(tmp_path: Path) -> Path:
     return tmp_path / "home" / ".cache" / "evenrank"
 
 
-def test_a_cache_that_others_can_write_to_is_not_used_unless_the_dataset_is_as_open(
+def test_a_cache_that_others_can_write_to_is_unused_unless_the_dataset_is_as_open(
     dataset: Path, tmp_path: Path
 ) -> None:
     cached = _entry(open_store(dataset))
@@ -68,38 +64,16 @@ def test_only_the_caches_of_this_user_of_root_and_of_the_owner_are_trusted(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-# The first open imports everything; the second one is on a full disk.
-_OPEN_TWICE = """
-import sys
-from pathlib import Path
-from evenrank.core.errors import DataError
-from evenrank.datasets.store import open_store
-
-open_store(sys.argv[1])
-try:
-    open_store(sys.argv[2])
-except DataError as error:
-    print(error)
-print(sorted(path.name.split("-")[-1] for path in Path(sys.argv[2], ".cache").iterdir()))
-"""
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(small_dataset: Path, dataset: Path, tmp_path: Path) -> None:
-    size = sum(path.stat().st_size for path in dataset.rglob("*")) // 1024 + 24  # in KB; the cache needs more
-    mounted = tmp_path / "mounted"
-    mounted.mkdir()
-    # A mount namespace of its own, so that nothing has to be unmounted.
-    mount = f"mount -t tmpfs -o size={size}k tmpfs {mounted} && cp -r {dataset} {mounted}/data"
-    unshare = ["unshare", "--mount", "--user", "--map-root-user", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*unshare, mount], check=False).returncode:
-        pytest.skip("a file system of its own needs user and mount namespaces")
-    command = [*unshare, f'{mount} && exec "$@"', "sh", sys.executable, "-c", _OPEN_TWICE]
-    command += [str(small_dataset), str(mounted / "data")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, (result.returncode, result.stderr)  # a signal ends it with a negative one
-    error, left = result.stdout.splitlines()
-    assert error.endswith("could not be written: No space left on device; free space, or clear that path")
-    assert left == "['v3.lock']"
+def test_a_full_disk_is_one_line_and_leaves_nothing(dataset: Path) -> None:
+    # A limit on the size of files stands in for a full disk: writing fails in the same place.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"^[^\n]*could not be written: File too large; free space, or clear that "):
+            open_store(dataset)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.suffix for path in (dataset / ".cache").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -139,26 +113,14 @@ def _replace_first(name: str, row: list[int | None] | None, kind: pa.DataType) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda table: set_columns({"item_id": table["item_id"].cast(pa.list_(pa.int32()))})(table),
-            ": column 'item_id' must be int64 .*type int32",
-        ),
-        (
-            _replace_first("item_id", None, pa.int64()),
-            ": column 'item_id' must be list<int64> without nulls, it has 1 null lists",
-        ),
-        (
-            _replace_first("item_id", [1, None], pa.int64()),
-            ": column 'item_id' must be int64 without nulls, it has 1 nulls",
-        ),
-        (
-            _replace_first("action", [1], pa.int32()),
-            ": a list of column 'action' has another length than its row's 'length'",
-        ),
+        (_replace_first("item_id", [1], pa.int32()), ": column 'item_id' must be int64 .*type int32"),
+        (_replace_first("item_id", None, pa.int64()), ": column 'item_id' must be list<int64> .*, it has 1 null lists"),
+        (_replace_first("item_id", [1, None], pa.int64()), ": column 'item_id' must be int64 .*, it has 1 nulls"),
+        (_replace_first("action", [1], pa.int32()), ": a list of column 'action' has another length than its row's"),
         (lambda table: table.append_column("segment", table["segment"]), " has more than one column 'segment'"),
         (
-            lambda table: add_targets(table, np.full(len(table), -1, dtype=np.int32)),
-            ": column 'num_targets' has values from -1",
+            lambda table: add_targets(table, table["length"].to_numpy() * 0 - 1),
+            ": column 'num_targets' has values from",
         ),
         (lambda table: add_targets(table, table["length"].to_numpy() + 1), ": a row has more 'num_targets' than"),
     ],

@@ -39,7 +39,6 @@ def numbers_of(line: str) -> list[float]:
 
 
 def losses_of(output: str) -> dict[int, float]:
-    """Return the printed losses by step."""
     found = re.findall(r"^step (\d+) \| loss (\d+\.\d+)", output, re.M)
     assert len(found) == len(dict(found))  # one rank prints
     return {int(step): float(loss) for step, loss in found}

@@ -8,15 +8,7 @@ import pytest
 
 from evenrank.dataloader import LoaderConfig
 from evenrank.datasets import read_manifest
-from tests.examples.programs import (
-    EXAMPLES,
-    TOLERANCE,
-    check_tutorial,
-    losses_in_one_process,
-    losses_of,
-    numbers_of,
-    run,
-)
+from tests.examples.programs import TOLERANCE, check_tutorial, losses_in_one_process, losses_of, numbers_of, run
 
 pytestmark = pytest.mark.examples
 CONFIG = LoaderConfig(batch_size=32, max_history_length=200)
@@ -154,7 +146,8 @@ for path in sys.argv[1:]:
 
 
 def test_without_a_dataset_the_examples_say_how_to_make_one_and_exit_with_2(tmp_path: Path) -> None:
-    paths = sorted(str(path) for path in EXAMPLES.glob("*.py") if path.name != "next_item.py")  # which is no program
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    paths = sorted(str(path) for path in examples.glob("*.py") if path.name != "next_item.py")  # which is no program
     command = [sys.executable, "-c", WITHOUT_DATA, *paths]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.stdout.split() == ["2"] * len(paths), done.stderr

@@ -1,7 +1,4 @@
-"""Soak: jobs with random faults, resumed from their last checkpoint, train each sample of an epoch exactly once.
-
-`pytest -m long tests/soak --soak-seconds 60 --soak-seed 1` plays other rounds than the default, for a minute.
-"""
+"""Soak: jobs with random faults, resumed from their last checkpoint, train each sample of an epoch exactly once."""
 
 import base64
 import dataclasses
@@ -34,8 +31,6 @@ _log = logging.getLogger("tests.soak")
 
 
 class Job:
-    """The processes of a job, and what they have written."""
-
     def __init__(
         self, plan: Round, shape: Shape, folder: Path, datasets: Datasets, states: Sequence[Any] | None = None
     ) -> None:
@@ -108,7 +103,6 @@ def _alive_in_groups(groups: set[int | None]) -> list[str]:
 
 
 def _check_ends(plan: Round, job: Job) -> None:
-    """Check the exit code and the error of each rank."""
     ends_well = not job.had_fault or plan.fault in (Fault.NONE, Fault.STOPPED, Fault.SAME_DATA, Fault.ALL_LEAVE)
     for rank, (code, error) in enumerate(zip(job.exit_codes, job.errors, strict=True)):
         name, message = (error["error"], error.get("message", "")) if error else (None, "")

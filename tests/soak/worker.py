@@ -1,8 +1,4 @@
-"""Random rounds of a soak test, and their ranks.
-
-A round says how a job trains, which fault it has, and how it is resumed. A rank saves, after each step, the samples
-that it has trained and its state.
-"""
+"""Random rounds of a soak test, and their ranks, which save their samples and states after each step."""
 
 import base64
 import dataclasses
@@ -183,8 +179,6 @@ class OwnSamples(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Injector) -> Any:
-    """Return the loader of a rank."""
-
     def transform(batch: Any, rng: np.random.Generator) -> Any:
         injector.raise_if_due(Fault.LOADER_RAISES)
         return batch
@@ -209,7 +203,6 @@ def make_loader(plan: Round, shape: Shape, rank: int, data: Path, injector: Inje
 
 
 def contents_of(batch: Any) -> Iterator[tuple[int, list[int]]]:
-    """Yield the id and the items of each sample."""
     items = batch.features["item_id"]
     rows = torch.split(items.values().cpu(), items.lengths().tolist())
     for index, sample in enumerate(batch.sample_ids[: batch.num_real].tolist()):

@@ -28,7 +28,6 @@ parent.document.title = JSON.stringify([
 
 
 def text_of(html: str) -> str:
-    """Return the text of a page, with single spaces."""
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html)))
 
 

@@ -28,7 +28,6 @@ def check(
 
 
 def check_bits(mine: Results, reference: Results) -> None:
-    """Check that all results are equal, bit for bit."""
     different = [name for name in reference if not torch.equal(mine[name], reference[name])]
     assert not different, f"{different} differ"
 
@@ -116,7 +115,6 @@ def check_whole_layers(*, mode: str, device: str, heads: int) -> None:
 
 
 def as_a_whole(module: HSTULayer, tokens: Tensor, update: Tensor, sequences: Sequences) -> Any:
-    """Apply a layer as one function."""
     from hstu.fused import options_for, whole_layer
 
     options = options_for(module, tokens, update, sequences)
@@ -125,8 +123,6 @@ def as_a_whole(module: HSTULayer, tokens: Tensor, update: Tensor, sequences: Seq
 
 
 class _Attention(HSTUAttention):
-    """An attention on any device."""
-
     def __init__(self, function: Attention, scale_length: int) -> None:
         super().__init__("padded", scale_length)
         self.function = function
@@ -136,8 +132,6 @@ class _Attention(HSTUAttention):
 
 
 def by_parts(pointwise: Pointwise, attention: Attention) -> Callable[..., Any]:
-    """Return what applies a layer by parts."""
-
     def apply(module: HSTULayer, tokens: Tensor, update: Tensor, sequences: Sequences) -> Any:
         module.attention = _Attention(attention, module.attention.scale_length)
         return module.by_parts(pointwise, tokens, update, sequences)

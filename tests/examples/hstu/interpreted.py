@@ -13,7 +13,6 @@ from tests.examples.hstu.samples import make_sequences
 
 
 def check_attention() -> None:
-    """Check results and gradients of attention beside the padded reference."""
     for lengths, contextual, candidates in (
         ([0, 5, 70, 33], [0, 1, 3, 0], [0, 2, 10, 1]),
         ([65, 64, 100], [64, 0, 70], [1, 64, 30]),
@@ -30,7 +29,6 @@ def check_attention() -> None:
 
 
 def check_layers() -> None:
-    """Check norms, SiLU and gate in layers."""
     kernels, operations = by_parts(fused, padded_attention), by_parts(unfused, padded_attention)
     for mode, tolerance in (("fp32", 2), ("autocast", 4)):  # the interpreter truncates to bfloat16, where GPUs round
         options: dict[str, Any]

@@ -52,8 +52,6 @@ def make_sequences(
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The features of one sample, and its labels."""
-
     user_id: list[int] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     item_id: list[int] = field(default_factory=list)

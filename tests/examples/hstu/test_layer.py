@@ -74,8 +74,6 @@ def test_dropout_is_before_the_output() -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes what is allocated within it."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._bytes: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -131,7 +129,6 @@ def test_a_graph_can_be_used_twice() -> None:
 
 
 def _run(model: nn.Module, samples: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return logits, and gradients by parameter."""
     loss_sums, logits = model(make_batch(samples).to(next(model.parameters()).device))
     loss_sums.sum().backward()
     gradients = {}

@@ -73,7 +73,6 @@ def run(rank: int, world_size: int, options: dict[str, Any], crash_at: int = 0, 
 
 
 def train_on_cpu(rank: int, world_size: int, config: TrainConfig) -> int | None:
-    """Run a job on this rank."""
     # TorchRec keeps these for the life of a process; the ranks of an earlier job would not take part again.
     comm._INTRA_PG = comm._CROSS_PG = None
     return train(config, World(rank=rank, size=world_size, device=torch.device("cpu")))
@@ -95,11 +94,12 @@ def check_failures(failures: list[Any], *texts: str, kinds: Sequence[type[Except
 
 
 def settings(out: Path, data: Path, **options: Any) -> dict[str, Any]:
-    """Return the options of a job."""
     return {"out": str(out), "data": str(data), **options}
 
 
-def log_lines(out: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the lines of a kind in the log of a job."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+def log_lines(out: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the complete lines in the log of a job, of all kinds or of some."""
+    path = out / "log.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [line for line in lines if not kinds or line["kind"] in kinds]

@@ -65,7 +65,6 @@ def test_an_intact_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(ranks: 
 
 
 def _flip(file: Path) -> None:
-    """Flip one bit of the byte in the middle."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -32,10 +32,7 @@ def toml(tmp_path: Path) -> Path:
         ('routing = "modulo"', "routing must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ("dropout = 1.0", "dropout must be below 1, got 1.0"),
         ("tensor_parallel = 4", "tensor_parallel = 4 cannot divide heads = 2; choose a divisor"),
-        (
-            'k = 7\ntask = "ranking"',
-            "--k applies to --task retrieval or --model semantic-ids, not to --task ranking; l",
-        ),
+        ('k = 7\ntask = "ranking"', "--k applies to --task retrieval or --model semantic-ids, not to --task ranking"),
     ],
 )
 def test_a_mistake_in_the_file_is_an_error_with_its_value_and_the_file(toml: Path, text: str, message: str) -> None:

@@ -1,42 +1,30 @@
-import contextlib
-import json
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
-import time
+import threading
 import traceback
 import warnings
-from collections.abc import Iterator
-from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-# The fork server, which imports this module once for all ranks, knows nothing of pytest's settings.
-sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
-
-from tests.examples.trainer.jobs import train_on_cpu
+from tests.examples.trainer.jobs import log_lines, train_on_cpu
+from tests.ranks import RankPool
 from trainer.checkpoints import complete_checkpoints
 from trainer.config import TrainConfig
 
 _ROUNDS = 20
-_TIMEOUT = 200  # seconds
 
 
 def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[tuple[bool, int, int, float]]]:
     """Return ranks and options of a job, and how it is interrupted; they depend on the arguments alone.
 
-    An interruption is whether it is by SIGKILL, rather than by SIGTERM; its rank, or -1 for all; the lines that the run
-    logs before it, and the seconds that pass then.
+    An interruption is whether SIGKILL is sent, its rank or -1 for all, and the lines and then seconds before it.
     """
     rng = np.random.default_rng([seed, number])
 
@@ -76,74 +64,34 @@ def draw_round(seed: int, number: int) -> tuple[int, dict[str, Any], list[tuple[
     return ranks, options, interruptions
 
 
-def _run_rank(rank: int, world_size: int, options: dict[str, Any], store: Path) -> None:
-    """Run a job on this rank; the exit code is 0, 128 + a signal, or 1 after an error, which is printed."""
+def _run(
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    culprit: int = -2,
+    lines: int = 0,
+    sent: int = 0,
+    delay: float = 0,
+) -> int | None:
+    """Run a job on this rank; a culprit, or all for -1, sends itself a signal some seconds after a line of the log."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=_TIMEOUT)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not ended.wait(0.005):
+            if len(log_lines(Path(options["out"]))) >= lines and not ended.wait(delay):
+                os.kill(os.getpid(), sent)
+                break
+
+    if culprit in (-1, rank):
+        threading.Thread(target=interrupt).start()
     try:
-        stopped_by = train_on_cpu(rank, world_size, TrainConfig(**options))
-    except BaseException:
+        return train_on_cpu(rank, world_size, TrainConfig(**options))
+    except Exception:
         traceback.print_exc()
         os._exit(1)  # its groups may wait for ranks that are gone
-    dist.destroy_process_group()
-    os._exit(0 if stopped_by is None else 128 + stopped_by)
-
-
-def _lines(out: Path) -> list[dict[str, Any]]:
-    path = out / "log.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-@contextlib.contextmanager
-def _started(ranks: int, options: dict[str, Any]) -> Iterator[list[BaseProcess]]:
-    """Start the ranks of a job; wait for their ends, and kill those that are left then."""
-    store = Path(options["out"]).with_suffix(".store")
-    store.unlink(missing_ok=True)  # each run begins with a store of its own
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    processes: list[BaseProcess] = [
-        context.Process(target=_run_rank, args=(rank, ranks, options, store)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-        for process in processes:
-            process.join(_TIMEOUT + 40)
-        assert None not in [process.exitcode for process in processes], "ranks hang"
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _run_to_the_end(ranks: int, options: dict[str, Any]) -> None:
-    with _started(ranks, options) as processes:
-        pass
-    assert [process.exitcode for process in processes] == [0] * ranks
-
-
-def _run_interrupted(ranks: int, options: dict[str, Any], kills: bool, rank: int, lines: int, delay: float) -> None:
-    """Run a job until it is interrupted, or ends before; all of its ranks have ended then."""
-    out = Path(options["out"])
-    enough = len(_lines(out)) + lines
-    with _started(ranks, options) as processes:
-        # SIGTERM ends a rank that has not noted signals yet: only after a line of this run do all of them.
-        while len(_lines(out)) < enough + (not kills) and all(process.is_alive() for process in processes):
-            time.sleep(0.005)
-        time.sleep(delay)
-        for process in processes if rank < 0 else [processes[rank]]:
-            if process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    os.kill(process.pid, signal.SIGKILL if kills else signal.SIGTERM)
-    codes = {process.exitcode for process in processes}
-    if kills:  # the others have noticed, unless they needed nothing more of it
-        assert codes <= {0, 1, -signal.SIGKILL}, codes
-    else:
-        assert codes in ({0}, {128 + signal.SIGTERM}), codes
+        ended.set()
 
 
 def _saved(out: Path) -> dict[str, Any]:
@@ -153,17 +101,21 @@ def _saved(out: Path) -> dict[str, Any]:
     return flatten_state_dict(torch.load(out / "whole.pt", weights_only=False))[0]
 
 
-def _play(folder: Path, data: Path, seed: int, number: int) -> None:
+def _play(pool: RankPool, folder: Path, data: Path, seed: int, number: int) -> None:
     """Run a job without and with its interruptions; compare what they logged and saved."""
     ranks, options, interruptions = draw_round(seed, number)
     whole, parts = ({**options, "data": str(data), "out": str(folder / name)} for name in ("whole", "parts"))
-    _run_to_the_end(ranks, whole)
-    expected = {(line["kind"], line["step"]): line for line in _lines(folder / "whole")}
-    for how in interruptions:
-        _run_interrupted(ranks, parts, *how)
-    _run_to_the_end(ranks, parts)
+    assert pool.run(ranks, _run, whole) == [None] * ranks
+    expected = {(line["kind"], line["step"]): line for line in log_lines(folder / "whole")}
+    for kills, culprit, lines, delay in interruptions:
+        # SIGTERM ends a rank that has not noted signals yet: only after a line of this run do all of them.
+        enough = len(log_lines(folder / "parts")) + lines + (not kills)
+        sent = signal.SIGKILL if kills else signal.SIGTERM
+        ends = pool.try_run(ranks, _run, parts, culprit, enough, sent, delay)
+        assert kills or ends in ([None] * ranks, [signal.SIGTERM] * ranks), ends
+    assert pool.run(ranks, _run, parts) == [None] * ranks
     seen = set()
-    for line in _lines(folder / "parts"):
+    for line in log_lines(folder / "parts"):
         key = line["kind"], line["step"]
         seen.add(key)
         values = expected[key].keys() if line["kind"] == "eval" else {"loss", "tokens"}
@@ -178,6 +130,6 @@ def _play(folder: Path, data: Path, seed: int, number: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(_ROUNDS))
-def test_no_bit_changes(small_dataset: Path, tmp_path: Path, pytestconfig: pytest.Config, number: int) -> None:
-    _play(tmp_path, small_dataset, pytestconfig.getoption("soak_seed"), number)
+def test_no_bit_changes(ranks: RankPool, small_dataset: Path, tmp_path: Path, pytestconfig: Any, number: int) -> None:
+    _play(ranks, tmp_path, small_dataset, pytestconfig.getoption("soak_seed"), number)
     shutil.rmtree(tmp_path)

@@ -98,8 +98,6 @@ def test_a_job_resumes_with_its_own_data_and_codes_alone(ranks: RankPool, small_
 
 
 class _Watched(TrainConfig):
-    """Notes the settings that are looked at."""
-
     seen: ClassVar[set[str]] = set()
 
     def __getattribute__(self, name: str) -> Any:

@@ -38,10 +38,8 @@ def test_keys_are_mapped_for_data_parallel_ranks(
     manifest = read_manifest(small_dataset)
     sizes = manifest.vocabulary_sizes
 
-    def found(min_sharded_rows: int, world_size: int = 3) -> dict[str, tuple[int, int]]:
-        config = TrainConfig(
-            user_id=True, embeddings="sharded", min_sharded_rows=min_sharded_rows, routing="roundrobin"
-        )
+    def found(min_rows: int, world_size: int = 3) -> dict[str, tuple[int, int]]:
+        config = TrainConfig(user_id=True, embeddings="sharded", min_sharded_rows=min_rows, routing="roundrobin")
         task = make(config, manifest, World(rank=0, size=2 * world_size, device=torch.device("cpu")))
         read = task.read(batch_size=4)
         assert dict(read.key_maps) == task.key_maps

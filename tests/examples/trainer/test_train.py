@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import signal
@@ -7,11 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.examples.trainer.jobs import log_lines
 from trainer.lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,16 +28,11 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=_environment(**variables), capture_output=True, text=True, timeout=280)
 
 
-def _lines(out: Path) -> list[dict[str, Any]]:
-    path = out / "log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_dataset: Path, tmp_path: Path) -> None:
     arguments = ["--data", str(small_dataset), "--out", str(tmp_path / "out"), "--batch-size", "2", *SMALL]
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "2", str(SCRIPT), *arguments]
     with subprocess.Popen(torchrun, env=_environment(), stdout=subprocess.PIPE, text=True) as job:
-        while not _lines(tmp_path / "out") and job.poll() is None:
+        while not log_lines(tmp_path / "out") and job.poll() is None:
             time.sleep(0.02)
         job.send_signal(signal.SIGTERM)
         output, _ = job.communicate(timeout=240)
@@ -53,9 +47,9 @@ def test_a_job_of_torchrun_that_is_terminated_is_continued_by_one_process(small_
     assert continued.stderr == ""  # there is no progress bar without a terminal
     first, *_, last = continued.stdout.splitlines()
     assert first == f"resumed from {checkpoint}; another --out starts over"
-    steps = [line["step"] for line in _lines(tmp_path / "out") if line["kind"] == "train"]
+    steps = [line["step"] for line in log_lines(tmp_path / "out", "train")]
     assert steps == list(range(1, len(steps) + 1))  # each once, over both runs
-    (evaluation,) = [line for line in _lines(tmp_path / "out") if line["kind"] == "eval"]
+    (evaluation,) = log_lines(tmp_path / "out", "eval")
     assert last == f"step {steps[-1]} | auc {evaluation['auc']:.4f}"
     assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
     assert (tmp_path / "out" / "balance.jsonl").exists()
@@ -69,18 +63,17 @@ def test_a_job_on_a_gpu_trains_in_bfloat16_and_resumes(small_dataset: Path, tmp_
         options = [*arguments, *SHARDED, "--pipeline", pipeline, "--epochs", str(epochs)]
         job = _run(*options, PYTHONPATH=str(ROOT / "typings"))
         assert job.returncode == 0, job.stderr
-    steps = [line["step"] for line in _lines(tmp_path) if line["kind"] == "train"]
+    steps = [line["step"] for line in log_lines(tmp_path, "train")]
     assert steps == list(range(1, len(steps) + 1))
-    assert [line["step"] for line in _lines(tmp_path) if line["kind"] == "eval"] == [len(steps) // 2, len(steps)]
+    assert [line["step"] for line in log_lines(tmp_path, "eval")] == [len(steps) // 2, len(steps)]
 
 
 def _losses_on_gpus(data: Path, out: Path, num_ranks: int, *arguments: str) -> list[float]:
-    """Return the losses of a job in float32."""
     options = ["--data", str(data), "--out", str(out), *SMALL, "--precision", "fp32", *arguments]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), str(SCRIPT)]
     job = _run(*torchrun, *options, PYTHONPATH=str(ROOT / "typings"))
     assert job.returncode == 0, job.stderr
-    return [line["loss"] for line in _lines(out) if line["kind"] == "train"]
+    return [line["loss"] for line in log_lines(out, "train")]
 
 
 @pytest.mark.multi_gpu

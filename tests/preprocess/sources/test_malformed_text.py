@@ -1,5 +1,3 @@
-"""The quick and the strict reading of text files against readers that do the obvious, on random malformed files."""
-
 import gzip
 import random
 import re
@@ -40,9 +38,6 @@ def _malformed(rng: random.Random, header: bytes, good: list[bytes]) -> bytes:
     if rng.random() < 0.005:
         body = (body + b"\n") * 2000  # large enough for Polars to read it in parallel
     return rng.choice([b"", b"\xef\xbb\xbf"]) * bool(header) + header + body
-
-
-# Readers that do the obvious, line by line.
 
 
 def _read_lines(content: bytes) -> Iterator[tuple[int, str]]:
@@ -193,9 +188,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "log.csv"
     for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
         path.write_bytes(content)
-        with pytest.raises(
-            DataError, match=rf"log\.csv, line {line} is longer than 1 MiB; check that it is a text fil"
-        ):
+        with pytest.raises(DataError, match=rf"log\.csv, line {line} is longer than 1 MiB; check that it is a text"):
             open_table(path, ("a", "b"))
 
 

@@ -37,10 +37,3 @@ def test_lengths_are_possible_for_any_step(lengths: list[int], num_ranks: int) -
     assert even.max() <= MAX_LENGTH
     # Rounding changes each sample by at most half an event.
     assert abs(cost(even).sum() - cost(whole).sum() / num_ranks) <= (cost(even + 1) - cost(even)).sum()
-
-
-def test_lengths_that_are_even_already_stay_and_one_sample_has_the_mean_cost() -> None:
-    for lengths, num_ranks, expected in (([5, 4000, 17, 300], 1, [4000, 300, 17, 5]), ([100] * 12, 4, [100] * 3)):
-        assert even_lengths(np.array(lengths), num_ranks, cost, max_length=MAX_LENGTH).tolist() == expected
-    even = even_lengths(np.array([100, 3000]), 2, cost, max_length=MAX_LENGTH)
-    assert cost(even).sum() == pytest.approx(cost(np.array([100, 3000])).sum() / 2, rel=2e-3)

@@ -29,12 +29,6 @@ def test_a_cost_is_found_in_the_times_of_a_run() -> None:
     assert (without.contextual, without.max_tokens) == ((), 10_000)
 
 
-def test_a_cost_is_found_despite_noise_and_slow_ranks() -> None:
-    cost = fit_cost(timed("baseline", noise=0.03, factors=(1, 1.01, 0.99, 1), batches=100, repeats=4))
-    tokens = np.full((1, 32), 1024)
-    assert predict(cost, tokens) == pytest.approx(compute_ms(tokens) / 1e3, rel=0.01)
-
-
 def test_one_slow_repeat_of_each_batch_changes_nothing() -> None:
     run = timed("baseline", repeats=3)
     (live, even) = run.segments

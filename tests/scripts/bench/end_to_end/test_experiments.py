@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end.experiments import Run, lengths_of, read_experiments, slug
+from end_to_end.experiments import Run, lengths_of, read_experiments
 from evenrank.core.errors import ConfigError
 from trainer.config import TrainConfig
 
@@ -100,8 +100,3 @@ def test_the_hstu_table_measures_every_part_by_itself() -> None:
     assert (added.pop("measured cost"), runs.pop("measured cost").cost) == (set(), "baseline")
     assert all(len(keys - {"strategy"}) == 1 for keys in added.values())
     assert runs.keys() - added.keys() == {"baseline", "padded"}
-
-
-def test_the_name_of_a_file_has_only_letters_digits_and_hyphens() -> None:
-    for name, expected in (("fast, lpt-swap", "fast-lpt-swap"), ("+ KK  (8)", "kk-8"), ("a/../b", "a-b"), ("+", "")):
-        assert slug(name) == expected

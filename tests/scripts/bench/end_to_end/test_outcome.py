@@ -1,10 +1,5 @@
-import os
-import subprocess
-import sys
-
 import pytest
 
-from end_to_end import outcome
 from end_to_end.outcome import TIMED_OUT, conclude
 from end_to_end.results import RunResult
 from end_to_end.tasks import WorkerTask
@@ -51,14 +46,3 @@ def test_a_failure_is_the_most_telling_line_of_the_log(tasks: tuple[WorkerTask, 
     assert result.failure == reason
     assert RunResult.load(task.result) == result
     assert (result.name, result.settings["balance"], result.gpus, result.segments) == ("baseline", "none", 2, ())
-
-
-def test_a_script_concludes_a_run_by_a_command(tasks: tuple[WorkerTask, ...]) -> None:
-    task = tasks[0]
-    task.save()
-    task.log.write_text("ValueError: bad luck\n")
-    command = [sys.executable, outcome.__file__, str(task.task_file), "1", "60"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "ValueError: bad luck\n", "")
-    assert RunResult.load(task.result).failure == "ValueError: bad luck"

@@ -65,33 +65,6 @@ def test_throughput_has_a_bar_for_each_run_and_the_reason_of_those_that_failed(t
     assert matplotlib.image.imread(tmp_path / "plots" / "throughput.png").shape[1] == round(WIDTH * 150)
 
 
-def test_headline_splits_bars_at_the_perfectly_even_batch() -> None:
-    balanced = {"strategy": "lpt-swap"}
-    tables = {
-        "lognormal": make_rows([run("a", 12.5), run("b", 10.02, settings=balanced)]),
-        "zipf": make_rows([run("a", 13), run("b", 9.9, settings=balanced), made_up.result("c", failure="no")]),
-        "other": make_rows([run("a", 13)]),
-    }
-    figure = plots.headline(tables)
-    assert [*bars(figure.axes[0]), *bars(figure.axes[1])] == pytest.approx([1, 0.25, 1, 0.002, 1, 0.3, 0.99, 0])
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["unbalanced", "lpt-swap"]
-    assert [texts(axes) for axes in figure.axes] == [
-        ["1.250", "", "1.002", "1.25x as fast"],
-        ["1.300", "", "0.990", "1.31x as fast"],
-        ["1.300", "", "not measured"],
-    ]
-
-
-def test_ranks_are_drawn_relative_to_the_mean_of_the_step_on_one_scale() -> None:
-    panels = plots.ranks(UNBALANCED, BALANCED).axes[:4]
-    unbalanced, compute = [[1.5, 0.5, 1], [0.5, 1.5, 1]], [[1, 1.05, 1], [1, 0.95, 1]]
-    shown: tuple[Any, ...] = (unbalanced, unbalanced, np.ones((2, 3)), compute)
-    for axes, expected in zip(panels, shown, strict=True):
-        assert_allclose(np.asarray(axes.images[0].get_array()), expected)
-    assert [axes.images[0].get_clim() for axes in panels] == [pytest.approx((0.5, 1.5))] * 4
-    assert panels[3].get_title(loc="left") == "compute time, lpt-swap: heaviest 1.02"
-
-
 def test_timeline_has_the_same_batch_before_and_after_balancing_on_one_axis() -> None:
     figure = plots.timeline(UNBALANCED, BALANCED)
     before, after = figure.axes
