@@ -32,7 +32,7 @@ def _loaders(path: Path | Mixture, world_size: int, **options: object) -> list[L
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_every_sample_comes_once_per_epoch_in_batches_of_full_size(
+def test_every_sample_comes_once_per_epoch(
     small_dataset: Path, world_size: int, num_workers: int, drop_last: bool
 ) -> None:
     loaders = _loaders(small_dataset, world_size, num_workers=num_workers, drop_last=drop_last)
@@ -121,9 +121,7 @@ def test_a_state_is_that_after_the_last_batch_by_default_and_not_of_other_data_o
         ({}, "rank must be between 0 and world_size - 1, got rank 2 of 2"),
     ],
 )
-def test_invalid_settings_are_refused_with_the_value(
-    small_dataset: Path, options: dict[str, Any], message: str
-) -> None:
+def test_invalid_settings_are_refused(small_dataset: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_loader(small_dataset, LoaderConfig(**{"batch_size": 8, **options}), rank=2, world_size=2)
 

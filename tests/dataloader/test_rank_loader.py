@@ -23,17 +23,17 @@ from evenrank.dataloader import (
     build_stream_loader,
     random_codes,
 )
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.ranks.consistency import check_settings
 from evenrank.dataloader.collate.semantic_ids import CodeTable
 from evenrank.dataloader.rank_loader import PER_RANK
 from evenrank.dataloader.routing import KeyMap
 from evenrank.dataloader.state.resume_point import _FORMAT
+from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import with_changes
 from tests.ranks import RankFailure, RankPool
 
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 CODES = random_codes(501, levels=2, codebook_size=8)
 OTHER_CODES = CodeTable(codes=CODES.codes[::-1].copy(), codebook_sizes=CODES.codebook_sizes)
 # Another valid value of each setting.
@@ -102,9 +102,7 @@ def test_every_setting_is_known_to_the_tests_below() -> None:
 @pytest.mark.parametrize(
     ("record", "name"), [(record, name) for record, changes in CHANGES.items() for name in changes]
 )
-def test_ranks_may_differ_in_no_setting_that_decides_on_what_is_trained(
-    small_dataset: Path, record: type, name: str
-) -> None:
+def test_ranks_may_differ_in_no_setting_of_training(small_dataset: Path, record: type, name: str) -> None:
     first, other = (_identity(small_dataset, record, change) for change in ({}, {name: CHANGES[record][name]}))
     pickle.loads(pickle.dumps(other))
     if name in PER_RANK:
@@ -134,9 +132,7 @@ def test_codes_are_compared_by_their_contents_and_transforms_by_name(small_datas
             _compare(plain, other)
 
 
-def test_identity_is_computed_once_and_follows_the_seed_of_a_state(
-    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_is_computed_once_but_for_the_seed(small_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = build_loader(small_dataset, LoaderConfig(batch_size=8), rank=0, world_size=1)
     identity = loader.rank_invariants()
     with monkeypatch.context() as patched:
@@ -205,9 +201,7 @@ def _anew(batch: SequenceBatch, rng: np.random.Generator) -> SequenceBatch:
 
 @pytest.mark.parametrize("is_balanced", [False, True])
 @pytest.mark.parametrize("build", [build_loader, build_stream_loader])
-def test_a_batch_that_a_transform_makes_anew_keeps_its_position(
-    small_dataset: Path, build: Any, is_balanced: bool
-) -> None:
+def test_a_batch_made_anew_keeps_its_position(small_dataset: Path, build: Any, is_balanced: bool) -> None:
     def make(transform: Any) -> Any:
         loader = build(small_dataset, LoaderConfig(batch_size=8), rank=0, world_size=1, transform=transform)
         return Balancer(loader, BalanceConfig(cost=COST)) if is_balanced else loader

@@ -24,9 +24,10 @@ from evenrank.dataloader import (
     build_stream_loader,
     merge_stream_states,
 )
-from evenrank.dataloader.balance import BalanceConfig, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import open_store
 from evenrank.datasets.distributions import Lognormal, Zipf
+from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import (
     Batch,
@@ -37,7 +38,7 @@ from tests.dataloader.resuming import (
     through_torch,
 )
 
-KINDS = (
+KINDS = [
     "shuffle",
     "rows",
     "time",
@@ -46,11 +47,10 @@ KINDS = (
     "mixture",
     "windows",
     "stream",
-    "stream of semantic ids",
-)
+    "stream, semantic ids",
+]
 STREAM = StreamConfig(num_shards=5, buffer_rows=5, open_shards=2)
 _open_store_once = functools.cache(open_store)
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 
 @pytest.fixture(scope="module")
@@ -103,33 +103,23 @@ def _make_loader(kind: str, path: Path, codes: Path, seed: int, shape: Shape) ->
     return build_loader(data, config, **rank, balance=balance)
 
 
-def _stop_and_resume(kind: str, path: Path, codes: Path, seed: int, max_batch_size: int) -> None:
-    save_state = _merged_state if kind.startswith("stream") else state_of_any_rank
-    make_loader = functools.partial(_make_loader, kind, path, codes, seed)
-    with pytest.MonkeyPatch.context() as patched:
-        # Thousands of loaders are made, and mapping files would take most of the time.
-        patched.setattr("evenrank.dataloader.loader.open_store", _open_store_once)
-        stop_and_resume_everywhere(make_loader, seed, max_batch_size=max_batch_size, save_state=save_state)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(12))
-def test_after_a_stop_at_any_step_exactly_the_rest_comes(tiny_dataset: Path, codes: Path, kind: str, seed: int) -> None:
-    _stop_and_resume(kind, tiny_dataset, codes, seed, 8)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_a_stop_at_any_step_exactly_the_rest_comes_in_many_rounds(
-    small_dataset: Path, codes: Path, kind: str
+@pytest.mark.parametrize("seed", [*range(12), pytest.param(None, marks=pytest.mark.long)])
+def test_after_a_stop_at_any_step_exactly_the_rest_comes(
+    tiny_dataset: Path, small_dataset: Path, codes: Path, kind: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(100, 400):
-        _stop_and_resume(kind, small_dataset, codes, seed, 24)
+    save_state = _merged_state if kind.startswith("stream") else state_of_any_rank
+    path, seeds, max_batch_size = (
+        (tiny_dataset, [seed], 8) if seed is not None else (small_dataset, range(100, 400), 24)
+    )
+    # Thousands of loaders are made, and mapping files would take most of the time.
+    monkeypatch.setattr("evenrank.dataloader.loader.open_store", _open_store_once)
+    for each in seeds:
+        make_loader = functools.partial(_make_loader, kind, path, codes, each)
+        stop_and_resume_everywhere(make_loader, each, max_batch_size=max_batch_size, save_state=save_state)
 
 
-def _link(
-    path: Path, stream: StreamConfig, state: Any, rng: np.random.Generator, trained: defaultdict[int, Counter[int]]
-) -> Any:
+def _link(path: Path, stream: StreamConfig, state: Any, rng: np.random.Generator, trained: dict[int, Any]) -> Any:
     """Train some steps of an epoch on a random number of ranks, count their samples, and return the merged state."""
     world_size, batch_size = int(rng.integers(1, 6)), int(rng.integers(1, 40))
     config = LoaderConfig(batch_size=batch_size, num_workers=int(rng.integers(0, 2)), seed=3)
@@ -154,9 +144,7 @@ def _link(
 
 @settings(max_examples=6)
 @given(st.integers(0, 1 << 32), st.integers(10, 50))
-def test_each_sample_is_trained_once_however_often_a_job_is_resumed(
-    small_dataset: Path, seed: int, num_links: int
-) -> None:
+def test_any_number_of_stops_trains_each_sample_once(small_dataset: Path, seed: int, num_links: int) -> None:
     rng = np.random.default_rng(seed)
     stream = StreamConfig(
         num_shards=int(rng.integers(1, 9)), buffer_rows=int(rng.integers(1, 80)), open_shards=int(rng.integers(1, 4))

@@ -20,15 +20,17 @@ from evenrank.dataloader import (
     build_stream_loader,
     merge_stream_states,
 )
-from evenrank.dataloader.balance import BalanceConfig, Balancer, HSTUCost
+from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.stream_loader import FORMAT
 from evenrank.datasets import SequenceStore, open_store
 from evenrank.datasets.stream import StreamSource
+from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of, rows_of
 from tests.dataloader.resuming import with_changes
 from tests.datasets.crafted import write_in_parts
 from tests.ranks import RankPool
 
+Loader = StreamLoader[SequenceBatch]
 SMALL = StreamConfig(num_shards=6, buffer_rows=8, open_shards=2)
 UNEVEN = StreamConfig(num_shards=4, buffer_rows=16)
 
@@ -38,14 +40,12 @@ def parts(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return write_in_parts(small_dataset, tmp_path_factory.mktemp("parts") / "data")
 
 
-def _loaders(
-    path: Path | str, world_size: int, stream: StreamConfig = SMALL, **options: Any
-) -> list[StreamLoader[SequenceBatch]]:
+def _loaders(path: Path | str, world_size: int, stream: StreamConfig = SMALL, **options: Any) -> list[Loader]:
     config = LoaderConfig(**{"batch_size": 8, **options})
     return [build_stream_loader(path, config, stream, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
-def _epoch(loader: StreamLoader[SequenceBatch]) -> list[list[int]]:
+def _epoch(loader: Loader) -> list[list[int]]:
     return [ids_of(batch) for batch in loader]
 
 
@@ -102,9 +102,7 @@ def test_resuming_in_the_same_shape_yields_the_same_batches(parts: Path) -> None
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_only_the_windows_of_open_shards_are_in_memory(
-    parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_open_windows_are_in_memory(parts: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: set[int] = set()
     most_alive = 0
     numbers = itertools.count()
@@ -133,8 +131,7 @@ def test_only_the_windows_of_open_shards_are_in_memory(
 
 def _balanced(rank: int, world_size: int, path: Path) -> list[list[int]]:
     loader = _loaders(path, world_size, UNEVEN)[rank]
-    cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
-    with Balancer(loader, BalanceConfig(cost=cost)) as balancer:
+    with Balancer(loader, BalanceConfig(cost=COST)) as balancer:
         return [ids_of(batch) for batch in balancer]
 
 

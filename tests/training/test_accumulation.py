@@ -1,7 +1,5 @@
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from evenrank.core.errors import ConfigError, RankError
-from evenrank.dataloader import JaggedBatch, LoaderConfig, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, Balancer
+from evenrank.dataloader import JaggedBatch
 from evenrank.training import accumulate
-from tests.dataloader.balance.costs import COST
-from tests.dataloader.batch_helpers import ids_of
 from tests.ranks import RankPool
 
 
@@ -41,28 +36,6 @@ def test_each_batch_has_the_loss_tokens_of_its_whole_optimizer_step_and_none_is_
         assert [(batch.step, batch.world_loss_tokens) for batch in group] == counts
         assert all((batch.loss_tokens, batch.world_task_tokens) == (1, None) for batch in group)
     assert list(iterator) == []
-
-
-def _balancer(path: Path) -> Balancer[SequenceBatch]:
-    return Balancer(build_loader(path, LoaderConfig(batch_size=16), rank=0, world_size=1), BalanceConfig(cost=COST))
-
-
-def _ids(groups: Iterable[list[SequenceBatch]]) -> list[list[list[int]]]:
-    return [[ids_of(batch) for batch in group] for group in groups]
-
-
-def test_the_state_after_an_optimizer_step_resumes_with_the_next_one(small_dataset: Path) -> None:
-    with _balancer(small_dataset) as balancer:
-        expected = _ids(accumulate(balancer, 3))
-    assert len(expected) > 2
-    for trained in range(1, len(expected)):
-        with _balancer(small_dataset) as balancer:
-            iterator = accumulate(balancer, 3)
-            assert _ids(islice(iterator, trained)) == expected[:trained]
-            state = balancer.state_dict()
-        with _balancer(small_dataset) as balancer:
-            balancer.load_state_dict(state)
-            assert _ids(accumulate(balancer, 3)) == expected[trained:]
 
 
 def _count_tasks(rank: int, world_size: int, counts: Tensor) -> list[list[list[int]]]:

@@ -143,32 +143,16 @@ def test_what_checkpointing_computes_again_is_no_forward_pass_but_backward_time(
         assert _milliseconds(timing) == (FORWARD, backward)
 
 
-def test_flops_come_from_arguments_by_name_however_they_are_passed() -> None:
-    model = _Model()
-
-    def flops(module: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-        rows = arguments["query"].shape[0] * int(arguments["scale"])
-        return Flops(linear_forward=0, linear_backward=0, attention_forward=1e6 * rows, attention_backward=0)
-
-    tracker = AttentionTracker(model, _Attention, device="cpu", start=0, stop=1, flops=flops, peak_flops=1e10)
-    _train(model, _inputs())
-    first, second = tracker.step()
-    # 2 rows, with the default scale of 1 and with the passed one of 2.
-    assert first.forward_tflops == pytest.approx(2e6 / (FORWARD * 1e-3) / 1e12)
-    assert second.forward_tflops == pytest.approx(4e6 / (FORWARD * 1e-3) / 1e12)
-    assert first.mfu == pytest.approx(2e6 / ((FORWARD + BACKWARD) * 1e-3) / 1e10)
-
-
-def test_speeds_are_total_flops_over_total_time() -> None:
+def test_speeds_are_total_flops_of_arguments_by_name_over_total_time() -> None:
     layer = _Attention()
 
     def flops(module: nn.Module, arguments: Mapping[str, Any]) -> Flops:
-        rows = arguments["query"].sum().long()  # a scalar tensor, as counts on a device are
+        rows = arguments["query"].sum().long() * int(arguments["scale"])  # a scalar tensor, as counts on a device are
         return Flops(linear_forward=rows, linear_backward=3 * rows, attention_forward=0, attention_backward=0)
 
     tracker = AttentionTracker(layer, _Attention, device="cpu", start=0, stop=1, flops=flops, peak_flops=1e6)
-    first, second = (layer(torch.tensor(rows, requires_grad=True)) for rows in (10.0, 50.0))
-    (first + second).backward()
+    first, second = (torch.tensor(rows, requires_grad=True) for rows in (10.0, 25.0))
+    (layer(first) + layer(query=second, scale=2.0)).backward()  # a scale of 1 by default
     (timing,) = tracker.step()
     assert timing.calls == 2
     assert _milliseconds(timing) == (FORWARD, BACKWARD)

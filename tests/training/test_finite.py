@@ -17,6 +17,7 @@ from evenrank.training import FiniteCheck, LossAverage, accumulate, scale_loss
 from tests.ranks import RankPool
 
 NUM_STEPS = 5
+Values = Mapping[tuple[int, int], float]  # by rank and step
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -34,7 +35,7 @@ def _batch(rank: int, step: int, num_real: int = 3, device: str = "cpu") -> _Bat
     return _Batch(batch_size=num_real + 1, num_real=num_real, epoch=2, step=step, sample_ids=ids, **counts)
 
 
-def _train(rank: int, world_size: int, values: Mapping[tuple[int, int], float], device: str) -> tuple[int, str | None]:
+def _train(rank: int, world_size: int, values: Values, device: str) -> tuple[int, str | None]:
     """Train with losses of these values in these steps of these ranks; return the steps trained, and the error."""
     group = None
     if device == "cuda":
@@ -65,9 +66,7 @@ def _train(rank: int, world_size: int, values: Mapping[tuple[int, int], float], 
     return trained, message
 
 
-def _check_that_all_ranks_raise(
-    ranks: RankPool, world_size: int, values: Mapping[tuple[int, int], float], trained: int, message: str, device: str
-) -> None:
+def _check_raise(ranks: RankPool, world_size: int, values: Values, trained: int, message: str, device: str) -> None:
     ((steps, error),) = set(ranks.run(world_size, _train, values, device))
     assert steps == trained
     assert error is not None
@@ -84,16 +83,16 @@ def _check_that_all_ranks_raise(
     ],
     ids=str,
 )
-def test_all_ranks_raise_one_step_after_a_loss_that_is_not_finite(
-    ranks: RankPool, world_size: int, values: Mapping[tuple[int, int], float], trained: int, message: str
+def test_all_ranks_raise_one_step_later(
+    ranks: RankPool, world_size: int, values: Values, trained: int, message: str
 ) -> None:
-    _check_that_all_ranks_raise(ranks, world_size, values, trained, message, "cpu")
+    _check_raise(ranks, world_size, values, trained, message, "cpu")
 
 
 @pytest.mark.multi_gpu
 def test_all_ranks_raise_over_nccl(gpu_ranks: RankPool) -> None:
     message = "rank 1 in epoch 2, step 2 is [nan]; its samples are 120, 121, 122"
-    _check_that_all_ranks_raise(gpu_ranks, 2, {(1, 2): math.nan}, 3, message, "cuda")
+    _check_raise(gpu_ranks, 2, {(1, 2): math.nan}, 3, message, "cuda")
 
 
 def test_finite_losses_end_nothing(ranks: RankPool) -> None:

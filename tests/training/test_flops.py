@@ -95,7 +95,7 @@ def _batch(lengths: Mapping[str, list[int]], candidates: list[int], labels: list
         pytest.param(3, 0, None, False, id="retrieval"),
     ],
 )
-def test_flops_of_a_batch_are_those_that_torch_counts_on_the_example_model_but_for_masked_pairs(
+def test_flops_of_the_example_are_those_that_torch_counts(
     actions: int, candidates: int, labels: int | None, sees_history: bool
 ) -> None:
     lengths = {"user_id": [1] * 4, "item_id": [3] * 4, "action": [actions] * 4}

@@ -176,14 +176,6 @@ def test_the_loss_of_each_task_is_divided_by_its_own_loss_tokens_if_they_are_cou
     assert scale_loss(sums.double(), counted).dtype == torch.float64
 
 
-def test_zero_loss_tokens_give_a_zero_loss_with_zero_gradients() -> None:
-    for tokens in (None, torch.tensor([0, 0])):
-        weight = torch.ones(2, requires_grad=True)
-        loss = scale_loss(weight * 2, _batch(world_loss_tokens=0, dp_size=2, world_task_tokens=tokens)).sum()
-        assert loss.item() == 0
-        assert torch.autograd.grad(loss, weight)[0].tolist() == [0, 0]
-
-
 _TASKS = {"world_loss_tokens": 8, "dp_size": 4, "world_task_tokens": torch.tensor([8, 3])}
 
 

@@ -17,6 +17,11 @@ def one_per_sample(lengths: Lengths, num_candidates: Ints) -> Ints:
     return np.ones(len(num_candidates), dtype=np.int64)
 
 
+def item_tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
+    """Count the items, for batches that have no other key."""
+    return lengths["item_id"]
+
+
 def rich_tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
     """Count the values of a RichBatch, with different weights of its keys."""
     return lengths["a"] + lengths["b"] * 2 + lengths["weighted.a"] + lengths["c"]

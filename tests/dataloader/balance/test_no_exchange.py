@@ -28,8 +28,8 @@ def _measured(metrics: StepMetrics) -> list[Any]:
     return [np.asarray(value).tolist() for value in values.values()]
 
 
-def _without_and_with_exchange(
-    rank: int, world_size: int, path: Path | Mixture, config: ReadConfig[Any], epochs: int, options: dict[str, Any]
+def _both_ways(
+    rank: int, world_size: int, path: Path | Mixture, config: ReadConfig[Any], epochs: int, options: Any
 ) -> None:
     ways = []
     for has_exchange in (False, True):
@@ -60,7 +60,7 @@ def _without_and_with_exchange(
 )
 def test_batches_are_a_balancers(ranks: RankPool, small_dataset: Path, world_size: int, options: Any) -> None:
     config = LoaderConfig(batch_size=5, max_history_length=20, user_id=True, num_workers=2, prefetch=3)
-    ranks.run(world_size, _without_and_with_exchange, small_dataset, config, 2, options)
+    ranks.run(world_size, _both_ways, small_dataset, config, 2, options)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_batches_are_a_balancers(ranks: RankPool, small_dataset: Path, world_siz
     ids=str,
 )
 def test_settings_are_planned_as_trained(ranks: RankPool, small_dataset: Path, options: dict[str, Any]) -> None:
-    ranks.run(3, _without_and_with_exchange, small_dataset, LoaderConfig(**{"batch_size": 4, **options}), 1, {})
+    ranks.run(3, _both_ways, small_dataset, LoaderConfig(**{"batch_size": 4, **options}), 1, {})
 
 
 @pytest.mark.parametrize("options", [{}, {"history_labels": True, "candidate_feature": True, "user_id": True}], ids=str)
@@ -84,14 +84,14 @@ def test_semantic_ids_are_planned_by_their_codes(ranks: RankPool, small_dataset:
     codes = random_codes(501, levels=2, codebook_size=8)
     config = SemanticIdConfig(batch_size=4, codes=codes, max_history_length=9, **options)
     cost = dataclasses.replace(COST, history_key="semantic_id")
-    ranks.run(2, _without_and_with_exchange, small_dataset, config, 1, {"cost": cost})
+    ranks.run(2, _both_ways, small_dataset, config, 1, {"cost": cost})
 
 
 def test_mixtures_are_balanced_too(ranks: RankPool, small_dataset: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.symlink_to(small_dataset)
     mixture = Mixture(weights={small_dataset: 2.0, other: 1.0})
-    ranks.run(3, _without_and_with_exchange, mixture, LoaderConfig(batch_size=4), 2, {})
+    ranks.run(3, _both_ways, mixture, LoaderConfig(batch_size=4), 2, {})
 
 
 def _loaders(path: Path, world_size: int, **options: Any) -> list[Loader[Any]]:
@@ -112,8 +112,8 @@ def _all_ids(path: Path) -> list[int]:
     stop=st.integers(0, 12),
     options=st.builds(dict, batch_size=st.integers(1, 9), order=st.sampled_from(["shuffle", "rows", "time"])),
 )
-def test_each_sample_comes_once_also_if_it_resumes_on_other_ranks(
-    small_dataset: Path, world_size: int, other_size: int, stop: int, options: dict[str, Any]
+def test_samples_come_once_on_any_ranks(
+    small_dataset: Path, world_size: int, other_size: int, stop: int, options: Any
 ) -> None:
     loaders = _loaders(small_dataset, world_size, **options)
     before = [list(itertools.islice(iter(loader), stop)) for loader in loaders]
@@ -136,9 +136,7 @@ def _steps(path: Path, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 29, 1 << 20])
-def test_steps_are_planned_one_by_one_or_many(
-    small_dataset: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
+def test_steps_can_be_planned_together(small_dataset: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     one_by_one = _steps(small_dataset, prefetch=1)
     assert len(one_by_one) > 10
     monkeypatch.setattr(balanced_steps, "_SAMPLES_AT_ONCE", at_once)

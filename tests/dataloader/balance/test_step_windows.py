@@ -30,9 +30,7 @@ def _assign(costs: Ints, num_steps: int, world_size: int, tokens: Ints | None = 
     seed=st.integers(0, 1 << 62),
     high=st.sampled_from([0, 1, 10, 1 << 40]),
 )
-def test_each_sample_goes_to_a_full_step(
-    num_steps: int, world_size: int, batch_size: int, strategy: str, seed: int, high: int
-) -> None:
+def test_steps_are_full(num_steps: int, world_size: int, batch_size: int, strategy: str, seed: int, high: int) -> None:
     rng = np.random.default_rng(seed)
     costs = rng.integers(0, high, num_steps * world_size * batch_size, endpoint=True)
     steps = _assign(costs, num_steps, world_size, seed=seed, strategy=strategy)

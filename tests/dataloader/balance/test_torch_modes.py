@@ -1,5 +1,4 @@
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,27 +10,9 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.batches.schema import schema_of
 from tests.dataloader.balance.costs import one_per_sample
 from tests.dataloader.batch_helpers import ids_of, rows_of
+from tests.dataloader.batches.test_torch_compat import MODES
 from tests.dataloader.rich_batch import rich_batch, samples_of
 from tests.ranks import RankPool
-
-
-@contextlib.contextmanager
-def _set(setter: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
-    setter(value)
-    try:
-        yield
-    finally:
-        setter(before)
-
-
-MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "none": contextlib.nullcontext,
-    "default device": lambda: torch.device("meta"),
-    "default dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
-    "inference mode": torch.inference_mode,
-    "no gradients": lambda: torch.set_grad_enabled(False),
-    "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
-}
 
 
 def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) -> list[Any]:
@@ -47,7 +28,7 @@ def _train(rank: int, world_size: int, mode: str, exchange: str, on_gpus: bool) 
     torch.nn.init.ones_(table.weight)
     data = LoaderConfig(batch_size=6, max_history_length=50)
     rich = [rich_batch([[(1, 2), (3, 4)]] * (2 + rank), first_id=10 * rank)] * 2
-    with MODES[mode]():
+    with MODES.get(mode, contextlib.nullcontext)():
         loader = list(RandomBatches(data, num_batches=3 - rank, rank=rank, world_size=world_size))
         config = BalanceConfig(cost=one_per_sample, exchange=exchange)
         with (

@@ -24,11 +24,12 @@ LIMIT = TIMEOUT.total_seconds() + 15  # within which every rank ends
 CAUSES = ("a rank is lost or does not respond (", "the process group does not respond (", "rank ")
 WAYS = ("no exchange", "all-to-all", "all-gather")
 
+MakeHosts = Callable[[], TwoHosts]
 Samples = list[list[tuple[int, list[int], list[int]]]]  # id, items and actions of each sample, by step
 
 
 @pytest.fixture
-def make_hosts() -> Iterator[Callable[[], TwoHosts]]:
+def make_hosts() -> Iterator[MakeHosts]:
     with contextlib.ExitStack() as stack:
 
         def make() -> TwoHosts:
@@ -60,9 +61,7 @@ def _balance_in_all_ways(rank: int, gate: Gate, path: Path) -> list[Samples]:
 
 
 @pytest.mark.parametrize("discipline", [None, "netem delay 20ms", "tbf rate 4mbit burst 4kb latency 400ms"])
-def test_two_hosts_train_every_sample_once_also_slowly(
-    make_hosts: Callable[[], TwoHosts], small_dataset: Path, discipline: str | None
-) -> None:
+def test_two_hosts_train_each_sample_once(make_hosts: MakeHosts, small_dataset: Path, discipline: str | None) -> None:
     hosts = make_hosts()
     if discipline is not None:
         hosts.slow_down(discipline)
@@ -121,9 +120,7 @@ def _check_ends(failures: Sequence[Any]) -> None:
         assert failure.message.startswith(CAUSES), failure.message
 
 
-def _check_cuts(
-    make_hosts: Callable[[], TwoHosts], cuts: Sequence[tuple[int, Callable[..., Any], *tuple[Any, ...]]]
-) -> None:
+def _check_cuts(make_hosts: MakeHosts, cuts: Sequence[tuple[Any, ...]]) -> None:
     """Run jobs at the same time, each on two hosts of its own, and cut their links at one of the hosts."""
     with contextlib.ExitStack() as stack:
         jobs = []
@@ -138,20 +135,20 @@ def _check_cuts(
             _check_ends(job.results(deadline))
 
 
-def test_a_link_that_is_cut_while_ranks_train_ends_all_of_them(make_hosts: Callable[[], TwoHosts]) -> None:
+def test_a_link_that_is_cut_while_ranks_train_ends_all_of_them(make_hosts: MakeHosts) -> None:
     ways = [(0, "all-to-all", False), (1, "all-gather", False), (1, "all-to-all", True)]
     _check_cuts(make_hosts, [(host, _train, exchange, leaves) for host, exchange, leaves in ways])
 
 
 @pytest.mark.long
-def test_a_link_that_is_cut_ends_ranks_that_begin(make_hosts: Callable[[], TwoHosts], small_dataset: Path) -> None:
+def test_a_link_that_is_cut_ends_ranks_that_begin(make_hosts: MakeHosts, small_dataset: Path) -> None:
     names = ("members_of", "handshake", "Connection")
     steps = [f"evenrank.dataloader.balance.balancer.{name}" for name in names]
     steps.append("evenrank.dataloader.balance.exchange.exchange.Exchange.connect")
     _check_cuts(make_hosts, [*((1, _construct, step) for step in steps), (1, _create_loader, small_dataset)])
 
 
-def test_a_host_that_stops_ends_the_other_one_and_itself_once_it_goes_on(make_hosts: Callable[[], TwoHosts]) -> None:
+def test_a_host_that_stops_ends_the_other_one_and_itself_once_it_goes_on(make_hosts: MakeHosts) -> None:
     with contextlib.ExitStack() as stack:
         jobs = []
         for host in (0, 1):

@@ -29,22 +29,10 @@ from tests.ranks import RankPool
 
 def step(number: int, *, epoch: int = 0, before: Sequence[int] = (6, 2), after: Sequence[int] = (4, 4)) -> StepMetrics:
     """Return a step with a lower bound of 4, in which 1 of 4 samples, 10 of 40 tokens and 80 of 320 bytes move."""
-    counts: dict[str, Any] = {
-        "samples": 4,
-        "moved_samples": 1,
-        "tokens": 40,
-        "moved_tokens": 10,
-        "sample_bytes": 320,
-        "moved_bytes": 80,
-    }
-    seconds: dict[str, Any] = {
-        "gather_seconds": 0.25,
-        "plan_seconds": 0.5 * number,
-        "exchange_seconds": 0.125,
-        "waited_seconds": 0.0,
-    }
-    loads: dict[str, Any] = {"before": np.array(before), "after": np.array(after), "lower_bound": 4}
-    return StepMetrics(epoch=epoch, step=number, **loads, **counts, **seconds)
+    counts: dict[str, Any] = {"lower_bound": 4, "samples": 4, "moved_samples": 1, "tokens": 40, "moved_tokens": 10}
+    counts |= {"sample_bytes": 320, "moved_bytes": 80, "gather_seconds": 0.25, "plan_seconds": 0.5 * number}
+    loads = {"before": np.array(before), "after": np.array(after)}
+    return StepMetrics(epoch=epoch, step=number, **loads, **counts, exchange_seconds=0.125, waited_seconds=0.0)
 
 
 # Heaviest loads 6, 8, 10, 8, 6 before balancing and 4, 4, 5, 4, 6 after.
@@ -128,9 +116,7 @@ def test_an_existing_file_is_continued_on_a_new_line(tmp_path: Path) -> None:
         (TensorBoard, "file", "File exists; choose another folder"),
     ],
 )
-def test_paths_that_cannot_be_written_are_errors(
-    tmp_path: Path, writer: type[JsonLines | TensorBoard], name: str, message: str
-) -> None:
+def test_paths_that_cannot_be_written_are_errors(tmp_path: Path, writer: Any, name: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=f"{name} cannot be written: {message}"):
@@ -294,7 +280,7 @@ def test_steps_of_a_window_are_logged(every: int, window: Any, logged: list[int]
 
 
 def test_a_line_is_seen_without_configuration(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     log_step = StepLogger(every=2)

@@ -9,15 +9,11 @@ from torchdata.nodes import IterableWrapper
 
 from evenrank.dataloader import JaggedCollate, dense, jagged
 from evenrank.dataloader.balance import BalanceConfig, Balancer
-from tests.dataloader.balance.costs import Ints, Lengths
+from tests.dataloader.balance.costs import item_tokens
 from tests.ranks import RankPool
 
 COLLATE = JaggedCollate({"item_id": jagged(), "id": dense(dtype=torch.int64, shape=())})
 BATCH_SIZE, NUM_STEPS = 4, 12
-
-
-def _tokens(lengths: Lengths, num_candidates: Ints) -> Ints:
-    return lengths["item_id"]
 
 
 class _InOneBuffer:
@@ -48,7 +44,7 @@ def _loaders(rank: int) -> list[Any]:
 def _balance(rank: int, world_size: int) -> list[list[int]]:
     ids = []
     for loader in _loaders(rank):
-        with Balancer(loader, BalanceConfig(cost=_tokens, lookahead=3)) as balancer:
+        with Balancer(loader, BalanceConfig(cost=item_tokens, lookahead=3)) as balancer:
             for batch in balancer:
                 assert batch.features.values().tolist() == batch.id.repeat_interleave(3).tolist()
                 ids.append(batch.id.tolist())

@@ -100,7 +100,7 @@ def test_wrong_declaration_is_an_error(declarations: dict[str, Any], options: di
     [
         (
             {"a": [2**63], "b": 1},
-            "sample 1 of a batch has 'a' of dtype uint64 with values that do not fit torch.int64; d",
+            "sample 1 of a batch has 'a' of dtype uint64 with values that do not fit torch.int64; ",
         ),
         ({"a": ["x"], "b": 1}, "'a' of dtype <U1 with values that do not fit torch.int64"),
         ({"a": [[1], [1, 2]], "b": 1}, "sample 1 of a batch has 'a' of type list that is no array of numbers"),

@@ -86,9 +86,7 @@ def _batches(config: ReadConfig[Any], store: SequenceStore) -> list[JaggedBatch]
     users=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=12),
     has_targets=st.booleans(),
 )
-def test_no_row_is_longer_than_its_limit(
-    config: ReadConfig[Any], users: list[tuple[int, int, int]], has_targets: bool
-) -> None:
+def test_rows_keep_their_limits(config: ReadConfig[Any], users: list[tuple[int, int, int]], has_targets: bool) -> None:
     num_events, num_tags, num_targets = zip(*users, strict=True)
     targets = [min(pair) for pair in zip(num_events, num_targets, strict=True)] if has_targets else None
     batches = _batches(config, _store(num_events, num_tags, targets))

@@ -130,6 +130,15 @@ def kjt_of(values: Tensor, **others: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=["user", "item"], values=values, lengths=torch.tensor([1, 1]), **others)
 
 
+UNEVEN = KeyedJaggedTensor(
+    keys=["item", "user"],
+    values=torch.tensor([3, 4, 5, 6]),
+    lengths=torch.tensor([1, 2, 1]),
+    stride_per_key_per_rank=[[2], [1]],
+    inverse_indices=(["item", "user"], torch.tensor([[0, 1], [0, 0]])),
+)
+
+
 @pytest.mark.parametrize(
     ("kjt", "arguments", "message"),
     [
@@ -137,20 +146,11 @@ def kjt_of(values: Tensor, **others: Any) -> KeyedJaggedTensor:
         (kjt_of(torch.tensor([1.0, 2.0])), {}, "int32 or int64, got torch.float32"),
         (kjt_of(torch.tensor([1, 2])), {"world_size": 0}, "world_size must be .* got 0"),
         (
-            kjt_of(torch.tensor([1, 2]), weights=torch.ones(2)),
+            kjt_of(torch.ones(2).int(), weights=torch.ones(2)),
             {"bucketize_pos": True},
-            "would replace the weights of the batch",
+            "replace the weights of the batch",
         ),
-        (
-            KeyedJaggedTensor(
-                keys=["user", "item"],
-                values=torch.tensor([1, 2, 3]),
-                lengths=torch.tensor([1, 1, 1]),
-                stride_per_key_per_rank=[[1], [2]],
-            ),
-            {},
-            r"same stride for all keys, got \[1, 2\]",
-        ),
+        (UNEVEN, {}, r"same stride for all keys, got \[2, 1\]"),
     ],
 )
 def test_mistakes_are_refused(kjt: KeyedJaggedTensor, arguments: dict[str, Any], message: str) -> None:
@@ -193,14 +193,7 @@ def test_only_the_keys_of_the_mapped_feature_change(dtype: torch.dtype) -> None:
 
 
 def test_features_whose_rows_differ_in_number_keep_them() -> None:
-    features = KeyedJaggedTensor(
-        keys=["item_id", "user_id"],
-        values=torch.tensor([3, 4, 5, 6]),
-        lengths=torch.tensor([1, 2, 1]),
-        stride_per_key_per_rank=[[2], [1]],
-        inverse_indices=(["item_id", "user_id"], torch.tensor([[0, 1], [0, 0]])),
-    )
-    mapped = map_features(features, {"item_id": ITEMS})
+    mapped = map_features(UNEVEN, {"item": ITEMS})
     assert mapped.values().tolist() == [*ITEMS(torch.tensor([3, 4, 5])).tolist(), 6]
     assert mapped.stride_per_key() == [2, 1]
     assert mapped.inverse_indices()[1].tolist() == [[0, 1], [0, 0]]

@@ -56,9 +56,7 @@ def test_other_constants_are_another_map() -> None:
         read_dist_type(json.dumps(entry), source="the checkpoint")
 
 
-def test_keys_without_a_map_are_continuous_with_a_notice_if_there_is_no_entry(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_keys_without_a_map_are_continuous_with_a_notice_if_there_is_no_entry(caplog: pytest.LogCaptureFixture) -> None:
     maps = {"user_id": _map("continuous")}
     check_dist_type("{}", maps, source="the checkpoint")
     check_dist_type(dist_type(maps), {}, source="the checkpoint")

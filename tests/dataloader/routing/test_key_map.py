@@ -142,11 +142,10 @@ def test_dtypes_that_cannot_hold_the_rows_are_refused() -> None:
     [
         ({"mode": "modulo"}, "the routing mode must be one of continuous, roundrobin, hash_roundrobin, got 'modulo'"),
         ({"num_embeddings": 0}, "num_embeddings must be an integer of at least 1 and below 2^63, got 0"),
-        (
-            {"num_embeddings": (1 << 62) + 1},
-            "num_embeddings of a KeyMap must be an integer from 1 to 2^62, got 4611686018427387905",
+        *(
+            ({"num_embeddings": size}, f"num_embeddings of a KeyMap must be an integer from 1 to 2^62, got {size}")
+            for size in ((1 << 62) + 1, None)
         ),
-        ({"num_embeddings": None}, "num_embeddings of a KeyMap must be an integer from 1 to 2^62, got None"),
         ({"world_size": 0}, "world_size must be an integer of at least 1 and below 2^63, got 0"),
     ],
 )

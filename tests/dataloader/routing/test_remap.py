@@ -34,9 +34,7 @@ MAPS = st.tuples(st.integers(1, 9), st.sampled_from([None, *MODES]))
 
 
 @given(num_rows=st.integers(1, 200), before=MAPS, after=MAPS, shape=st.sampled_from([(), (3,), (2, 2)]))
-def test_every_key_keeps_its_row_and_back_gives_the_same_table(
-    num_rows: int, before: tuple[int, str | None], after: tuple[int, str | None], shape: tuple[int, ...]
-) -> None:
+def test_every_key_keeps_its_row(num_rows: int, before: Any, after: Any, shape: Any) -> None:
     maps = [_map_of(num_rows, *one) for one in (before, after)]
     table = torch.arange(num_rows * torch.Size(shape).numel()).reshape(num_rows, *shape)
     moved = remap(table, *maps)
@@ -120,6 +118,7 @@ IS_HASHED = "hash_roundrobin of 23 rows"
 IS_ON_4 = "roundrobin of 23 rows on 4 ranks"
 OF_TWO = {**TABLES, "user_id": ["model.item_id.weight"]}
 BOTH = {"item_id": ON_4, "user_id": ON_4}
+OF_BOTH = {"new.dist_type": dist_type(BOTH)}
 TENSORS = "it has model.dense.weight, model.item_id.weight, optimizer.state"
 
 
@@ -131,30 +130,21 @@ TENSORS = "it has model.dense.weight, model.item_id.weight, optimizer.state"
         ({"tables": {}}, f"item_id changes from {IS_HASHED} to {IS_ON_4}, but `tables` does not name it; add "),
         (
             {"tables": {}, "after": {}},
-            f"item_id changes from {IS_HASHED} to continuous, but `tables` does not name it; a",
+            f"item_id changes from {IS_HASHED} to continuous, but `tables` does not name it;",
         ),
         (
-            {"values": {"new.dist_type": dist_type(BOTH)}},
-            f"the new new.dist_type has user_id as {IS_ON_4}, but `after` has it as continuous; pass the key maps that",
+            {"values": OF_BOTH},
+            f"the new new.dist_type has user_id as {IS_ON_4}, but `after` has it as continuous; pass",
         ),
         # Of two tables of one size, each has its own maps.
         ({"after": BOTH}, f"user_id changes from continuous to {IS_ON_4}, but "),
-        (
-            {"tables": OF_TWO},
-            f"model.item_id.weight is the table of item_id, which changes from {IS_HASHED} to {IS_ON_4}, and of "
-            "user_id, which stays; give all features of a table the same key maps",
-        ),
-        (
-            {"tables": OF_TWO, "after": BOTH},
-            f"and of user_id, which changes from continuous to {IS_ON_4}; give all features of a ",
-        ),
+        ({"tables": OF_TWO}, f"which changes from {IS_HASHED} to {IS_ON_4}, and of user_id, which stays; give all"),
+        ({"tables": OF_TWO, "after": BOTH}, f"and of user_id, which changes from continuous to {IS_ON_4}; give all"),
         ({"tables": {**TABLES, "user_id": ["x.weight"]}}, f"SOURCE has no tensor 'x.weight'; {TENSORS}"),
         ({"tables": {**TABLES, "user_id": ["step"]}}, f"SOURCE has no tensor 'step'; {TENSORS}"),
     ],
 )
-def test_maps_that_do_not_fit_the_tables_and_entries_are_refused(
-    source: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_maps_that_do_not_fit_are_refused(source: Path, changes: dict[str, Any], message: str) -> None:
     target = source.with_name("target")
     arguments: dict[str, Any] = {"tables": TABLES, "before": BEFORE, "after": AFTER, **changes}
     with pytest.raises(ConfigError, match=re.escape(message.replace("SOURCE", str(source)))):
@@ -203,9 +193,7 @@ def test_every_key_keeps_its_values_in_every_table_whatever_changes(data: st.Dat
                 assert torch.equal(state[f"t{table}"]["momentum"][at], values[table] + 0.5)
 
 
-def test_what_cannot_be_read_or_written_is_one_line_and_leaves_nothing(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_or_written_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 

@@ -2,7 +2,7 @@
 
 import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evenrank.dataloader import Loader, LoaderConfig, Mixture, SequenceBatch, build_loader
-from evenrank.dataloader.balance import BalanceConfig, HSTUCost, StepMetrics, no_exchange
+from evenrank.dataloader.balance import BalanceConfig, StepMetrics, no_exchange
 from evenrank.dataloader.balance.step_windows import assign_to_steps
 from evenrank.dataloader.state.resume_point import _FORMAT
-from tests.dataloader.balance.costs import Ints, Lengths
+from tests.dataloader.balance.costs import COST, Ints, Lengths
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import with_changes
-
-COST = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False)
 
 Loaders = list[Loader[SequenceBatch]]
 
@@ -68,21 +66,18 @@ def _state_within_a_window(path: Path, world_size: int, stop: int) -> dict[str, 
 @settings(max_examples=25)
 @given(
     world_size=st.integers(1, 8),
-    batch_size=st.integers(1, 9),
     window=st.integers(2, 9),
-    order=st.sampled_from(["shuffle", "rows", "time"]),
-    drop_last=st.booleans(),
+    options=st.builds(
+        dict, batch_size=st.integers(1, 9), order=st.sampled_from(["shuffle", "rows", "time"]), drop_last=st.booleans()
+    ),
 )
-def test_each_window_has_its_samples_once_and_a_step_that_is_not_full_its_own(
-    small_dataset: Path, world_size: int, batch_size: int, window: int, order: str, drop_last: bool
-) -> None:
-    options = {"batch_size": batch_size, "order": order, "drop_last": drop_last}
+def test_each_window_has_its_samples_once(small_dataset: Path, world_size: int, window: int, options: Any) -> None:
     unbalanced = _steps(_iterate(_loaders(small_dataset, world_size, None, **options)))
     loaders = _loaders(small_dataset, world_size, {"window": window}, **options)
     assert [len(loader) for loader in loaders] == [len(unbalanced)] * world_size
     steps = _steps(_iterate(loaders))
     assert [len(step) for step in steps] == [len(step) for step in unbalanced]
-    num_full = sum(len(step) == world_size * batch_size for step in steps)
+    num_full = sum(len(step) == world_size * options["batch_size"] for step in steps)
     assert steps[num_full:] == unbalanced[num_full:]
     for first in range(0, num_full, window):
         end = min(first + window, num_full)
@@ -162,8 +157,8 @@ SHAPES = st.fixed_dictionaries(
     stops=[7, 3, 0, 0],
     order="shuffle",
 )
-def test_each_sample_comes_once_through_any_chain_of_jobs_that_resume(
-    small_dataset: Path, shapes: Sequence[Mapping[str, Any]], stops: Sequence[int], order: str
+def test_any_chain_of_jobs_trains_each_sample_once(
+    small_dataset: Path, shapes: Any, stops: list[int], order: str
 ) -> None:
     everything = sorted(_flat(_iterate(_loaders(small_dataset, 1, None))))
     seen: list[int] = []
@@ -207,9 +202,7 @@ def test_the_state_after_any_batch_is_that_of_a_loader_that_stops_there(small_da
 
 
 @pytest.mark.parametrize("window", [1, 4, 7])
-def test_the_state_after_a_batch_from_before_a_later_state_was_loaded_is_still_known(
-    small_dataset: Path, window: int
-) -> None:
+def test_states_of_batches_from_before_a_load_are_known(small_dataset: Path, window: int) -> None:
     loader = _loaders(small_dataset, 1, {"window": window})[0]
     batches = list(itertools.islice(loader, 4))
     states = [loader.state_dict(after=batch) for batch in batches]
@@ -221,9 +214,7 @@ def test_the_state_after_a_batch_from_before_a_later_state_was_loaded_is_still_k
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 3, "prefetch": 2}, {"prefetch": 1}, {"prefetch": 50}], ids=str)
-def test_each_window_is_planned_once_whatever_number_of_threads_need_it(
-    small_dataset: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
-) -> None:
+def test_threads_plan_each_window_once(small_dataset: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
     expected = _iterate(_loaders(small_dataset, 2, {"window": 7}))
     assigned = []
 

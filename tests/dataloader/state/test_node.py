@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import SequentialSampler
 from torchdata.nodes import (
     Batcher,
-    IterableWrapper,
     Mapper,
     MapStyleWrapper,
     MultiNodeWeightedSampler,
@@ -33,7 +32,6 @@ from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import one_per_sample
 
 Node = Any  # a torchdata node, untyped
-MakeNode = Callable[[], Node]
 
 _COLLATE = JaggedCollate({"item_id": jagged(), "id": dense(dtype=torch.int64, shape=())})
 _SAMPLES = [{"item_id": list(range(i % 4)), "id": i} for i in range(11)]
@@ -76,9 +74,6 @@ def _mixed(path: Path, wrap: Callable[[Any], Node] = _identity) -> Node:
 
 
 NODES: dict[str, Callable[[Path], Node]] = {
-    # torchdata's own, which set what is expected of ours
-    "torchdata: iterable": lambda path: IterableWrapper(range(7)),
-    "torchdata: prefetcher": lambda path: Prefetcher(IterableWrapper(range(7)), 2),
     "loader": _loader,
     "stream": _stream,
     "random batches": _random,
@@ -118,42 +113,26 @@ def _rest(node: Node) -> list[Any]:
     return items
 
 
-@pytest.fixture
-def make_node(request: pytest.FixtureRequest, small_dataset: Path) -> MakeNode:
-    return lambda: NODES[request.param](small_dataset)
-
-
-@pytest.mark.parametrize("make_node", NODES, indirect=True)
-def test_node_resumes_after_every_step(make_node: MakeNode) -> None:
-    """Through torchdata's Loader, which moves on to the next epoch where nothing is left of one."""
-    loader = NodeLoader(make_node())
+@pytest.mark.parametrize("kind", NODES)
+def test_node_resumes_after_every_step(small_dataset: Path, kind: str) -> None:
+    """Through torchdata's Loader, which moves on to the next epoch where nothing is left of one, and through reset."""
+    make_node = partial(NODES[kind], small_dataset)
+    loader, node = NodeLoader(make_node()), make_node()
     epochs = [[_content(item) for item in loader] for _ in range(3)]
     assert len(epochs[0]) > 2
-    for step in range(len(epochs[0]) + 1):
-        stopped = NodeLoader(make_node())
-        assert _take(iter(stopped), step) == epochs[0][:step]
-        state = pickle.loads(pickle.dumps(stopped.state_dict()))
-        resumed = NodeLoader(make_node())
-        resumed.load_state_dict(state)
-        rest = [_content(item) for item in resumed]
-        following = [_content(item) for item in resumed]
-        if step < len(epochs[0]):
-            assert [rest, following] == [epochs[0][step:], epochs[1]]
-        else:
-            assert [rest, following] == [epochs[1], epochs[2]]
-
-
-@pytest.mark.parametrize("make_node", NODES, indirect=True)
-def test_reset_to_a_state_continues_exactly_there(make_node: MakeNode) -> None:
-    node = make_node()
     node.reset()
-    epoch = _rest(node)
-    for step in range(len(epoch) + 1):
+    assert _rest(node) == epochs[0]
+    for step in range(len(epochs[0]) + 1):
+        stopped, resumed = NodeLoader(make_node()), NodeLoader(make_node())
+        assert _take(iter(stopped), step) == epochs[0][:step]
+        resumed.load_state_dict(pickle.loads(pickle.dumps(stopped.state_dict())))
+        following = [[_content(item) for item in resumed] for _ in range(2)]
+        assert following == ([epochs[0][step:], epochs[1]] if step < len(epochs[0]) else epochs[1:])
         stopped = make_node()
         stopped.reset()
-        assert _take(stopped, step) == epoch[:step]
+        assert _take(stopped, step) == epochs[0][:step]
         node.reset(stopped.state_dict())
-        assert _rest(node) == epoch[step:]  # nothing at the end of the epoch
+        assert _rest(node) == epochs[0][step:]  # nothing at the end of the epoch
 
 
 def test_reset_begins_the_next_epoch_once_and_a_pickled_node_has_no_iterator(small_dataset: Path) -> None:

@@ -39,8 +39,3 @@ def test_loads_equal_those_of_a_plain_implementation(seed: int) -> None:
     descending = sorted(costs.tolist(), reverse=True)
     blocks = [descending[i : i + world_size] for i in range(0, len(descending), world_size)]
     assert _loads(costs, world_size) == _difference(blocks)
-
-
-def test_the_two_groups_with_the_largest_spread_are_merged_first() -> None:
-    # Spreads 1, 2 and 3: 4 - 1 and 7 - 5 make 4 + 5 and 1 + 7, and 9 + 8 and 8 + 9 are even with 9 - 8.
-    assert _loads(np.array([9, 8, 7, 5, 4, 1]), 2) == [17, 17]

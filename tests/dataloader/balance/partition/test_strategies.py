@@ -237,17 +237,13 @@ def test_the_tightest_limit_is_rarely_missed(world_size: int, batch_size: int) -
         ({"max_tokens_per_rank": 0, "tokens": np.arange(6)}, "max_tokens_per_rank must be at least 1, got 0"),
         ({"on_overflow": "ignore"}, "on_overflow must be one of raise, warn, got 'ignore'"),
         ({"tolerance": 1.0}, "tolerance must be at least 0 and below 1, got 1.0"),
+        ({"costs": np.array([-1, 3])}, r"costs must not be negative and must sum to at most 2\^62"),
+        ({"costs": np.array([2**62, 2**61])}, r"costs must not be negative and must sum to at most 2\^62"),
     ],
 )
 def test_wrong_arguments_name_the_value(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        partition(np.arange(6), **{"world_size": 2, **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("costs", [np.array([-1, 3]), np.array([2**62, 2**61])])
-def test_costs_that_cannot_be_summed_are_refused(costs: NDArray[np.int64]) -> None:
-    with pytest.raises(ConfigError, match=r"costs must not be negative and must sum to at most 2\^62"):
-        partition(costs, 2)
+        partition(**{"costs": np.arange(6), "world_size": 2, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
