@@ -31,7 +31,7 @@ def step(number: int, *, epoch: int = 0, before: Sequence[int] = (6, 2), after: 
     """Return a step with a lower bound of 4, in which 1 of 4 samples, 10 of 40 tokens and 80 of 320 bytes move."""
     counts: dict[str, Any] = {"lower_bound": 4, "samples": 4, "moved_samples": 1, "tokens": 40, "moved_tokens": 10}
     counts |= {"sample_bytes": 320, "moved_bytes": 80, "gather_seconds": 0.25, "plan_seconds": 0.5 * number}
-    loads = {"before": np.array(before), "after": np.array(after)}
+    loads: dict[str, Any] = {"before": np.array(before), "after": np.array(after)}
     return StepMetrics(epoch=epoch, step=number, **loads, **counts, exchange_seconds=0.125, waited_seconds=0.0)
 
 
