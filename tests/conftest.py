@@ -66,19 +66,27 @@ def ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.fixture
+def gpu_ranks() -> Iterator[RankPool]:
+    """Return processes that have not used a GPU before."""
+    pool = RankPool()
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture(scope="session")
 def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a dataset of 300 synthetic users with lognormal histories of 0 to 60 events; about 210 are in train."""
     return make_small_dataset(tmp_path_factory.mktemp("small") / "data", seed=7)
 
 
-def make_small_dataset(out: Path, *, seed: int) -> Path:
-    """Make the dataset of `small_dataset`, or one with other histories of the same users."""
+def make_small_dataset(out: Path, *, seed: int, num_users: int = 300) -> Path:
+    """Make the dataset of `small_dataset`, or one with other users or histories."""
     pytest.importorskip("polars", reason="data is made with Polars, which hosts that only train lack")
     from evenrank.datasets.distributions import Lognormal, Zipf
     from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
 
     lengths, items = Lognormal(mean=12, std=14, low=0, high=60), Zipf(exponent=1.05, high=500)
-    synthetic = SyntheticConfig(num_users=300, lengths=lengths, items=items)
+    synthetic = SyntheticConfig(num_users=num_users, lengths=lengths, items=items)
     preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=seed, synthetic=synthetic))
     return out

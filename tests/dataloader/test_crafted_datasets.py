@@ -28,20 +28,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def _read_crafted(base: Path, folder: Path, first: int, end: int) -> None:
-    command = [sys.executable, "-m", "tests.dataloader.read_crafted", str(base), str(folder), str(first), str(end)]
+@pytest.mark.parametrize(("first", "end"), [(0, 200), pytest.param(200, 5000, marks=pytest.mark.long)])
+def test_crafted_datasets_give_errors_or_valid_batches(base: Path, tmp_path: Path, first: int, end: int) -> None:
+    command = [sys.executable, "-m", "tests.dataloader.read_crafted", str(base), str(tmp_path), str(first), str(end)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-4000:]
     counts = json.loads(result.stdout)
     # Half of the changes are harmless or found; if all were one of these, nothing would be tested.
     assert counts["read"] > 0.1 * 5 * (end - first)
     assert counts["DataError"] > 0.3 * 5 * (end - first)
-
-
-def test_crafted_datasets_give_errors_or_valid_batches(base: Path, tmp_path: Path) -> None:
-    _read_crafted(base, tmp_path, 0, 200)
-
-
-@pytest.mark.long
-def test_many_crafted_datasets_give_errors_or_valid_batches(base: Path, tmp_path: Path) -> None:
-    _read_crafted(base, tmp_path, 200, 5000)

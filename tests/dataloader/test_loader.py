@@ -37,9 +37,7 @@ def test_every_sample_comes_once_per_epoch(
 ) -> None:
     loaders = _loaders(small_dataset, world_size, num_workers=num_workers, drop_last=drop_last)
     batches = [list(loader) for loader in loaders]
-    assert (
-        [len(loader) for loader in loaders] == [len(of_rank) for of_rank in batches] == [len(batches[0])] * world_size
-    )
+    assert [*map(len, loaders)] == [*map(len, batches)] == [len(batches[0])] * world_size
     ids = [sample for batch in itertools.chain.from_iterable(batches) for sample in ids_of(batch)]
     num_rows = len(open_store(small_dataset))
     assert sorted(ids) == list(range(num_rows)) or drop_last
@@ -174,9 +172,8 @@ def test_an_open_loader_keeps_its_data_when_the_folder_is_replaced(small_dataset
     before = [batch.features["item_id"].values().tolist() for batch in loader]
     pickled = pickle.dumps(loader)
     out.rename(tmp_path / "old")
-    change_table(
-        copy_dataset(small_dataset, out), set_columns({"segment": pa.array([1] * len(open_store(small_dataset)))})
-    )
+    ones = pa.array([1] * len(open_store(small_dataset)))
+    change_table(copy_dataset(small_dataset, out), set_columns({"segment": ones}))
     assert [batch.features["item_id"].values().tolist() for batch in loader] == before
     with pytest.raises(DataError, match=r"data was replaced by other data after it was opened; open it again"):
         pickle.loads(pickled)

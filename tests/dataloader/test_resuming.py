@@ -26,7 +26,7 @@ from evenrank.dataloader import (
 )
 from evenrank.dataloader.balance import BalanceConfig
 from evenrank.datasets import open_store
-from evenrank.datasets.distributions import Lognormal, Zipf
+from tests.conftest import make_small_dataset
 from tests.dataloader.balance.costs import COST
 from tests.dataloader.batch_helpers import ids_of
 from tests.dataloader.resuming import (
@@ -56,14 +56,7 @@ _open_store_once = functools.cache(open_store)
 @pytest.fixture(scope="module")
 def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some 60 users in train: the number of batches grows with the square of the number of users."""
-    pytest.importorskip("polars", reason="hosts that only train have no Polars to make data with")
-    from evenrank.preprocess import PreprocessConfig, SyntheticConfig, preprocess
-
-    out = tmp_path_factory.mktemp("tiny") / "data"
-    synthetic = SyntheticConfig(
-        num_users=90, lengths=Lognormal(mean=12, std=14, low=0, high=60), items=Zipf(exponent=1.05, high=500)
-    )
-    preprocess(PreprocessConfig(dataset="synthetic", out=out, seed=7, synthetic=synthetic))
+    out = make_small_dataset(tmp_path_factory.mktemp("tiny") / "data", seed=7, num_users=90)
     lengths = open_store(out).lengths
     assert len(lengths) > 50
     assert (lengths < 2).any()  # some users are left out, also with the fewest candidates
@@ -123,9 +116,8 @@ def _link(path: Path, stream: StreamConfig, state: Any, rng: np.random.Generator
     """Train some steps of an epoch on a random number of ranks, count their samples, and return the merged state."""
     world_size, batch_size = int(rng.integers(1, 6)), int(rng.integers(1, 40))
     config = LoaderConfig(batch_size=batch_size, num_workers=int(rng.integers(0, 2)), seed=3)
-    loaders = [
-        build_stream_loader(path, config, stream, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
+    build = functools.partial(build_stream_loader, path, config, stream, world_size=world_size)
+    loaders = [build(rank=rank) for rank in range(world_size)]
     if state is not None:
         for loader in loaders:
             loader.load_state_dict(state)

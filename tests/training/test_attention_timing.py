@@ -218,9 +218,8 @@ def test_a_tracker_without_layers_or_steps_is_refused() -> None:
 def test_a_row_says_what_is_known() -> None:
     forward: dict[str, Any] = {"rank": 1, "layer": "a", "calls": 4, "forward_ms": 1.5, "forward_tflops": 310.04}
     timing = LayerTiming(**forward, backward_ms=3.25, backward_tflops=250, mfu=0.27)
-    assert timing.line() == (
-        "rank 1 | a | 4 calls | forward 1.500 ms, 310.0 TFLOP/s | backward 3.250 ms, 250.0 TFLOP/s | MFU 27.0%"
-    )
+    speeds = "forward 1.500 ms, 310.0 TFLOP/s | backward 3.250 ms, 250.0 TFLOP/s | MFU 27.0%"
+    assert timing.line() == f"rank 1 | a | 4 calls | {speeds}"
 
 
 def _timings_of_ranks(rank: int, world_size: int) -> list[tuple[int, str]]:

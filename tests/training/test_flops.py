@@ -47,14 +47,6 @@ def test_pairs_are_those_of_the_mask_of_the_example(samples: list[tuple[int, int
     assert flops.total == 3.5 * flops.forward
 
 
-@settings(max_examples=20)
-@given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4))
-def test_pairs_of_a_decoder_are_those_of_a_triangle(tokens: list[int]) -> None:
-    work = causal_work(torch.tensor(tokens, dtype=torch.int32), predictions=0)
-    assert work.pairs == sum(int(torch.ones(n, n).tril().sum()) for n in tokens)
-    assert work.tokens == sum(tokens)
-
-
 def _count(module: nn.Module, inputs: Any) -> tuple[int, int]:
     with FlopCounterMode(display=False) as forward:
         outputs = module(inputs)

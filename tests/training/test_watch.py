@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
-from typing import TextIO
+from typing import TextIO, cast
 
 import pytest
 import torch
@@ -194,9 +194,7 @@ sys.stdin.read()
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], text=True, stdin=pipe, stderr=pipe) as process:
-        stdin, stderr = process.stdin, process.stderr
-        assert stdin is not None
-        assert stderr is not None
+        stdin, stderr = cast(TextIO, process.stdin), cast(TextIO, process.stderr)
         first = next(line for line in stderr if line.startswith("evenrank"))
         assert "rank 0 has had no heartbeat for 0.05 s, since heartbeat 1" in first
         stdin.close()  # ends the stall, and the process

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData, build_loader
+from evenrank.dataloader import LoaderConfig, build_loader
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, Balancer, StepMetrics
 from evenrank.dataloader.balance.exchange.collectives import COLLECTIVES
 from evenrank.dataloader.batches.batch import JaggedBatch, dense
 from evenrank.dataloader.batches.padding import pad_batch
 from evenrank.dataloader.batches.schema import lengths_of, schema_of
-from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import COST, one_per_sample, rich_tokens
 from tests.dataloader.batch_helpers import ids_of
@@ -189,30 +188,6 @@ def _balance_dense(rank: int, world_size: int, exchange: str) -> list[float]:
 @pytest.mark.parametrize("exchange", COLLECTIVES)
 def test_batches_without_jagged_keys_are_balanced(ranks: RankPool, exchange: str) -> None:
     assert sorted(itertools.chain(*ranks.run(2, _balance_dense, exchange))) == [0, 1, 2, 3]
-
-
-def _loss_tokens(rank: int, world_size: int, config: LoaderConfig) -> list[tuple[int, int, int | None]]:
-    """Return the loss tokens of each step before and after balancing, and those of all ranks."""
-    data = RandomData(lengths=Uniform(low=0, high=9), num_real=Uniform(low=0, high=4))
-    loaded = list(RandomBatches(config, data, num_batches=6, rank=rank, world_size=world_size))
-    with Balancer(loaded, BalanceConfig(cost=COST)) as balancer:
-        balanced = list(balancer)
-    for batch in (*loaded, *balanced):
-        # A history without candidates trains its next items, or a label of each of its events.
-        items = batch.features["item_id"].lengths()[: batch.num_real]
-        counted = (items - 1).clip(0).sum() if batch.labels is None else len(batch.labels["label"].values())
-        assert batch.loss_tokens == counted
-    pairs = zip(loaded, balanced, strict=True)
-    return [(before.loss_tokens, after.loss_tokens, after.world_loss_tokens) for before, after in pairs]
-
-
-@pytest.mark.parametrize("options", [{}, {"num_tasks": 2}, {"max_num_candidates": 2}], ids=str)
-def test_each_loss_token_counts_once(ranks: RankPool, options: dict[str, Any]) -> None:
-    config = LoaderConfig(batch_size=4, max_history_length=6, **options)
-    for step in zip(*ranks.run(3, _loss_tokens, config), strict=True):
-        loaded, balanced, of_all = zip(*step, strict=True)
-        assert sum(loaded) == sum(balanced) > 0
-        assert set(of_all) == {sum(loaded)}
 
 
 def _soak(rank: int, world_size: int, path: Path, steps: int) -> list[float]:

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenrank.core.errors import ConfigError
-from evenrank.dataloader import LoaderConfig, RandomBatches, RandomData
 from evenrank.dataloader.balance import HSTUCost, MeasuredCost, SelfAttentionCost
 from evenrank.dataloader.balance.cost import cost_shift, count_tokens, describe_cost, scaled_costs
-from evenrank.dataloader.batches.schema import lengths_of, schema_of
-from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import Ints
 
 Model = Callable[..., HSTUCost | SelfAttentionCost]
@@ -167,28 +164,13 @@ def test_candidates_attend_to_history(data: Any, interleave: bool, candidate_act
     assert cost.tokens(lengths).tolist() == [len(tokens)]
     pairs = _count_pairs(tokens, causal=causal)
     assert cost(lengths, np.array([num_candidates])).tolist() == [3 * (10 * len(tokens) * 3 * 10 + 4 * pairs * 10)]
+    attention = SelfAttentionCost(hidden=2, heads=1, head_dim=3, layers=1, ffn_multiplier=1, causal=causal, **options)
+    expected = 3 * (len(tokens) * (8 * 2 * 3 + 4 * 2 * 2) + 4 * pairs * 3)
+    assert attention(lengths, np.array([num_candidates])).tolist() == [expected]
     fit: dict[str, Any] = {"fraction_bits": 40, "seconds_per_step": 0.0, "steps": 20, "r2": 0.9}
     measured = MeasuredCost(linear=700, quadratic=11, **options, **fit)
     seconds = 700 * len(tokens) + 11 * 2 * _count_pairs(tokens, causal=True)
     assert measured(lengths, np.array([num_candidates])).tolist() == [seconds]
-
-
-@pytest.mark.parametrize("candidate_actions", [False, True])
-@pytest.mark.parametrize("interleave", [False, True])
-def test_tokens_of_collated_batches_are_counted_as_they_are_laid_out(interleave: bool, candidate_actions: bool) -> None:
-    config = LoaderConfig(batch_size=8, max_history_length=6, max_num_candidates=2, candidate_actions=candidate_actions)
-    data = RandomData(lengths=Uniform(low=0, high=12), contextual={"age": Uniform(low=1, high=9)})
-    (batch,) = RandomBatches(config, data, num_batches=1)
-    lengths = schema_of(batch).lengths_by_key(lengths_of(batch))
-    events = lengths["item_id"].tolist()
-    assert len(set(events)) > 2
-    cost = SelfAttentionCost(
-        hidden=2, heads=1, head_dim=3, layers=1, ffn_multiplier=1, interleave_actions=interleave, contextual=("age",)
-    )
-    samples = [_write_tokens(n, 2, 1, interleave, candidate_actions) for n in events]
-    assert cost(lengths, batch.num_candidates.numpy()).tolist() == [
-        3 * (len(tokens) * (8 * 2 * 3 + 4 * 2 * 2) + 4 * _count_pairs(tokens, causal=True) * 3) for tokens in samples
-    ]
 
 
 _CHANGED: dict[str, Any] = dict.fromkeys(("hidden", "heads", "head_dim", "layers", "max_tokens", "ffn_multiplier"), 5)

@@ -17,14 +17,10 @@ def steps(draw: st.DrawFn) -> StepMetrics:
     before = np.array([draw(counts), draw(counts)])
     even = -(-int(before.sum()) // 2)
     numbers: dict[str, Any] = {name: draw(counts) for name in ("samples", "tokens", "sample_bytes")}
-    moved: dict[str, Any] = {
-        f"moved_{name.removeprefix('sample_')}": draw(st.integers(0, high)) for name, high in numbers.items()
-    }
-    times: dict[str, Any] = {
-        name: draw(seconds) for name in (f"{part}_seconds" for part in ("gather", "plan", "exchange", "waited"))
-    }
+    numbers |= {f"moved_{name.removeprefix('sample_')}": draw(st.integers(0, high)) for name, high in numbers.items()}
+    numbers |= {f"{part}_seconds": draw(seconds) for part in ("gather", "plan", "exchange", "waited")}
     loads: dict[str, Any] = {"before": before, "after": np.array([even, before.sum() - even]), "lower_bound": even}
-    return StepMetrics(epoch=0, step=0, **loads, **numbers, **moved, **times)
+    return StepMetrics(epoch=0, step=0, **loads, **numbers)
 
 
 @given(st.lists(st.lists(steps(), min_size=1, max_size=4), min_size=1, max_size=4))

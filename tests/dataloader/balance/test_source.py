@@ -7,25 +7,24 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
-from torchdata.nodes import Batcher, Mapper, MapStyleWrapper, Prefetcher
-from torchdata.nodes import Loader as NodeLoader
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import ConfigError, RankError, StateError
-from evenrank.dataloader import JaggedCollate, PaddedBatches, dense, jagged
+from evenrank.dataloader import PaddedBatches
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from evenrank.dataloader.balance.source import _FORMAT, _FORMAT_OF_RANK
 from evenrank.dataloader.state.checks import encode
 from evenrank.dataloader.state.resume_point import Position
 from tests.dataloader.balance.costs import item_tokens
+from tests.dataloader.own_samples import COLLATE, nodes_over
 from tests.ranks import RankPool
 
-COLLATE = JaggedCollate({"item_id": jagged(), "id": dense(dtype=torch.int64, shape=())})
 NUM_SAMPLES = 43
 
 
 def _sample(index: int) -> dict[str, Any]:
-    return {"item_id": [index] * (index * 7 % 11), "id": index}
+    return {"item_id": [index] * (index * 7 % 11), "sample_ids": index}
 
 
 class MapStyle(Dataset[dict[str, Any]]):
@@ -76,7 +75,7 @@ LOADERS: dict[str, Callable[[int, int], Any]] = {
 
 
 def _ids(batch: Any) -> list[int]:
-    ids = batch.id[: batch.num_real].tolist()
+    ids = batch.sample_ids[: batch.num_real].tolist()
     rows = [row.tolist() for row in batch.features["item_id"].to_dense()[: batch.num_real]]
     assert rows == [_sample(i)["item_id"] for i in ids]
     return list(ids)
@@ -103,16 +102,15 @@ def test_any_loader_is_balanced_with_each_sample_once_per_epoch(ranks: RankPool,
 
 
 def _nodes(samples: MapStyle) -> Any:
-    source = MapStyleWrapper(dict(enumerate(samples[i] for i in range(len(samples)))), SequentialSampler(samples))
-    return Mapper(Batcher(source, 5, drop_last=False), COLLATE)
+    return nodes_over([samples[i] for i in range(len(samples))], 5)
 
 
 STATEFUL: dict[str, Callable[[MapStyle], Any]] = {
     "StatefulDataLoader": _stateful,
     "StatefulDataLoader, worker": lambda samples: _stateful(samples, num_workers=1),
     "nodes": _nodes,
-    "prefetched nodes": lambda samples: Prefetcher(_nodes(samples), 3),
-    "torchdata's Loader": lambda samples: NodeLoader(_nodes(samples)),
+    "prefetched nodes": lambda samples: nodes.Prefetcher(_nodes(samples), 3),
+    "torchdata's Loader": lambda samples: nodes.Loader(_nodes(samples)),
 }
 
 
@@ -297,11 +295,11 @@ def test_loader_that_fails_on_one_rank_is_reported_on_all(ranks: RankPool, metho
 @pytest.mark.gpu
 def test_pinning_data_loader_is_balanced_on_a_gpu() -> None:
     loader = _data_loader(MapStyle(0, 1), num_workers=1, pin_memory=True, persistent_workers=True)
-    assert all(batch.features.values().is_pinned() and batch.id.is_pinned() for batch in loader)
+    assert all(batch.features.values().is_pinned() and batch.sample_ids.is_pinned() for batch in loader)
     with Balancer(loader, BalanceConfig(cost=item_tokens), device="cuda") as balancer:
         for _ in range(2):
             batches = list(balancer)
-            assert all(batch.id.is_cuda and batch.features.values().is_cuda for batch in batches)
+            assert all(batch.sample_ids.is_cuda and batch.features.values().is_cuda for batch in batches)
             assert sorted(i for batch in batches for i in _ids(batch.to("cpu"))) == list(range(NUM_SAMPLES))
 
 

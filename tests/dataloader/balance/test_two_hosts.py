@@ -79,9 +79,8 @@ def test_two_hosts_train_each_sample_once(make_hosts: MakeHosts, small_dataset: 
 
 def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
     batch = rich_batch([[(1, 1), (1, 1)]], first_id=rank)
-    with Balancer(
-        itertools.repeat(batch), BalanceConfig(cost=rich_tokens, exchange=exchange, timeout=TIMEOUT)
-    ) as balancer:
+    config = BalanceConfig(cost=rich_tokens, exchange=exchange, timeout=TIMEOUT)
+    with Balancer(itertools.repeat(batch), config) as balancer:
         for number, _ in enumerate(balancer):
             if number == 3:
                 if leaves:
@@ -90,7 +89,7 @@ def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
                 gate.reach()
     if leaves:
         # What it has started has failed, but it needed nothing of it.
-        Balancer([batch], BalanceConfig(cost=rich_tokens, exchange=exchange, timeout=TIMEOUT))
+        Balancer([batch], config)
 
 
 def _create_loader(rank: int, gate: Gate, path: Path) -> None:

@@ -31,8 +31,8 @@ def step(number: int, *, epoch: int = 0, before: Sequence[int] = (6, 2), after: 
     """Return a step with a lower bound of 4, in which 1 of 4 samples, 10 of 40 tokens and 80 of 320 bytes move."""
     counts: dict[str, Any] = {"lower_bound": 4, "samples": 4, "moved_samples": 1, "tokens": 40, "moved_tokens": 10}
     counts |= {"sample_bytes": 320, "moved_bytes": 80, "gather_seconds": 0.25, "plan_seconds": 0.5 * number}
-    loads: dict[str, Any] = {"before": np.array(before), "after": np.array(after)}
-    return StepMetrics(epoch=epoch, step=number, **loads, **counts, exchange_seconds=0.125, waited_seconds=0.0)
+    counts |= {"exchange_seconds": 0.125, "waited_seconds": 0.0, "before": np.array(before), "after": np.array(after)}
+    return StepMetrics(epoch=epoch, step=number, **counts)
 
 
 # Heaviest loads 6, 8, 10, 8, 6 before balancing and 4, 4, 5, 4, 6 after.
@@ -73,15 +73,13 @@ def test_a_record_after_every_few_steps_summarizes_a_window(tmp_path: Path) -> N
     with JsonLines(tmp_path / "log.jsonl", every=2, window=3) as log:
         for metrics in STEPS:
             log(metrics)
-    expected: list[dict[str, Any]] = [
-        {"epoch": 0, "step": 1, "seen": 2, "steps": 2, "heaviest_before": 7, "heaviest_after": 4, "ratio_before": 1.75},
-        # Of 8, 10, 8 before and 4, 5, 4 after, and of 0.5, 1 and 0 seconds.
-        {"epoch": 1, "step": 0, "seen": 4, "steps": 3, "heaviest_before": 26 / 3, "heaviest_after": 13 / 3},
-    ]
-    expected[0] |= {"ratio_after": 1, "before": [8, 0], "after": [4, 4]}
-    expected[1] |= {"ratio_before": pytest.approx(26 / 12), "worst_after": 1.25, "speedup": 2, "plan_seconds": 0.5}
     records = lines(tmp_path / "log.jsonl")  # the fifth step is left out
-    assert [{name: record[name] for name in of} for record, of in zip(records, expected, strict=True)] == expected
+    counts = [[record[name] for name in ("epoch", "step", "seen", "steps")] for record in records]
+    assert counts == [[0, 1, 2, 2], [1, 0, 4, 3]]
+    # The means of 6, 8, then of 8, 10, 8 before, and of 4, 4, then of 4, 5, 4 after.
+    heaviest = [[record["heaviest_before"], record["heaviest_after"]] for record in records]
+    assert heaviest == [[7, 4], [26 / 3, 13 / 3]]
+    assert (records[0]["before"], records[0]["after"]) == ([8, 0], [4, 4])  # of the step itself
 
 
 @pytest.mark.parametrize("setting", ["every", "window"])

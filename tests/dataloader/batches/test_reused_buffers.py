@@ -7,12 +7,11 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.nodes import IterableWrapper
 
-from evenrank.dataloader import JaggedCollate, dense, jagged
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import item_tokens
+from tests.dataloader.own_samples import COLLATE
 from tests.ranks import RankPool
 
-COLLATE = JaggedCollate({"item_id": jagged(), "id": dense(dtype=torch.int64, shape=())})
 BATCH_SIZE, NUM_STEPS = 4, 12
 
 
@@ -20,13 +19,16 @@ class _InOneBuffer:
     """Yields batches of 3 values per sample, each in the storage of the one before."""
 
     def __init__(self, rank: int) -> None:
-        self.batch = COLLATE([{"item_id": [0] * 3, "id": 0}] * BATCH_SIZE)
+        self.batch = COLLATE([{"item_id": [0] * 3, "sample_ids": 0}] * BATCH_SIZE)
         self.rank = rank
 
     def __iter__(self) -> Iterator[Any]:
         for step in range(NUM_STEPS):
             ids = 1000 * self.rank + step * BATCH_SIZE + torch.arange(BATCH_SIZE)
-            for tensor, value in ((self.batch.features.values(), ids.repeat_interleave(3)), (self.batch.id, ids)):
+            for tensor, value in (
+                (self.batch.features.values(), ids.repeat_interleave(3)),
+                (self.batch.sample_ids, ids),
+            ):
                 tensor.numpy()[:] = value.numpy()
             yield self.batch
 
@@ -34,11 +36,8 @@ class _InOneBuffer:
 def _loaders(rank: int) -> list[Any]:
     iterator = iter(_InOneBuffer(rank))
     steps: Any = range(NUM_STEPS)  # a sequence, which serves as a Dataset
-    return [
-        _InOneBuffer(rank),
-        IterableWrapper(_InOneBuffer(rank)),
-        DataLoader(steps, batch_size=1, collate_fn=lambda _: next(iterator)),
-    ]
+    data_loader = DataLoader(steps, batch_size=1, collate_fn=lambda _: next(iterator))
+    return [_InOneBuffer(rank), IterableWrapper(_InOneBuffer(rank)), data_loader]
 
 
 def _balance(rank: int, world_size: int) -> list[list[int]]:
@@ -46,8 +45,8 @@ def _balance(rank: int, world_size: int) -> list[list[int]]:
     for loader in _loaders(rank):
         with Balancer(loader, BalanceConfig(cost=item_tokens, lookahead=3)) as balancer:
             for batch in balancer:
-                assert batch.features.values().tolist() == batch.id.repeat_interleave(3).tolist()
-                ids.append(batch.id.tolist())
+                assert batch.features.values().tolist() == batch.sample_ids.repeat_interleave(3).tolist()
+                ids.append(batch.sample_ids.tolist())
     return ids
 
 

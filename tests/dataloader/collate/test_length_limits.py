@@ -157,10 +157,8 @@ def _balanced(rank: int, world_size: int, max_history_length: int) -> list[tuple
     batches = RandomBatches(config, DATA, num_batches=3 if rank == world_size - 1 else 6)
     cost = HSTUCost(hidden=8, heads=1, head_dim=8, layers=1, interleave_actions=False, history_key="semantic_id")
     with Balancer(list(batches), BalanceConfig(cost=cost)) as balancer:
-        return [
-            (batch.length_limits, batch.max_lengths, lengths_of(batch).max(axis=1, initial=0).tolist())
-            for batch in balancer
-        ]
+        steps = [(batch, lengths_of(batch).max(axis=1, initial=0).tolist()) for batch in balancer]
+    return [(batch.length_limits, batch.max_lengths, longest) for batch, longest in steps]
 
 
 def test_limits_are_the_same_on_all_ranks_and_hold_after_balancing(ranks: RankPool) -> None:

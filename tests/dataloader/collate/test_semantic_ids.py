@@ -24,13 +24,12 @@ from tests.dataloader.collate.stores import STORE
 # The codes of an item are (item // 10, item % 10); item 12 has none.
 CODES = np.stack([np.arange(40) // 10, np.arange(40) % 10])
 CODES[:, 12] = -1
+FLAGS = ("user_id", "label_offsets", "history_labels", "candidate_feature")
 
 
 def _collate(rows: list[int], **options: Any) -> SemanticIdBatch:
     table = CodeTable(codes=CODES.T.astype(np.int32), codebook_sizes=(4, 10))
-    defaults = {"table": table, "max_history_length": 100} | dict.fromkeys(
-        ("user_id", "label_offsets", "history_labels", "candidate_feature"), False
-    )
+    defaults = {"table": table, "max_history_length": 100, **dict.fromkeys(FLAGS, False)}
     collate = SemanticIdCollate(**{**defaults, **options})
     ids = np.array(rows, dtype=np.int64)
     (batch,) = collate(group_by_store([STORE], ids), ids, batch_size=3)
@@ -46,8 +45,6 @@ def test_each_event_is_one_token_per_level_and_the_last_event_is_the_target() ->
     assert batch.sample_ids.tolist() == [2, -1, -1]
     assert (batch.num_real, batch.loss_tokens) == (1, 2)
     assert batch.max_lengths == {"sex": 1, "age": 1, "semantic_id": 6, "label": 2}
-    labeled = _collate([2], max_history_length=3, history_labels=True)  # each event with the next one
-    assert rows_of(labeled.labels, "label") == [[3, 3, 3, 4, 3, 5], [], []]
     with pytest.raises(IndexError, match="a row has an item without a code; it is not a sample"):
         _collate([0])
 
@@ -56,9 +53,7 @@ def test_each_event_is_one_token_per_level_and_the_last_event_is_the_target() ->
     num_events=st.lists(st.integers(1, 12), max_size=10),
     max_history_length=st.integers(0, 12),
     batch_size=st.integers(1, 4),
-    options=st.fixed_dictionaries(
-        dict.fromkeys(("user_id", "label_offsets", "history_labels", "candidate_feature"), st.booleans())
-    ),
+    options=st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())),
 )
 def test_labels_follow_from_the_sample(
     num_events: list[int], max_history_length: int, batch_size: int, options: Any

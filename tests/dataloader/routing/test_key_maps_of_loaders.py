@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evenrank.core.errors import ConfigError, RankError, StateError
+from evenrank.core.errors import ConfigError, StateError
 from evenrank.dataloader import (
     LoaderConfig,
     Mixture,
@@ -103,8 +103,6 @@ def test_ranks_must_map_keys_alike(small_dataset: Path) -> None:
         next(iter(loader))
     with pytest.raises(StateError, match=r"^states 0 and 1 cannot be merged: dist_type is "):
         merge_stream_states([loader.state_dict() for loader in streams])
-    with pytest.raises(RankError, match=r"^key_maps differs between ranks: "):
-        check_settings([loader.rank_invariants() for loader in of_ranks(build_loader, *differing)])
     reordered = _maps("roundrobin"), dict(reversed(_maps("roundrobin").items()))
     check_settings([loader.rank_invariants() for loader in of_ranks(build_loader, *reordered)])
     assert hash(_config(reordered[0])) == hash(_config({}))

@@ -53,11 +53,9 @@ def test_owners_are_those_of_pythons_integers(
     routing = Routing(mode=mode, num_embeddings=num_embeddings)
     expected = [owner_and_row(key, world_size, routing, bits) for key in keys]
     array = np.array(keys, dtype=f"int{bits}")
-    tensor = torch.from_numpy(array)
-    for found in (
-        owner_rank(array, world_size, mode, num_embeddings),
-        owner_rank(tensor, world_size, mode, num_embeddings),
-    ):
+    of_both_kinds: list[Any] = [array, torch.from_numpy(array)]
+    for each in of_both_kinds:
+        found = owner_rank(each, world_size, mode, num_embeddings)
         assert found.dtype in (np.int64, torch.int64)
         assert found.tolist() == [owner for owner, _ in expected]
     _, rows = owners_and_rows(array, world_size, routing)

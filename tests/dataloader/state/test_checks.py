@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import SequentialSampler
-from torchdata.nodes import Batcher, Mapper, MapStyleWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from evenrank.core.errors import RankError, StateError
 from evenrank.dataloader import (
-    JaggedCollate,
     LoaderConfig,
     Mixture,
     RandomBatches,
@@ -29,8 +27,6 @@ from evenrank.dataloader import (
     StreamConfig,
     build_loader,
     build_stream_loader,
-    dense,
-    jagged,
     merge_stream_states,
     random_codes,
 )
@@ -42,15 +38,11 @@ from evenrank.dataloader.stream_shuffle import ShardPosition
 from evenrank.datasets.distributions import Uniform
 from tests.dataloader.balance.costs import item_tokens
 from tests.dataloader.batch_helpers import ids_of
+from tests.dataloader.own_samples import COLLATE, nodes_over
 from tests.dataloader.resuming import through_json, through_torch, with_changes
 
 CONFIG = LoaderConfig(batch_size=32)
-COLLATE = JaggedCollate({"item_id": jagged(), "sample_ids": dense(dtype=torch.int64, shape=())})
-INDICES = {index: {"item_id": [index] * (index % 7), "sample_ids": index} for index in range(100)}
-
-
-def _nodes() -> Any:
-    return Mapper(Batcher(MapStyleWrapper(INDICES, SequentialSampler(INDICES)), 8, drop_last=False), COLLATE)
+SAMPLES = [{"item_id": [index] * (index % 7), "sample_ids": index} for index in range(100)]
 
 
 def _close(*loaders: Any) -> None:
@@ -61,6 +53,7 @@ def _close(*loaders: Any) -> None:
 
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1}
 STREAM = StreamConfig(num_shards=5, buffer_rows=16, open_shards=2)
+STATEFUL: Any = partial(StatefulDataLoader, SAMPLES, batch_size=8, collate_fn=COLLATE)
 BALANCE, WINDOWS = BalanceConfig(cost=item_tokens), BalanceConfig(cost=item_tokens, window=3)
 KINDS: dict[str, Callable[[Path], Any]] = {
     "loader": lambda path: build_loader(path, CONFIG, **RANK),
@@ -70,10 +63,8 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "random batches": lambda path: RandomBatches(LoaderConfig(batch_size=8), num_batches=9, **RANK),
     "balanced loader": lambda path: Balancer(build_loader(path, CONFIG, **RANK), BALANCE),
     "balanced stream": lambda path: Balancer(build_stream_loader(path, CONFIG, STREAM, **RANK), BALANCE),
-    "balanced StatefulDataLoader": lambda path: Balancer(
-        StatefulDataLoader(INDICES, batch_size=8, collate_fn=COLLATE), BALANCE
-    ),
-    "balanced nodes": lambda path: Balancer(_nodes(), BALANCE),
+    "balanced StatefulDataLoader": lambda path: Balancer(STATEFUL(), BALANCE),
+    "balanced nodes": lambda path: Balancer(nodes_over(SAMPLES, 8), BALANCE),
 }
 
 
@@ -222,9 +213,7 @@ def test_merged_states_are_checked(small_dataset: Path) -> None:
     twice = {**states[1], "places": {**states[1]["places"], **elsewhere}}
     with pytest.raises(StateError, match=rf"state 1 has position \[1, 1\] in shard {shard}, an earlier one \["):
         merge_stream_states([states[0], twice])
-    with pytest.raises(
-        StateError, match="the state lacks 4611686018427387899 of 4611686018427387904 shards, among the"
-    ):
+    with pytest.raises(StateError, match="the state lacks 4611686018427387899 of 4611686018427387904 shards, among t"):
         merge_stream_states([with_changes(FORMAT, state, num_shards=1 << 62) for state in states])
 
 

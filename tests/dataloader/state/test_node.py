@@ -5,36 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import SequentialSampler
-from torchdata.nodes import (
-    Batcher,
-    Mapper,
-    MapStyleWrapper,
-    MultiNodeWeightedSampler,
-    ParallelMapper,
-    Prefetcher,
-)
-from torchdata.nodes import Loader as NodeLoader
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenrank.dataloader import (
-    JaggedCollate,
-    LoaderConfig,
-    RandomBatches,
-    StreamConfig,
-    build_loader,
-    build_stream_loader,
-    dense,
-    jagged,
-)
+from evenrank.dataloader import LoaderConfig, RandomBatches, StreamConfig, build_loader, build_stream_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
 from tests.dataloader.balance.costs import one_per_sample
+from tests.dataloader.batch_helpers import ids_of
+from tests.dataloader.own_samples import COLLATE, nodes_over
 
 Node = Any  # a torchdata node, untyped
 
-_COLLATE = JaggedCollate({"item_id": jagged(), "id": dense(dtype=torch.int64, shape=())})
-_SAMPLES = [{"item_id": list(range(i % 4)), "id": i} for i in range(11)]
+_SAMPLES = [{"item_id": list(range(i % 4)), "sample_ids": i} for i in range(11)]
 
 
 def _identity(item: Any) -> Any:
@@ -50,6 +32,8 @@ def _loader(path: Path, batch_size: int = 40, build: Any = build_loader) -> Any:
 
 
 STREAM = StreamConfig(num_shards=3, buffer_rows=16, open_shards=2)
+_stateful = partial(StatefulDataLoader, _SAMPLES, batch_size=3, collate_fn=COLLATE)
+_in_threads = partial(nodes.ParallelMapper, num_workers=2, method="thread")
 _stream = partial(_loader, build=build_stream_loader)
 _random = partial(_loader, build=RandomBatches)
 
@@ -58,13 +42,8 @@ def _balance(batches: Any) -> Balancer[Any]:
     return Balancer(batches, BalanceConfig(cost=one_per_sample))
 
 
-def _own_nodes() -> Node:
-    node = MapStyleWrapper(dict(enumerate(_SAMPLES)), SequentialSampler(_SAMPLES))
-    return Mapper(Batcher(node, 3, drop_last=False), _COLLATE)
-
-
 def _mixed(path: Path, wrap: Callable[[Any], Node] = _identity) -> Node:
-    return MultiNodeWeightedSampler(
+    return nodes.MultiNodeWeightedSampler(
         {"a": wrap(_loader(path)), "b": wrap(_loader(path, 25))},
         {"a": 0.5, "b": 0.5},
         stop_criteria="ALL_DATASETS_EXHAUSTED",
@@ -79,37 +58,27 @@ NODES: dict[str, Callable[[Path], Node]] = {
     "random batches": _random,
     "balancer over random batches": lambda path: _balance(_random(path)),
     "balancer over a stream": lambda path: _balance(_stream(path)),
-    "balancer over a StatefulDataLoader": lambda path: _balance(
-        StatefulDataLoader(_SAMPLES, batch_size=3, collate_fn=_COLLATE)
-    ),
-    "balancer over nodes": lambda path: _balance(_own_nodes()),
-    "balancer over a prefetcher over a loader": lambda path: _balance(Prefetcher(_loader(path), 3)),
-    "balancer over a mapper over a stream": lambda path: _balance(Mapper(_stream(path), _identity)),
+    "balancer over a StatefulDataLoader": lambda path: _balance(_stateful()),
+    "balancer over nodes": lambda path: _balance(nodes_over(_SAMPLES, 3)),
+    "balancer over a prefetcher over a loader": lambda path: _balance(nodes.Prefetcher(_loader(path), 3)),
+    "balancer over a mapper over a stream": lambda path: _balance(nodes.Mapper(_stream(path), _identity)),
     "balancer over a mixture": lambda path: _balance(_mixed(path)),
-    "prefetcher over a balancer": lambda path: Prefetcher(_balance(_loader(path)), 2),
-    "mapper over a balancer over nodes": lambda path: Mapper(_balance(_own_nodes()), _identity),
-    "parallel mapper over a balancer": lambda path: ParallelMapper(
-        _balance(_loader(path)), _identity, 2, method="thread"
-    ),
+    "prefetcher over a balancer": lambda path: nodes.Prefetcher(_balance(_loader(path)), 2),
+    "mapper over a balancer over nodes": lambda path: nodes.Mapper(_balance(nodes_over(_SAMPLES, 3)), _identity),
+    "parallel mapper over a balancer": lambda path: _in_threads(_balance(_loader(path)), _identity),
     "mixture of balancers": lambda path: _mixed(path, _balance),
 }
 
 
-def _content(item: Any) -> Any:
-    """Return what identifies an item: a batch's samples."""
-    ids = getattr(item, "sample_ids", None) if not hasattr(item, "id") else item.id
-    return item if ids is None else ids[: item.num_real].tolist()
-
-
 def _take(iterator: Iterator[Any], count: int) -> list[Any]:
-    return [_content(next(iterator)) for _ in range(count)]
+    return [ids_of(next(iterator)) for _ in range(count)]
 
 
 def _rest(node: Node) -> list[Any]:
     """Take all items through the interface of nodes; `for` begins another epoch of ours."""
     items: list[Any] = []
     while (item := next(node, None)) is not None:
-        items.append(_content(item))
+        items.append(ids_of(item))
     return items
 
 
@@ -117,16 +86,16 @@ def _rest(node: Node) -> list[Any]:
 def test_node_resumes_after_every_step(small_dataset: Path, kind: str) -> None:
     """Through torchdata's Loader, which moves on to the next epoch where nothing is left of one, and through reset."""
     make_node = partial(NODES[kind], small_dataset)
-    loader, node = NodeLoader(make_node()), make_node()
-    epochs = [[_content(item) for item in loader] for _ in range(3)]
+    loader, node = nodes.Loader(make_node()), make_node()
+    epochs = [[ids_of(item) for item in loader] for _ in range(3)]
     assert len(epochs[0]) > 2
     node.reset()
     assert _rest(node) == epochs[0]
     for step in range(len(epochs[0]) + 1):
-        stopped, resumed = NodeLoader(make_node()), NodeLoader(make_node())
+        stopped, resumed = nodes.Loader(make_node()), nodes.Loader(make_node())
         assert _take(iter(stopped), step) == epochs[0][:step]
         resumed.load_state_dict(pickle.loads(pickle.dumps(stopped.state_dict())))
-        following = [[_content(item) for item in resumed] for _ in range(2)]
+        following = [[ids_of(item) for item in resumed] for _ in range(2)]
         assert following == ([epochs[0][step:], epochs[1]] if step < len(epochs[0]) else epochs[1:])
         stopped = make_node()
         stopped.reset()
@@ -137,13 +106,13 @@ def test_node_resumes_after_every_step(small_dataset: Path, kind: str) -> None:
 
 def test_reset_begins_the_next_epoch_once_and_a_pickled_node_has_no_iterator(small_dataset: Path) -> None:
     other = _loader(small_dataset)
-    expected = [[_content(batch) for batch in other] for _ in range(2)]
+    expected = [[ids_of(batch) for batch in other] for _ in range(2)]
     node = _loader(small_dataset)
-    first = [_content(batch) for batch in node]
+    first = [ids_of(batch) for batch in node]
     node.reset()
     node.reset()
-    again = [_content(next(node))]
+    again = [ids_of(next(node))]
     copy = pickle.loads(pickle.dumps(node))
     copy.load_state_dict(node.state_dict())
-    assert [first, again + [_content(batch) for batch in copy]] == expected
+    assert [first, again + [ids_of(batch) for batch in copy]] == expected
     assert [first, again + _rest(node)] == expected

@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import numpy as np
@@ -19,14 +18,6 @@ from tests.dataloader.balance.batch_bits import bits_of
 from tests.dataloader.balance.costs import COST, rich_tokens
 from tests.dataloader.rich_batch import RichBatch, rich_batch
 from tests.ranks import RankPool
-
-
-@pytest.fixture
-def pool() -> Iterator[RankPool]:
-    """Processes that have not used a GPU before."""
-    pool = RankPool()
-    yield pool
-    pool.stop()
 
 
 def _world(rank: int, seed: int) -> list[RichBatch]:
@@ -56,8 +47,8 @@ def _same_as_on_the_cpu(rank: int, world_size: int, seeds: int) -> int:
 
 
 @pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(4, marks=pytest.mark.multi_gpu)])
-def test_gpus_return_the_same_bits_as_the_cpu(pool: RankPool, most: int) -> None:
-    assert min(pool.run(min(torch.cuda.device_count(), most), _same_as_on_the_cpu, 4)) > 10
+def test_gpus_return_the_same_bits_as_the_cpu(gpu_ranks: RankPool, most: int) -> None:
+    assert min(gpu_ranks.run(min(torch.cuda.device_count(), most), _same_as_on_the_cpu, 4)) > 10
 
 
 def _pass_devices(rank: int, world_size: int, devices: list[str | None]) -> None:
@@ -67,7 +58,9 @@ def _pass_devices(rank: int, world_size: int, devices: list[str | None]) -> None
 
 
 @pytest.mark.multi_gpu
-def test_devices_that_cannot_exchange_are_an_error_on_all_ranks_before_any_group_is_created(pool: RankPool) -> None:
+def test_devices_that_cannot_exchange_are_an_error_on_all_ranks_before_any_group_is_created(
+    gpu_ranks: RankPool,
+) -> None:
     count = torch.cuda.device_count()
     missing = f"device is cuda:{count}, but this host has {count} CUDA devices; pass cuda:0..{count - 1}"
     differs = "device differs between ranks: cuda on rank 0, cpu on rank 1"
@@ -77,7 +70,7 @@ def test_devices_that_cannot_exchange_are_an_error_on_all_ranks_before_any_group
         (["cuda:0", None], [differs, differs]),
         (["cuda", "cuda:0"], [same, same]),
     ):
-        for failure, message in zip(pool.try_run(2, _pass_devices, devices), messages, strict=True):
+        for failure, message in zip(gpu_ranks.try_run(2, _pass_devices, devices), messages, strict=True):
             assert failure.message.startswith(message)
 
 
@@ -94,8 +87,8 @@ def _balance_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
 
 
 @pytest.mark.multi_gpu
-def test_a_mesh_of_gpus_and_a_node_that_pins_memory_give_the_same_batches(pool: RankPool) -> None:
-    samples = sorted(sample for seen in pool.run(2, _balance_on_a_mesh) for sample in seen[0])
+def test_a_mesh_of_gpus_and_a_node_that_pins_memory_give_the_same_batches(gpu_ranks: RankPool) -> None:
+    samples = sorted(sample for seen in gpu_ranks.run(2, _balance_on_a_mesh) for sample in seen[0])
     assert len(samples) == len(set(samples)) > 0
 
 
@@ -115,8 +108,8 @@ def _train_on_another_stream(rank: int, world_size: int) -> list[list[int]]:
 
 
 @pytest.mark.gpu
-def test_the_current_stream_stays_current_and_sees_complete_batches(pool: RankPool) -> None:
-    ((expected, sums),) = pool.run(1, _train_on_another_stream)
+def test_the_current_stream_stays_current_and_sees_complete_batches(gpu_ranks: RankPool) -> None:
+    ((expected, sums),) = gpu_ranks.run(1, _train_on_another_stream)
     assert sums == expected
     assert len(set(sums)) > 40
 
@@ -130,8 +123,8 @@ def _on_the_second_gpu(rank: int, world_size: int) -> tuple[int, bool]:
 
 
 @pytest.mark.multi_gpu
-def test_a_rank_creates_no_context_on_another_ranks_gpu(pool: RankPool) -> None:
-    assert pool.run(1, _on_the_second_gpu) == [(5, False)]
+def test_a_rank_creates_no_context_on_another_ranks_gpu(gpu_ranks: RankPool) -> None:
+    assert gpu_ranks.run(1, _on_the_second_gpu) == [(5, False)]
 
 
 def _interleave(rank: int, world_size: int, steps: int) -> tuple[int, list[int]]:
@@ -167,10 +160,10 @@ def _sums_on_the_cpu(rank: int, world_size: int, steps: int) -> list[int]:
 
 
 @pytest.mark.multi_gpu
-def test_1000_steps_between_all_reduces_neither_hang_nor_lose_samples(pool: RankPool) -> None:
+def test_1000_steps_between_all_reduces_neither_hang_nor_lose_samples(gpu_ranks: RankPool) -> None:
     count = min(torch.cuda.device_count(), 4)
-    balanced = pool.run(count, _interleave, 1000)
-    expected = np.sum(pool.run(count, _sums_on_the_cpu, 1000), axis=0).tolist()
+    balanced = gpu_ranks.run(count, _interleave, 1000)
+    expected = np.sum(gpu_ranks.run(count, _sums_on_the_cpu, 1000), axis=0).tolist()
     assert [wrong for wrong, _ in balanced] == [0] * count
     assert [sums for _, sums in balanced] == [expected] * count
 

