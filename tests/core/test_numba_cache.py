@@ -161,9 +161,12 @@ def test_compiled_functions_use_only_names_of_files_with_compiled_functions() ->
         used = {used for function in functions for used in function.py_func.__code__.co_names}
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("evenrank."):
-                imported = PACKAGE_FOLDER.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
-                from_elsewhere = {alias.asname or alias.name for alias in node.names} & used
-                assert not from_elsewhere or imported in compiled_files, f"{path}: {from_elsewhere}"
+                folder = PACKAGE_FOLDER.joinpath(*node.module.split(".")[1:])
+                for alias in node.names:  # a name of a file, or a file of a folder
+                    imported = {folder.with_suffix(".py"), folder / f"{alias.name}.py"}
+                    assert (alias.asname or alias.name) not in used or imported & compiled_files, (
+                        f"{path}: {alias.name}"
+                    )
 
 
 def test_machine_code_is_cached_only_in_folders_that_nobody_else_can_write(package: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from evenrank.dataloader import Loader, LoaderConfig, SequenceBatch, build_loader
 from evenrank.dataloader.balance import BalanceConfig, Balancer
@@ -19,7 +20,7 @@ from tests.dataloader.rich_batch import rich_batch
 from tests.ranks import RankFailure
 from tests.two_hosts import WORLD_SIZE, Gate, TwoHosts, make_two_hosts
 
-TIMEOUT = timedelta(seconds=4)
+TIMEOUT = timedelta(seconds=8)
 LIMIT = TIMEOUT.total_seconds() + 15  # within which every rank ends
 CAUSES = ("a rank is lost or does not respond (", "the process group does not respond (", "rank ")
 WAYS = ("no exchange", "all-to-all", "all-gather")
@@ -80,6 +81,8 @@ def test_two_hosts_train_each_sample_once(make_hosts: MakeHosts, small_dataset: 
 def _train(rank: int, gate: Gate, exchange: str, leaves: bool) -> None:
     batch = rich_batch([[(1, 1), (1, 1)]], first_id=rank)
     config = BalanceConfig(cost=rich_tokens, exchange=exchange, timeout=TIMEOUT)
+    warm_up(config.strategy)
+    dist.barrier()  # ranks begin together, although they have started on a busy machine
     with Balancer(itertools.repeat(batch), config) as balancer:
         for number, _ in enumerate(balancer):
             if number == 3:

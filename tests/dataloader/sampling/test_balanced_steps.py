@@ -218,9 +218,9 @@ def test_threads_plan_each_window_once(small_dataset: Path, monkeypatch: pytest.
     expected = _iterate(_loaders(small_dataset, 2, {"window": 7}))
     assigned = []
 
-    def assign_and_count(*arguments: Any, **named: Any) -> Any:
-        assigned.append(named["num_steps"])
-        return assign_to_steps(*arguments, **named)
+    def assign_and_count(costs: Any, tokens: Any, num_steps: int, *arguments: Any, **named: Any) -> Any:
+        assigned.append(num_steps)
+        return assign_to_steps(costs, tokens, num_steps, *arguments, **named)
 
     monkeypatch.setattr(no_exchange, "assign_to_steps", assign_and_count)
     loader = _loaders(small_dataset, 2, {"window": 7}, **options)[1]
