@@ -121,6 +121,7 @@ def _open_parquet(path: Path, names: Sequence[str]) -> Table:
         dtypes={name: schema[name] for name in names},
         rows=scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)),
         described_rows=described.with_row_index(LINE, offset=1),
+        has_types=True,
     )
 
 
@@ -219,6 +220,7 @@ def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header
         described_rows=scan(
             layout.parse_strictly, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **layout.dtypes}
         ),
+        has_types=False,
     )
 
 
