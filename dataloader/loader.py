@@ -26,6 +26,7 @@ from evenrank.dataloader.routing.remap import check_dist_type, dist_type
 from evenrank.dataloader.sampling.balanced_steps import make_step_sampler
 from evenrank.dataloader.sampling.steps import Iteration, Mixture, StepShape, find_samples, make_order, remapped_stores
 from evenrank.dataloader.state.resume_point import ResumePoint, SavedPosition
+from evenrank.dataloader.state.vocabulary import shared_ids
 from evenrank.dataloader.workers import Workers
 from evenrank.datasets.store import SequenceStore, open_store
 
@@ -116,6 +117,7 @@ class Loader(RankLoader[Batch]):
             )
         self._mixture = mixture
         self._workers = Workers(config.num_workers, ahead=config.num_workers, persistent=config.persistent_workers)
+        self._ids = shared_ids({str(store.folder): store.manifest for store in stores})
         self._samples, self.left_out = find_samples(stores, self._collate)
         self._stores = remapped_stores(stores, self._collate, config.key_maps)
         self._order = make_order(config.order, self._stores, self._samples, mixture)
@@ -226,7 +228,7 @@ class Loader(RankLoader[Batch]):
             point = ResumePoint(epoch=epoch)
         skipped = self._sampler.skipped(self._order, point, position, seed=self._seed)
         saved = SavedPosition(epoch, position, self._seed, skipped, dist_type(self._config.key_maps))
-        return saved.to_state(self.num_samples, self._fingerprint)
+        return saved.to_state(self.num_samples, self._fingerprint, self._ids)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, from the next iteration on, at the position that `state_dict` returned.
@@ -234,16 +236,26 @@ class Loader(RankLoader[Batch]):
         If no samples are left in that epoch, the next iteration is the next epoch.
 
         Raises:
-            StateError: the state is damaged, of another version, or of other data, codes, filters or `key_maps`.
+            StateError: the state is damaged, of another version, or of other data, codes, filters or `key_maps`;
+                to train on other data after it, call `begin_after`.
             ConfigError: the rest of the epoch cannot be packed.
         """
-        saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint)
+        saved = SavedPosition.from_state(state, self.num_samples, self._fingerprint, self._ids)
         check_dist_type(saved.dist_type, self._config.key_maps, source="the loader's state")
         point = self._sampler.resume(self._order, saved)
         is_over = point.position > 0 and not self._sampler.begin(self._order, point, seed=saved.seed).schedule.num_steps
         self._seed, self._after_last = saved.seed, (point.epoch, point.position)
         self._resumed[point.epoch] = point
         self._next = ResumePoint(epoch=point.epoch + 1) if is_over else point
+
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Begin with the epoch after that of a state, which may be of another dataset, such as yesterday's log.
+
+        Raises:
+            StateError: the state is damaged, or of a dataset whose vocabulary this one does not extend.
+        """
+        self._next = ResumePoint(epoch=SavedPosition.next_epoch(state, self._ids))
+        self._after_last = (self._next.epoch, 0)
 
     def _own_invariants(self) -> dict[str, Any]:
         return {

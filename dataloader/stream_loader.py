@@ -26,6 +26,7 @@ from evenrank.dataloader.sampling.steps import remapped_stores
 from evenrank.dataloader.state import checks
 from evenrank.dataloader.state.checks import COUNT, check_intact, check_value, checksum, integer, show
 from evenrank.dataloader.state.resume_point import Position, Snapshots
+from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.dataloader.stream_shuffle import ShardPosition, ShardReader, Window, read_ahead, take_batches
 from evenrank.datasets.order import permute
 from evenrank.datasets.stream import Shard, StreamConfig, StreamSource, cut_shards, open_stream
@@ -39,13 +40,14 @@ ShardPositions = dict[int, ShardPosition]  # by index of the shard
 
 FORMAT = checks.StateFormat(
     owner="the stream",
-    version=2,
+    version=3,
     fields={
         "epoch": checks.EPOCH,
         "position": integer(0, 1 << 62),  # to which an epoch's steps are added
         "seed": checks.SEED,
         "num_shards": COUNT,
         "fingerprint": checks.TEXT,
+        VOCABULARY: checks.TEXT,
         "places": checks.MAPPING,  # the positions, by shard
         DIST_TYPE: checks.TEXT,
     },
@@ -181,6 +183,7 @@ class StreamLoader(RankLoader[Batch]):
             seed=self._seed,
             num_shards=len(self._shards),
             fingerprint=self._fingerprint,
+            vocabulary=vocabulary_entry(self._source.manifest.ids),
             places=encode_positions(shard_positions, fingerprint=self._fingerprint, epoch=position.epoch),
             dist_type=dist_type(self._config.key_maps),
         )
@@ -194,11 +197,12 @@ class StreamLoader(RankLoader[Batch]):
             StateError: the state lacks shards, is of another version, or of other data, filters, shards or `key_maps`.
         """
         state = FORMAT.check(state)
+        check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the stream's state")
         if state["fingerprint"] != self._fingerprint:
             raise StateError(
                 "the stream's state is of other data, codes, filters or shards: it has fingerprint "
                 f"{state['fingerprint'][:12]}, this stream {self._fingerprint[:12]}; load it with the dataset and the "
-                "settings that it was saved with"
+                "settings that it was saved with, or train on other data after it with begin_after"
             )
         check_dist_type(state[DIST_TYPE], self._config.key_maps, source="the stream's state")
         epoch, seed = state["epoch"], state["seed"]
@@ -218,6 +222,13 @@ class StreamLoader(RankLoader[Batch]):
             self._next, self._shard_positions = Position(epoch + 1, 0), {}
         else:
             self._next, self._shard_positions = Position(epoch, state["position"]), shard_positions
+
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Begin with the epoch after that of a state, which may be of another dataset; see `Loader.begin_after`."""
+        state = FORMAT.check(state)
+        check_vocabulary(state[VOCABULARY], self._source.manifest.ids, source="the stream's state")
+        self._snapshots.entries.clear()
+        self._next, self._shard_positions = Position(state["epoch"] + 1, 0), {}
 
     def _is_exhausted(self, shard_positions: Mapping[int, ShardPosition], epoch: int) -> bool:
         """Return whether no rank has a batch left, as far as is known without reading which rows are samples."""
@@ -254,7 +265,7 @@ def merge_stream_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = states[0]
     shard_positions: ShardPositions = {}
     for index, state in enumerate(states):
-        for name in ("epoch", "position", "seed", "num_shards", "fingerprint", DIST_TYPE):
+        for name in ("epoch", "position", "seed", "num_shards", "fingerprint", VOCABULARY, DIST_TYPE):
             if state[name] != merged[name]:
                 raise StateError(
                     f"states 0 and {index} cannot be merged: {name} is {merged[name]!r} and {state[name]!r}; save "

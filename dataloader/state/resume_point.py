@@ -15,6 +15,7 @@ import base64
 import hashlib
 import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -24,17 +25,20 @@ from numpy.typing import NDArray
 from evenrank.core.errors import StateError
 from evenrank.dataloader.routing.remap import DIST_TYPE
 from evenrank.dataloader.state.checks import COUNT, EPOCH, INT64_MAX, SEED, TEXT, StateFormat, integer
+from evenrank.dataloader.state.vocabulary import VOCABULARY, check_vocabulary, vocabulary_entry
 from evenrank.datasets.order import SampleOrder
+from evenrank.datasets.schema import IdSummary
 
 _FORMAT = StateFormat(
     owner="the loader",
-    version=3,
+    version=4,
     fields={
         "epoch": EPOCH,
         "position": COUNT,
         "seed": SEED,
         "num_samples": COUNT,
         "fingerprint": TEXT,
+        VOCABULARY: TEXT,
         "pending": TEXT,
         DIST_TYPE: TEXT,
     },
@@ -152,21 +156,26 @@ class SavedPosition(NamedTuple):
     dist_type: str
     """Mapping of the keys of batches; see `routing.remap`."""
 
-    def to_state(self, num_samples: int, fingerprint: str) -> dict[str, Any]:
-        """Return the state, given the number of samples of an epoch and a hash of all that decides on their order."""
+    def to_state(self, num_samples: int, fingerprint: str, ids: Mapping[str, IdSummary]) -> dict[str, Any]:
+        """Return the state, given the samples of an epoch, a hash of all that decides on their order, and their ids."""
         entries = self._asdict() | {"pending": self.skipped.to_text()}
         del entries["skipped"]
-        return _FORMAT.make(num_samples=num_samples, fingerprint=fingerprint, **entries)
+        entries |= {"num_samples": num_samples, "fingerprint": fingerprint, VOCABULARY: vocabulary_entry(ids)}
+        return _FORMAT.make(**entries)
 
     @classmethod
-    def from_state(cls, state: object, num_samples: int, fingerprint: str) -> "SavedPosition":
+    def from_state(
+        cls, state: object, num_samples: int, fingerprint: str, ids: Mapping[str, IdSummary]
+    ) -> "SavedPosition":
         """Return the position of a state that `to_state` made."""
         entries = _FORMAT.check(state)
+        check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
         if entries["num_samples"] != num_samples or entries["fingerprint"] != fingerprint:
             raise StateError(
                 f"the loader's state is of other data, codes or filters: it has {entries['num_samples']:,} samples and "
                 f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and {fingerprint[:12]}; load "
-                "it with the dataset, the codes and the filters that it was saved with"
+                "it with the dataset, the codes and the filters that it was saved with, or train on other data after it "
+                "with begin_after"
             )
         if (position := entries["position"]) > num_samples:
             raise StateError(
@@ -175,6 +184,13 @@ class SavedPosition(NamedTuple):
             )
         skipped = SkippedSamples.from_text(entries["pending"], position=position, num_samples=num_samples)
         return cls(entries["epoch"], position, entries["seed"], skipped, entries[DIST_TYPE])
+
+    @staticmethod
+    def next_epoch(state: object, ids: Mapping[str, IdSummary]) -> int:
+        """Return the epoch after that of a state, if it is of a dataset whose ids all mean the same here."""
+        entries = _FORMAT.check(state)
+        check_vocabulary(entries[VOCABULARY], ids, source="the loader's state")
+        return int(entries["epoch"]) + 1
 
 
 def _encode(positions: Positions) -> list[Any]:

@@ -1,0 +1,115 @@
+"""Training on one day's log after another's: ids keep their meaning, or the state is refused."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from evenrank.core.errors import DataError, StateError
+from evenrank.dataloader import LoaderConfig, Mixture, build_loader, build_stream_loader
+from evenrank.datasets import open_store
+from evenrank.preprocess import PreprocessConfig, TabularConfig, preprocess
+
+CONFIG = LoaderConfig(batch_size=2, seed=3)
+DAYS = (
+    [
+        ("ann", "tea", 1_772_086_400),
+        ("bob", "rye", 1_772_086_400),
+        ("ann", "rye", 1_772_172_800),
+        ("cat", "tea", 1_772_172_800),
+    ],
+    [
+        ("dan", "ale", 1_772_259_200),
+        ("bob", "tea", 1_772_345_600),
+        ("ann", "fig", 1_772_432_000),
+        ("eve", "rye", 1_772_518_400),
+    ],
+)
+
+
+def write_day(folder: Path, day: int, *, vocabulary: Path | None = None) -> Path:
+    log, out = folder / f"day{day}.csv", folder / f"day{day}{'-alone' if day and vocabulary is None else ''}"
+    rows: Sequence[Any] = DAYS[day]
+    pl.DataFrame(rows, schema=["user", "item", "time"], orient="row").write_csv(log)
+    custom = TabularConfig(events=(log,), user_column="user", item_column="item", timestamp_column="time")
+    config = PreprocessConfig(dataset="custom", out=out, split="none", custom=custom, vocabulary=vocabulary)
+    preprocess(config)
+    return out
+
+
+@pytest.fixture
+def days(tmp_path: Path) -> tuple[Path, Path]:
+    first = write_day(tmp_path, 0)
+    return first, write_day(tmp_path, 1, vocabulary=first)
+
+
+def count_by_value(dataset: Path, table: torch.Tensor) -> dict[str, float]:
+    """Return the row of an embedding table of each item, by its raw value."""
+    vocabulary = pl.read_parquet(dataset / "vocabulary_item_id.parquet")
+    return {value: float(table[row, 0]) for row, value in vocabulary.select("id", "value").iter_rows()}
+
+
+def train(loader: Any, table: torch.nn.Embedding) -> None:
+    """Add 1 to the row of each item that is trained."""
+    for batch in loader:
+        items = batch.features["item_id"].values()
+        with torch.no_grad():
+            table.weight.index_add_(0, items, torch.ones(len(items), 1))
+
+
+def test_an_embedding_table_is_trained_on_two_days_one_after_the_other(days: tuple[Path, Path]) -> None:
+    first = build_loader(days[0], CONFIG, rank=0, world_size=1)
+    table = torch.nn.Embedding.from_pretrained(torch.zeros(open_store(days[0]).manifest.vocabulary_sizes["item_id"], 1))
+    train(first, table)
+    checkpoint = {"table": table.state_dict(), "loader": first.state_dict()}
+
+    second = build_loader(days[1], CONFIG, rank=0, world_size=1)
+    second.begin_after(checkpoint["loader"])
+    assert second.epoch == 1
+    table = torch.nn.Embedding.from_pretrained(torch.zeros(5, 1))
+    table.weight.data[:3] = checkpoint["table"]["weight"]
+    train(second, table)
+
+    assert count_by_value(days[1], table.weight.detach()) == {"tea": 3, "rye": 3, "ale": 1, "fig": 1}
+    resumed = build_loader(days[1], CONFIG, rank=0, world_size=1)
+    resumed.load_state_dict(second.state_dict())
+    assert resumed.epoch == 2
+
+
+def test_a_state_of_another_vocabulary_is_refused_in_one_line(days: tuple[Path, Path], tmp_path: Path) -> None:
+    state = build_loader(days[0], CONFIG, rank=0, world_size=1).state_dict()
+    alone = build_loader(write_day(tmp_path, 1), CONFIG, rank=0, world_size=1)
+    for load in (alone.begin_after, alone.load_state_dict):
+        with pytest.raises(
+            StateError,
+            match=r"^the loader's state has item_id with the vocabulary [0-9a-f]{12}, which this dataset, with the "
+            r"vocabulary [0-9a-f]{12}, does not extend; preprocess it with --vocabulary of the dataset",
+        ):
+            load(state)
+    later = build_loader(days[1], CONFIG, rank=0, world_size=1)
+    with pytest.raises(StateError, match="is of other data, .* or train on other data after it with begin_after"):
+        later.load_state_dict(state)
+    with pytest.raises(StateError, match="does not extend"):  # the old dataset lacks what the later one added
+        build_loader(days[0], CONFIG, rank=0, world_size=1).begin_after(later.state_dict())
+
+
+def test_a_stream_begins_after_the_stream_of_an_earlier_day(days: tuple[Path, Path], tmp_path: Path) -> None:
+    first = build_stream_loader(days[0], CONFIG, rank=0, world_size=1)
+    assert sum(batch.num_real for batch in first) == 3
+    second = build_stream_loader(days[1], CONFIG, rank=0, world_size=1)
+    second.begin_after(first.state_dict())
+    assert second.epoch == 1
+    assert sum(batch.num_real for batch in second) == 4
+    with pytest.raises(StateError, match="the stream's state has item_id with the vocabulary"):
+        build_stream_loader(write_day(tmp_path, 1), CONFIG, rank=0, world_size=1).begin_after(first.state_dict())
+
+
+def test_a_mixture_needs_vocabularies_of_which_one_extends_all(days: tuple[Path, Path], tmp_path: Path) -> None:
+    loader = build_loader(Mixture(weights={days[0]: 1.0, days[1]: 1.0}), CONFIG, rank=0, world_size=1)
+    build_loader(days[1], CONFIG, rank=0, world_size=1).begin_after(loader.state_dict())
+    alone = write_day(tmp_path, 1)
+    with pytest.raises(DataError, match="number their ids differently; preprocess one with --vocabulary of the other"):
+        build_loader(Mixture(weights={days[0]: 1.0, alone: 1.0}), CONFIG, rank=0, world_size=1)
