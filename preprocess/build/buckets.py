@@ -81,7 +81,7 @@ class Buckets:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spill(self) -> None:
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         for index, parts in enumerate(self._parts):
             with self._path(index).open("ab") as file:
                 for part in parts:

@@ -131,6 +131,7 @@ def let_checksums_agree(dataset: Path) -> None:
             contextual=manifest.contextual,
             extra_events=manifest.extra_events,
             vocabulary_sizes=manifest.vocabulary_sizes,
+            ids=manifest.ids,
         )
     path.write_text(json.dumps(raw))
 

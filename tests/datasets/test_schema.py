@@ -31,9 +31,9 @@ def test_a_manifest_survives_writing_and_reading(small_dataset: Path, tmp_path: 
     [
         (None, "not a dataset: it contains no manifest.json; make one with"),
         ("{", "not valid JSON"),
-        ('{"schema_version": 99}', "schema version 99, this version of evenrank reads 1"),
+        ('{"schema_version": 99}', "schema version 99, this version of evenrank reads 2"),
         ("[]", "schema version None"),
-        ('{"schema_version": 1}', "has a missing or malformed field"),
+        ('{"schema_version": 2}', "has a missing or malformed field"),
     ],
 )
 def test_a_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
@@ -49,6 +49,20 @@ def test_a_broken_manifest_is_refused_in_one_line(tmp_path: Path, text: str | No
 def _split(path: str = "train/a", **changes: object) -> dict[str, object]:
     file = {"path": path, "rows": 0, "sha256": "0" * 64}
     return {"train": {"files": [file], "rows": 0, "interactions": 0, "lengths": {}, **changes}}
+
+
+def _ids(**changes: object) -> dict[str, object]:
+    return {"rule": "dense", "kind": "int64", "versions": [{"size": 3, "sha256": "0" * 64}], **changes}
+
+
+WRONG_IDS: list[dict[str, object]] = [
+    {"kind": "int32"},
+    {"rule": 3},
+    {"versions": [{"size": -1, "sha256": "0" * 64}]},
+    {"versions": [{"size": 3, "sha256": "0"}]},
+    {"versions": [{"size": 3}]},
+    {"unheard": 1},
+]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +86,8 @@ def _split(path: str = "train/a", **changes: object) -> dict[str, object]:
         {"extra_events": {"item_id": "int64"}},
         {"extra_events": {"segment": "int64"}},
         {"vocabulary_sizes": {"user_id": 1}},
+        *({"ids": {"user_id": ids}} for ids in (None, {}, _ids())),
+        *({"ids": {"user_id": _ids(**wrong), "item_id": _ids()}} for wrong in WRONG_IDS),
         {"context_labels": {}},
         {"context_labels": {"segment": "abc"}},
     ],
@@ -110,7 +126,7 @@ def test_names_with_dots_are_those_of_older_datasets_alone() -> None:
         check_new_names(["sex", "user.age"])
 
 
-@pytest.mark.parametrize("field", ["content_hash", "contextual", "vocabulary_sizes", "extra_events", "splits"])
+@pytest.mark.parametrize("field", ["content_hash", "contextual", "vocabulary_sizes", "extra_events", "splits", "ids"])
 def test_a_manifest_cannot_claim_the_content_of_another(small_dataset: Path, tmp_path: Path, field: str) -> None:
     raw = json.loads((small_dataset / "manifest.json").read_text())
     other = {
@@ -119,6 +135,7 @@ def test_a_manifest_cannot_claim_the_content_of_another(small_dataset: Path, tmp
         "vocabulary_sizes": {**raw["vocabulary_sizes"], "item_id": 7},
         "extra_events": {"play_time_ms": "int64"},
         "splits": _split(),
+        "ids": {"user_id": _ids(), "item_id": _ids(rule="keep", versions=[])},
     }
     (tmp_path / "manifest.json").write_text(json.dumps({**raw, field: other[field]}))
     with pytest.raises(DataError, match=r"has content hash \w{12}, but that of its files and columns is \w{12}"):

@@ -11,6 +11,7 @@ from evenrank.datasets.schema import Manifest, user_hash
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
 from evenrank.preprocess.output import writer as writer_module
+from tests.preprocess.decoded import decode, read_rows
 
 HEADER = "userId,movieId,rating,timestamp\n"
 ML_20M = HEADER + "7,30,0.5,300\n7,10,5.0,100\n3,20,3.5,50\n7,20,4.0,100\n-2,10,1.0,1112486027\n"
@@ -33,7 +34,8 @@ def _draw(out: Path, num_users: int, **options: Any) -> Manifest:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    """Return the rows of a split with the raw ids of users and items."""
+    return decode(folder.parent, read_rows(folder))
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -52,7 +54,7 @@ def test_ml_20m_becomes_sequences_in_time_order(tmp_path: Path) -> None:
         dict(zip(names, row, strict=True)) for row in sorted(rows, key=lambda row: _hash(row[0]))
     ]
     assert _rows(tmp_path / "out" / "eval") == []
-    assert dict(manifest.vocabulary_sizes) == {"user_id": 8, "item_id": 31, "action": 10}
+    assert dict(manifest.vocabulary_sizes) == {"user_id": 4, "item_id": 4, "action": 10}
     train = manifest.splits["train"]
     assert (train.rows, train.interactions) == (3, 5)
     assert train.lengths["min"] == train.lengths["p50"] == 1
@@ -81,7 +83,7 @@ def test_ml_1m_has_contextual_features_which_are_0_if_unknown(tmp_path: Path) ->
     assert manifest.context_labels["sex"] == (None, "F", "M")
     assert manifest.context_labels["age_group"] == (None, "1", "25", "56")
     assert manifest.context_labels["zip_code"] == (None, "48067", "55117-12", "70072")
-    sizes = {"user_id": 6, "item_id": 1194, "action": 5, "sex": 3, "age_group": 4, "occupation": 4, "zip_code": 4}
+    sizes = {"user_id": 5, "item_id": 5, "action": 5, "sex": 3, "age_group": 4, "occupation": 4, "zip_code": 4}
     assert dict(manifest.vocabulary_sizes) == sizes
 
 
@@ -230,7 +232,7 @@ def test_windows_cover_a_long_history(tmp_path: Path) -> None:
 def test_requests_are_written_and_replaced_with_the_dataset(tmp_path: Path) -> None:
     for _ in range(2):
         _run(tmp_path, ML_20M, requests=RequestRule(seconds=150))
-    rows = pq.read_table(tmp_path / "out" / "requests.parquet").to_pylist()
+    rows = decode(tmp_path / "out", pq.read_table(tmp_path / "out" / "requests.parquet").to_pylist())
     requests = sorted((row["user_id"], row["request_ts_ms"], row["history_end"]) for row in rows)
     assert requests == [(-2, 1_112_486_027_000, 0), (3, 50_000, 0), (7, 100_000, 0), (7, 300_000, 2)]
 

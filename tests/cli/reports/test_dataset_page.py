@@ -27,7 +27,7 @@ def _split(name: str, lengths: list[int]) -> Split:
 
 
 MANIFEST = Manifest(
-    schema_version=1,
+    schema_version=2,
     dataset=f"tiny {SCRIPT}",
     sources=(SourceFile(path="raw/tiny.csv", bytes=1234, sha256="0" * 64),),
     options={"seed": 7, "note": SCRIPT, "audit": {"eval events before the newest train event": 1234}},
@@ -36,6 +36,7 @@ MANIFEST = Manifest(
     extra_events={},
     vocabulary_sizes={"user_id": 5, "item_id": 31, "country": 3},
     context_labels={"country": (None, SCRIPT, "Peru")},
+    ids={},
     content_hash="ab" * 32,
 )
 

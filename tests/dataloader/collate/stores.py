@@ -9,7 +9,7 @@ from evenrank.datasets.store import SequenceStore
 ITEMS = np.array([10, 11, 12, 30, 31, 32, 33, 34, 35])
 STORE = SequenceStore(
     manifest=Manifest(
-        schema_version=1,
+        schema_version=2,
         dataset="test",
         sources=(),
         options={},
@@ -18,6 +18,7 @@ STORE = SequenceStore(
         extra_events={},
         vocabulary_sizes={},
         context_labels={},
+        ids={},
         content_hash="",
     ),
     split="train",

@@ -39,7 +39,7 @@ def test_the_k_core_matches_its_definition(
         buckets = Buckets(tmp_path_factory.mktemp("k-core") / "buckets", len(events), DTYPES)
         columns = np.array(events, dtype=np.int64).reshape(-1, 2)
         buckets.append({"user_id": columns[:, 0].copy(), "item_id": columns[:, 1].copy()})
-    masks = k_core(buckets, Filters(min_user_events=users, min_item_events=items))
+    masks = k_core(buckets, Filters(min_user_events=users, min_item_events=items), None)
     assert masks is not None
     kept = [
         event
@@ -53,7 +53,7 @@ def _sequences(lengths: list[int]) -> Sequences:
     users = np.repeat(np.arange(len(lengths)), lengths)
     events = np.arange(len(users))
     columns: Columns = {"user_id": users, "item_id": events, "action": events.astype(np.int32), "timestamp_ms": events}
-    return build_sequences(columns)[0]
+    return build_sequences(columns, lambda keys: keys)[0]
 
 
 def test_users_with_short_or_long_histories_are_left_out() -> None:

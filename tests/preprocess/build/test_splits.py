@@ -24,7 +24,7 @@ def _seen(*batches: list[int]) -> SeenItems:
     for items in batches:
         zeros = np.zeros(len(items), dtype=np.int64)
         columns = {"user_id": zeros, "item_id": np.array(items, dtype=np.int64), "timestamp_ms": zeros}
-        seen.add(build_sequences({**columns, "action": zeros.astype(np.int32)})[0])
+        seen.add(build_sequences({**columns, "action": zeros.astype(np.int32)}, lambda keys: keys)[0])
     return seen
 
 

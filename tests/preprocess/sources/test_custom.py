@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.preprocess.build.key_table import text_keys
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular, read_toml
 from evenrank.preprocess.sources.interactions import IS_GOOD, Interactions
 from evenrank.preprocess.sources.tabular import open_plain_csv
@@ -35,19 +36,33 @@ def _config(*events: Path, **options: Any) -> TabularConfig:
     return TabularConfig(events=events, **{**columns, **options})
 
 
-def _read(folder: Path, content: str | bytes | pl.DataFrame, name: str | None = None, **options: Any) -> Interactions:
+AUTO = {"user_id": "auto", "item_id": "auto"}
+KEEP = {"user_id": "keep", "item_id": "keep"}
+TYPES: dict[str, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
+
+
+def _read(
+    folder: Path,
+    content: str | bytes | pl.DataFrame,
+    name: str | None = None,
+    *,
+    rules: dict[str, str] = AUTO,
+    text_ids: frozenset[str] = frozenset(),
+    **options: Any,
+) -> Interactions:
     name = name or ("log.parquet" if isinstance(content, pl.DataFrame) else "log.csv")
-    return read_tabular(_config(_write(folder / name, content), **options))
+    return read_tabular(_config(_write(folder / name, content), **options), rules, text_ids)
 
 
 def _collect(interactions: Interactions) -> list[pl.DataFrame]:
     parts = [part.events.collect() for part in interactions.parts]
-    schema = {"user_id": pl.Int64, "item_id": pl.Int64, "action": pl.Int32, "timestamp_ms": pl.Int64}
+    ids = {name: TYPES[kind] for name, kind in interactions.id_kinds.items()}
+    schema = {**ids, "action": pl.Int32, "timestamp_ms": pl.Int64}
     assert all(dict(events.schema) == {**schema, IS_GOOD: pl.Boolean} for events in parts)
     return parts
 
 
-def _rows(interactions: Interactions) -> list[tuple[int, ...]]:
+def _rows(interactions: Interactions) -> list[tuple[Any, ...]]:
     """Return the good rows as (user, item, action, time)."""
     return [row for part in _collect(interactions) for row in part.filter(IS_GOOD).drop(IS_GOOD).rows()]
 
@@ -75,7 +90,7 @@ def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str
     interactions = _read(tmp_path, content, name)
     assert _rows(interactions) == [(7, 30, 0, 100_000), (-3, 10, 0, 200_001)]
     assert _bad(interactions) == []
-    assert interactions.vocabularies == {}
+    assert interactions.id_kinds == {"user_id": "int64", "item_id": "int64"}
     assert interactions.num_actions == 1
     assert interactions.context is None
     (source,) = interactions.sources()
@@ -89,6 +104,7 @@ def test_parquet_with_other_columns_and_several_types_of_numbers_and_times(tmp_p
     columns = {"item": items, "user": [7.0, 8.5], "time": [1_700_000_000.123, 1.0], "other": [[1], [2]]}
     interactions = _read(tmp_path, pl.DataFrame(columns))
     assert _rows(interactions) == [(7, 30, 0, 1_700_000_000_123)]
+    assert interactions.id_kinds == {"user_id": "int64", "item_id": "uint64"}
     (part,) = interactions.parts
     assert [(row.line, row.text) for row in part.find_bad(9)] == [(2, "8.5,10,1.0")]
     assert part.size == max((tmp_path / "log.parquet").stat().st_size, 2 * 28)
@@ -103,17 +119,13 @@ def test_parquet_with_other_columns_and_several_types_of_numbers_and_times(tmp_p
         assert rows == [(1, 2, 0, time_ms) for time_ms in expected]
 
 
-def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
+def test_several_files_share_one_type_of_ids(tmp_path: Path) -> None:
     first = _write(tmp_path / "a.csv", "user,item,time\nzoë,5,3\nb,6,2\n")
     pl.DataFrame({"time": [1, 4], "user": [12, 7], "item": [5, 9]}).write_parquet(tmp_path / "b.parquet")
-    interactions = read_tabular(_config(first, tmp_path / "b.parquet"))
-    # Sorted: "12", "7", "b", "zoë".
-    assert _rows(interactions) == [(4, 5, 0, 3000), (3, 6, 0, 2000), (1, 5, 0, 1000), (2, 9, 0, 4000)]
+    interactions = read_tabular(_config(first, tmp_path / "b.parquet"), AUTO, frozenset())
+    assert _rows(interactions) == [("zoë", 5, 0, 3000), ("b", 6, 0, 2000), ("12", 5, 0, 1000), ("7", 9, 0, 4000)]
     assert [part.name for part in interactions.parts] == [str(first), str(tmp_path / "b.parquet")]
-    assert list(interactions.vocabularies) == ["user_id"]
-    written = interactions.vocabularies["user_id"]
-    assert dict(written.schema) == {"id": pl.Int64, "value": pl.String}
-    assert written.rows() == [(1, "12"), (2, "7"), (3, "b"), (4, "zoë")]
+    assert interactions.id_kinds == {"user_id": "text", "item_id": "int64"}
 
 
 @pytest.mark.parametrize(
@@ -128,28 +140,57 @@ def test_several_files_share_one_vocabulary(tmp_path: Path) -> None:
 )
 def test_exact_integers_are_ids(tmp_path: Path, dtype: Any, good: list[int], bad: list[float], integers: str) -> None:
     users = pl.Series([*map(Decimal, good), *map(Decimal, bad)] if dtype == pl.Decimal else [*good, *bad], dtype=dtype)
-    interactions = _read(tmp_path, pl.DataFrame({"user": users, "item": 1, "time": 0}))
+    frame = pl.DataFrame({"user": users, "item": 1, "time": 0})
+    rules = {"user_id": "keep", "item_id": "auto"}
+    interactions = _read(tmp_path, frame, rules=rules)
     assert _rows(interactions) == [(user, 1, 0, 0) for user in good]
     assert [reason for _, reason in _bad(interactions)] == [f"user is not an integer in {integers}"] * len(bad)
-    assert interactions.vocabularies == {}
+    assert interactions.id_kinds == {"user_id": "int64", "item_id": "int64"}
+    if dtype != pl.UInt64:
+        assert _rows(_read(tmp_path, frame)) == _rows(interactions)
+
+
+def test_unsigned_ids_up_to_64_bits_are_exact_unless_they_are_kept(tmp_path: Path) -> None:
+    users = pl.Series([0, 2**63, 2**64 - 1], dtype=pl.UInt64)
+    _write(tmp_path / "a.parquet", pl.DataFrame({"user": users, "item": [1, 2, 3], "time": 0}))
+    _write(tmp_path / "b.csv", "user,item,time\n7,4,0\n-1,5,0\n")
+    interactions = read_tabular(_config(tmp_path / "a.parquet", tmp_path / "b.csv"), AUTO, frozenset())
+    assert interactions.id_kinds == {"user_id": "uint64", "item_id": "int64"}
+    assert _rows(interactions) == [(0, 1, 0, 0), (2**63, 2, 0, 0), (2**64 - 1, 3, 0, 0), (7, 4, 0, 0)]
+    (bad,) = interactions.parts[1].find_bad(9)
+    assert (bad.line, bad.reason) == (3, "user is not an integer in 0..2^64-1")
 
 
 @pytest.mark.parametrize("dtype", [pl.String, pl.Categorical])
 def test_different_texts_are_different_ids(tmp_path: Path, dtype: Any) -> None:
     texts = ["+7", "-0", "0", "00", "7", "7.0"]
     interactions = _read(tmp_path, pl.DataFrame({"user": pl.Series(texts, dtype=dtype), "item": texts, "time": 0}))
-    assert _rows(interactions) == [(number, number, 0, 0) for number in range(1, 7)]
-    assert interactions.vocabularies["user_id"].rows() == list(enumerate(texts, start=1))
+    assert _rows(interactions) == [(text, text, 0, 0) for text in texts]
+    assert interactions.id_kinds == {"user_id": "text", "item_id": "text"}
 
 
 @pytest.mark.parametrize("value", ["007", "+7", "-0", "1.0", " 5", "9223372036854775808", "a"])
 def test_one_value_that_is_not_a_plain_integer_makes_the_column_strings(tmp_path: Path, value: str) -> None:
     lines = [f"1,{item},0\n" for item in (10, 9)]
-    interactions = _read(tmp_path, "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n")
-    ordered = sorted(["10", "9", value])
-    assert interactions.vocabularies["item_id"].rows() == list(enumerate(ordered, start=1))
-    assert _rows(interactions) == [(1, ordered.index(item) + 1, 0, 0) for item in ["10", "9"] * 1000 + [value]]
-    assert list(interactions.vocabularies) == ["item_id"]
+    text = "user,item,time\n" + "".join(lines) * 1000 + f"1,{value},0\n"
+    interactions = _read(tmp_path, text)
+    if interactions.id_kinds["item_id"] != "text":  # the value is not among the first rows
+        (part,) = interactions.parts
+        assert [reason for _, reason in _bad(interactions)] == ["item is not an integer in -2^63..2^63-1"]
+        assert part.find_texts() == {"item_id"}
+    interactions = _read(tmp_path, text, text_ids=frozenset({"item_id"}))
+    assert _rows(interactions) == [(1, item, 0, 0) for item in ["10", "9"] * 1000 + [value]]
+    assert interactions.id_kinds == {"user_id": "int64", "item_id": "text"}
+    interactions = _read(tmp_path, f"user,item,time\n1,10,0\n1,{value},0\n")
+    assert _rows(interactions) == [(1, "10", 0, 0), (1, value, 0, 0)]
+
+
+def test_text_in_a_column_whose_integers_are_kept_is_a_fault(tmp_path: Path) -> None:
+    interactions = _read(tmp_path, "user,item,time\na,1,0\n1,a,0\n-1,-1,0\n-1,1,0\n", rules=KEEP)
+    assert _rows(interactions) == [(-1, 1, 0, 0)]
+    integer = "is not an integer in -2^63..2^63-1"
+    assert _bad(interactions) == [(2, f"user {integer}"), (3, f"item {integer}"), (4, "item must not be negative")]
+    assert interactions.parts[0].find_texts() == frozenset()
 
 
 LEAP_DAY = 1_709_164_800_000  # 2024-02-29
@@ -206,19 +247,23 @@ def test_rows_with_faults_are_found_and_do_not_affect_the_type_of_ids(tmp_path: 
     low, high = -(2**63), 2**63 - 1
     lines = f'{low},{high},3,x\n,2,3,x\n1,,3,x\n"",2,3,x\n1,-2,3,x\n1,2\n\n1,2,3,x,5\n1,2,3\n1,2,3,x,\nx,2,y,\n4,5,6,\n'
     interactions = _read(tmp_path, "user,item,time,note\n" + lines)
+    assert interactions.id_kinds == {"user_id": "int64", "item_id": "int64"}
+    assert interactions.parts[0].find_texts() == frozenset()
+    kept = _read(tmp_path, "user,item,time,note\n" + lines, rules=KEEP)
+    negative = (6, "item must not be negative")
+    assert _bad(kept) == sorted([*_bad(interactions), negative])
     assert _bad(interactions) == [
         (3, "user is empty"),
         (4, "item is empty"),
         (5, "user is empty"),
-        (6, "item must not be negative"),
         (7, "expected 4 fields, got 2"),
         (8, "the line is empty"),
         (9, "expected 4 fields, got 5"),
         (12, "time is not a time in seconds since 1970 up to the year 9999"),
     ]
-    assert _rows(interactions) == [(low, high, 0, 3000), (1, 2, 0, 3000), (1, 2, 0, 3000), (4, 5, 0, 6000)]
+    assert _rows(kept) == [(low, high, 0, 3000), (1, 2, 0, 3000), (1, 2, 0, 3000), (4, 5, 0, 6000)]
+    assert _rows(interactions) == [_rows(kept)[0], (1, -2, 0, 3000), *_rows(kept)[1:]]
     assert [row.text for row in interactions.parts[0].find_bad(3)] == [",2,3,x", "1,,3,x", '"",2,3,x']
-    assert interactions.vocabularies == {}
 
 
 def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
@@ -233,8 +278,7 @@ def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
 def test_text_that_is_not_utf8_is_not_an_id(tmp_path: Path) -> None:
     interactions = _read(tmp_path, b"user,item,time,note\na,1,1,\xff\n\xff,1,1,\n")
     assert _bad(interactions) == [(3, "user is not UTF-8")]
-    assert interactions.vocabularies["user_id"].rows() == [(1, "a")]
-    assert _rows(interactions) == [(1, 1, 0, 1000)]
+    assert _rows(interactions) == [("a", 1, 0, 1000)]
 
 
 @pytest.mark.parametrize(
@@ -289,9 +333,10 @@ def test_context_of_users_with_string_ids(tmp_path: Path) -> None:
     assert encoded is not None
     assert encoded.features.columns == ["user_id", "city", "age"]
     assert encoded.features.dtypes == [pl.Int64] * 3
-    assert encoded.features.rows() == [(2, 2, 1), (1, 0, 2), (3, 1, 0)]
-    # Ages are sorted as numbers.
-    assert encoded.labels == {"city": (None, "Aachen", "Bonn, am Rhein"), "age": (None, "9", "10")}
+    b, a, c, nobody = text_keys(pl.Series(["b", "a", "c", "nobody"])).tolist()
+    assert encoded.features.rows() == [(b, 2, 2), (a, 0, 3), (c, 1, 0), (nobody, 3, 1)]
+    # Ages are sorted as numbers; those of users without events are among them.
+    assert encoded.labels == {"city": (None, "Aachen", "Bonn, am Rhein", "Ulm"), "age": (None, "8", "9", "10")}
     assert [source.path for source in interactions.sources()] == ["log.csv", "users.csv"]
     assert interactions.options["context"] == "users.csv"
     assert interactions.options["context_columns"] == ["city", "age"]
@@ -303,8 +348,8 @@ def test_context_in_parquet_of_users_with_integer_ids(tmp_path: Path) -> None:
     log = "user,item,time\n7,1,1\n8,1,1\n9,1,1\n"
     encoded = _read(tmp_path, log, context=context, context_columns=("age",)).context
     assert encoded is not None
-    assert encoded.features.rows() == [(7, 1), (8, 0), (9, 0)]
-    assert encoded.labels == {"age": (None, "3.0")}
+    assert encoded.features.rows() == [(7, 2), (8, 0), (9, 0), (1, 1)]  # no event has the user "007"
+    assert encoded.labels == {"age": (None, "1.0", "3.0")}
 
 
 @pytest.mark.parametrize(
