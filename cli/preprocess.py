@@ -78,7 +78,7 @@ def preprocess_command(
     ] = "user:0.3",
     allow_empty: Annotated[
         bool,
-        typer.Option("--allow-empty", help="Accept a split by time or file that leaves train or eval empty, and 1970."),
+        typer.Option("--allow-empty", help="Accept a log of 1970, and an empty train or eval with time: and file:."),
     ] = False,
     eval_fraction: Annotated[float | None, _optional(help="The same as --split user:FRACTION.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split by user and of synthetic data.")] = 0,

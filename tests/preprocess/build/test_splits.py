@@ -113,6 +113,7 @@ LOG_COLUMNS = ("user", "item", "time")
     ("name", "text"),
     [
         ("users.txt", '7\n"a, b"\n-2'),
+        ("users", '7\n"a, b"\n-2\n'),
         ("users.TXT", '\ufeff7\r\n"a, b"\r\n-2\r\n'),
         ("users.csv", 'user\n7\n"""a, b"""\n-2\n'),
         ("users.tsv", 'age\tuser\tx\n1\t7\t\n1\t"""a, b"""\t\n1\t-2\t\n'),
