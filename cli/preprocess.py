@@ -71,9 +71,15 @@ def preprocess_command(
         str,
         typer.Option(
             help="What goes to eval: user:FRACTION, that fraction of the users; leave-last:N, the last N events of "
-            "each user; time:TIMESTAMP (milliseconds or ISO 8601), the events from that time on; or none."
+            "each user; time:2015, time:2015-01-06, time:1420070400 or ISO 8601, the events from that time on; "
+            "time:last:7d (or h, w), those of the last 7 days; file:PATH, the users in a text file (.txt) or in a "
+            "table with the log's column of users; or none."
         ),
     ] = "user:0.3",
+    allow_empty: Annotated[
+        bool,
+        typer.Option("--allow-empty", help="Accept a log of 1970, and an empty train or eval with time: and file:."),
+    ] = False,
     eval_fraction: Annotated[float | None, _optional(help="The same as --split user:FRACTION.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split by user and of synthetic data.")] = 0,
     ids: Annotated[
@@ -128,7 +134,9 @@ def preprocess_command(
     user_column: Annotated[str, typer.Option(help="Custom data: column of user ids.")] = "user_id",
     item_column: Annotated[str, typer.Option(help="Custom data: column of item ids.")] = "item_id",
     timestamp_column: Annotated[str, typer.Option(help="Custom data: column of timestamps.")] = "timestamp",
-    timestamp_unit: Annotated[str, typer.Option(help="Custom data: unit of timestamps: s, ms, us or iso.")] = "s",
+    timestamp_unit: Annotated[
+        str, typer.Option(help="Custom data: unit of timestamps: s, ms, us, ns, iso, date, or auto, as they look.")
+    ] = "auto",
     action_columns: Annotated[
         str, typer.Option(help="Custom data: one column of integer actions, or columns of 0 and 1, comma-separated.")
     ] = "",
@@ -161,6 +169,7 @@ def preprocess_command(
     from evenrank.datasets.distributions import Zipf, parse_distribution
     from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
     from evenrank.preprocess.sources.custom import read_toml
+    from evenrank.preprocess.sources.times import UNITS
 
     custom = None
     if dataset == CUSTOM:
@@ -180,6 +189,7 @@ def preprocess_command(
             overwrite=overwrite,
             raw_dir=raw_dir,
             split=split if eval_fraction is None else f"user:{eval_fraction}",
+            allow_empty=allow_empty,
             seed=seed,
             filters=Filters(
                 min_user_events=k_core,
@@ -201,6 +211,10 @@ def preprocess_command(
         )
         with console.stages() as on_stage:
             manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
+        time = manifest.options["time"]
+        console.print_result(
+            f"timestamps: {UNITS[time['unit']]}, first event {time['first']}, last event {time['last']}"
+        )
         for split_name, info in manifest.splits.items():
             console.print_result(f"{folder}/{split_name}: {info.rows:,} rows, {info.interactions:,} interactions")
         for column, summary in manifest.ids.items():

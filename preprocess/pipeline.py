@@ -19,6 +19,7 @@ from evenrank.datasets.schema import (
     ITEM_ID,
     NUM_TARGETS,
     SCHEMA_VERSION,
+    TIMESTAMP_MS,
     USER_ID,
     WINDOW,
     Manifest,
@@ -31,17 +32,18 @@ from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, parse_ids, par
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
 from evenrank.preprocess.build.key_table import TextValues
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.build.splits import EVAL, Audit, parse_split
+from evenrank.preprocess.build.splits import EVAL, Audit, SplitFacts, parse_split, read_listed_users
 from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular
-from evenrank.preprocess.sources.download import ensure_raw_files
+from evenrank.preprocess.sources.download import ensure_raw_files, source_files
 from evenrank.preprocess.sources.interactions import ContextLookup, Interactions
 from evenrank.preprocess.sources.kuairand import read_kuairand
 from evenrank.preprocess.sources.movielens import read_movielens
 from evenrank.preprocess.sources.synthetic import SyntheticConfig, draw_interactions
+from evenrank.preprocess.sources.times import check_era, utc_text
 
 # A low estimate, since a few buckets too many cost little: a row of MovieLens, the densest log known, has 27 bytes.
 _BYTES_PER_EVENT = 20
@@ -60,7 +62,10 @@ class PreprocessConfig:
     raw_dir: Path = Path("raw")
     """Folder with a folder or an archive of raw files per public dataset. Missing ones are downloaded into it."""
     split: str = "user:0.3"
-    """`user:FRACTION`, `leave-last:N`, `time:TIMESTAMP` or `none`; see `evenrank.preprocess.build.splits`."""
+    """`user:FRACTION`, `leave-last:N`, `time:TIME`, `time:last:DURATION`, `file:PATH` or `none`; see
+    `evenrank.preprocess.build.splits`."""
+    allow_empty: bool = False
+    """Whether a split by time or file may leave train or eval without rows, and a log may end in 1970."""
     seed: int = 0
     """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
     ids: str = ""
@@ -171,6 +176,10 @@ def _write_dataset(
     on_stage: Callable[[str], None],
 ) -> Manifest:
     """Write all files of a dataset to an empty folder."""
+    rule, eval_users = parse_split(config.split), np.empty(0, dtype=np.int64)
+    if rule.file is not None:
+        columns = (USER_ID, ITEM_ID, TIMESTAMP_MS) if config.custom is None else config.custom.event_columns[:3]
+        eval_users = read_listed_users(rule.file, columns, interactions.id_kinds[USER_ID])
     num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
     (work := folder / ".work").mkdir()
@@ -184,7 +193,13 @@ def _write_dataset(
     with ThreadPoolExecutor(1) as background, contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         pending_sources = background.submit(interactions.sources)
-        counts = fill_buckets(buckets, interactions, texts, on_error=config.on_error, on_stage=on_stage)
+        counts, first_ms, last_ms = fill_buckets(
+            buckets, interactions, texts, on_error=config.on_error, on_stage=on_stage
+        )
+        if not config.allow_empty:
+            check_era(last_ms, interactions.time_unit)
+        facts = SplitFacts(seed=config.seed, last_ms=last_ms, eval_users=eval_users)
+        time = {"unit": interactions.time_unit, "first": utc_text(first_ms), "last": utc_text(last_ms)}
         if (masks := mask_unknown(buckets, earlier)) is not None:
             counts["events of unknown users or items (dropped)"] = _count_masked(masks)
         num_unknown = _count_masked(masks)
@@ -199,8 +214,16 @@ def _write_dataset(
                 for name, kind in interactions.id_kinds.items()
             }
             ids = {name: pending.result() for name, pending in pending_ids.items()}
-        splits, largest = _write_splits(folder, config, interactions, buckets, masks, ids, counts, on_stage)
+        splits, largest = _write_splits(folder, config, facts, interactions, buckets, masks, ids, counts, on_stage)
+        empty = [name for name, split in splits.items() if not split.rows]
+        if empty and rule.remedy is not None and not config.allow_empty:
+            raise DataError(
+                f"--split {config.split} leaves {empty[0]} without rows, of events from {time['first']} to "
+                f"{time['last']}; {rule.remedy}, or pass --allow-empty"
+            )
         sources = pending_sources.result()
+        if rule.file is not None:
+            sources += source_files(rule.file.parent, [rule.file])
     labels = {} if interactions.context is None else interactions.context.labels
     content: dict[str, Any] = {
         "splits": splits,
@@ -219,12 +242,13 @@ def _write_dataset(
     default = asdict(Filters())
     options = {
         **interactions.options,
-        "split": config.split,
+        "split": config.split if rule.file is None else f"file:{rule.file.name}",
         "seed": config.seed,
         "on_error": config.on_error,
         "unknown": config.unknown,
         "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
         "requests": None if config.requests is None else asdict(config.requests),
+        "time": time,
         "audit": {description: count for description, count in counts.items() if count},
     }
     manifest = Manifest(
@@ -243,6 +267,7 @@ def _write_dataset(
 def _write_splits(
     folder: Path,
     config: PreprocessConfig,
+    facts: SplitFacts,
     interactions: Interactions,
     buckets: Buckets,
     masks: Masks | None,
@@ -273,7 +298,7 @@ def _write_splits(
             counts["users left out by filters"] += len(all_users) - len(sequences)
             if config.requests is not None:
                 requests.write_table(request_table(sequences, config.requests))
-            for name, rows in rule.divide(sequences, config.seed).items():
+            for name, rows in rule.divide(sequences, facts).items():
                 if name not in writers:
                     columns = [WINDOW] * (config.filters.window is not None)
                     columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)

@@ -15,7 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.datasets.schema import ITEM_ID, USER_ID
+from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
 from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
 
@@ -123,13 +123,14 @@ def fill_buckets(
     *,
     on_error: OnError,
     on_stage: Callable[[str], None],
-) -> dict[str, int]:
+) -> tuple[dict[str, int], int, int]:
     """Read all events into buckets; return the number of skipped rows by a description of the first ones per part.
 
-    Ids become keys; `texts` registers those of the columns that are text. Raises TextIdsError.
+    Also return the times of the first and the last event. Ids become keys; `texts` registers those of the columns that
+    are text. Raises TextIdsError.
     """
     num_skipped: dict[str, int] = {}
-    num_events = 0
+    num_events, first_ms, last_ms = 0, 1 << 62, 0
     for part in interactions.parts:
         num_bad = 0
         for batch in _batches(part):
@@ -139,6 +140,8 @@ def fill_buckets(
             keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
             buckets.append(keys | {name: column.to_numpy() for name, column in columns.items()})
             num_events += len(good)
+            times = columns[TIMESTAMP_MS].to_numpy()
+            first_ms, last_ms = int(times.min(initial=first_ms)), int(times.max(initial=last_ms))
             on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad:
             if text_columns := part.find_texts():
@@ -154,7 +157,7 @@ def fill_buckets(
     if num_events == 0:
         names = ", ".join(part.name for part in interactions.parts)
         raise DataError(f"{names}: no events could be read; check the file, or unpack or download it again")
-    return num_skipped
+    return num_skipped, first_ms, last_ms
 
 
 def _keys(ids: pl.Series, texts: TextValues | None) -> NDArray[np.int64]:

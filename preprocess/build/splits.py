@@ -2,10 +2,15 @@
 
 user:0.3         30 % of the users are in `eval`; which ones depends on their ids and the seed alone
 leave-last:2     the last 2 events of each user are predicted from the earlier ones
-time:2015-01-01  events from this time on are predicted from the earlier ones
+time:2015-01-06  events from this time on are predicted from the earlier ones; also a year, a month, ISO 8601 in UTC, or
+                 a number since 1970 of seconds, milliseconds, ..., by its size
+time:last:7d     events less than 7 days (d; weeks w, hours h) older than the log's last event are predicted
+file:PATH        the users that a file lists are in `eval`
 none             everything is in `train`
 """
 
+import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,50 +18,78 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from evenrank.core.errors import ConfigError
-from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, user_hash
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, USER_ID, IdKind, user_hash
+from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
+from evenrank.preprocess.sources.raw_values import raw_id
+from evenrank.preprocess.sources.tabular import open_plain_csv, open_table
+from evenrank.preprocess.sources.times import PER_SECOND, unit_of
 
 TRAIN, EVAL = "train", "eval"
 _MAX_TARGETS = int(np.iinfo(np.int32).max)
 # Smaller item ids are kept as a mask with one byte per id, larger ones as a sorted array.
 _DENSE_IDS = 1 << 27
+_LAST = re.compile("last:([1-9][0-9]{0,8})([hdw])")
+_DURATIONS_MS = {"h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+_NUMBER = re.compile("(?![0-9]{4}$|(?:19|20)[0-9]{6}$)[0-9]+")  # neither 2015 nor 20150106
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitFacts:
+    """What a rule depends on besides the sequences."""
+
+    seed: int
+    last_ms: int  # time of the last event of the log, before filters
+    eval_users: NDArray[np.int64]  # keys of those in the file of `file:PATH`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRule:
     """A rule that divides sequences into splits."""
 
-    divide: Callable[[Sequences, int], dict[str, Sequences]]  # called with a seed
+    divide: Callable[[Sequences, SplitFacts], dict[str, Sequences]]
     has_targets: bool = False  # whether a number of last events of the rows in `eval` are to be predicted
+    file: Path | None = None  # with the users of `eval`
+    remedy: str | None = None  # of a split without rows, if that is an error
 
 
 def parse_split(text: str) -> SplitRule:
-    """Parse `user:FRACTION`, `leave-last:N`, `time:TIMESTAMP` (milliseconds, or ISO 8601 in UTC) or `none`."""
+    """Parse the text of a rule, as above."""
     kind, _, value = text.partition(":")
     try:
         if kind == "user" and 0 <= (fraction := float(value)) <= 1:
-            return SplitRule(divide=lambda sequences, seed: _by_user(sequences, fraction, seed))
+            return SplitRule(divide=lambda sequences, facts: _by_user(sequences, fraction, facts.seed))
         if kind == "leave-last" and 1 <= (count := int(value)) <= _MAX_TARGETS:
-            return SplitRule(divide=lambda sequences, seed: _leave_last(sequences, count), has_targets=True)
-        if kind == "time" and 0 <= (boundary_ms := _milliseconds(value)) <= MAX_TIMESTAMP_MS:
-            return SplitRule(divide=lambda sequences, seed: _by_time(sequences, boundary_ms), has_targets=True)
+            return SplitRule(divide=lambda sequences, facts: _leave_last(sequences, count), has_targets=True)
+        if kind == "time":
+            last = _LAST.fullmatch(value)
+            offset_ms = -int(last[1]) * _DURATIONS_MS[last[2]] + 1 if last else _milliseconds(value)
+            if last or 0 <= offset_ms <= MAX_TIMESTAMP_MS:
+                return SplitRule(
+                    divide=lambda sequences, facts: _by_time(sequences, offset_ms + facts.last_ms * (last is not None)),
+                    has_targets=True,
+                    remedy="choose a time between them",
+                )
+        if kind == "file" and value:
+            return SplitRule(divide=_by_list, file=Path(value), remedy="list some users of the log, but not all")
         if text == "none":
-            return SplitRule(divide=lambda sequences, seed: {TRAIN: sequences})
+            return SplitRule(divide=lambda sequences, facts: {TRAIN: sequences})
     except (ValueError, OverflowError):  # the latter from dates next to the ends of the calendar
         pass
     raise ConfigError(
         f"invalid split {text!r}; expected user:FRACTION (0 to 1), leave-last:N (N from 1 to 2^31-1), "
-        "time:TIMESTAMP (milliseconds or ISO 8601, 1970 to 9999) or none"
+        "time:TIME (2015, 2015-01-06, ISO 8601 or seconds, 1970 to 9999), time:last:7d (or h, w), file:PATH or none"
     )
 
 
 def _milliseconds(text: str) -> int:
-    if text.isdecimal():
-        return int(text)
-    moment = datetime.fromisoformat(text)
+    if _NUMBER.fullmatch(text):
+        return int(text) * 1000 // PER_SECOND[unit_of(int(text))]
+    moment = datetime.fromisoformat(text if len(text) > len("2015-01") else f"{text}-01-01"[: len("2015-01-01")])
     return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)
 
 
@@ -65,6 +98,11 @@ def _by_user(sequences: Sequences, fraction: float, seed: int) -> dict[str, Sequ
     hashes = user_hash(sequences.user_keys, salt=(seed << 1) | 1)
     # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
     in_eval = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+    return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
+
+
+def _by_list(sequences: Sequences, facts: SplitFacts) -> dict[str, Sequences]:
+    in_eval = np.isin(sequences.user_keys, facts.eval_users)
     return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}
 
 
@@ -83,6 +121,26 @@ def _by_time(sequences: Sequences, boundary_ms: int) -> dict[str, Sequences]:
     train = replace(sequences, ends=boundaries).take(boundaries > sequences.begins)
     evaluated = replace(sequences, num_targets=(sequences.ends - boundaries).astype(np.int32))
     return {TRAIN: train, EVAL: evaluated.take(boundaries < sequences.ends)}
+
+
+def read_listed_users(path: Path, columns: tuple[str, ...], kind: IdKind) -> NDArray[np.int64]:
+    """Return the keys of the users that a file lists, without those of another kind: int64 [users].
+
+    Args:
+        path: a text file (.txt or no suffix) with an id per line, or a table with the log's column of users.
+        columns: those of users, items and times in the log; a file with all of them is a log.
+        kind: of the ids in the log.
+    """
+    if path.suffix.lower() in ("", ".txt"):
+        table, column = open_plain_csv(path, {USER_ID: pl.String}, has_header=False, separator="\n"), USER_ID
+    else:
+        table, column = open_table(path, columns[:1]), columns[0]
+        with contextlib.suppress(DataError):
+            open_table(path, columns)
+            raise ConfigError(f"--split file:{path} is a log; list only users in it, in a column {column!r}")
+    checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
+    users = table.read_users([raw_id(table, column, kind).alias(USER_ID)], checks)
+    return keys_of(users.get_column(USER_ID).drop_nulls())
 
 
 class SeenItems:

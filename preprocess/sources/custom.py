@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import polars as pl
 
@@ -20,6 +20,7 @@ from evenrank.preprocess.sources.interactions import (
     EventPart,
     Interactions,
     Table,
+    TimestampUnit,
     encode_context,
 )
 from evenrank.preprocess.sources.raw_values import (
@@ -33,8 +34,8 @@ from evenrank.preprocess.sources.raw_values import (
     raw_id,
 )
 from evenrank.preprocess.sources.tabular import open_table
+from evenrank.preprocess.sources.times import UNITS, decide_unit, timestamp_ms
 
-TimestampUnit = Literal["s", "ms", "us", "iso"]
 _MAX_FLAGS = 31  # the bits of a non-negative int32
 
 
@@ -50,9 +51,10 @@ class TabularConfig:
     """Column of item ids: integers or strings."""
     timestamp_column: str
     """Column of event times."""
-    timestamp_unit: TimestampUnit = "s"
-    """Unit of numeric times, counted from 1970; `iso` for ISO 8601 text, in UTC unless it has an offset. Parquet's date
-    and time types need no unit."""
+    timestamp_unit: TimestampUnit = "auto"
+    """Unit of numeric times, counted from 1970: `s`, `ms`, `us` or `ns`; `iso` for ISO 8601 text, in UTC unless it has
+    an offset; `date` for 2015-01-06 or 20150106; `auto`: as the first values look. Parquet's date and time types need
+    no unit."""
     action_columns: tuple[str, ...] = ()
     """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
     context: Path | None = None
@@ -111,18 +113,6 @@ def read_toml(path: Path, **options: Any) -> TabularConfig:
 
 
 _MAX_ACTION = 2**31 - 1
-_TIME_FORMATS: Mapping[TimestampUnit, str] = {
-    "s": "in seconds since 1970",
-    "ms": "in whole ms since 1970",
-    "us": "in whole us since 1970",
-    "iso": "in ISO 8601",
-}
-# Not `\d`, which matches the digits of all scripts. Leap seconds cannot be expressed in ms since 1970.
-_ISO = (
-    "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
-    "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
-    "(?:Z|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
-)
 
 
 def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: frozenset[str]) -> Interactions:
@@ -134,6 +124,8 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
         text_ids: those of the two that are text even if they begin with integers.
     """
     tables = [open_table(path, config.event_columns) for path in config.events]
+    if config.timestamp_unit == "auto":
+        config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
     kinds: dict[str, IdKind] = {
         name: "int64" if rules[name] == KEEP else "text" if name in text_ids else id_kind(tables, column)
@@ -144,13 +136,13 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
 
     def part(table: Table) -> EventPart:
         ids = [raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()]
-        action, time = _action(config, table).alias(ACTION), _timestamp_ms(config, table).alias(TIMESTAMP_MS)
+        action, time = _action(config, table), timestamp_ms(table, config.timestamp_column, config.timestamp_unit)
         value_checks = _value_checks(config, table)
         checks = value_checks.copy()
         for name, column in columns.items():
             checks |= id_checks(table, column, kinds[name], is_row=name == ITEM_ID and rules[name] == KEEP)
         guessed = {name: column for name, column in columns.items() if kinds[name] == "int64" and rules[name] != KEEP}
-        events = table.part([*ids, action, time], checks)
+        events = table.part([*ids, action.alias(ACTION), time.alias(TIMESTAMP_MS)], checks)
         return replace(events, find_texts=lambda: find_texts(table, guessed, value_checks))
 
     return Interactions(
@@ -158,6 +150,7 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
         sources=lambda: tuple(source for path in paths for source in source_files(path.parent, [path])),
         context=context,
         num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
+        time_unit=config.timestamp_unit,
         options={
             **asdict(config),
             "events": [path.name for path in config.events],
@@ -171,8 +164,9 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
 
 def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
     """Return the checks of time and actions by the reason to report where they fail."""
-    time_reason = f"{config.timestamp_column} is not a time {_TIME_FORMATS[config.timestamp_unit]} up to the year 9999"
-    checks = {time_reason: _timestamp_ms(config, table).is_between(0, MAX_TIMESTAMP_MS)}
+    column, unit = config.timestamp_column, config.timestamp_unit
+    time_reason = f"{column} is not a time in {UNITS[unit]} up to the year 9999"
+    checks = {time_reason: timestamp_ms(table, column, unit).is_between(0, MAX_TIMESTAMP_MS)}
     for name in config.action_columns:
         if len(config.action_columns) > 1:
             checks[f"{name} is not 0 or 1"] = _flag(table, name).is_between(0, 1)
@@ -181,40 +175,6 @@ def _value_checks(config: TabularConfig, table: Table) -> dict[str, pl.Expr]:
             largest = min(_MAX_ACTION, 2 ** integer_bits(table.dtypes[name]) - 1)
             checks[f"{name} is not an integer in 0..{largest}"] = action.is_between(0, largest)
     return checks
-
-
-def _timestamp_ms(config: TabularConfig, table: Table) -> pl.Expr:
-    """Return event times as int64, rounded down; null where they cannot be read."""
-    name, unit = config.timestamp_column, config.timestamp_unit
-    time, dtype = pl.col(name), table.dtypes[name]
-    described = f"{table.path}: column {name!r} of type {dtype}"
-    if dtype.base_type() in (pl.Datetime, pl.Date):
-        return (time.cast(pl.Datetime("ms")) if dtype == pl.Date else time).dt.epoch("ms")
-    if unit == "iso":
-        if dtype != pl.String:
-            raise DataError(f"{described} is not text; set timestamp_unit to s, ms or us")
-        return _iso_ms(time)
-    if dtype != pl.String and not dtype.is_numeric():
-        raise DataError(f"{described} cannot hold times; convert it to numbers or text")
-    if integer_bits(dtype) < integer_bits(pl.Float64()):
-        raise DataError(f"{described} is too coarse for times; store the times as Float64 or integers")
-    if unit == "s":
-        # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
-        seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
-        return (seconds * 1000).floor().cast(pl.Int64, strict=False)
-    count = as_integer(table, name)
-    return count if unit == "ms" else count // 1000
-
-
-def _iso_ms(text: pl.Expr) -> pl.Expr:
-    # Polars' parser expects a single format for a column, but logs mix several.
-    part = text.str.extract_groups(_ISO).struct
-    date, clock, seconds, millis, sign, offset_hours, offset_minutes = (part.field(str(i)) for i in range(1, 8))
-    moment = pl.concat_str(date, clock.fill_null("00:00"), seconds.fill_null("00"), separator=" ")
-    local = moment.str.to_datetime("%Y-%m-%d %H:%M %S", time_unit="ms", strict=False).dt.epoch("ms")
-    minutes = offset_hours.cast(pl.Int64) * 60 + offset_minutes.cast(pl.Int64).fill_null(0)
-    offset = pl.when(sign == "-").then(-minutes).otherwise(minutes).fill_null(0)
-    return local + millis.str.pad_end(3, "0").cast(pl.Int64).fill_null(0) - offset * 60_000
 
 
 def _action(config: TabularConfig, table: Table) -> pl.Expr:

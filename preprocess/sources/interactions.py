@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -21,6 +22,7 @@ LINE, TEXT, FAULT = "evenrank line", "evenrank text", "evenrank fault"
 IS_WELL_FORMED = "evenrank is_well_formed"
 # The last millisecond of the year 9999; the first time stamp allowed is 0, the start of 1970.
 MAX_TIMESTAMP_MS = 253_402_300_799_999
+TimestampUnit = Literal["auto", "s", "ms", "us", "ns", "iso", "date"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,7 @@ class Interactions:
     sources: Callable[[], tuple[SourceFile, ...]]  # reads the raw files for their checksums
     context: Context | None = None
     num_actions: int | None  # None if the largest action is only known once all events are read
+    time_unit: TimestampUnit = "ms"  # of the raw times
     extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or int32
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
     id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})

@@ -40,6 +40,7 @@ def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
         parts=(ratings.part(events, checks),),
         context=None if dataset.users is None else encode_context(_read_users(folder / dataset.users)),
         num_actions=dataset.num_actions,
+        time_unit="s",
         sources=lambda: source_files(folder.parent, [folder / name for name in dataset.files]),
     )
 

@@ -19,7 +19,7 @@ from tests.preprocess.sources.test_kuairand import LAYOUTS, LOG_HEADER, USERS, U
 
 
 def _write_raw_files(tmp_path: Path) -> Path:
-    ratings = ("userId,movieId,rating,timestamp", "1,10,3.5,100", "1,11,4.0,90", "2,10,0.5,50")
+    ratings = ("userId,movieId,rating,timestamp", "1,10,3.5,1420070410", "1,11,4.0,1420070409", "2,10,0.5,1420070400")
     write(tmp_path / "raw" / "ml-20m", {"ratings.csv": ratings})
     return tmp_path / "raw"
 
@@ -39,6 +39,7 @@ def test_scripts_preprocess_and_inspect(tmp_path: Path) -> None:
     run = run_program(*command, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
+        "timestamps: seconds since 1970, first event 2015-01-01T00:00:00Z, last event 2015-01-01T00:00:10Z",
         "out/ml-20m/train: 2 rows, 3 interactions",
         "out/ml-20m/eval: 0 rows, 0 interactions",
         "user_id: dense (2 distinct, largest 2), numbered 1 to 2 by first appearance",
@@ -58,7 +59,7 @@ def test_all_public_datasets_are_made_from_their_raw_files(here: Path, evenrank:
         lines = [log_line(user=user, video=20 + user, time=1_650_000_000_000 - user, play=7) for user in (1, 2, 3)]
         files = {f"data/{log}": (LOG_HEADER, *lines) for log in logs}
         write(raw / folder, {**files, f"data/{users}": (USERS_HEADER, *USERS)})
-    write(raw / "ml-1m", {"ratings.dat": ("1::10::3::100",), "users.dat": ("1::F::1::10::48067",)})
+    write(raw / "ml-1m", {"ratings.dat": ("1::10::3::978300760",), "users.dat": ("1::F::1::10::48067",)})
     run = evenrank("preprocess", "--dataset", "all", "--raw-dir", raw, "--split", "none")
     assert run.returncode == 0, run.stderr
     for name, rows in (("ml-1m", 1), ("ml-20m", 2), ("kuairand-pure", 3), ("kuairand-1k", 3), ("kuairand-27k", 3)):
@@ -164,17 +165,22 @@ def test_seeds_apply_to_synthetic_data_and_to_the_split_by_user(tmp_path: Path, 
 
 
 def test_options_complete_the_file_of_a_custom_log_and_do_not_repeat_it(tmp_path: Path, evenrank: Evenrank) -> None:
-    (tmp_path / "log.csv").write_text("uid,item_id,time,click,buy\n1,10,5000,0,1\n1,11,6000,1,1\n")
+    (tmp_path / "log.csv").write_text("uid,item_id,time,click,buy\n1,10,1420070400,0,1\n1,11,1420070401,1,1\n")
     config = tmp_path / "log.toml"
     config.write_text('events = "log.csv"\nuser_column = "uid"\ntimestamp_column = "time"\n')
     command = ("preprocess", "--dataset", "custom", "--config", config, "--out", tmp_path / "out", "--split", "none")
     options = ("--timestamp-unit", "ms", "--action-columns", "click,buy")
     assert evenrank(*command, *options).stderr == f"error: {config} lacks item_column; add it\n"
     run = evenrank(*command, *options, "--item-column", "item_id")
+    assert run.stderr == (
+        "error: the last event is at 1970-01-17T10:27:50Z, read as whole milliseconds since 1970; it is at "
+        "2015-01-01T00:00:01Z with --timestamp-unit s, or pass --allow-empty\n"
+    )
+    run = evenrank(*command, *options, "--item-column", "item_id", "--allow-empty")
     assert run.returncode == 0, run.stderr
     store = open_store(tmp_path / "out")
     assert store.events["action"].tolist() == [2, 3]
-    assert store.events["timestamp_ms"].tolist() == [5000, 6000]
+    assert store.events["timestamp_ms"].tolist() == [1420070400, 1420070401]
     with config.open("a") as file:
         file.write('item_column = "item_id"\ntimestamp_unit = "s"\n')
     run = evenrank(*command, "--timestamp-unit", "s")

@@ -1,8 +1,11 @@
+from collections.abc import Callable
+from datetime import date
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
@@ -25,6 +28,7 @@ def _run(tmp_path: Path, files: str | dict[str, str], dataset: str = "ml-20m", *
         path = tmp_path / "raw" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="latin-1", newline="")
+    options = {"allow_empty": True, **options}  # many of the logs are in 1970
     return preprocess(PreprocessConfig(dataset=dataset, raw_dir=tmp_path / "raw", out=tmp_path / "out", **options))
 
 
@@ -205,11 +209,91 @@ def test_leave_last_marks_the_events_to_predict(tmp_path: Path) -> None:
 
 
 def test_split_by_time_puts_no_later_event_into_train(tmp_path: Path) -> None:
-    manifest = _run(tmp_path, ML_20M, split="time:100000")
+    manifest = _run(tmp_path, ML_20M, split="time:1970-01-01T00:01:40")
     assert [(row["user_id"], row["item_id"]) for row in _rows(tmp_path / "out" / "train")] == [(3, [20])]
     evaluated = {row["user_id"]: (row["item_id"], row["num_targets"]) for row in _rows(tmp_path / "out" / "eval")}
     assert evaluated == {7: ([10, 20, 30], 3), -2: ([10], 1)}
     assert manifest.options["audit"] == {"eval events": 4, "eval items that train never saw": 2}
+
+
+DAYS = [16_436, 16_437, 16_437, 16_441]  # 2015-01-01, 2015-01-02, 2015-01-06
+TIMES: dict[str, list[Any]] = {
+    "s.csv": [day * 86_400 for day in DAYS],
+    "ms.csv": [day * 86_400_000 for day in DAYS],
+    "us.csv": [day * 86_400_000_000 for day in DAYS],
+    "ns.parquet": [day * 86_400_000_000_000 for day in DAYS],
+    "iso.csv": ["2015-01-01T00:00Z", "2015-01-02", "2015-01-02 02:00:00+02:00", "2015-01-06 00:00:00"],
+    "date.csv": ["2015-01-01", "2015-01-02", "2015-01-02", "2015-01-06"],
+    "date.parquet": [20150101, 20150102, 20150102, 20150106],
+    "auto.parquet": [date(2015, 1, 1), date(2015, 1, 2), date(2015, 1, 2), date(2015, 1, 6)],
+}
+
+
+def _run_log(path: Path, times: list[Any], **options: Any) -> Manifest:
+    log = pl.DataFrame({"user_id": [1, 2, 1, 1], "item_id": [5, 6, 7, 8], "timestamp": times})
+    write: Callable[[Path], None] = log.write_csv if path.suffix == ".csv" else log.write_parquet
+    write(path)
+    columns = {"user_column": "user_id", "item_column": "item_id", "timestamp_column": "timestamp"}
+    custom = TabularConfig(events=(path,), **columns)
+    return preprocess(PreprocessConfig(dataset="custom", out=path.parent / "out", custom=custom, **options))
+
+
+def test_logs_in_all_units_give_the_same_dataset(tmp_path: Path) -> None:
+    hashes = set()
+    for name, times in TIMES.items():
+        manifest = _run_log(tmp_path / name, times, split="time:last:4d")
+        unit = name.split(".")[0]
+        assert manifest.options["timestamp_unit"] == unit
+        assert manifest.options["time"] == {
+            "unit": unit,
+            "first": "2015-01-01T00:00:00Z",
+            "last": "2015-01-06T00:00:00Z",
+        }
+        hashes.add(manifest.content_hash)
+    assert len(hashes) == 1
+    (row,) = _rows(tmp_path / "out" / "eval")
+    times = [day * 86_400_000 for day in (DAYS[0], DAYS[2], DAYS[3])]
+    assert (row["timestamp_ms"], row["num_targets"]) == (times, 1)
+
+
+@pytest.mark.parametrize(("split", "name"), [("time:2016", "eval"), ("time:last:9d", "train"), ("file:u.txt", "eval")])
+def test_a_split_by_time_or_file_without_rows_is_an_error_unless_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("u.txt").write_text("9\nx\n")
+    message = (
+        rf"^--split {split} leaves {name} without rows, of events from 2015-01-01T00:00:00Z to 2015-01-06T00:00:00Z; "
+        ".*, or pass --allow-empty$"
+    )
+    with pytest.raises(DataError, match=message):
+        _run_log(tmp_path / "log.csv", TIMES["s.csv"], split=split)
+    assert not Path("out").exists()
+    manifest = _run_log(tmp_path / "log.csv", TIMES["s.csv"], split=split, allow_empty=True)
+    assert [split for split, info in manifest.splits.items() if not info.rows] == [name]
+
+
+def test_a_log_in_1970_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    times = list(range(4))
+    with pytest.raises(DataError, match=r"^the last event is at 1970-01-01T00:00:03Z, read as seconds since 1970; "):
+        _run_log(tmp_path / "log.csv", times)
+    manifest = _run_log(tmp_path / "log.csv", times, allow_empty=True)
+    assert manifest.options["time"]["last"] == "1970-01-01T00:00:03Z"
+
+
+@pytest.mark.parametrize("name", ["zoë", "12"])
+def test_a_file_lists_the_users_of_eval_by_their_raw_ids(tmp_path: Path, name: str) -> None:
+    users = tmp_path / "users.txt"
+    users.write_text(f"{name}\nnobody\n")
+    log = tmp_path / "log.csv"
+    log.write_text(f"user,item,time\n{name},5,2015-01-02\n{name},6,2015-01-03\n13,6,2015-01-01\n")
+    custom = TabularConfig(events=(log,), user_column="user", item_column="item", timestamp_column="time")
+    config = PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=custom, split=f"file:{users}")
+    manifest = preprocess(config)
+    assert [row["length"] for row in _rows(tmp_path / "out" / "eval")] == [2]
+    assert [row["length"] for row in _rows(tmp_path / "out" / "train")] == [1]
+    assert manifest.options["split"] == "file:users.txt"
+    assert [source.path for source in manifest.sources] == ["log.csv", "users.txt"]
 
 
 def test_events_and_users_left_out_by_filters_are_counted(tmp_path: Path) -> None:
@@ -267,7 +351,7 @@ def test_invalid_options_name_the_value(tmp_path: Path, options: dict[str, Any],
 
 def test_string_ids_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
-    log.write_text("user,item,time\nzoë,5,3\nb,6,2\n")
+    log.write_text("user,item,time\nzoë,5,2015-01-02\nb,6,2015-01-01\n")
     custom = TabularConfig(events=(log,), user_column="user", item_column="item", timestamp_column="time")
     preprocess(PreprocessConfig(dataset="custom", out=tmp_path / "out", custom=custom, split="none"))
     assert [path.name for path in (tmp_path / "out").glob("vocabulary_*")] == ["vocabulary_user_id.parquet"]

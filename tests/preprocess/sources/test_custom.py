@@ -95,7 +95,7 @@ def test_columns_are_found_by_name_in_each_text_format(tmp_path: Path, name: str
     assert interactions.context is None
     (source,) = interactions.sources()
     assert (source.path, source.bytes) == (name, (tmp_path / name).stat().st_size)
-    written = {"events": [name], "action_columns": [], "context_columns": []}
+    written = {"events": [name], "timestamp_unit": "s", "action_columns": [], "context_columns": []}
     assert interactions.options == {**dataclasses.asdict(_config(tmp_path / name)), **written}
 
 
@@ -206,8 +206,25 @@ BAD = ("", "1.5", "-1")
             {"1.001": 1001, "1.9999999": 1999, "253402300799.9999": 253_402_300_799_999},
             ["", "x", "-0.001", "253402300800", "9" * 40, "nan", "inf"],
         ),
-        ("ms", "in whole ms since 1970", {"1700000000123": 1_700_000_000_123}, [*BAD, "253402300800000", str(2**63)]),
-        ("us", "in whole us since 1970", {"1999": 1}, [*BAD, "253402300800000000"]),
+        (
+            "ms",
+            "in whole milliseconds since 1970",
+            {"1700000000123": 1_700_000_000_123},
+            [*BAD, "253402300800000", str(2**63)],
+        ),
+        ("us", "in whole microseconds since 1970", {"1999": 1}, [*BAD, "253402300800000000"]),
+        (
+            "ns",
+            "in whole nanoseconds since 1970",
+            {"1999999": 1, str(2**63 - 1): 9_223_372_036_854},
+            [*BAD, str(2**63)],
+        ),
+        (
+            "date",
+            "in dates such as 2015-01-06 or 20150106",
+            {"2024-02-29": LEAP_DAY, "20240229": LEAP_DAY, "20240229.0": LEAP_DAY, "1970-01-01": 0},
+            [*BAD, "1709164800", "2024-02-30", "20240230", "18991231", "2024-0229", "2024-02-29 ", "2024-02-29T00:00"],
+        ),
         (
             "iso",
             "in ISO 8601",
@@ -272,7 +289,7 @@ def test_exactly_the_rows_marked_bad_are_found(tmp_path: Path) -> None:
     for _ in range(100):
         text = "user,item,time\n" + "".join(rng.choices(tokens, k=rng.randrange(1, 30)))
         if text.count("\n") > 1:
-            _bad(_read(tmp_path, text))
+            _bad(_read(tmp_path, text, timestamp_unit="s"))
 
 
 def test_text_that_is_not_utf8_is_not_an_id(tmp_path: Path) -> None:
@@ -406,7 +423,7 @@ def test_parquet_with_damaged_pages_raises(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"events": ()}, "events is empty; give at least one file"),
-        ({"timestamp_unit": "h"}, "timestamp_unit must be one of s, ms, us, iso, got 'h'"),
+        ({"timestamp_unit": "h"}, "timestamp_unit must be one of auto, s, ms, us, ns, iso, date, got 'h'"),
         ({"action_columns": tuple(map(str, range(32)))}, "at most 31 columns, got 32"),
         ({"context": Path("users.csv")}, "context and context_columns go together"),
         ({"context_columns": ("age",)}, "context and context_columns go together"),

@@ -1,0 +1,117 @@
+"""Times of events: the unit of a column, and its values as milliseconds since 1970 in UTC."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import polars as pl
+
+from evenrank.core.errors import DataError
+from evenrank.preprocess.sources.interactions import IS_WELL_FORMED, Table, TimestampUnit, wrap_read_errors
+from evenrank.preprocess.sources.raw_values import as_integer, integer_bits
+
+UNITS: Mapping[TimestampUnit, str] = {
+    "auto": "Parquet's date and time types",  # where there is nothing to decide
+    "s": "seconds since 1970",
+    "ms": "whole milliseconds since 1970",
+    "us": "whole microseconds since 1970",
+    "ns": "whole nanoseconds since 1970",
+    "iso": "ISO 8601",
+    "date": "dates such as 2015-01-06 or 20150106",
+}
+PER_SECOND: Mapping[TimestampUnit, int] = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
+_SAMPLE_ROWS = 1000
+_YEAR_MS = 31_536_000_000
+# Not `\d`, which matches the digits of all scripts. Leap seconds cannot be expressed in ms since 1970.
+_ISO = (
+    "^([0-9]{4}-[0-9]{2}-[0-9]{2})"
+    "(?:[T ]([0-9]{2}:[0-9]{2})(?::([0-5][0-9])(?:[.,]([0-9]{1,3})[0-9]*)?)?"
+    "(?:Z|([+-])([01][0-9]|2[0-3])(?::?([0-5][0-9]))?)?)?$"
+)
+# The second form is also a number, so it is limited to years that occur; .0 is of integers stored as floats.
+_DATE = r"^(?:([0-9]{4})-([0-9]{2})-([0-9]{2})|((?:19|20)[0-9]{2})([0-9]{2})([0-9]{2})(?:\.0)?)$"
+
+
+def unit_of(number: float) -> TimestampUnit:
+    """Return the unit of a number of seconds, milliseconds, microseconds or nanoseconds since 1970, by its size."""
+    # As seconds, 1e11 is in the year 5138; as milliseconds, in 1973.
+    return next((unit for unit, count in PER_SECOND.items() if number < 1e11 * count), "ns")
+
+
+def utc_text(time_ms: int) -> str:
+    """Return a time to the second, such as 2015-01-06T12:30:00Z."""
+    return str(np.datetime_as_string(np.datetime64(time_ms, "ms"), unit="s", timezone="UTC", casting="unsafe"))
+
+
+def decide_unit(tables: Sequence[Table], column: str) -> TimestampUnit:
+    """Return the unit of a column, by its first values in the first file whose type does not tell it.
+
+    Raises a DataError if they are not all of one kind: numbers, dates or ISO 8601; values of no kind do not count.
+    """
+    untyped = [table for table in tables if table.dtypes[column] == pl.String or table.dtypes[column].is_numeric()]
+    text, number = pl.col("text"), pl.col("text").cast(pl.Float64, strict=False)
+    is_date, is_iso = _date_ms(text).is_not_null(), _iso_ms(text).is_not_null()
+    kinds: dict[TimestampUnit, pl.Expr] = {"date": is_date, "iso": is_iso, "s": number.is_finite() & ~is_date}
+    for table in untyped:
+        values = table.rows.filter(IS_WELL_FORMED).select(text=pl.col(column).cast(pl.String))
+        with wrap_read_errors(table.path):
+            sample = values.filter(text != "").head(_SAMPLE_ROWS).collect(engine="streaming")
+        checked = sample.with_columns(check.fill_null(False).alias(kind) for kind, check in kinds.items())
+        known = checked.filter(pl.any_horizontal(*kinds))
+        for kind in kinds:
+            if len(known) and known.get_column(kind).all():
+                return kind if kind != "s" else unit_of(known.select(number.abs().median()).item())
+        if len(sample):
+            differing = (known if len(known) else checked).unique(list(kinds), keep="first", maintain_order=True)
+            shown = ", ".join(repr(value[:80]) for value in differing.get_column("text"))
+            raise DataError(
+                f"{table.path}: column {column!r} has {shown}, not times of one known kind; set --timestamp-unit"
+            )
+    return "s" if untyped else "auto"
+
+
+def timestamp_ms(table: Table, column: str, unit: TimestampUnit) -> pl.Expr:
+    """Return event times as int64, rounded down; null where they cannot be read."""
+    time, dtype = pl.col(column), table.dtypes[column]
+    described = f"{table.path}: column {column!r} of type {dtype}"
+    if dtype.base_type() in (pl.Datetime, pl.Date):
+        return (time.cast(pl.Datetime("ms")) if dtype == pl.Date else time).dt.epoch("ms")
+    if unit == "iso":
+        if dtype != pl.String:
+            raise DataError(f"{described} is not text; set timestamp_unit to s, ms, us or ns")
+        return _iso_ms(time)
+    if dtype != pl.String and not dtype.is_numeric():
+        raise DataError(f"{described} cannot hold times; convert it to numbers or text")
+    if integer_bits(dtype) < integer_bits(pl.Float64()):
+        raise DataError(f"{described} is too coarse for times; store the times as Float64 or integers")
+    if unit == "date":
+        return _date_ms(time.cast(pl.String))
+    if unit == "s":
+        # Decimals are exact where floats may be off by a millisecond; the digits of a float below 1 us are noise.
+        seconds = time.cast(pl.Decimal(24, 6 if dtype.is_float() else 9), strict=False)
+        return (seconds * 1000).floor().cast(pl.Int64, strict=False)
+    return as_integer(table, column) // (PER_SECOND[unit] // 1000)
+
+
+def _iso_ms(text: pl.Expr) -> pl.Expr:
+    # Polars' parser expects a single format for a column, but logs mix several.
+    part = text.str.extract_groups(_ISO).struct
+    date, clock, seconds, millis, sign, offset_hours, offset_minutes = (part.field(str(i)) for i in range(1, 8))
+    moment = pl.concat_str(date, clock.fill_null("00:00"), seconds.fill_null("00"), separator=" ")
+    local = moment.str.to_datetime("%Y-%m-%d %H:%M %S", time_unit="ms", strict=False).dt.epoch("ms")
+    minutes = offset_hours.cast(pl.Int64) * 60 + offset_minutes.cast(pl.Int64).fill_null(0)
+    offset = pl.when(sign == "-").then(-minutes).otherwise(minutes).fill_null(0)
+    return local + millis.str.pad_end(3, "0").cast(pl.Int64).fill_null(0) - offset * 60_000
+
+
+def _date_ms(text: pl.Expr) -> pl.Expr:
+    return _iso_ms(pl.when(text.str.contains(_DATE)).then(text.str.replace(_DATE, "${1}${4}-${2}${5}-${3}${6}")))
+
+
+def check_era(last_ms: int, unit: TimestampUnit) -> None:
+    """Raise a DataError if the last event of a log is in 1970, where times are if they are read in a smaller unit."""
+    if last_ms >= _YEAR_MS:
+        return
+    times = {other: last_ms * PER_SECOND.get(unit, 0) // count for other, count in PER_SECOND.items()}
+    plausible = [f"{utc_text(ms)} with --timestamp-unit {other}" for other, ms in times.items() if ms >= 10 * _YEAR_MS]
+    remedy = f"it is at {plausible[-1]}" if plausible else "check the column of times"
+    raise DataError(f"the last event is at {utc_text(last_ms)}, read as {UNITS[unit]}; {remedy}, or pass --allow-empty")

@@ -1,0 +1,136 @@
+import re
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenrank.core.errors import DataError
+from evenrank.preprocess.sources.tabular import open_table
+from evenrank.preprocess.sources.times import check_era, decide_unit, timestamp_ms, unit_of, utc_text
+
+
+def _write(path: Path, values: list[Any]) -> Path:
+    if path.suffix == ".parquet":
+        pl.DataFrame({"time": values}).write_parquet(path)
+    else:
+        path.write_text("\n".join(["note,time", *(f",{value}" for value in values), ""]))
+    return path
+
+
+def _decide(*paths: Path) -> str:
+    return decide_unit([open_table(path, ["time"]) for path in paths], "time")
+
+
+def _times(path: Path) -> list[int | None]:
+    table = open_table(path, ["time"])
+    return table.rows.select(timestamp_ms(table, "time", decide_unit([table], "time"))).collect().to_series().to_list()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "unit"),
+    [
+        ("a.csv", ["", "1420070400", "1420070400.5"], "s"),
+        ("a.csv", ["1420070400000", "0", "-1", "n/a", "1420070400001"], "ms"),  # the median, of what is a number
+        ("a.csv", ["1420070400000000"], "us"),
+        ("a.csv", ["1420070400000000000"], "ns"),
+        ("a.csv", ["2015-01-06", "20150106"], "date"),
+        ("a.csv", ["2015-01-06", "2015-01-06 12:30:00", "2015-01-06T12:30Z"], "iso"),
+        ("a.csv", ["20151306", "18991231"], "s"),  # no dates of the calendar or of this time
+        ("a.parquet", [20150106, None], "date"),
+        ("a.parquet", [20150106.0, None], "date"),
+        ("a.parquet", [1.42e12, None, float("nan")], "ms"),
+        ("a.parquet", ["1420070400"], "s"),
+        ("a.parquet", [date(2015, 1, 6)], "auto"),
+        ("a.parquet", [datetime(2015, 1, 6)], "auto"),
+    ],
+)
+def test_the_unit_is_decided_by_the_first_values(tmp_path: Path, name: str, values: list[Any], unit: str) -> None:
+    assert _decide(_write(tmp_path / name, values)) == unit
+
+
+@pytest.mark.parametrize(("limit", "below", "above"), [(10**11, "s", "ms"), (10**14, "ms", "us"), (10**17, "us", "ns")])
+def test_numbers_are_told_apart_by_their_size(limit: int, below: str, above: str) -> None:
+    assert (unit_of(limit - 1), unit_of(limit)) == (below, above)
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (["1420070400", "2015-01-06 12:30"], "'1420070400', '2015-01-06 12:30'"),
+        (["1420070400", "20150106"], "'1420070400', '20150106'"),
+        (["20150106", "", "20150107", "2015-01-06 12:30"], "'20150106', '2015-01-06 12:30'"),
+        (["06.01.2015", "07.01.2015"], "'06.01.2015'"),
+        (["x" * 1000], f"'{'x' * 80}'"),
+    ],
+)
+def test_values_of_several_kinds_or_of_none_raise(tmp_path: Path, values: list[str], shown: str) -> None:
+    path = _write(tmp_path / "a.csv", values)
+    message = f"{path}: column 'time' has {shown}, not times of one known kind; set --timestamp-unit"
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        _decide(path)
+
+
+def test_one_file_decides_for_all(tmp_path: Path) -> None:
+    empty, dates = _write(tmp_path / "empty.csv", ["", ""]), _write(tmp_path / "b.parquet", [date(2015, 1, 6)])
+    millis = _write(tmp_path / "c.csv", [1420070400000])
+    seconds = _write(tmp_path / "d.csv", [1420070400])
+    assert _decide(empty, dates, millis, seconds) == "ms"
+    assert _decide(seconds, millis) == "s"
+    assert _decide(empty) == "s"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("times")
+
+
+MOMENTS = st.datetimes(min_value=datetime(1974, 1, 1), max_value=datetime(2099, 12, 31), timezones=st.just(UTC))
+# By unit, a time to the second (to the day for dates) as it is in a file.
+WRITTEN = {
+    "s": lambda moment: int(moment.timestamp()),
+    "ms": lambda moment: int(moment.timestamp()) * 10**3,
+    "us": lambda moment: int(moment.timestamp()) * 10**6,
+    "ns": lambda moment: int(moment.timestamp()) * 10**9,
+    "iso": lambda moment: moment.isoformat(sep=" "),
+    "date": lambda moment: moment.strftime("%Y%m%d"),
+}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+@settings(max_examples=30, deadline=None)
+@given(moments=st.lists(MOMENTS, min_size=1), unit=st.sampled_from(sorted(WRITTEN)))
+def test_times_of_this_time_are_read_in_any_unit(folder: Path, name: str, moments: list[datetime], unit: str) -> None:
+    resets = {"hour": 0, "minute": 0, "second": 0} if unit == "date" else {}
+    moments = [moment.replace(microsecond=0, **resets) for moment in moments]  # type: ignore[arg-type]
+    path = _write(folder / name, [WRITTEN[unit](moment) for moment in moments])
+    assert _times(path) == [int(moment.timestamp()) * 1000 for moment in moments]
+
+
+@pytest.mark.parametrize(
+    ("last_ms", "unit", "remedy"),
+    [
+        (1_420_070_400, "ms", "it is at 2015-01-01T00:00:00Z with --timestamp-unit s"),
+        (1_420_070_400, "us", "it is at 2015-01-01T00:00:00Z with --timestamp-unit ms"),
+        (1_420_070, "us", "it is at 2014-12-31T23:53:20Z with --timestamp-unit s"),
+        (1_420_070, "s", "check the column of times"),
+        (1_420_070, "iso", "check the column of times"),
+    ],
+)
+def test_a_log_that_ends_in_1970_raises_and_a_plausible_unit_is_named(last_ms: int, unit: Any, remedy: str) -> None:
+    with pytest.raises(
+        DataError, match=rf"^the last event is at 1970-.*, read as .*; {remedy}, or pass --allow-empty$"
+    ):
+        check_era(last_ms, unit)
+    new_year_1971 = int((datetime(1971, 1, 1) - datetime(1970, 1, 1)) / timedelta(milliseconds=1))
+    check_era(new_year_1971, unit)
+    with pytest.raises(DataError, match="1970-12-31T23:59:59Z"):
+        check_era(new_year_1971 - 1, unit)
+
+
+def test_times_are_shown_to_the_second_in_utc() -> None:
+    assert utc_text(1_420_547_400_999) == "2015-01-06T12:30:00Z"
+    assert utc_text(253_402_300_799_999) == "9999-12-31T23:59:59Z"
