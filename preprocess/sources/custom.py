@@ -1,5 +1,7 @@
-"""Custom logs in CSV or Parquet files -> interactions. Columns are found by name; all others are ignored."""
+"""Custom logs in any files -> interactions. Columns are found by name; all others are ignored."""
 
+import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -22,9 +24,11 @@ from evenrank.preprocess.sources.interactions import (
     encode_context,
     wrap_read_errors,
 )
+from evenrank.preprocess.sources.locate import find_files
 from evenrank.preprocess.sources.tabular import open_table
 
 TimestampUnit = Literal["s", "ms", "us", "iso"]
+_DELIMITER = r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*'
 _MAX_FLAGS = 31  # the bits of a non-negative int32
 
 
@@ -33,7 +37,9 @@ class TabularConfig:
     """The files of a custom dataset and the names of their columns. The suffix of a file determines its format."""
 
     events: tuple[Path, ...]
-    """Event files (.csv, .csv.gz, .tsv or .parquet); their rows are concatenated."""
+    """Files, patterns such as `logs/*.csv.gz`, or folders, whose files are read in sorted order: delimited text (.csv,
+    .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz, .zst or .bz2, or .parquet. A folder
+    `day=1` adds a column `day`."""
     user_column: str
     """Column of user ids: integers or strings."""
     item_column: str
@@ -45,6 +51,11 @@ class TabularConfig:
     and time types need no unit."""
     action_columns: tuple[str, ...] = ()
     """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
+    delimiter: str | None = None
+    """Separator of the fields of delimited events, one character or one character repeated; None: found by the first
+    line among comma, tab, semicolon, `|` and `::`."""
+    columns: tuple[str, ...] = ()
+    """Names of all columns of delimited events without a header; empty: the first line has them."""
     context: Path | None = None
     """File with the users' features: `user_column` and `context_columns`, one row per user."""
     context_columns: tuple[str, ...] = ()
@@ -60,6 +71,11 @@ class TabularConfig:
             raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
         if (self.context is None) != (not self.context_columns):
             raise ConfigError("context and context_columns go together; give both or none")
+        if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
+            raise ConfigError(
+                "delimiter must be one ASCII character, or one repeated, other than letters, digits, line ends and "
+                f'".+-, got {self.delimiter!r}'
+            )
         for names in (self.event_columns, (self.user_column, *self.context_columns)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
@@ -88,7 +104,7 @@ def read_toml(path: Path, **options: Any) -> TabularConfig:
         raise ConfigError(f"--{twice[0].replace('_', '-')} is also in {path} ({twice[0]}); give it once")
     values = dict(options)
     for key, value in raw.items():
-        is_list = key in ("events", "action_columns", "context_columns")
+        is_list = key in ("events", "action_columns", "columns", "context_columns")
         items = value if is_list and isinstance(value, list) else [value]
         if not all(isinstance(item, str) for item in items):
             raise ConfigError(f"{path}: {key} must be a string{' or a list of strings' * is_list}, got {value!r}")
@@ -121,7 +137,17 @@ def read_tabular(config: TabularConfig) -> Interactions:
     Ids are kept if all values of their column, in otherwise good rows, are 64-bit integers in plain digits. If not,
     they are encoded as 1..n by sorted value.
     """
-    tables = [open_table(path, config.event_columns) for path in config.events]
+    files = find_files(config.events)
+    tables = [
+        open_table(
+            path,
+            config.event_columns,
+            separator=config.delimiter,
+            columns=config.columns,
+            may_be_empty=len(files) > 1,
+        )
+        for path in files
+    ]
     raw_ids = [  # of the rows that pass all other checks
         table.part(_raw_ids(config, table), _value_checks(config, table)).events.filter(IS_GOOD).drop(IS_GOOD)
         for table in tables
@@ -134,15 +160,20 @@ def read_tabular(config: TabularConfig) -> Interactions:
         with wrap_read_errors(*config.events):
             users_with_events = pl.concat(users).collect(engine="streaming")
         context = _read_context(config, config.context, vocabularies[USER_ID], users_with_events)
-    paths = config.events if config.context is None else (*config.events, config.context)
+    folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
     return Interactions(
         parts=tuple(_part(config, table, vocabularies) for table in tables),
-        sources=lambda: tuple(source for path in paths for source in source_files(path.parent, [path])),
+        sources=lambda: (
+            *source_files(folder, [path.absolute() for path in files]),
+            *(() if config.context is None else source_files(config.context.parent, [config.context])),
+        ),
         context=context,
         num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
         options={
             **asdict(config),
             "events": [path.name for path in config.events],
+            "delimiter": next((table.separator for table in tables if table.separator is not None), None),
+            "columns": list(config.columns),
             "action_columns": list(config.action_columns),
             "context": None if config.context is None else config.context.name,
             "context_columns": list(config.context_columns),

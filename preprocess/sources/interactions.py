@@ -52,6 +52,7 @@ class Table:
     dtypes: Mapping[str, pl.DataType]  # of the needed columns
     rows: pl.LazyFrame  # the needed columns, and IS_WELL_FORMED: whether a line has the expected fields
     described_rows: pl.LazyFrame  # slower: LINE, TEXT, FAULT (null if well formed) and the needed columns
+    separator: str | None = None  # of the fields of delimited text
 
     def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
         """Return the file with the columns `events`; `checks` hold for good rows, and their keys are the reasons."""

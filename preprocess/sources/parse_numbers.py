@@ -5,8 +5,9 @@ from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
 
-SKIPPED, INTEGER, DECIMAL = 0, 1, 2  # kinds of a column: decimals have no sign
-_NEWLINE, _MINUS, _POINT, _ZERO = b"\n-.0"
+# Kinds of a column: plain integers have neither leading zeros nor a -0, decimals have no sign.
+SKIPPED, INTEGER, DECIMAL, PLAIN_INTEGER = 0, 1, 2, 3
+_NEWLINE, _MINUS, _POINT, _ZERO, _QUOTE = b'\n-.0"'
 
 
 @compiled
@@ -24,7 +25,7 @@ def parse_numbers(
         data: whole lines.
         separator: byte between fields.
         width: how often it is repeated.
-        kinds: SKIPPED, INTEGER or DECIMAL for each column of a line.
+        kinds: SKIPPED, INTEGER, DECIMAL or PLAIN_INTEGER for each column of a line.
         integers, decimals: [columns, lines]; column by column, without those skipped, one of the two is filled.
 
     Returns:
@@ -45,7 +46,7 @@ def parse_numbers(
                         return False
                     position += one
                 continue
-            is_integer = kinds[column] == INTEGER
+            is_integer = kinds[column] != DECIMAL
             is_negative = is_integer and data[position] == _MINUS
             position += np.uint64(is_negative)
             begin = position
@@ -61,8 +62,11 @@ def parse_numbers(
                     scale *= 10.0
                     num_digits += one
                     position += one
-            # Integers below 10^18 fit into an int64. Below 10^15, both operands of the division are exact.
-            if num_digits == 0 or num_digits > (18 if is_integer else 15):
+            # Integers below 10^19 fit into a uint64, and become negative if they do not fit into an int64. Below 10^15,
+            # both operands of the division are exact.
+            if num_digits == 0 or num_digits > (19 if is_integer else 15) or value < 0:
+                return False
+            if kinds[column] == PLAIN_INTEGER and data[begin] == _ZERO and (is_negative or num_digits > 1):
                 return False
             if is_integer:
                 integers[row, line] = -value if is_negative else value
@@ -73,4 +77,33 @@ def parse_numbers(
             return False
         position += one
         line += 1
+    return True
+
+
+@compiled
+def count_fields(data: NDArray[np.uint8], separator: int, counts: NDArray[np.int32]) -> bool:
+    """Count the fields of each line of whole lines, 0 for an empty line; False if a quote does not enclose a field."""
+    position, one = np.uint64(0), np.uint64(1)
+    for line in range(len(counts)):
+        counts[line] = 0 if data[position] == _NEWLINE else 1
+        while True:
+            if data[position] == _QUOTE:
+                position += one
+                while data[position] != _QUOTE:
+                    if data[position] == _NEWLINE:
+                        return False
+                    position += one
+                position += one
+            else:
+                while data[position] != separator and data[position] != _NEWLINE:
+                    if data[position] == _QUOTE:
+                        return False
+                    position += one
+            if data[position] == _NEWLINE:
+                break
+            if data[position] != separator:
+                return False
+            counts[line] += 1
+            position += one
+        position += one
     return True

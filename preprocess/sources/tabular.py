@@ -1,18 +1,16 @@
-"""CSV and Parquet files as tables: the needed columns of every row, and a description of the rows that cannot be read.
+"""Data files as tables: the needed columns of every row, and a description of the rows that cannot be read.
 
-A CSV file is read in blocks of whole lines, and every line is divided into fields independently, so that a malformed
-line affects no other. Blocks without anything unusual are parsed by a compiled loop or by Polars' CSV reader. All other
-blocks are parsed by expressions over their lines, which are several times slower and report what is wrong.
+A text file is read in blocks of whole lines, and every line is parsed independently, so that a malformed line affects
+no other. A block is parsed by the first of three ways that can: a compiled loop if all needed fields are numbers,
+Polars' reader if nothing is unusual, and else expressions over its lines, which are several times slower and report
+what is wrong.
 """
 
 import contextlib
 import csv
-import gzip
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from io import BufferedReader
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -22,179 +20,187 @@ from polars.io.plugins import register_io_source
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
+from evenrank.preprocess.sources import locate
 from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
-from evenrank.preprocess.sources.parse_numbers import DECIMAL, INTEGER, SKIPPED, parse_numbers
+from evenrank.preprocess.sources.json_lines import JsonLayout
+from evenrank.preprocess.sources.parse_numbers import (
+    DECIMAL,
+    INTEGER,
+    PLAIN_INTEGER,
+    SKIPPED,
+    count_fields,
+    parse_numbers,
+)
+from evenrank.preprocess.sources.text_blocks import BOM, Block, is_utf8, line_fault, read_blocks, read_first_line
 
 _FIELDS = "evenrank fields"
 
-_SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".parquet": None}
-_BLOCK_BYTES = 16 << 20
-_MAX_LINE_BYTES = 64 << 20
+_SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
-_BOM = b"\xef\xbb\xbf"
-# Without the lookbehind, long runs of carriage returns would take quadratic time.
-_LINE_END = re.compile(rb"(?<!\r)\r+\n")
-_NUL_FAULT = "the line contains a NUL byte; the file is damaged there"
 _QUOTE_FAULT = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
-_NEWLINE = ord("\n")
-_KINDS: dict[pl.DataType | None, int] = {pl.Int64(): INTEGER, pl.Float64(): DECIMAL}
 
 
-def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> Table:
-    """Open a CSV, gzipped CSV, TSV or Parquet file, whose format follows from its suffix.
+def open_table(
+    path: Path,
+    needed: Collection[str] | Mapping[str, pl.DataType],
+    *,
+    separator: str | None = None,
+    columns: Sequence[str] = (),
+    has_header: bool | None = None,
+    may_be_empty: bool = False,
+) -> Table:
+    """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
-    Fields of a CSV file may be quoted with `"`, quotes inside a quoted field are doubled, and a quoted field ends on
-    the line where it starts. All columns of a CSV file have the type String.
+    Fields of delimited text may be quoted with `"` if the separator is one character; quotes inside a quoted field are
+    doubled, and a quoted field ends on the line where it starts. Columns that a file lacks are taken from the names of
+    its folders, such as `day=1`, as text. Values in JSON lines are text, too.
 
-    Columns other than `names` are ignored; a line that lacks some of them is malformed only if `is_exact`.
+    Args:
+        path: the file.
+        needed: names of the columns to read or, for delimited text, their types: String, Int64 or Float64. Without
+            types they are Int64 if all their fields are 64-bit integers in plain digits, else String.
+        separator: one character, or one character repeated. None: the one of several usual ones by which the first
+            line has all needed columns or, if there is no header, as many fields as `columns`.
+        columns: names of all columns of delimited text in file order; empty: the first line has them.
+        has_header: whether the first line repeats `columns`; None: there is a header if `columns` is empty.
+        may_be_empty: whether there may be no rows.
+
+    Raises:
+        DataError: the file cannot be read, lacks rows or a needed column, or its separator is not clear.
     """
-    suffix = next((known for known in _SEPARATORS if path.name.lower().endswith(known)), None)
-    if suffix is None:
-        raise DataError(f"{path} has an unknown suffix; expected one of {', '.join(_SEPARATORS)}")
     check_regular(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; create it again")
-    separator = _SEPARATORS[suffix]
-    if separator is None:
-        return _open_parquet(path, names)
+    file_format, folders = locate.file_format(path), locate.partition_values(path)
+    if file_format != locate.TEXT and (columns or separator):
+        raise DataError(f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options")
     with wrap_read_errors(path):
-        line = _read_header(path)
-        try:
-            header = next(csv.reader([line], delimiter=separator, strict=True), [])
-        except csv.Error as error:
-            raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
-        _check_columns(path, header, names)
-        num_rows = sum(block.num_lines for block in _read_blocks(path, has_header=True))
-    dtypes = dict.fromkeys(names, pl.String())
-    layout = _QuotedLayout(separator=separator, dtypes=dtypes, columns=header, is_exact=is_exact)
-    return _csv_table(path, layout, has_header=True, size=_size(path, num_rows))
-
-
-def open_plain_csv(
-    path: Path, columns: Mapping[str, type[pl.DataType] | None], *, has_header: bool = True, separator: str = ","
-) -> Table:
-    """Open a text file without quotes.
-
-    Args:
-        columns: types of all columns in file order; None: the column is not needed.
-        has_header: whether the first line contains exactly the names of `columns`.
-        separator: one character, or one character repeated.
-    """
-    expected = separator.join(columns)
-    with wrap_read_errors(path):
-        if has_header and (header := _read_header(path)) != expected:
-            raise DataError(
-                f"{path} starts with {header[:80]!r}, expected {expected!r}; check that it is the right file"
+        if file_format == locate.PARQUET:
+            table = _open_parquet(path, needed, folders)
+        elif file_format == locate.JSON:
+            present = [name for name in needed if name not in folders]
+            table = _open_json(path, _own_columns(path, present, needed, folders))
+        else:
+            table = _open_delimited(
+                path, needed, folders, separator, columns, not columns if has_header is None else has_header
             )
-        if next(_read_blocks(path, has_header=has_header), None) is None:
-            raise DataError(f"{path} contains no rows; create or download it again")
-    dtypes = {name: dtype() for name, dtype in columns.items() if dtype is not None}
-    layout = _PlainLayout(separator=separator, dtypes=dtypes, columns=tuple(columns))
-    return _csv_table(path, layout, has_header=has_header, size=path.stat().st_size)
+    if table.size == 0 and not may_be_empty:
+        raise DataError(f"{path} contains no rows; create or download it again")
+    added = [name for name in needed if name not in table.dtypes]
+    constants = [pl.lit(folders[name], dtype=pl.String).alias(name) for name in added]
+    return replace(
+        table,
+        dtypes={**table.dtypes, **dict.fromkeys(added, pl.String())},
+        rows=table.rows.with_columns(constants),
+        described_rows=table.described_rows.with_columns(constants),
+    )
 
 
-def _check_columns(path: Path, present: Sequence[str], names: Sequence[str]) -> None:
-    for name in names:
+def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], folders: Collection[str]) -> list[str]:
+    """Return the needed columns that a file has; raise a DataError if any other is not in the names of its folders."""
+    own = [name for name in needed if name in present or name not in folders]
+    for name in own:
         if name not in present:
             raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
+    if not own:
+        raise DataError(f"{path}: all needed columns are in the names of its folders; one must be in the file")
+    return own
 
 
 def _size(path: Path, num_rows: int) -> int:
-    if num_rows == 0:
-        raise DataError(f"{path} contains no rows; create or download it again")
-    return max(path.stat().st_size, num_rows * _EVENT_BYTES)
+    return max(path.stat().st_size, num_rows * _EVENT_BYTES) if num_rows else 0
 
 
-def _open_parquet(path: Path, names: Sequence[str]) -> Table:
-    scanned = pl.scan_parquet(path, glob=False)
-    with wrap_read_errors(path):
-        schema = scanned.collect_schema()
-        num_rows = scanned.select(pl.len()).collect().item()
-    _check_columns(path, schema.names(), names)
+def _open_parquet(path: Path, needed: Collection[str], folders: Collection[str]) -> Table:
+    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
+    schema = scanned.collect_schema()
+    names = _own_columns(path, schema.names(), needed, folders)
     text = pl.concat_str(*(pl.col(name).cast(pl.String, strict=False).fill_null("") for name in names), separator=",")
     described = scanned.select(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(FAULT), *names)
     return Table(
         path=path,
-        size=_size(path, num_rows),
+        size=_size(path, scanned.select(pl.len()).collect().item()),
         dtypes={name: schema[name] for name in names},
         rows=scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)),
         described_rows=described.with_row_index(LINE, offset=1),
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    """Consecutive lines of a file."""
-
-    first_line: int  # counted from 1
-    num_lines: int
-    data: bytearray  # UTF-8, in which each line ends with a newline that no carriage return precedes
-
-    def lines(self) -> pl.DataFrame:
-        """Return the columns LINE (int64) and TEXT."""
-        text = pl.Series(TEXT, self.data.decode().split("\n")[:-1], dtype=pl.String)
-        return pl.select(pl.int_range(self.first_line, self.first_line + self.num_lines).alias(LINE), text)
+def _open_json(path: Path, names: Collection[str]) -> Table:
+    read_first_line(path)  # which checks the encoding
+    num_rows = sum(block.num_lines for block in read_blocks(path, has_header=False))
+    return _text_table(path, JsonLayout(dtypes=dict.fromkeys(names, pl.String())), num_rows, has_header=False)
 
 
-@contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """Open a file behind its byte order mark, if it has one."""
-    check_regular(path)
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        if file.read(len(_BOM)) != _BOM:
-            file.seek(0)
-        yield file
+def _open_delimited(
+    path: Path,
+    needed: Collection[str] | Mapping[str, pl.DataType],
+    folders: Collection[str],
+    separator: str | None,
+    columns: Sequence[str],
+    has_header: bool,
+) -> Table:
+    line = read_first_line(path)
+    if separator is None:
+        separator = _infer_separator(path, line, {name for name in needed if name not in folders}, len(columns))
+    fields = _divide(path, line, separator)
+    if columns and has_header and fields != list(columns):
+        expected = separator.join(columns)
+        raise DataError(f"{path} starts with {line[:80]!r}, expected {expected!r}; check that it is the right file")
+    if len(fields) != len(columns or fields):
+        raise DataError(
+            f"{path}: the first line has {len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns "
+            "are given; correct one of them"
+        )
+    names = _own_columns(path, columns or fields, needed, folders)
+    typed = {name: needed[name] if isinstance(needed, Mapping) else pl.Int64() for name in names}
+    is_plain = not isinstance(needed, Mapping)
+    layout = CsvLayout(separator=separator, columns=columns or fields, dtypes=typed, is_plain=is_plain)
+    num_rows = 0
+    for block in read_blocks(path, has_header=has_header):
+        num_rows += block.num_lines
+        if isinstance(needed, Mapping):
+            break
+        if layout.is_plain and layout.parse_numbers(block) is None:
+            layout = replace(layout, dtypes=dict.fromkeys(names, pl.String()), is_plain=False)
+    return replace(_text_table(path, layout, num_rows, has_header=has_header), separator=separator)
 
 
-def _read_header(path: Path) -> str:
-    with _open_text(path) as file:
-        line = file.readline(_MAX_LINE_BYTES + 1)
-    if len(line) > _MAX_LINE_BYTES:
-        raise _too_long(path, 1)
-    return line.decode(errors="replace").rstrip("\r\n")
+def _infer_separator(path: Path, line: str, names: Collection[str], num_columns: int) -> str:
+    """Return the separator by which a header has all `names` or, if it is not 0, a line has `num_columns` fields."""
+    fields: dict[str, list[str]] = dict.fromkeys(_SEPARATORS, [])
+    for separator in _SEPARATORS:
+        with contextlib.suppress(DataError):
+            fields[separator] = _divide(path, line, separator)
+    fitting = [
+        separator
+        for separator, parts in fields.items()
+        if (len(parts) == num_columns if num_columns else set(names) <= set(parts))
+    ]
+    if len(fitting) == 1 or not (fitting or num_columns):  # the error about a missing column will show the most columns
+        return max(fitting or _SEPARATORS, key=line.count)
+    known = ", ".join(map(repr, fitting or _SEPARATORS))
+    problem = f"has {num_columns} fields by any of" if fitting else f"does not have {num_columns} fields by any of"
+    raise DataError(f"{path}: the first line {line[:80]!r} {problem} {known}; give the delimiter")
 
 
-def _read_blocks(path: Path, *, has_header: bool) -> Iterator[_Block]:
-    """Yield all lines of a file after its header."""
-    with _open_text(path) as file:
-        number = 1 + has_header
-        if has_header:
-            file.readline()
-        while True:
-            data = bytearray(_BLOCK_BYTES)  # which grows in place
-            del data[file.readinto(data) :]
-            if not data:
-                return
-            last_line = data.rfind(b"\n") + 1
-            if last_line < len(data):
-                data += file.readline(_MAX_LINE_BYTES)
-                if len(data) - last_line > _MAX_LINE_BYTES:
-                    raise _too_long(path, number + data.count(b"\n", 0, last_line))
-            if not data.endswith(b"\n"):
-                data += b"\n"
-            if b"\r" in data:
-                data = data.replace(b"\r\n", b"\n")
-                if b"\r\n" in data:
-                    data = bytearray(_LINE_END.sub(b"\n", data))
-            if not data.isascii():
-                data = bytearray(data.decode(errors="replace"), "utf-8")
-            num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
-            yield _Block(first_line=number, num_lines=num_lines, data=data)
-            number += num_lines
+def _divide(path: Path, line: str, separator: str) -> list[str]:
+    if len(separator) > 1:
+        return line.split(separator)
+    try:
+        return next(csv.reader([line], delimiter=separator, strict=True), [])
+    except csv.Error as error:
+        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
 
 
-def _too_long(path: Path, line: int) -> DataError:
-    return DataError(f"{path}, line {line} is longer than {_MAX_LINE_BYTES >> 20} MiB; check that it is a text file")
-
-
-def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header: bool, size: int) -> Table:
-    def scan(parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
+def _text_table(path: Path, layout: "CsvLayout | JsonLayout", num_rows: int, *, has_header: bool) -> Table:
+    def scan(parse: Callable[[Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
         def read(
             columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
         ) -> Iterator[pl.DataFrame]:
-            for rows in _map_ahead(parse, _read_blocks(path, has_header=has_header)):
+            for rows in _map_ahead(parse, read_blocks(path, has_header=has_header)):
                 if predicate is not None:
                     rows = rows.filter(predicate)
                 if num_rows is not None:
@@ -206,23 +212,22 @@ def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header
 
         return register_io_source(read, schema=schema)
 
-    def parse(block: _Block) -> pl.DataFrame:
+    def parse(block: Block) -> pl.DataFrame:
         if (rows := layout.parse_quickly(block)) is not None:
             return rows
         return layout.parse_strictly(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
 
+    dtypes = dict(layout.dtypes)
     return Table(
         path=path,
-        size=size,
-        dtypes=layout.dtypes,
-        rows=scan(parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}),
-        described_rows=scan(
-            layout.parse_strictly, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **layout.dtypes}
-        ),
+        size=_size(path, num_rows),
+        dtypes=dtypes,
+        rows=scan(parse, {**dtypes, IS_WELL_FORMED: pl.Boolean()}),
+        described_rows=scan(layout.parse_strictly, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **dtypes}),
     )
 
 
-def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]) -> Iterator[pl.DataFrame]:
+def _map_ahead(parse: Callable[[Block], pl.DataFrame], blocks: Iterator[Block]) -> Iterator[pl.DataFrame]:
     """Yield the rows of each block, while the next one is parsed and the one after it is read."""
     with ThreadPoolExecutor(1) as background:
         pending = [background.submit(parse, block) for block in islice(blocks, 1)]
@@ -233,59 +238,50 @@ def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]
             yield last.result()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvLayout:
+    """Divides lines into fields, which may be quoted if the separator is one character."""
+
     separator: str
-    dtypes: Mapping[str, pl.DataType]  # of the needed columns
     columns: Sequence[str]  # all columns of the file
+    dtypes: Mapping[str, pl.DataType]  # of the needed columns
+    is_plain: bool  # whether integers have no leading zeros, plus signs and -0
 
-
-class _PlainLayout(_Layout):
-    """Divides lines into fields without quotes; the needed columns are in file order."""
-
-    def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
+    def parse_quickly(self, block: Block) -> pl.DataFrame | None:
         """Return the needed columns and IS_WELL_FORMED; None if the result could differ from `parse_strictly`."""
-        if not set(self.dtypes.values()) <= _KINDS.keys():
+        rows = self.parse_numbers(block)
+        return self._parse_natively(block) if rows is None else rows
+
+    def parse_numbers(self, block: Block) -> pl.DataFrame | None:
+        """Return the same if all needed fields are numbers and nothing is quoted; else None."""
+        if pl.String in self.dtypes.values() or (len(self.separator) == 1 and b'"' in block.data):
             return None
-        kinds = np.array([_KINDS.get(self.dtypes.get(name), SKIPPED) for name in self.columns], dtype=np.int8)
-        integers = np.empty((len(self.dtypes), block.num_lines), dtype=np.int64)
+        integer = PLAIN_INTEGER if self.is_plain else INTEGER
+        kinds = {name: DECIMAL if dtype == pl.Float64 else integer for name, dtype in self.dtypes.items()}
+        integers = np.empty((len(kinds), block.num_lines), dtype=np.int64)
         decimals = integers.view(np.float64)  # each row is of one type
         data = np.frombuffer(block.data, dtype=np.uint8)
-        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), kinds, integers, decimals):
+        columns = np.array([kinds.get(name, SKIPPED) for name in self.columns], dtype=np.int8)
+        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), columns, integers, decimals):
             return None
-        rows = zip(self.dtypes.items(), integers, decimals, strict=True)
-        columns = {name: decimal if dtype == pl.Float64 else integer for (name, dtype), integer, decimal in rows}
-        return pl.DataFrame(columns).with_columns(pl.lit(True).alias(IS_WELL_FORMED))
+        names = [name for name in self.columns if name in kinds]
+        values = zip(names, integers, decimals, strict=True)
+        rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
+        return pl.DataFrame(rows).select(*self.dtypes, pl.lit(True).alias(IS_WELL_FORMED))
 
-    def parse_strictly(self, block: _Block) -> pl.DataFrame:
-        """Divide each line independently; return LINE, TEXT, FAULT and the needed columns."""
-        fields = pl.col(TEXT).str.split(self.separator)
-        num_fields = fields.list.len()
-        fault = (
-            pl.when(pl.col(TEXT).str.contains("\0", literal=True))
-            .then(pl.lit(_NUL_FAULT))
-            .when(num_fields != len(self.columns))
-            .then(pl.format(f"expected {len(self.columns)} fields, got {{}}", num_fields))
-        )
-        values = (
-            fields.list.get(self.columns.index(name), null_on_oob=True).cast(dtype, strict=False).alias(name)
-            for name, dtype in self.dtypes.items()
-        )
-        return block.lines().select(LINE, TEXT, fault.alias(FAULT), *values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _QuotedLayout(_Layout):
-    """Divides lines into fields of text that may be quoted."""
-
-    is_exact: bool
-
-    def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
-        if self.is_exact or not self._is_simple(block.data):
+    def _parse_natively(self, block: Block) -> pl.DataFrame | None:
+        data = block.data
+        # Polars' reader splits its input at any place to read it in parallel, so its result for unbalanced quotes
+        # depends on the place. It also drops some carriage returns, rejects some doubled quotes, and takes a byte order
+        # mark for one wherever its input begins.
+        if len(self.separator) > 1 or b"\0" in data or b"\r" in data or data.startswith(BOM):
             return None
-        columns = [f"column {index}" for index in range(len(self.columns) + 1)]
+        num_fields = np.empty(block.num_lines, dtype=np.int32)
+        if not count_fields(np.frombuffer(data, dtype=np.uint8), ord(self.separator), num_fields):
+            return None
+        columns = [f"column {index}" for index in range(len(self.columns))]
         native = pl.scan_csv(
-            b"\n" + block.data,  # the first bytes could be those of a compressed file; the empty line is skipped
+            b"\n" + data,  # the first bytes could be those of a compressed file; the empty line is skipped
             separator=self.separator,
             has_header=False,
             skip_lines=1,
@@ -293,46 +289,41 @@ class _QuotedLayout(_Layout):
             missing_columns="insert",
             truncate_ragged_lines=True,
             extra_columns="ignore",
-            quote_char='"' if b'"' in block.data else None,
+            quote_char='"' if b'"' in data else None,
         )
-        values = (pl.col(columns[self.columns.index(name)]).alias(name) for name in self.dtypes)
-        return native.select(*values, (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED)).collect()
+        values = (
+            pl.col(columns[self.columns.index(name)]).fill_null("").cast(dtype, strict=False).alias(name)
+            for name, dtype in self.dtypes.items()
+        )
+        is_well_formed = is_utf8(self.dtypes) & pl.lit(pl.Series(num_fields == len(columns)))
+        return native.select(*values).collect().with_columns(is_well_formed.alias(IS_WELL_FORMED))
 
-    def _is_simple(self, data: bytearray) -> bool:
-        # Polars' reader splits its input at any place to read it in parallel, so its result for unbalanced quotes
-        # depends on the place. It also drops some carriage returns, rejects some doubled quotes, and takes a byte order
-        # mark for one wherever its input begins.
-        if b"\0" in data or b"\r" in data or data.startswith(_BOM):
-            return False
-        if b'"' not in data:
-            return True
-        field = f'(?:"[^"\n]*"|[^"\n{self.separator}]*)'
-        return bool(pl.Series([data.decode()]).str.contains(f"^(?:{field}(?:{self.separator}{field})*\n)*$").item())
-
-    def parse_strictly(self, block: _Block) -> pl.DataFrame:
+    def parse_strictly(self, block: Block) -> pl.DataFrame:
+        """Divide each line independently; return LINE, TEXT, FAULT and the needed columns."""
+        text, num_columns = pl.col(TEXT), len(self.columns)
+        is_quoted = len(self.separator) == 1
         # Quotes in a field that starts without one are plain characters. The pattern for a field includes the
         # separator before it, which the first field gets too: after an empty match, the next field would not be found.
-        separator = self.separator
+        separator = f"\\x{ord(self.separator[0]):02x}"
         field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
-        text, num_fields = pl.col(TEXT), pl.col(_FIELDS).list.len()
 
-        def value(index: int) -> pl.Expr:
-            raw = pl.col(_FIELDS).list.get(index, null_on_oob=True).str.slice(1)
-            inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2).str.replace_all('""', '"', literal=True)
-            return pl.when(raw.str.starts_with('"')).then(inner).otherwise(raw)
+        def value(name: str) -> pl.Expr:
+            raw = pl.col(_FIELDS).list.get(self.columns.index(name), null_on_oob=True)
+            if is_quoted:
+                raw = raw.str.slice(1)
+                inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2)
+                unquoted = inner.str.replace_all('""', '"', literal=True)
+                raw = pl.when(raw.str.starts_with('"')).then(unquoted).otherwise(raw)
+            return raw.cast(self.dtypes[name], strict=False).alias(name)
 
-        positions, num_columns = {name: self.columns.index(name) for name in self.dtypes}, len(self.columns)
-        min_fields = num_columns if self.is_exact else max(positions.values()) + 1
+        extended = self.separator + text
+        divided = extended.str.extract_all(field) if is_quoted else text.str.split(self.separator)
+        num_fields = pl.col(_FIELDS).list.len()
         fault = (
-            pl.when(text == "")
-            .then(pl.lit("the line is empty"))
-            .when(text.str.contains("\0", literal=True))
-            .then(pl.lit(_NUL_FAULT))
-            .when(~(separator + text).str.contains(f"^(?:{field})+$"))
+            pl.when(~extended.str.contains(f"^(?:{field})+$") if is_quoted else False)
             .then(pl.lit(_QUOTE_FAULT))
-            .when((value(num_columns).fill_null("") != "") | (num_fields < min_fields))
+            .when(num_fields != num_columns)
             .then(pl.format(f"expected {num_columns} fields, got {{}}", num_fields))
         )
-        fields = block.lines().with_columns((separator + text).str.extract_all(field).alias(_FIELDS))
-        values = (value(index).alias(name) for name, index in positions.items())
-        return fields.select(LINE, TEXT, fault.alias(FAULT), *values)
+        rows = block.lines().with_columns(divided.alias(_FIELDS)).with_columns(map(value, self.dtypes))
+        return rows.select(LINE, TEXT, line_fault(fault, self.dtypes), *self.dtypes)
