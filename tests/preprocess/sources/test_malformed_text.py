@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -200,7 +201,7 @@ def _json_values(line: str) -> tuple[str | None, ...] | None:
         return None
     if not isinstance(parsed, dict):
         return None
-    if re.search(r"[\ud800-\udfff]", str(parsed)) or any("\ufffd" in str(parsed.get(key)) for key in ("user", "time")):
+    if re.search(r"[\ud800-\udfff]", json.dumps(parsed, ensure_ascii=False)) or any("\ufffd" in str(parsed.get(key)) for key in ("user", "time")):
         return None
     return tuple(_json_text(parsed.get(key)) for key in ("user", "time"))
 
@@ -209,7 +210,8 @@ def _float_text(digits: str) -> str:
     number = float(digits)
     if math.isinf(number):
         raise ValueError(digits)
-    return format(number, "f").rstrip("0").rstrip(".")
+    text = format(Decimal(repr(number)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _json_text(value: object) -> str | None:
