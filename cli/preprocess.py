@@ -12,6 +12,7 @@ from evenrank.core.errors import ConfigError
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC
 
 if TYPE_CHECKING:
+    from evenrank.datasets.schema import IdSummary
     from evenrank.preprocess.build.buckets import OnError
 
 _ALL = "all"
@@ -77,6 +78,24 @@ def preprocess_command(
     ] = "user:0.3",
     eval_fraction: Annotated[float | None, _optional(help="The same as --split user:FRACTION.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split by user and of synthetic data.")] = 0,
+    ids: Annotated[
+        str,
+        _optional(
+            help="Ids of users and items: dense, numbered by first appearance, with a vocabulary; keep, the integers "
+            "of the log; hash:N, a hash below N; auto, dense or keep by their range. For both, or item=RULE,user=RULE. "
+            "Default: dense for public datasets, auto for custom ones."
+        ),
+    ] = "",
+    vocabulary: Annotated[
+        Path | None, _folder(help="Earlier dataset, whose ids are kept, for a later log.", show_default=False)
+    ] = None,
+    unknown: Annotated[
+        str,
+        _optional(
+            help="With --vocabulary, what to do about values that it lacks: append them (default); oov, give them the "
+            "id 0; drop their events; or fail. For both, or item=RULE,user=RULE."
+        ),
+    ] = "",
     k_core: Annotated[int, typer.Option(help="Leave out users and items with fewer events, repeatedly.")] = 1,
     min_length: Annotated[int, typer.Option(help="Leave out users with fewer events.")] = 1,
     max_length: Annotated[int | None, _optional(help="Leave out users with more events.")] = None,
@@ -187,6 +206,9 @@ def preprocess_command(
                 window=window,
                 stride=stride,
             ),
+            ids=ids,
+            vocabulary=vocabulary,
+            unknown=unknown,
             on_error=cast("OnError", on_error),
             requests=None if requests is None else RequestRule(seconds=requests, by_date=by_date),
             synthetic=SyntheticConfig(
@@ -198,5 +220,19 @@ def preprocess_command(
             manifest = preprocess(config, on_stage=on_stage, show_progress=console.shows_progress())
         for split_name, info in manifest.splits.items():
             console.print_result(f"{folder}/{split_name}: {info.rows:,} rows, {info.interactions:,} interactions")
+        for column, summary in manifest.ids.items():
+            console.print_result(f"{column}: {_describe_ids(summary)}")
         for description, count in manifest.options["audit"].items():
             console.print_result(f"{description}: {count:,}")
+
+
+def _describe_ids(summary: "IdSummary") -> str:
+    counted = "" if summary.distinct is None else f"{summary.distinct:,} distinct"
+    found = ", ".join(filter(None, [counted, "" if summary.largest is None else f"largest {summary.largest:,}"]))
+    if summary.rule == "dense":
+        size = summary.versions[-1].size
+        added = f", {summary.unknown_values:,} of them new" if len(summary.versions) > 1 else ""
+        return f"dense ({found}{added}), numbered 1 to {size:,} by first appearance"
+    if summary.rule == "keep":
+        return f"kept ({found})"
+    return f"{summary.rule} ({found}), {summary.collisions:,} values share their id with another"

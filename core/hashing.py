@@ -29,3 +29,26 @@ def mix_word(word: np.uint64) -> np.uint64:
     word = (word ^ (word >> np.uint64(MIX_SHIFTS[0]))) * np.uint64(MIX_MULTIPLIERS[0])
     word = (word ^ (word >> np.uint64(MIX_SHIFTS[1]))) * np.uint64(MIX_MULTIPLIERS[1])
     return word ^ (word >> np.uint64(MIX_SHIFTS[2]))
+
+
+@compiled
+def hash_texts(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Hash n texts, of which number i has the bytes data[offsets[i] : offsets[i + 1]]: int64 [n].
+
+    Words of 8 bytes, the first byte lowest, are mixed one after the other, beginning with the number of bytes.
+    """
+    hashes = np.empty(len(offsets) - 1, dtype=np.int64)
+    for text in range(len(hashes)):
+        begin, end = offsets[text], offsets[text + 1]
+        hashed = mix_word(np.uint64(end - begin))
+        word, shift = np.uint64(0), np.uint64(0)
+        for position in range(begin, end):
+            word |= np.uint64(data[position]) << shift
+            shift += np.uint64(8)
+            if shift == np.uint64(64):
+                hashed = mix_word(hashed ^ word)
+                word, shift = np.uint64(0), np.uint64(0)
+        if shift > np.uint64(0):
+            hashed = mix_word(hashed ^ word)
+        hashes[text] = np.int64(hashed)
+    return hashes

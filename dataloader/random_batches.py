@@ -97,6 +97,7 @@ def draw_samples(
         extra_events={},
         vocabulary_sizes={},
         context_labels={},
+        ids={},
         content_hash="",
     )
     return SequenceStore(

@@ -6,7 +6,8 @@
 
 Columns of a row: `user_id` int64; each contextual feature int64 (0 = missing, then 1..n by sorted value); `item_id`
 list<int64>, `action` list<int32> and `timestamp_ms` list<int64>, all of the same length and in time order; further
-lists that a dataset adds; `length` int32, the number of events. Rows are sorted by (`user_hash` of user_id, user_id).
+lists that a dataset adds; `length` int32, the number of events. Rows are sorted by (`user_hash` of the key, key) of
+their user: the raw id if it is an integer, else the hash of its text.
 """
 
 import hashlib
@@ -14,9 +15,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from evenrank.core.errors import ConfigError, DataError, first_line
 from evenrank.core.files import open_regular
 from evenrank.core.hashing import mix64
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 CACHE_NAME = ".cache"  # subfolder of the unpacked columns
 REMEDY = "preprocess the dataset again"  # of files that do not match their manifest
@@ -81,6 +82,50 @@ class Split:
     """Events per row: min, p1, ..., p99, max, mean; empty if the split has no rows."""
 
 
+IdKind = Literal["int64", "uint64", "text"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyVersion:
+    """The state of a vocabulary after a dataset was added to it."""
+
+    size: int
+    """Values; later versions begin with the same ones."""
+    sha256: str
+    """Of the kind and the values, in the order of their ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdSummary:
+    """How the raw ids of users or items became the ids of a dataset."""
+
+    rule: str
+    """`dense`: numbered from 1, in `vocabulary_COLUMN.parquet`; `keep`: unchanged; `hash:N`: hashed to 0..N-1."""
+    kind: IdKind
+    """Type of the raw ids."""
+    distinct: int | None = None
+    """Distinct raw ids of the log; None: not counted."""
+    largest: int | None = None
+    """Largest raw id; None: not counted, or text."""
+    collisions: int = 0
+    """Raw ids that share their hash with another."""
+    versions: tuple[VocabularyVersion, ...] = ()
+    """Of the vocabulary, oldest first; empty without one."""
+    unknown_values: int = 0
+    """Raw ids that the earlier vocabulary lacked."""
+    unknown_events: int = 0
+    """Their events."""
+
+    @property
+    def version(self) -> str:
+        """Rule, kind and latest version, equal for two datasets only if their ids mean the same."""
+        return " ".join([self.rule, self.kind, *(version.sha256 for version in self.versions[-1:])])
+
+    def extends(self, version: str) -> bool:
+        """Return whether all ids of a dataset with this `version` mean the same here."""
+        return version in {replace(self, versions=self.versions[:end]).version for end in range(len(self.versions) + 1)}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """`manifest.json`: the description of a dataset."""
@@ -100,6 +145,8 @@ class Manifest:
     """Per feature: largest id + 1."""
     context_labels: Mapping[str, tuple[str | None, ...]]
     """Per contextual feature: the labels of ids 0 (None), 1, 2, ..."""
+    ids: Mapping[str, IdSummary]
+    """Of `user_id` and `item_id`."""
     content_hash: str
     """SHA-256 of the Parquet files, their columns and the vocabulary; saved with every loader state."""
 
@@ -182,6 +229,7 @@ def content_hash(
     contextual: tuple[str, ...],
     extra_events: Mapping[str, str],
     vocabulary_sizes: Mapping[str, int],
+    ids: Mapping[str, IdSummary],
 ) -> str:
     """Return the SHA-256, in hexadecimal, of the data that a loader sees, without raw files and options."""
     visible = {
@@ -190,6 +238,7 @@ def content_hash(
         "contextual": contextual,
         "extra_events": dict(extra_events),
         "vocabulary_sizes": dict(vocabulary_sizes),
+        "ids": {name: summary.version for name, summary in ids.items()},
     }
     return hashlib.sha256(json.dumps(visible, sort_keys=True).encode()).hexdigest()
 
@@ -225,7 +274,9 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         reason = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise DataError(f"{path} has a missing or malformed field ({reason}); {REMEDY}") from error
     # Unpacked columns are found by this hash, also in caches that several datasets share.
-    actual = content_hash(manifest.splits, manifest.contextual, manifest.extra_events, manifest.vocabulary_sizes)
+    actual = content_hash(
+        manifest.splits, manifest.contextual, manifest.extra_events, manifest.vocabulary_sizes, manifest.ids
+    )
     if manifest.content_hash != actual:
         raise DataError(
             f"{path} has content hash {manifest.content_hash[:12]}, but that of its files and columns is "
@@ -259,8 +310,19 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         extra_events=extra_events,
         vocabulary_sizes=vocabulary_sizes,
         context_labels={name: tuple(values) for name, values in labels.items()},
+        ids={name: _checked_ids(raw["ids"][name]) for name in (USER_ID, ITEM_ID)},
         content_hash=_checked_sha256(raw["content_hash"]),
     )
+
+
+def _checked_ids(raw: dict[str, Any]) -> IdSummary:
+    versions = tuple(VocabularyVersion(**version) for version in raw["versions"])
+    for version in versions:
+        _checked_count(version.size)
+        _checked_sha256(version.sha256)
+    if raw["kind"] not in get_args(IdKind) or not isinstance(raw["rule"], str):
+        raise ValueError(f"ids have rule {raw['rule']!r} and kind {raw['kind']!r}")
+    return IdSummary(**{**raw, "versions": versions})
 
 
 def _checked_split(raw: dict[str, Any]) -> Split:

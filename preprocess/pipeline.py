@@ -1,15 +1,16 @@
 """The whole job: raw files -> interactions -> buckets -> sequences -> splits -> a folder of Parquet files."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import (
@@ -24,11 +25,14 @@ from evenrank.datasets.schema import (
     Split,
     content_hash,
 )
-from evenrank.preprocess.build.buckets import Buckets, OnError, fill_buckets
+from evenrank.preprocess.build.buckets import Buckets, OnError, TextIdsError, fill_buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
+from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, parse_ids, parse_unknown
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
+from evenrank.preprocess.build.key_table import TextValues
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, Audit, parse_split
+from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
@@ -59,6 +63,14 @@ class PreprocessConfig:
     """`user:FRACTION`, `leave-last:N`, `time:TIMESTAMP` or `none`; see `evenrank.preprocess.build.splits`."""
     seed: int = 0
     """Seed of the split by user and of synthetic data, 0 to 2^62 - 1."""
+    ids: str = ""
+    """Rules for the ids of users and items, such as `dense` or `item=dense,user=keep`; see
+    `evenrank.preprocess.build.ids`. Default: `auto` for custom logs, `dense` for public datasets, else `keep`."""
+    vocabulary: Path | None = None
+    """An earlier dataset, whose ids are kept; None: ids begin anew."""
+    unknown: str = ""
+    """What to do about values that the vocabulary lacks, such as `drop` or `item=oov,user=append`: number them after
+    the known ones (`append`, the default), give all of them the id 0 (`oov`), leave out their events, or `fail`."""
     filters: Filters = field(default_factory=Filters)
     on_error: OnError = "fail"
     """What to do about rows that cannot be read: raise an error, or skip and count them."""
@@ -73,6 +85,12 @@ class PreprocessConfig:
         if self.dataset not in DATASETS:
             raise ConfigError(f"unknown dataset {self.dataset!r}; known: {', '.join(DATASETS)}")
         parse_split(self.split)
+        if parse_ids(self.ids) and self.vocabulary is not None:
+            raise ConfigError(
+                f"ids {self.ids!r} and vocabulary {self.vocabulary} both define the ids; give one of them"
+            )
+        if parse_unknown(self.unknown) and self.vocabulary is None:
+            raise ConfigError(f"unknown {self.unknown!r} has no effect without vocabulary; give both")
         if not 0 <= self.seed < 2**62:
             raise ConfigError(f"seed must be between 0 and 2^62 - 1, got {self.seed}")
         if any("\ud800" <= character <= "\udfff" for character in str(self.out)):  # how Python keeps other bytes
@@ -96,22 +114,47 @@ def preprocess(
     """
 
     def write(folder: Path) -> Manifest:
-        on_stage(f"opening {config.dataset}")
-        interactions = open_source(config, show_progress=show_progress)
-        with wrap_write_errors(config.out):
-            return _write_dataset(folder, config, interactions, on_stage)
+        earlier = {} if config.vocabulary is None else read_earlier(config.vocabulary, parse_unknown(config.unknown))
+        text_ids = frozenset(name for name, ids in earlier.items() if ids.summary.kind == "text")
+        rules = _id_rules(config) | {name: ids.summary.rule for name, ids in earlier.items()}
+        while True:
+            on_stage(f"opening {config.dataset}")
+            interactions = open_source(config, rules=rules, text_ids=text_ids, show_progress=show_progress)
+            for name, ids in earlier.items():
+                if (kind := interactions.id_kinds[name]) != ids.summary.kind:
+                    known = f"{config.vocabulary} has ids of type {ids.summary.kind}"
+                    raise DataError(f"{known} as {name}, the log has {kind}; convert one of them")
+            try:
+                with wrap_write_errors(config.out):
+                    return _write_dataset(folder, config, interactions, rules, earlier, on_stage)
+            except TextIdsError as error:  # columns that began with integers
+                text_ids |= error.columns
 
     return replace_folder(config.out, write, overwrite=config.overwrite)
 
 
-def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Interactions:
-    """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily."""
+def _id_rules(config: PreprocessConfig) -> dict[str, str]:
+    default = AUTO if config.dataset == CUSTOM else DENSE if config.dataset in CATALOG else KEEP
+    return {USER_ID: default, ITEM_ID: default} | parse_ids(config.ids)
+
+
+def open_source(
+    config: PreprocessConfig,
+    *,
+    rules: Mapping[str, str],
+    text_ids: frozenset[str] = frozenset(),
+    show_progress: bool = False,
+) -> Interactions:
+    """Open the raw files of a dataset, which are downloaded if they are missing; events are read lazily.
+
+    `rules` are those of the ids; columns of `text_ids` are text even if they begin with integers.
+    """
     if config.dataset == SYNTHETIC:
         return draw_interactions(config.synthetic or SyntheticConfig(), seed=config.seed)
     if config.dataset == CUSTOM:
         if config.custom is None:
             raise ConfigError("dataset 'custom' has no description; set `custom` to a TabularConfig")
-        return read_tabular(config.custom)
+        return read_tabular(config.custom, rules, text_ids)
     public = CATALOG[config.dataset]
     folder = ensure_raw_files(public, config.raw_dir, show_progress=show_progress)
     if isinstance(public, MovieLensDataset):
@@ -120,19 +163,43 @@ def open_source(config: PreprocessConfig, *, show_progress: bool = False) -> Int
 
 
 def _write_dataset(
-    folder: Path, config: PreprocessConfig, interactions: Interactions, on_stage: Callable[[str], None]
+    folder: Path,
+    config: PreprocessConfig,
+    interactions: Interactions,
+    rules: Mapping[str, str],
+    earlier: Mapping[str, EarlierIds],
+    on_stage: Callable[[str], None],
 ) -> Manifest:
     """Write all files of a dataset to an empty folder."""
-    for name, vocabulary in interactions.vocabularies.items():
-        vocabulary.write_parquet(folder / f"vocabulary_{name}.parquet")
     num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
-    buckets = Buckets(folder / ".buckets", num_events, dtypes)
+    work = folder / ".work"
+    buckets = Buckets(work / "buckets", num_events, dtypes)
+    texts = {
+        name: TextValues(work / f"texts of {name}", buckets.num_bits)
+        for name, kind in interactions.id_kinds.items()
+        if kind == "text"
+    }
     # The raw files are read a second time for their checksums, concurrently with the pass that parses them.
-    with ThreadPoolExecutor(1) as background, contextlib.closing(buckets):
+    with ThreadPoolExecutor(1) as background, contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, work, ignore_errors=True)
         pending_sources = background.submit(interactions.sources)
-        counts = fill_buckets(buckets, interactions, on_error=config.on_error, on_stage=on_stage)
-        splits, largest = _write_splits(folder, config, interactions, buckets, counts, on_stage)
+        counts = fill_buckets(buckets, interactions, texts, on_error=config.on_error, on_stage=on_stage)
+        if (masks := mask_unknown(buckets, earlier)) is not None:
+            counts["events of unknown users or items (dropped)"] = _count_masked(masks)
+        num_unknown = _count_masked(masks)
+        masks = k_core(buckets, config.filters, masks)
+        if masks is not None and config.filters.has_k_core:
+            counts["events left out by the k-core"] = _count_masked(masks) - num_unknown
+        on_stage("numbering users and items")
+        number = partial(number_ids, buckets=buckets, masks=masks, folder=folder, work=work)
+        with ThreadPoolExecutor(2) as both:
+            pending_ids = {
+                name: both.submit(number, name, rules[name], kind, texts=texts.get(name), earlier=earlier.get(name))
+                for name, kind in interactions.id_kinds.items()
+            }
+            ids = {name: pending.result() for name, pending in pending_ids.items()}
+        splits, largest = _write_splits(folder, config, interactions, buckets, masks, ids, counts, on_stage)
         sources = pending_sources.result()
     labels = {} if interactions.context is None else interactions.context.labels
     content: dict[str, Any] = {
@@ -140,10 +207,13 @@ def _write_dataset(
         "contextual": tuple(labels),
         "extra_events": interactions.extra_events,
         "vocabulary_sizes": {
-            USER_ID: largest[USER_ID] + 1,
-            ITEM_ID: largest[ITEM_ID] + 1,
+            **{name: of_column.size or largest[name] + 1 for name, of_column in ids.items()},
             ACTION: interactions.num_actions or largest[ACTION] + 1,
             **{name: len(values) for name, values in labels.items()},
+        },
+        "ids": {
+            name: replace(of_column.summary, largest=largest[name]) if of_column.size is None else of_column.summary
+            for name, of_column in ids.items()
         },
     }
     default = asdict(Filters())
@@ -152,6 +222,7 @@ def _write_dataset(
         "split": config.split,
         "seed": config.seed,
         "on_error": config.on_error,
+        "unknown": config.unknown,
         "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
         "requests": None if config.requests is None else asdict(config.requests),
         "audit": {description: count for description, count in counts.items() if count},
@@ -174,6 +245,8 @@ def _write_splits(
     config: PreprocessConfig,
     interactions: Interactions,
     buckets: Buckets,
+    masks: Masks | None,
+    ids: Mapping[str, Ids],
     counts: dict[str, int],
     on_stage: Callable[[str], None],
 ) -> tuple[dict[str, Split], dict[str, int]]:
@@ -187,17 +260,14 @@ def _write_splits(
     with contextlib.ExitStack() as stack:
         if config.requests is not None:
             requests = stack.enter_context(pq.ParquetWriter(folder / REQUESTS_NAME, REQUEST_SCHEMA, compression="zstd"))
-        masks = k_core(buckets, config.filters)
-        if masks is not None:
-            counts["events left out by the k-core"] = sum(int(np.count_nonzero(~mask)) for mask in masks)
         # The next bucket is built while the current one is written.
         background = stack.enter_context(ThreadPoolExecutor(1))
-        next_bucket = background.submit(_build_bucket, buckets, 0, masks)
+        next_bucket = background.submit(_build_bucket, buckets, 0, masks, ids)
         for index in range(len(buckets)):
             on_stage(f"building sequences, part {index + 1} of {len(buckets)}")
             all_users, num_duplicates = next_bucket.result()
             if index + 1 < len(buckets):
-                next_bucket = background.submit(_build_bucket, buckets, index + 1, masks)
+                next_bucket = background.submit(_build_bucket, buckets, index + 1, masks, ids)
             sequences = keep_lengths(all_users, config.filters)
             counts["duplicate events (kept)"] += num_duplicates
             counts["users left out by filters"] += len(all_users) - len(sequences)
@@ -212,7 +282,7 @@ def _write_splits(
                 # Windows would separate targets from the events before them, so rows with targets are not cut.
                 rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)
                 audit.follow(name, rows)
-                writers[name].append(rows, context.lookup(rows.user_ids))
+                writers[name].append(rows, context.lookup(rows.user_keys))
         splits = {name: writer.close() for name, writer in writers.items()}
     if not any(split.rows for split in splits.values()):
         raise DataError("the filters leave no users; relax them")
@@ -224,8 +294,14 @@ def _write_splits(
     return splits, {name: max(writer.largest[name] for writer in writers.values()) for name in names}
 
 
-def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_]] | None) -> tuple[Sequences, int]:
+def _count_masked(masks: Masks | None) -> int:
+    return sum(int(np.count_nonzero(~mask)) for mask in masks or ())
+
+
+def _build_bucket(buckets: Buckets, index: int, masks: Masks | None, ids: Mapping[str, Ids]) -> tuple[Sequences, int]:
     columns = buckets.read(index)
     if masks is not None:
         columns = {name: values[masks[index]] for name, values in columns.items()}
-    return build_sequences(columns)
+    sequences, num_duplicates = build_sequences(columns, ids[USER_ID].encode)
+    events = {**sequences.events, ITEM_ID: ids[ITEM_ID].encode(columns[ITEM_ID])}
+    return replace(sequences, events=events), num_duplicates

@@ -16,9 +16,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.core.hashing import mix_word
-from evenrank.core.numba_cache import compiled
-from evenrank.datasets.schema import USER_ID
+from evenrank.datasets.schema import ITEM_ID, USER_ID
+from evenrank.preprocess.build.key_table import TextValues, by_bucket, keys_of
 from evenrank.preprocess.sources.interactions import IS_GOOD, EventPart, Interactions, wrap_read_errors
 
 Columns = dict[str, NDArray[Any]]  # columns of events by name: int64 or int32 [events]
@@ -40,22 +39,25 @@ class Buckets:
         folder: created when bucket files are needed, and removed by `close`.
         num_events: expected number of events; only the number of buckets depends on it.
         dtypes: data type of each column.
+        key: the column by which events are distributed, int64.
     """
 
-    def __init__(self, folder: Path, num_events: int, dtypes: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, num_events: int, dtypes: Mapping[str, str], *, key: str = USER_ID) -> None:
         self._folder = folder
         self._dtypes = dict(dtypes)
-        self._num_bits = min(_MAX_BITS, max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length())
+        self._key = key
+        self.num_events = num_events
+        self.num_bits = min(_MAX_BITS, max(0, (num_events - 1) // EVENTS_PER_BUCKET).bit_length())
         self._parts: list[list[Columns]] = [[] for _ in range(len(self))]  # per bucket, the parts in memory
         self._num_bytes = 0  # of all parts in memory
         self._num_spilled = [0] * len(self)  # per bucket, the number of parts in its file
 
     def __len__(self) -> int:
-        return 1 << self._num_bits
+        return 1 << self.num_bits
 
     def append(self, batch: Columns) -> None:
         """Distribute a batch of events over the buckets."""
-        order, ends = _by_bucket(batch[USER_ID], self._num_bits)
+        order, ends = by_bucket(batch[self._key], self.num_bits)
         # Narrowing halves the number of bytes to reorder, to keep and to spill.
         sorted_batch = {name: _narrowed(values)[order] for name, values in batch.items()}
         for index, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -100,24 +102,6 @@ class Buckets:
         return self._folder / f"{index:05d}.npy"
 
 
-@compiled
-def _by_bucket(user_ids: NDArray[np.int64], num_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sort events by bucket, which is stable: return their indices, int64 [events], and the end of each bucket."""
-    buckets = np.zeros(len(user_ids), dtype=np.uint16)
-    ends = np.zeros((1 << num_bits) + 1, dtype=np.int64)
-    for event in range(len(user_ids)):
-        if num_bits > 0:  # as by `user_hash`
-            buckets[event] = mix_word(np.uint64(user_ids[event])) >> np.uint64(64 - num_bits)
-        ends[buckets[event] + 1] += 1
-    ends = np.cumsum(ends)
-    next_position = ends[:-1].copy()
-    order = np.empty(len(user_ids), dtype=np.int64)
-    for event in range(len(user_ids)):
-        order[next_position[buckets[event]]] = event
-        next_position[buckets[event]] += 1
-    return order, ends[1:]
-
-
 def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
     """Return int64 values as int32 if all of them fit."""
     if values.dtype == np.int64 and len(values) and values.min() >= _INT32.min and values.max() <= _INT32.max:
@@ -125,10 +109,26 @@ def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
     return values
 
 
+class TextIdsError(Exception):
+    """Columns of ids that were taken for integers have other texts."""
+
+    def __init__(self, columns: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(columns)))
+        self.columns = columns
+
+
 def fill_buckets(
-    buckets: Buckets, interactions: Interactions, *, on_error: OnError, on_stage: Callable[[str], None]
+    buckets: Buckets,
+    interactions: Interactions,
+    texts: Mapping[str, TextValues],
+    *,
+    on_error: OnError,
+    on_stage: Callable[[str], None],
 ) -> dict[str, int]:
-    """Read all events into buckets; return the number of skipped rows by a description of the first ones per part."""
+    """Read all events into buckets; return the number of skipped rows by a description of the first ones per part.
+
+    Ids become keys; `texts` registers those of the columns that are text. Raises TextIdsError.
+    """
     num_skipped: dict[str, int] = {}
     num_events = 0
     for part in interactions.parts:
@@ -136,10 +136,14 @@ def fill_buckets(
         for batch in _batches(part):
             good = batch if batch.get_column(IS_GOOD).all() else batch.filter(IS_GOOD)
             num_bad += len(batch) - len(good)
-            buckets.append({column.name: column.to_numpy() for column in good.drop(IS_GOOD).iter_columns()})
+            columns = {column.name: column for column in good.drop(IS_GOOD).iter_columns()}
+            keys = {name: _keys(columns.pop(name), texts.get(name)) for name in (USER_ID, ITEM_ID)}
+            buckets.append(keys | {name: column.to_numpy() for name, column in columns.items()})
             num_events += len(good)
             on_stage(f"reading {part.name}: {num_events:,} events")
         if num_bad:
+            if text_columns := part.find_texts():
+                raise TextIdsError(text_columns)
             first_rows = "; ".join(
                 f"line {row.line} ({row.text[:80]!r}): {row.reason}" for row in part.find_bad(_MAX_SHOWN)
             )
@@ -153,6 +157,10 @@ def fill_buckets(
         names = ", ".join(part.name for part in interactions.parts)
         raise DataError(f"{names}: no events could be read; check the file, or unpack or download it again")
     return num_skipped
+
+
+def _keys(ids: pl.Series, texts: TextValues | None) -> NDArray[np.int64]:
+    return keys_of(ids) if texts is None else texts.add(ids)
 
 
 def _batches(part: EventPart) -> Iterator[pl.DataFrame]:

@@ -1,5 +1,6 @@
 """Filters of events and users (k-core, shortest and longest history), and windows of long histories."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -44,20 +45,30 @@ class Filters:
         if self.window is not None and self.stride is not None and self.stride > self.window:
             raise ConfigError(f"stride must be at most window ({self.window}), or events are lost; got {self.stride}")
 
+    @property
+    def has_k_core(self) -> bool:
+        """Whether users or items need more than one event."""
+        return self.min_user_events > 1 or self.min_item_events > 1
 
-def k_core(buckets: Buckets, filters: Filters) -> list[NDArray[np.bool_]] | None:
+
+def k_core(
+    buckets: Buckets, filters: Filters, masks: Sequence[NDArray[np.bool_]] | None
+) -> Sequence[NDArray[np.bool_]] | None:
     """Find the events that remain when users and items with too few events are removed until none is left.
+
+    Only those of `masks` count, bool [events] per bucket, or all if None.
 
     The result is the largest set of events in which every user and every item has enough; it does not depend on the
     order of removal.
 
     Returns:
-        Per bucket, the mask of the remaining events, bool [events]; None if the filters have no k-core.
+        Per bucket, the mask of the remaining events, bool [events]; `masks` if the filters have no k-core.
     """
-    if filters.min_user_events == 1 and filters.min_item_events == 1:
-        return None
+    if not filters.has_k_core:
+        return masks
     items = np.unique(np.concatenate([np.unique(buckets.read(i, (ITEM_ID,))[ITEM_ID]) for i in range(len(buckets))]))
-    masks = [np.ones(len(buckets.read(i, (USER_ID,))[USER_ID]), dtype=bool) for i in range(len(buckets))]
+    if masks is None:
+        masks = [np.ones(len(buckets.read(i, (USER_ID,))[USER_ID]), dtype=bool) for i in range(len(buckets))]
     num_kept, num_before = sum(map(len, masks)), -1
     while num_kept != num_before:
         num_before = num_kept

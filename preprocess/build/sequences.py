@@ -3,8 +3,7 @@
 The compiled loops run without the GIL.
 """
 
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,58 +11,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError
-from evenrank.core.hashing import mix_word
 from evenrank.core.numba_cache import compiled
 from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID, user_hash
 from evenrank.preprocess.build.buckets import Columns
+from evenrank.preprocess.build.key_table import encode_keys, random_seed
 
 _MAX_EVENTS = int(np.iinfo(np.int32).max)  # of a bucket
-
-
-@compiled
-def slot_of(user_id: int, seed: np.uint64, mask: int) -> np.int64:
-    """Return where the search for a user begins in a table of `mask + 1` slots, a power of two."""
-    return np.int64(mix_word(np.uint64(user_id) ^ seed) & np.uint64(mask))
-
-
-@compiled
-def encode_users(user_ids: NDArray[np.int64], seed: np.uint64) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Number users in order of first appearance, with an open-addressing hash table.
-
-    Return the distinct users, int64 [users], and for each event the index of its user among them, int32 [events].
-
-    Take a random `seed`: for a given one, ids could be chosen such that all of them are in one run of slots, and the
-    time would be quadratic. The result does not depend on it.
-    """
-    capacity = 1 << 12
-    table = np.full(capacity, -1, dtype=np.int32)
-    users = np.empty(len(user_ids), dtype=np.int64)
-    codes = np.empty(len(user_ids), dtype=np.int32)
-    count = 0
-    for event in range(len(user_ids)):
-        user = user_ids[event]
-        if event > 0 and user == user_ids[event - 1]:  # many logs are already grouped by user
-            codes[event] = codes[event - 1]
-            continue
-        slot = slot_of(user, seed, capacity - 1)
-        while table[slot] >= 0 and users[table[slot]] != user:
-            slot = (slot + 1) & (capacity - 1)
-        if table[slot] < 0:
-            table[slot] = count
-            users[count] = user
-            count += 1
-            if 2 * count > capacity:
-                capacity *= 2
-                table = np.full(capacity, -1, dtype=np.int32)
-                for code in range(count):
-                    slot = slot_of(users[code], seed, capacity - 1)
-                    while table[slot] >= 0:
-                        slot = (slot + 1) & (capacity - 1)
-                    table[slot] = code
-            codes[event] = count - 1
-        else:
-            codes[event] = table[slot]
-    return users[:count].copy(), codes
 
 
 @compiled
@@ -125,12 +78,13 @@ def gather(
 class Sequences:
     """Rows as ranges of events: filters, splits and windows only change the ranges and copy no events.
 
-    user_ids         7        3
+    user_keys        7        3          from which `user_ids` follow
     begins, ends     0..2     2..5       offsets in `order`
     order            4 1      0 2 3      indices of events, oldest first
     events[name]     [e0 e1 e2 e3 e4]    in file order
     """
 
+    user_keys: NDArray[np.int64]  # [rows]
     user_ids: NDArray[np.int64]  # [rows]
     begins: NDArray[np.int64]  # [rows]
     ends: NDArray[np.int64]  # [rows]
@@ -149,7 +103,7 @@ class Sequences:
 
     def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> "Sequences":
         """Return the rows selected by a mask [rows] or by indices."""
-        per_row = ("user_ids", "begins", "ends", "windows", "num_targets")
+        per_row = ("user_keys", "user_ids", "begins", "ends", "windows", "num_targets")
         return replace(self, **{name: getattr(self, name)[rows] for name in per_row})
 
     def values(self, name: str) -> NDArray[np.int64]:
@@ -157,11 +111,15 @@ class Sequences:
         return gather(self.events[name], self.order, self.begins, self.ends)
 
 
-def build_sequences(columns: Columns) -> tuple[Sequences, int]:
-    """Group the events of a bucket by user, oldest first; events of the same time stay in file order.
+def build_sequences(
+    columns: Columns, user_ids: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+) -> tuple[Sequences, int]:
+    """Group the events of a bucket by the key of their user, oldest first; those of the same time stay in file order.
+
+    `user_ids` returns the ids of users, given their keys.
 
     Returns:
-        The sequences, ordered by (user_hash(user_id), user_id), and the number of events that repeat another.
+        The sequences, ordered by (user_hash(key), key), and the number of events that repeat another.
     """
     num_events = len(columns[USER_ID])
     if num_events > _MAX_EVENTS:
@@ -169,13 +127,14 @@ def build_sequences(columns: Columns) -> tuple[Sequences, int]:
             f"{num_events:,} events are of users whose hashes begin alike, more than {_MAX_EVENTS:,}; preprocess fewer "
             "events at once"
         )
-    users, codes = encode_users(columns[USER_ID], np.uint64(secrets.randbits(64)))
+    users, codes = encode_keys(columns[USER_ID], random_seed())
     ranks = np.empty(len(users), dtype=np.int32)
     sorted_users = np.lexsort((users, user_hash(users)))
     ranks[sorted_users] = np.arange(len(users), dtype=np.int32)
     offsets, order = order_events(ranks[codes], columns[TIMESTAMP_MS], len(users))
     sequences = Sequences(
-        user_ids=users[sorted_users],
+        user_keys=users[sorted_users],
+        user_ids=user_ids(users[sorted_users]),
         begins=offsets[:-1],
         ends=offsets[1:],
         order=order,

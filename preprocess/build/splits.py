@@ -62,7 +62,7 @@ def _milliseconds(text: str) -> int:
 
 def _by_user(sequences: Sequences, fraction: float, seed: int) -> dict[str, Sequences]:
     # The salt must not be 0, because the hash with salt 0 orders the rows.
-    hashes = user_hash(sequences.user_ids, salt=(seed << 1) | 1)
+    hashes = user_hash(sequences.user_keys, salt=(seed << 1) | 1)
     # The top 53 bits convert to float64 exactly, and scale to fractions below 1.
     in_eval = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
     return {TRAIN: sequences.take(~in_eval), EVAL: sequences.take(in_eval)}

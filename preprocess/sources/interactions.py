@@ -11,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import DataError, first_line
-from evenrank.datasets.schema import USER_ID, SourceFile
+from evenrank.datasets.schema import ITEM_ID, USER_ID, IdKind, SourceFile
 
 # Boolean column, true for rows that were parsed and whose values are in range. In other rows, the values of all other
 # columns are undefined.
@@ -39,8 +39,10 @@ class EventPart:
     name: str  # for messages: the path of the file
     size: int  # approximate number of bytes; it determines the number of buckets
     events: pl.LazyFrame
-    """Columns user_id, item_id, timestamp_ms (int64), action (int32), extra columns and IS_GOOD; in file order."""
+    """Columns user_id, item_id (Int64, UInt64 or String), timestamp_ms (int64), action (int32), extra columns and
+    IS_GOOD; in file order."""
     find_bad: Callable[[int], Sequence[BadRow]] = lambda limit: ()  # the first `limit` bad rows; may be slow
+    find_texts: Callable[[], frozenset[str]] = frozenset  # columns of ids that were taken for integers, but are text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,7 @@ class Table:
     dtypes: Mapping[str, pl.DataType]  # of the needed columns
     rows: pl.LazyFrame  # the needed columns, and IS_WELL_FORMED: whether a line has the expected fields
     described_rows: pl.LazyFrame  # slower: LINE, TEXT, FAULT (null if well formed) and the needed columns
+    has_types: bool  # whether the file knows the types of its columns
     separator: str | None = None  # of the fields of delimited text
 
     def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
@@ -79,6 +82,8 @@ class Table:
             raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
         with wrap_read_errors(self.path):
             users = self.rows.select(*columns).collect()
+        if users.is_empty():
+            raise DataError(f"{self.path} contains no rows; create or download it again")
         ids = users.get_column(USER_ID)
         for repeated in ids.filter(ids.is_duplicated()):
             raise DataError(f"{self.path}: user {repeated} appears twice; keep one row per user")
@@ -103,7 +108,7 @@ def time_checks(name: str, *, unit_ms: int = 1) -> dict[str, pl.Expr]:
 class Context:
     """The contextual features of users, encoded as integers: 0 if missing, else 1..n by sorted value."""
 
-    features: pl.DataFrame  # user_id (int64), then one int64 column per feature
+    features: pl.DataFrame  # user_id (int64, the user's key), then one int64 column per feature
     labels: Mapping[str, tuple[str | None, ...]]  # of the ids 0 (always None), 1, 2, ... of each feature
 
 
@@ -117,7 +122,7 @@ class Interactions:
     num_actions: int | None  # None if the largest action is only known once all events are read
     extra_events: Mapping[str, str] = field(default_factory=dict)  # types of further columns: int64 or int32
     options: Mapping[str, object] = field(default_factory=dict)  # of the source, for the manifest
-    vocabularies: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of columns whose ids are strings
+    id_kinds: Mapping[str, IdKind] = field(default_factory=lambda: {USER_ID: "int64", ITEM_ID: "int64"})
 
 
 def encode_context(raw: pl.DataFrame) -> Context:
@@ -131,7 +136,7 @@ def encode_context(raw: pl.DataFrame) -> Context:
 
 
 class ContextLookup:
-    """Look up features by user id; a user without features gets 0, the id of a missing value."""
+    """Look up features by the key of a user; one without features gets 0, the id of a missing value."""
 
     def __init__(self, context: Context | None) -> None:
         features = pl.DataFrame(schema={USER_ID: pl.Int64}) if context is None else context.features.sort(USER_ID)
@@ -141,12 +146,12 @@ class ContextLookup:
         self._requested = np.zeros(len(self._users), dtype=bool)
         self.names = tuple(columns)
 
-    def lookup(self, user_ids: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    def lookup(self, user_keys: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Return each feature of the given users: int64 [users]."""
         if not len(self._users):
-            return {name: np.zeros(len(user_ids), dtype=np.int64) for name in self.names}
-        positions = np.minimum(np.searchsorted(self._users, user_ids), len(self._users) - 1)
-        is_known = self._users[positions] == user_ids
+            return {name: np.zeros(len(user_keys), dtype=np.int64) for name in self.names}
+        positions = np.minimum(np.searchsorted(self._users, user_keys), len(self._users) - 1)
+        is_known = self._users[positions] == user_keys
         self._requested[positions[is_known]] = True
         return {name: np.where(is_known, values[positions], 0) for name, values in self._features.items()}
 

@@ -1,7 +1,7 @@
 """Paths, patterns and folders -> data files; what their names say: format, compression, values of hive folders."""
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,59 +19,45 @@ _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 def file_format(path: Path) -> str:
     """Return TEXT, JSON or PARQUET by the name of a file, or raise a DataError."""
-    name = path.name.lower()
-    if path.suffix.lower() in CODECS:
-        name = Path(name).stem
-    known = _FORMATS.get(Path(name).suffix)
-    if known is None or (known == PARQUET and path.suffix.lower() in CODECS):
+    name, is_compressed = path.name.lower(), path.suffix.lower() in CODECS
+    known = _FORMATS.get(Path(Path(name).stem if is_compressed else name).suffix)
+    if known is None or (known == PARQUET and is_compressed):
         *text, parquet = _FORMATS
-        raise DataError(
-            f"{path} has an unknown suffix; expected one of {', '.join(text)}, with or without {', '.join(CODECS)}, "
-            f"or {parquet}"
-        )
+        expected = f"{', '.join(text)}, also with {', '.join(CODECS)}, or {parquet}"
+        raise DataError(f"{path} has an unknown suffix; expected one of {expected}")
     return known
 
 
 def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the data files that paths of files and folders and patterns such as `logs/*.csv` stand for.
+    """Return the data files that paths of files and folders, and patterns such as `logs/*.csv`, stand for.
 
-    The files of each path are sorted. Folders are searched at any depth; names that begin with `.` or `_` are left out.
-
-    Raises:
-        DataError: a path stands for no file, or for files of several formats.
-        ConfigError: a file is found twice.
+    The files of each path are sorted. Of folders at any depth and of patterns, empty files and names that begin with
+    `.` or `_` are left out.
     """
     files: list[Path] = []
     for path in paths:
-        found = _expand(path)
-        if not found:
-            raise DataError(f"{path} contains or matches no data file; check the path")
-        if len(formats := sorted({file_format(file) for file in found})) > 1:
-            raise DataError(f"{path} has files of several formats ({', '.join(formats)}); use a pattern such as *.csv")
+        found = sorted(set(_expand(path)))
+        if len({file_format(file) for file in found}) != 1:
+            problem = "has files of several formats; use a pattern such as *.csv" if found else "leads to no data file"
+            raise DataError(f"{path} {problem}")
         files += found
-    if twice := [path for path in files if files.count(path) > 1] if len(set(files)) < len(files) else []:
-        raise ConfigError(f"{twice[0]} is given twice; its events would count twice")
+    if len({file.resolve() for file in files}) < len(files):
+        raise ConfigError(f"a file in {', '.join(map(str, paths))} is given twice; its events would count twice")
     return tuple(files)
 
 
-def _expand(path: Path) -> list[Path]:
-    """Return the files of a folder or pattern that are not empty and not hidden; any other path as it is."""
+def _expand(path: Path) -> Iterator[Path]:
     if path.is_dir():
-        return sorted(file for file in path.rglob("*") if _has_data(file) and not _is_hidden(file.relative_to(path)))
-    if path.exists() or not glob.has_magic(str(path)):
-        return [path]  # also if it is missing: opening it says why
-    found = {Path(name) for name in glob.iglob(str(path), recursive=True)}
-    folders = {path for path in found if path.is_dir() and not _is_hidden(Path(path.name))}
-    files = {path for path in found if _has_data(path) and not _is_hidden(Path(path.name))}
-    return sorted(files.union(*map(_expand, folders)))
-
-
-def _has_data(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) and "=" not in part for part in path.parts)
+        matches: Iterable[Path] = path.iterdir()
+    elif path.exists() or not glob.has_magic(str(path)):
+        yield path  # even if it is missing: opening it says so
+        return
+    else:
+        matches = map(Path, glob.iglob(str(path), recursive=True))
+    for match in matches:
+        is_hidden = match.name.startswith((".", "_")) and "=" not in match.name
+        if not is_hidden and (match.is_dir() or (match.is_file() and match.stat().st_size)):
+            yield from _expand(match)
 
 
 def partition_values(path: Path) -> dict[str, str | None]:

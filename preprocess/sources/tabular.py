@@ -6,8 +6,8 @@ Polars' reader if nothing is unusual, and else expressions over its lines, which
 what is wrong.
 """
 
-import contextlib
 import csv
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,7 +22,6 @@ from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
 from evenrank.preprocess.sources import locate
 from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
-from evenrank.preprocess.sources.json_lines import JsonLayout
 from evenrank.preprocess.sources.parse_numbers import (
     DECIMAL,
     INTEGER,
@@ -37,6 +36,8 @@ _FIELDS = "evenrank fields"
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
+_IS_OBJECT = "evenrank is_object"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _QUOTE_FAULT = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
 
 
@@ -47,33 +48,30 @@ def open_table(
     separator: str | None = None,
     columns: Sequence[str] = (),
     has_header: bool | None = None,
-    may_be_empty: bool = False,
 ) -> Table:
     """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
     Fields of delimited text may be quoted with `"` if the separator is one character; quotes inside a quoted field are
     doubled, and a quoted field ends on the line where it starts. Columns that a file lacks are taken from the names of
-    its folders, such as `day=1`, as text. Values in JSON lines are text, too.
+    its folders, such as `day=1`, as text. Values in JSON lines become text.
 
     Args:
         path: the file.
         needed: names of the columns to read or, for delimited text, their types: String, Int64 or Float64. Without
             types they are Int64 if all their fields are 64-bit integers in plain digits, else String.
-        separator: one character, or one character repeated. None: the one of several usual ones by which the first
-            line has all needed columns or, if there is no header, as many fields as `columns`.
+        separator: one character, or one character repeated. None: the usual one by which the first line has all needed
+            columns or, if there is no header, as many fields as `columns`.
         columns: names of all columns of delimited text in file order; empty: the first line has them.
         has_header: whether the first line repeats `columns`; None: there is a header if `columns` is empty.
-        may_be_empty: whether there may be no rows.
-
-    Raises:
-        DataError: the file cannot be read, lacks rows or a needed column, or its separator is not clear.
     """
     check_regular(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; create it again")
     file_format, folders = locate.file_format(path), locate.partition_values(path)
     if file_format != locate.TEXT and (columns or separator):
-        raise DataError(f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options")
+        raise DataError(
+            f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
+        )
     with wrap_read_errors(path):
         if file_format == locate.PARQUET:
             table = _open_parquet(path, needed, folders)
@@ -84,8 +82,6 @@ def open_table(
             table = _open_delimited(
                 path, needed, folders, separator, columns, not columns if has_header is None else has_header
             )
-    if table.size == 0 and not may_be_empty:
-        raise DataError(f"{path} contains no rows; create or download it again")
     added = [name for name in needed if name not in table.dtypes]
     constants = [pl.lit(folders[name], dtype=pl.String).alias(name) for name in added]
     return replace(
@@ -125,6 +121,7 @@ def _open_parquet(path: Path, needed: Collection[str], folders: Collection[str])
         dtypes={name: schema[name] for name in names},
         rows=scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)),
         described_rows=described.with_row_index(LINE, offset=1),
+        has_types=True,
     )
 
 
@@ -145,15 +142,15 @@ def _open_delimited(
     line = read_first_line(path)
     if separator is None:
         separator = _infer_separator(path, line, {name for name in needed if name not in folders}, len(columns))
-    fields = _divide(path, line, separator)
+    fields = _divide(line, separator)
     if columns and has_header and fields != list(columns):
         expected = separator.join(columns)
         raise DataError(f"{path} starts with {line[:80]!r}, expected {expected!r}; check that it is the right file")
+    if not fields:
+        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes")
     if len(fields) != len(columns or fields):
-        raise DataError(
-            f"{path}: the first line has {len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns "
-            "are given; correct one of them"
-        )
+        counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
+        raise DataError(f"{path}: the first line has {counts}; correct one of them")
     names = _own_columns(path, columns or fields, needed, folders)
     typed = {name: needed[name] if isinstance(needed, Mapping) else pl.Int64() for name in names}
     is_plain = not isinstance(needed, Mapping)
@@ -170,29 +167,24 @@ def _open_delimited(
 
 def _infer_separator(path: Path, line: str, names: Collection[str], num_columns: int) -> str:
     """Return the separator by which a header has all `names` or, if it is not 0, a line has `num_columns` fields."""
-    fields: dict[str, list[str]] = dict.fromkeys(_SEPARATORS, [])
-    for separator in _SEPARATORS:
-        with contextlib.suppress(DataError):
-            fields[separator] = _divide(path, line, separator)
-    fitting = [
-        separator
-        for separator, parts in fields.items()
-        if (len(parts) == num_columns if num_columns else set(names) <= set(parts))
-    ]
-    if len(fitting) == 1 or not (fitting or num_columns):  # the error about a missing column will show the most columns
-        return max(fitting or _SEPARATORS, key=line.count)
-    known = ", ".join(map(repr, fitting or _SEPARATORS))
-    problem = f"has {num_columns} fields by any of" if fitting else f"does not have {num_columns} fields by any of"
-    raise DataError(f"{path}: the first line {line[:80]!r} {problem} {known}; give the delimiter")
+    divided = {separator: _divide(line, separator) for separator in _SEPARATORS}
+    if num_columns:
+        fitting = [separator for separator, fields in divided.items() if len(fields) == num_columns]
+    else:
+        fitting = [separator for separator, fields in divided.items() if set(names) <= set(fields)]
+    if len(fitting) > 1:
+        raise DataError(f"{path}: the delimiter could be any of {fitting} by the first line, {line[:80]!r}; give it")
+    return fitting[0] if fitting else max(_SEPARATORS, key=line.count)
 
 
-def _divide(path: Path, line: str, separator: str) -> list[str]:
+def _divide(line: str, separator: str) -> list[str]:
+    """Return the fields of a line; none if its quotes are not balanced."""
     if len(separator) > 1:
         return line.split(separator)
     try:
         return next(csv.reader([line], delimiter=separator, strict=True), [])
-    except csv.Error as error:
-        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
+    except csv.Error:
+        return []
 
 
 def _text_table(path: Path, layout: "CsvLayout | JsonLayout", num_rows: int, *, has_header: bool) -> Table:
@@ -327,3 +319,48 @@ class CsvLayout:
         )
         rows = block.lines().with_columns(divided.alias(_FIELDS)).with_columns(map(value, self.dtypes))
         return rows.select(LINE, TEXT, line_fault(fault, self.dtypes), *self.dtypes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonLayout:
+    """Parses lines with one object each. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
+
+    dtypes: Mapping[str, pl.DataType]  # of the needed keys: String
+
+    def parse_quickly(self, block: Block) -> pl.DataFrame | None:
+        """Return the needed keys and IS_WELL_FORMED; None if a line is no object, or may be none."""
+        # Polars reads half a surrogate pair as NUL.
+        if b"\0" in block.data or _SURROGATE.search(block.data):
+            return None
+        rows = self._read(bytes(block.data), block.num_lines)
+        return None if rows is None else rows.with_columns(is_utf8(self.dtypes).alias(IS_WELL_FORMED))
+
+    def parse_strictly(self, block: Block) -> pl.DataFrame:
+        """Parse each line independently; return LINE, TEXT, FAULT and the needed keys."""
+        lines, rows = block.lines(), self.parse_quickly(block)
+        if rows is None:
+            # Another parser, which does not stop at an invalid line, leaves few of them to search for.
+            is_likely = pl.col(TEXT).str.json_path_match("$").str.starts_with("{")
+            rows = self._read_each(lines.select(pl.when(is_likely).then(TEXT).otherwise(pl.lit(""))).to_series())
+        else:
+            rows = rows.with_columns(pl.lit(True).alias(_IS_OBJECT))
+        fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit("the line is not a JSON object"))
+        described = pl.concat([lines, rows], how="horizontal")
+        return described.select(LINE, TEXT, line_fault(fault, self.dtypes), *self.dtypes)
+
+    def _read(self, data: bytes, num_lines: int) -> pl.DataFrame | None:
+        try:
+            rows = pl.read_ndjson(data, schema=dict(self.dtypes)).select(*self.dtypes)
+        except pl.exceptions.PolarsError:
+            return None
+        return rows if len(rows) == num_lines else None  # empty lines are skipped
+
+    def _read_each(self, lines: pl.Series) -> pl.DataFrame:
+        """Read lines that are objects or empty; only few others."""
+        text = lines.replace("", "{}").str.join("\n").item()
+        if (rows := self._read(f"{text}\n".encode(), len(lines))) is not None:
+            return rows.with_columns((lines != "").alias(_IS_OBJECT))
+        if len(lines) == 1:
+            return self._read_each(pl.Series([""]))
+        half = len(lines) // 2
+        return pl.concat([self._read_each(lines[:half]), self._read_each(lines[half:])])

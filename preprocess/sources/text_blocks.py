@@ -47,7 +47,10 @@ def _open_text(path: Path) -> Iterator[BufferedReader]:
         if (codec := CODECS.get(path.suffix.lower())) is None:
             yield file
         else:
-            with pa.CompressedInputStream(file, codec) as stream, BufferedReader(cast("BufferedReader", stream)) as text:
+            with (
+                pa.CompressedInputStream(file, codec) as stream,
+                BufferedReader(cast("BufferedReader", stream)) as text,
+            ):
                 yield text
 
 
@@ -59,7 +62,9 @@ def read_first_line(path: Path) -> str:
         raise DataError(f"{path} is empty; create it again")
     # Without a byte order mark, every second byte of Latin text in UTF-16 is zero.
     if line.startswith(_UTF16_BOMS) or any(all(line[1 - i :: 2]) and not any(line[i::2]) for i in (0, 1) if line[3:]):
-        raise DataError(f"{path} is in UTF-16 or UTF-32; convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8")
+        raise DataError(
+            f"{path} is in UTF-16 or UTF-32; convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8"
+        )
     if len(line) > _MAX_LINE_BYTES:
         raise _too_long(path, 1)
     return line.removeprefix(BOM).decode(errors="replace").rstrip("\r\n")

@@ -146,6 +146,7 @@ def _manifest(workload: Workload, config: TrainConfig) -> Manifest:
             ACTION: 2**config.num_tasks,
         },
         context_labels={},
+        ids={},
         content_hash="",
     )
 

@@ -75,7 +75,11 @@ def _quoted_fields(line: str, separator: str) -> list[str] | None:
 def _movielens_row(line: str, separator: str, ratings_per_star: int) -> tuple[int, int, int, int] | None:
     """Return user, item, action and time of a line of ratings, or None if it is bad."""
     fields = _table_fields(line, separator)
-    if fields is None or len(fields) != 4 or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", fields[2], re.ASCII):
+    if (
+        fields is None
+        or len(fields) != 4
+        or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", fields[2], re.ASCII)
+    ):
         return None
     user, movie, time = (_int64(fields[index]) for index in (0, 1, 3))
     step = float(fields[2]) * ratings_per_star
@@ -201,7 +205,9 @@ def _json_values(line: str) -> tuple[str | None, ...] | None:
         return None
     if not isinstance(parsed, dict):
         return None
-    if re.search(r"[\ud800-\udfff]", json.dumps(parsed, ensure_ascii=False)) or any("\ufffd" in str(parsed.get(key)) for key in ("user", "time")):
+    if re.search(r"[\ud800-\udfff]", json.dumps(parsed, ensure_ascii=False)) or any(
+        "\ufffd" in str(parsed.get(key)) for key in ("user", "time")
+    ):
         return None
     return tuple(_json_text(parsed.get(key)) for key in ("user", "time"))
 
@@ -293,7 +299,12 @@ def test_no_line_of_the_users_features_is_hidden_or_divided(tmp_path: Path) -> N
         read_kuairand(PURE, tmp_path)
 
 
-CHECKS = {"table": (_check_table, 14), "json": (_check_json, 8), "movielens": (_check_movielens, 3), "kuairand": (_check_kuairand, 3)}
+CHECKS = {
+    "table": (_check_table, 14),
+    "json": (_check_json, 8),
+    "movielens": (_check_movielens, 3),
+    "kuairand": (_check_kuairand, 3),
+}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,309 @@
+"""The vocabulary of a column: its distinct values by first appearance, and the ids that follow from it.
+
+Values are ordered by the time of their first event, then by value, so appending later days to a log renumbers nothing.
+They are counted in parts by key, each part is sorted, and the sorted parts are merged a range at a time. Parts go to
+disk when they are many; what stays in memory is a hash table of the keys, about 14 bytes per value.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from evenrank.core.errors import ConfigError, DataError
+from evenrank.core.numba_cache import compiled
+from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, IdSummary, VocabularyVersion, read_manifest
+from evenrank.preprocess.build.buckets import Buckets
+from evenrank.preprocess.build.ids import AUTO, DENSE, HASH, KEEP, Ids, choose, hashed_ids, kept_ids, table_ids
+from evenrank.preprocess.build.key_table import KeyTable, TextValues, encode_keys, keys_of, random_seed
+
+_FIRST, _COUNT, _KEY, _VALUE = "first", "count", "key", "value"
+_ORDER = (_FIRST, _VALUE)
+_ROWS_AT_ONCE = 4_000_000  # values in memory besides their keys
+_SAMPLES = 64  # of each range, to find its limits
+_DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
+_SHOWN = 3  # unknown values in an error message
+
+Masks = Sequence[NDArray[np.bool_]]  # per bucket, the events that are left: [events]
+
+
+def vocabulary_name(column: str) -> str:
+    """Return the file name of a column's vocabulary in the folder of a dataset."""
+    return f"vocabulary_{column}.parquet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierIds:
+    """The ids of a column in an earlier dataset."""
+
+    summary: IdSummary
+    keys: NDArray[np.int64]  # of its vocabulary, in the order of the ids; empty without one
+    values: pl.Series
+    unknown: str  # what to do about values that the vocabulary lacks
+
+
+def read_earlier(folder: Path, unknown: Mapping[str, str]) -> dict[str, EarlierIds]:
+    """Read the ids of the users and items of a dataset; raises a DataError if a vocabulary is not its manifest's."""
+    manifest, earlier = read_manifest(folder), {}
+    for column, summary in manifest.ids.items():
+        values = pl.Series(_VALUE, dtype=_DTYPES[summary.kind])
+        if summary.rule == DENSE:
+            path = folder / vocabulary_name(column)
+            try:
+                values = pl.read_parquet(path, columns=[_VALUE], glob=False).get_column(_VALUE).cast(values.dtype)
+            except (OSError, pl.exceptions.PolarsError) as error:
+                raise DataError(f"{path} cannot be read ({error}); preprocess that dataset again") from error
+        elif column in unknown:
+            raise ConfigError(f"unknown has a rule for {column}, but {folder} has no vocabulary of it; leave it out")
+        keys = keys_of(values)
+        if summary.versions and _digest(summary.kind, keys) != summary.versions[-1].sha256:
+            raise DataError(f"{folder / vocabulary_name(column)} does not match its manifest; preprocess it again")
+        earlier[column] = EarlierIds(summary=summary, keys=keys, values=values, unknown=unknown.get(column, "append"))
+    return earlier
+
+
+def mask_unknown(buckets: Buckets, earlier: Mapping[str, EarlierIds]) -> Masks | None:
+    """Return the events whose users and items are known, where unknown ones are to be dropped; None: nowhere."""
+    dropped = {
+        name: KeyTable(ids.keys) for name, ids in earlier.items() if ids.unknown == "drop" and ids.summary.versions
+    }
+    if not dropped:
+        return None
+    masks = []
+    for index in range(len(buckets)):
+        columns = buckets.read(index, dropped)
+        masks.append(np.logical_and.reduce([table.find(columns[name]) >= 0 for name, table in dropped.items()]))
+    return masks
+
+
+def number_ids(
+    column: str,
+    rule: str,
+    kind: IdKind,
+    *,
+    buckets: Buckets,
+    masks: Masks | None,
+    texts: TextValues | None,
+    earlier: EarlierIds | None,
+    folder: Path,
+    work: Path,
+) -> Ids:
+    """Find the ids of a column from its events, and write its vocabulary to `folder` if it has one.
+
+    Args:
+        rule: `auto`, `dense`, `keep` or `hash:N`; with `earlier` ids, theirs.
+        kind: type of the values.
+        buckets: all events, of which `masks` are left, or all if None.
+        texts: the texts of the keys, if the kind is text.
+        work: folder for temporary files, which need not exist.
+    """
+    if rule == KEEP:
+        return kept_ids(kind)
+    vocabulary = _Values(column, kind, texts, work)
+    for keys, firsts, counts in _counted(column, buckets, masks, work):
+        vocabulary.add(keys, firsts, counts)
+    if rule.startswith(HASH):
+        return hashed_ids(rule, kind, vocabulary.all_keys())
+    if rule == AUTO:
+        least, largest = vocabulary.limits()
+        if choose(kind, distinct=vocabulary.size, least=least, largest=largest) == KEEP:
+            return kept_ids(kind, distinct=vocabulary.size, largest=largest)
+    return vocabulary.write(folder / vocabulary_name(column), earlier)
+
+
+def _counted(
+    column: str, buckets: Buckets, masks: Masks | None, work: Path
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield distinct keys, the times of their first events, and their numbers of events, in parts by key."""
+
+    def counted() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+        for index in range(len(buckets)):
+            read = buckets.read(index, (column, TIMESTAMP_MS))
+            if masks is not None:
+                read = {name: values[masks[index]] for name, values in read.items()}
+            yield _count(read[column], read[TIMESTAMP_MS], np.ones(len(read[column]), dtype=np.int64))
+
+    if column == USER_ID:  # the buckets are parts by user
+        yield from counted()
+        return
+    dtypes = dict.fromkeys((_KEY, _FIRST, _COUNT), "int64")
+    parts = Buckets(work / f"counts of {column}", buckets.num_events, dtypes, key=_KEY)
+    for keys, firsts, counts in counted():
+        parts.append({_KEY: keys, _FIRST: firsts, _COUNT: counts})
+    for index in range(len(parts)):
+        part = parts.read(index)
+        yield _count(part[_KEY], part[_FIRST], part[_COUNT])
+    parts.close()
+
+
+def _count(
+    keys: NDArray[np.int64], times: NDArray[np.int64], counts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    distinct, codes = encode_keys(keys, random_seed())
+    firsts = np.full(len(distinct), np.iinfo(np.int64).max)
+    sums = np.zeros(len(distinct), dtype=np.int64)
+    _accumulate(codes, times, counts, firsts, sums)
+    return distinct, firsts, sums
+
+
+@compiled
+def _accumulate(
+    codes: NDArray[np.int32],
+    times: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    firsts: NDArray[np.int64],
+    sums: NDArray[np.int64],
+) -> None:
+    for event in range(len(codes)):
+        firsts[codes[event]] = min(firsts[codes[event]], times[event])
+        sums[codes[event]] += counts[event]
+
+
+class _Values:
+    """The distinct values of a column: parts by key, each sorted by first appearance."""
+
+    def __init__(self, column: str, kind: IdKind, texts: TextValues | None, work: Path) -> None:
+        self.size = 0
+        self._column, self._kind, self._texts, self._work = column, kind, texts, work
+        self._parts: list[pl.LazyFrame] = []  # first, value, key (of text), count
+        self._num_parts = self._in_memory = 0
+
+    def add(self, keys: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Add the next part: distinct keys with their first times and counts, int64 [n] each."""
+        part = pl.DataFrame({_FIRST: firsts, _KEY: keys, _COUNT: counts})
+        if self._texts is not None:
+            part = part.join(self._texts.part(self._num_parts), on=_KEY, how="left")
+        else:
+            values = pl.Series(_VALUE, keys.view(np.uint64) if self._kind == "uint64" else keys)
+            part = part.with_columns(values).drop(_KEY)
+        self._num_parts += 1
+        self.size += len(part)
+        self._in_memory += len(part)
+        part = part.sort(_ORDER)
+        self._parts.append(part.lazy())
+        if self._in_memory > _ROWS_AT_ONCE:
+            self._work.mkdir(exist_ok=True)
+            for index, kept in enumerate(self._parts):
+                path = self._work / f"{self._column}-{index:05d}.parquet"
+                if not path.exists():
+                    kept.collect().write_parquet(path, compression="lz4", row_group_size=1 << 16, statistics=False)
+                    self._parts[index] = pl.scan_parquet(path, glob=False)
+            self._in_memory = 0
+
+    def limits(self) -> tuple[int, int]:
+        """Return the least and the largest value; 0 and 0 if they are texts."""
+        if self._kind == "text" or not self.size:
+            return 0, 0
+        least, largest = pl.col(_VALUE).min().alias("least"), pl.col(_VALUE).max().alias("largest")
+        limits = pl.concat([part.select(least, largest).collect() for part in self._parts])
+        return limits.select(pl.col("least").min(), pl.col("largest").max()).row(0)
+
+    def all_keys(self) -> NDArray[np.int64]:
+        """Return the keys of all values: int64 [size]."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *(_keys(part.collect()) for part in self._parts)])
+
+    def write(self, path: Path, earlier: EarlierIds | None) -> Ids:
+        """Write the vocabulary, after the values of an earlier one if there is one, and return the ids."""
+        known = KeyTable(np.empty(0, dtype=np.int64) if earlier is None else earlier.keys)
+        keys, size = np.empty(len(known) + self.size, dtype=np.int64), len(known)
+        unknown = _Unknown()
+        with pq.ParquetWriter(path, _rows(1, pl.Series(dtype=_DTYPES[self._kind])).schema, compression="zstd") as file:
+            if earlier is not None:
+                keys[:size] = earlier.keys
+                file.write_table(_rows(1, earlier.values, self._count_known(known)))
+            for rows in self._merged():
+                if earlier is not None:
+                    rows = rows.filter(known.find(_keys(rows)) < 0)
+                    unknown.add(rows)
+                    if earlier.unknown == "oov":
+                        continue
+                file.write_table(_rows(size + 1, rows.get_column(_VALUE), rows.get_column(_COUNT)))
+                keys[size : size + len(rows)] = _keys(rows)
+                size += len(rows)
+        if earlier is not None and earlier.unknown == "fail" and unknown.values:
+            raise DataError(
+                f"{unknown.values:,} values of {self._column} in {unknown.events:,} events are not in the vocabulary, "
+                f"first {', '.join(map(repr, unknown.first))}; append them, or choose another rule for unknown values"
+            )
+        keys = keys[:size]
+        versions, digest = () if earlier is None else earlier.summary.versions, _digest(self._kind, keys)
+        if not versions or versions[-1].sha256 != digest:
+            versions = (*versions, VocabularyVersion(size=size, sha256=digest))
+        summary = IdSummary(
+            rule=DENSE,
+            kind=self._kind,
+            distinct=self.size,
+            largest=None if self._kind == "text" else self.limits()[1],
+            versions=versions,
+            unknown_values=unknown.values,
+            unknown_events=unknown.events,
+        )
+        return table_ids(KeyTable(keys), summary)
+
+    def _count_known(self, known: KeyTable) -> pl.Series:
+        counts = np.zeros(len(known), dtype=np.int64)
+        for part in self._parts:
+            rows = part.collect()
+            places = known.find(_keys(rows))
+            counts[places[places >= 0]] = rows.get_column(_COUNT).to_numpy()[places >= 0]
+        return pl.Series(counts)
+
+    def _merged(self) -> Iterator[pl.DataFrame]:
+        """Yield all values in their order, about `_ROWS_AT_ONCE` at a time."""
+        num_ranges = max(1, -(-self.size // _ROWS_AT_ONCE))
+        every = max(1, _ROWS_AT_ONCE // _SAMPLES)
+        samples = pl.concat([part.select(_ORDER).gather_every(every).collect() for part in self._parts]).sort(_ORDER)
+        limits = [samples.row(len(samples) * index // num_ranges) for index in range(1, num_ranges)]
+        first, value = map(pl.col, _ORDER)
+        is_before = [((first < time) | ((first == time) & (value < limit))) for time, limit in limits]
+        num_before = [is_in.sum().alias(str(index)) for index, is_in in enumerate(is_before)]
+        bounds = []  # per part, the row where each range begins
+        for part in self._parts:
+            length = part.select(pl.len()).collect().item()
+            bounds.append([0, *(part.select(num_before).collect().row(0) if limits else ()), length])
+        for ranges in zip(*map(pairwise, bounds), strict=True):
+            yield pl.concat(
+                [
+                    part.slice(begin, end - begin).collect()
+                    for part, (begin, end) in zip(self._parts, ranges, strict=True)
+                ]
+            ).sort(_ORDER)
+
+
+def _keys(rows: pl.DataFrame) -> NDArray[np.int64]:
+    keys: NDArray[np.int64] = rows.get_column(_KEY if _KEY in rows.columns else _VALUE).to_numpy().view(np.int64)
+    return keys
+
+
+def _rows(first_id: int, values: pl.Series, counts: pl.Series | None = None) -> pa.Table:
+    ids = pl.int_range(first_id, first_id + len(values), eager=True)
+    columns = {"id": ids, _VALUE: values, _COUNT: pl.Series(dtype=pl.Int64) if counts is None else counts}
+    return pl.DataFrame(columns).to_arrow(compat_level=pl.CompatLevel.oldest())
+
+
+class _Unknown:
+    """The values that an earlier vocabulary lacks."""
+
+    def __init__(self) -> None:
+        self.values = self.events = 0
+        self.first: list[Any] = []
+
+    def add(self, rows: pl.DataFrame) -> None:
+        self.values += len(rows)
+        self.events += int(rows.get_column(_COUNT).sum())
+        self.first = self.first or rows.get_column(_VALUE).head(_SHOWN).to_list()
+
+
+def _digest(kind: IdKind, keys: NDArray[np.int64]) -> str:
+    """Return the SHA-256 of the values of a vocabulary in their order, given their keys [n]."""
+    digest = hashlib.sha256(kind.encode())
+    digest.update(keys.astype("<i8", copy=False).data)
+    return digest.hexdigest()

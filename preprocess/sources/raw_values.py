@@ -1,0 +1,109 @@
+"""Columns of files as ids and integers: which type the ids have, and which values are exact."""
+
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+
+from evenrank.core.errors import DataError
+from evenrank.datasets.schema import IdKind
+from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, Table, wrap_read_errors
+
+TEXT_TYPES = (pl.String, pl.Categorical, pl.Enum)
+# "007", "+7" and "-0" are texts: as integers they would be the same ids as "7" and "0".
+_PLAIN_INTEGER = "^(?:0|-?[1-9][0-9]*)$"
+# Floats represent all integers of so many bits; from 2^bits on they are rounded.
+_FLOAT_BITS = {"Float16": 11, "Float32": 24, "Float64": 53}
+_SAMPLED_ROWS = 1000
+
+
+def id_kind(tables: Sequence[Table], column: str) -> IdKind:
+    """Return the type of the ids in a column of all files, of which text without types is judged by its first rows."""
+    for table in tables:
+        dtype = table.dtypes[column]
+        if dtype.base_type() in TEXT_TYPES:
+            if table.has_types:
+                return "text"
+            with wrap_read_errors(table.path):
+                sample = table.rows.filter(IS_WELL_FORMED).select(column).head(_SAMPLED_ROWS).collect()
+            if not sample.select((_is_empty(column) | is_plain_integer(pl.col(column))).all()).item():
+                return "text"
+        elif not dtype.is_numeric():
+            raise DataError(
+                f"{table.path}: column {column!r} of type {dtype} cannot hold ids; convert it to integers or texts"
+            )
+    return "uint64" if any(table.dtypes[column].is_unsigned_integer() for table in tables) else "int64"
+
+
+def raw_id(table: Table, column: str, kind: IdKind) -> pl.Expr:
+    """Return an expression for an id as String, Int64 or UInt64; null where there is none of this kind."""
+    is_text = table.dtypes[column].base_type() in TEXT_TYPES
+    text = pl.col(column).cast(pl.String)
+    if kind != "text":
+        return pl.when(is_plain_integer(text)).then(text).cast(pl.Int64) if is_text else as_integer(table, column, kind)
+    if is_text:
+        return pl.when((text != "") & ~_has_bad_bytes(text)).then(text)
+    return as_integer(table, column).cast(pl.String)
+
+
+def id_checks(table: Table, column: str, kind: IdKind, *, is_row: bool = False) -> dict[str, pl.Expr]:
+    """Return the checks of ids by the reason to report where they fail; with `is_row`, ids are rows of a table."""
+    dtype, checks = table.dtypes[column], {f"{column} is empty": ~_is_empty(column)}
+    if dtype.base_type() in TEXT_TYPES:
+        checks[f"{column} is not UTF-8"] = ~_has_bad_bytes(pl.col(column).cast(pl.String))
+    ids, bits = raw_id(table, column, kind), integer_bits(dtype)
+    if kind != "text":
+        exact = f", where {dtype} is exact" if dtype.is_float() else ""
+        limits = "0..2^64-1" if kind == "uint64" else f"-2^{bits}{'+1' * dtype.is_float()}..2^{bits}-1"
+        checks[f"{column} is not an integer in {limits}{exact}"] = ids.is_not_null()
+    if is_row:
+        checks[f"{column} must not be negative"] = ids >= 0
+    return checks
+
+
+def find_texts(table: Table, columns: Mapping[str, str], checks: Mapping[str, pl.Expr]) -> frozenset[str]:
+    """Return which ids, taken for integers, are other text in rows that pass the checks; may be slow.
+
+    `columns` are those of the file by the name of the id.
+    """
+    guessed = {name: column for name, column in columns.items() if table.dtypes[column] == pl.String}
+    is_good = pl.all_horizontal(pl.col(FAULT).is_null(), *checks.values())
+    are_text = [
+        (~_is_empty(column) & ~_has_bad_bytes(pl.col(column)) & ~is_plain_integer(pl.col(column))).any().alias(name)
+        for name, column in guessed.items()
+    ]
+    if not are_text:
+        return frozenset()
+    with wrap_read_errors(table.path):
+        found = table.described_rows.filter(is_good).select(are_text).collect(engine="streaming").row(0, named=True)
+    return frozenset(name for name, is_text in found.items() if is_text)
+
+
+def as_integer(table: Table, column: str, kind: IdKind = "int64") -> pl.Expr:
+    """Return an expression for text, numbers or booleans as integers; null where that would not be the exact value."""
+    dtype, value = table.dtypes[column], pl.col(column)
+    if not (dtype.is_numeric() or dtype in (pl.String, pl.Boolean)):
+        raise DataError(f"{table.path}: column {column!r} of type {dtype} cannot hold integers; convert it to integers")
+    if dtype.is_float() or dtype.is_decimal():  # pandas and data warehouses store integers with missing values so
+        value = pl.when(value == value.floor()).then(value)
+    if dtype.is_float():
+        value = pl.when(value.abs() < 1 << integer_bits(dtype)).then(value)
+    return value.cast(pl.UInt64 if kind == "uint64" else pl.Int64, strict=False).alias(column)
+
+
+def integer_bits(dtype: pl.DataType) -> int:
+    """Return the number of bits of the integers from `as_integer`, besides their sign."""
+    return _FLOAT_BITS.get(str(dtype), 63)
+
+
+def is_plain_integer(text: pl.Expr) -> pl.Expr:
+    """Return whether a text is an int64 in decimal digits, without leading zeros, plus signs and -0."""
+    return text.str.contains(_PLAIN_INTEGER) & text.cast(pl.Int64, strict=False).is_not_null()
+
+
+def _is_empty(column: str) -> pl.Expr:
+    return pl.col(column).is_null() | (pl.col(column).cast(pl.String) == "")
+
+
+def _has_bad_bytes(text: pl.Expr) -> pl.Expr:
+    """Return whether text was not UTF-8. Such bytes were read as U+FFFD, which would merge different ids."""
+    return text.str.contains("\ufffd", literal=True)
