@@ -173,7 +173,7 @@ def _write_dataset(
     """Write all files of a dataset to an empty folder."""
     num_events = sum(part.size for part in interactions.parts) // _BYTES_PER_EVENT
     dtypes = {USER_ID: "int64", **EVENT_DTYPES, **interactions.extra_events}
-    work = folder / ".work"
+    (work := folder / ".work").mkdir()
     buckets = Buckets(work / "buckets", num_events, dtypes)
     texts = {
         name: TextValues(work / f"texts of {name}", buckets.num_bits)

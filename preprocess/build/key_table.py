@@ -16,7 +16,7 @@ from evenrank.core.errors import DataError
 from evenrank.core.hashing import hash_texts, mix_word
 from evenrank.core.numba_cache import compiled
 
-_BUFFERED_ROWS = 4_000_000  # of distinct texts, all columns each
+_BUFFERED_ROWS = 2_000_000  # of distinct texts, all columns each
 _KEY, _VALUE = "key", "value"
 
 
@@ -80,7 +80,7 @@ class TextValues:
         self._num_rows += len(frame)
 
     def _spill(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         for frame in self._frames:
             order, ends = by_bucket(frame.get_column(_KEY).to_numpy(), self._num_bits)
             rows, bounds = frame[order], [0, *ends.tolist()]

@@ -27,7 +27,7 @@ from evenrank.preprocess.build.key_table import KeyTable, TextValues, encode_key
 
 _FIRST, _COUNT, _KEY, _VALUE = "first", "count", "key", "value"
 _ORDER = (_FIRST, _VALUE)
-_ROWS_AT_ONCE = 4_000_000  # values in memory besides their keys
+_ROWS_AT_ONCE = 2_000_000  # values in memory besides their keys
 _SAMPLES = 64  # of each range, to find its limits
 _DTYPES: Mapping[IdKind, Any] = {"int64": pl.Int64, "uint64": pl.UInt64, "text": pl.String}
 _SHOWN = 3  # unknown values in an error message
@@ -103,7 +103,7 @@ def number_ids(
         kind: type of the values.
         buckets: all events, of which `masks` are left, or all if None.
         texts: the texts of the keys, if the kind is text.
-        work: folder for temporary files, which need not exist.
+        work: folder for temporary files.
     """
     if rule == KEEP:
         return kept_ids(kind)
@@ -190,7 +190,6 @@ class _Values:
         part = part.sort(_ORDER)
         self._parts.append(part.lazy())
         if self._in_memory > _ROWS_AT_ONCE:
-            self._work.mkdir(exist_ok=True)
             for index, kept in enumerate(self._parts):
                 path = self._work / f"{self._column}-{index:05d}.parquet"
                 if not path.exists():
