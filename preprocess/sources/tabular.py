@@ -1,9 +1,7 @@
 """Data files as tables: the needed columns of every row, and a description of the rows that cannot be read.
 
 A text file is read in blocks of whole lines, and every line is parsed independently, so that a malformed line affects
-no other. A block is parsed by the first of three ways that can: a compiled loop if all needed fields are numbers,
-Polars' reader if nothing is unusual, and else expressions over its lines, which are several times slower and report
-what is wrong.
+no other.
 """
 
 import csv
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from polars.io.plugins import register_io_source
 
 from evenrank.core.errors import DataError
@@ -24,21 +23,27 @@ from evenrank.preprocess.sources import locate
 from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
 from evenrank.preprocess.sources.parse_numbers import (
     DECIMAL,
+    EMPTY,
     INTEGER,
+    NUL,
     PLAIN_INTEGER,
     SKIPPED,
-    count_fields,
+    UNQUOTED,
     parse_numbers,
+    split_fields,
 )
-from evenrank.preprocess.sources.text_blocks import BOM, Block, is_utf8, line_fault, read_blocks, read_first_line
-
-_FIELDS = "evenrank fields"
+from evenrank.preprocess.sources.text_blocks import REPLACEMENT, Block, read_blocks, read_first_line
 
 _SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
+_FAULTS = {
+    EMPTY: "the line is empty",
+    NUL: "the line contains a NUL byte; the file is damaged there",
+    UNQUOTED: "a quoted field does not end at a separator or at the end of the line; Parquet can store any text",
+}
+_ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
 _IS_OBJECT = "evenrank is_object"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_QUOTE_FAULT = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
 
 
 def open_table(
@@ -105,10 +110,6 @@ def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], fo
     return own
 
 
-def _size(path: Path, num_rows: int) -> int:
-    return max(path.stat().st_size, num_rows * _EVENT_BYTES) if num_rows else 0
-
-
 def _open_parquet(path: Path, needed: Collection[str], folders: Collection[str]) -> Table:
     scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
     schema = scanned.collect_schema()
@@ -117,7 +118,7 @@ def _open_parquet(path: Path, needed: Collection[str], folders: Collection[str])
     described = scanned.select(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(FAULT), *names)
     return Table(
         path=path,
-        size=_size(path, scanned.select(pl.len()).collect().item()),
+        size=max(path.stat().st_size, scanned.select(pl.len()).collect().item() * _EVENT_BYTES),
         dtypes={name: schema[name] for name in names},
         rows=scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)),
         described_rows=described.with_row_index(LINE, offset=1),
@@ -128,7 +129,7 @@ def _open_parquet(path: Path, needed: Collection[str], folders: Collection[str])
 def _open_json(path: Path, names: Collection[str]) -> Table:
     read_first_line(path)  # which checks the encoding
     num_rows = sum(block.num_lines for block in read_blocks(path, has_header=False))
-    return _text_table(path, JsonLayout(dtypes=dict.fromkeys(names, pl.String())), num_rows, has_header=False)
+    return _text_table(path, _JsonLayout(dtypes=dict.fromkeys(names, pl.String())), num_rows, has_header=False)
 
 
 def _open_delimited(
@@ -154,7 +155,7 @@ def _open_delimited(
     names = _own_columns(path, columns or fields, needed, folders)
     typed = {name: needed[name] if isinstance(needed, Mapping) else pl.Int64() for name in names}
     is_plain = not isinstance(needed, Mapping)
-    layout = CsvLayout(separator=separator, columns=columns or fields, dtypes=typed, is_plain=is_plain)
+    layout = _CsvLayout(separator=separator, columns=columns or fields, dtypes=typed, is_plain=is_plain)
     num_rows = 0
     for block in read_blocks(path, has_header=has_header):
         num_rows += block.num_lines
@@ -187,7 +188,7 @@ def _divide(line: str, separator: str) -> list[str]:
         return []
 
 
-def _text_table(path: Path, layout: "CsvLayout | JsonLayout", num_rows: int, *, has_header: bool) -> Table:
+def _text_table(path: Path, layout: "_CsvLayout | _JsonLayout", num_rows: int, *, has_header: bool) -> Table:
     def scan(parse: Callable[[Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
         def read(
             columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
@@ -205,17 +206,19 @@ def _text_table(path: Path, layout: "CsvLayout | JsonLayout", num_rows: int, *, 
         return register_io_source(read, schema=schema)
 
     def parse(block: Block) -> pl.DataFrame:
-        if (rows := layout.parse_quickly(block)) is not None:
-            return rows
-        return layout.parse_strictly(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
+        return layout.parse(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
+
+    def describe(block: Block) -> pl.DataFrame:
+        return pl.concat([block.lines(), layout.parse(block)], how="horizontal")
 
     dtypes = dict(layout.dtypes)
     return Table(
         path=path,
-        size=_size(path, num_rows),
+        size=max(path.stat().st_size, num_rows * _EVENT_BYTES),
         dtypes=dtypes,
         rows=scan(parse, {**dtypes, IS_WELL_FORMED: pl.Boolean()}),
-        described_rows=scan(layout.parse_strictly, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **dtypes}),
+        described_rows=scan(describe, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **dtypes}),
+        has_types=False,
     )
 
 
@@ -230,8 +233,15 @@ def _map_ahead(parse: Callable[[Block], pl.DataFrame], blocks: Iterator[Block]) 
             yield last.result()
 
 
+def _fault(block: Block, dtypes: Mapping[str, pl.DataType], fault: pl.Expr) -> pl.Expr:
+    """Return FAULT, which is `fault` or that needed text is not UTF-8; such bytes would merge different ids."""
+    names = [name for name, dtype in dtypes.items() if dtype == pl.String and REPLACEMENT.encode() in block.data]
+    is_damaged = pl.any_horizontal(False, *(pl.col(name).str.contains(REPLACEMENT, literal=True) for name in names))
+    return pl.coalesce(fault, pl.when(is_damaged).then(pl.lit(_ENCODING_FAULT))).alias(FAULT)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CsvLayout:
+class _CsvLayout:
     """Divides lines into fields, which may be quoted if the separator is one character."""
 
     separator: str
@@ -239,13 +249,13 @@ class CsvLayout:
     dtypes: Mapping[str, pl.DataType]  # of the needed columns
     is_plain: bool  # whether integers have no leading zeros, plus signs and -0
 
-    def parse_quickly(self, block: Block) -> pl.DataFrame | None:
-        """Return the needed columns and IS_WELL_FORMED; None if the result could differ from `parse_strictly`."""
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Return FAULT and the needed columns."""
         rows = self.parse_numbers(block)
-        return self._parse_natively(block) if rows is None else rows
+        return self._parse_text(block) if rows is None else rows
 
     def parse_numbers(self, block: Block) -> pl.DataFrame | None:
-        """Return the same if all needed fields are numbers and nothing is quoted; else None."""
+        """Return the same, faster, if all needed fields are numbers in plain digits and nothing is quoted."""
         if pl.String in self.dtypes.values() or (len(self.separator) == 1 and b'"' in block.data):
             return None
         integer = PLAIN_INTEGER if self.is_plain else INTEGER
@@ -256,104 +266,59 @@ class CsvLayout:
         columns = np.array([kinds.get(name, SKIPPED) for name in self.columns], dtype=np.int8)
         if not parse_numbers(data, ord(self.separator[0]), len(self.separator), columns, integers, decimals):
             return None
-        names = [name for name in self.columns if name in kinds]
+        names = (name for name in self.columns if name in kinds)
         values = zip(names, integers, decimals, strict=True)
         rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
-        return pl.DataFrame(rows).select(*self.dtypes, pl.lit(True).alias(IS_WELL_FORMED))
+        return pl.DataFrame(rows).select(pl.lit(None, dtype=pl.String).alias(FAULT), *self.dtypes)
 
-    def _parse_natively(self, block: Block) -> pl.DataFrame | None:
-        data = block.data
-        # Polars' reader splits its input at any place to read it in parallel, so its result for unbalanced quotes
-        # depends on the place. It also drops some carriage returns, rejects some doubled quotes, and takes a byte order
-        # mark for one wherever its input begins.
-        if len(self.separator) > 1 or b"\0" in data or b"\r" in data or data.startswith(BOM):
-            return None
-        num_fields = np.empty(block.num_lines, dtype=np.int32)
-        if not count_fields(np.frombuffer(data, dtype=np.uint8), ord(self.separator), num_fields):
-            return None
-        columns = [f"column {index}" for index in range(len(self.columns))]
-        native = pl.scan_csv(
-            b"\n" + data,  # the first bytes could be those of a compressed file; the empty line is skipped
-            separator=self.separator,
-            has_header=False,
-            skip_lines=1,
-            schema=dict.fromkeys(columns, pl.String),
-            missing_columns="insert",
-            truncate_ragged_lines=True,
-            extra_columns="ignore",
-            quote_char='"' if b'"' in data else None,
-        )
-        values = (
-            pl.col(columns[self.columns.index(name)]).fill_null("").cast(dtype, strict=False).alias(name)
-            for name, dtype in self.dtypes.items()
-        )
-        is_well_formed = is_utf8(self.dtypes) & pl.lit(pl.Series(num_fields == len(columns)))
-        return native.select(*values).collect().with_columns(is_well_formed.alias(IS_WELL_FORMED))
-
-    def parse_strictly(self, block: Block) -> pl.DataFrame:
-        """Divide each line independently; return LINE, TEXT, FAULT and the needed columns."""
-        text, num_columns = pl.col(TEXT), len(self.columns)
-        is_quoted = len(self.separator) == 1
-        # Quotes in a field that starts without one are plain characters. The pattern for a field includes the
-        # separator before it, which the first field gets too: after an empty match, the next field would not be found.
-        separator = f"\\x{ord(self.separator[0]):02x}"
-        field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
-
-        def value(name: str) -> pl.Expr:
-            raw = pl.col(_FIELDS).list.get(self.columns.index(name), null_on_oob=True)
-            if is_quoted:
-                raw = raw.str.slice(1)
-                inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2)
-                unquoted = inner.str.replace_all('""', '"', literal=True)
-                raw = pl.when(raw.str.starts_with('"')).then(unquoted).otherwise(raw)
-            return raw.cast(self.dtypes[name], strict=False).alias(name)
-
-        extended = self.separator + text
-        divided = extended.str.extract_all(field) if is_quoted else text.str.split(self.separator)
-        num_fields = pl.col(_FIELDS).list.len()
-        fault = (
-            pl.when(~extended.str.contains(f"^(?:{field})+$") if is_quoted else False)
-            .then(pl.lit(_QUOTE_FAULT))
-            .when(num_fields != num_columns)
-            .then(pl.format(f"expected {num_columns} fields, got {{}}", num_fields))
-        )
-        rows = block.lines().with_columns(divided.alias(_FIELDS)).with_columns(map(value, self.dtypes))
-        return rows.select(LINE, TEXT, line_fault(fault, self.dtypes), *self.dtypes)
+    def _parse_text(self, block: Block) -> pl.DataFrame:
+        names, data = list(self.dtypes), np.frombuffer(block.data, dtype=np.uint8)
+        outputs = np.array([names.index(name) if name in names else -1 for name in self.columns])
+        texts = np.empty((len(names), len(data)), dtype=np.uint8)  # whose pages take no memory before they are used
+        ends = np.zeros((len(names), block.num_lines + 1), dtype=np.int64)
+        num_fields = np.empty(block.num_lines, dtype=np.int64)
+        split_fields(data, ord(self.separator[0]), len(self.separator), outputs, texts, ends, num_fields)
+        buffers = zip(map(pa.py_buffer, ends), map(pa.py_buffer, texts), strict=True)
+        columns = (pa.LargeStringArray.from_buffers(block.num_lines, *pair) for pair in buffers)
+        rows = pl.DataFrame(pa.table(dict(zip(names, columns, strict=True))))
+        count, is_ragged = pl.lit(pl.Series(num_fields)), num_fields != len(self.columns)
+        others = pl.format(f"expected {len(self.columns)} fields, got {{}}", count)
+        fault = pl.lit(None, dtype=pl.String)
+        if is_ragged.any():
+            fault = pl.when(pl.Series(is_ragged)).then(
+                count.replace_strict(_FAULTS, default=others, return_dtype=pl.String)
+            )
+        values = (pl.col(name).cast(dtype, strict=False) for name, dtype in self.dtypes.items())
+        return rows.select(_fault(block, self.dtypes, fault), *values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JsonLayout:
-    """Parses lines with one object each. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
+class _JsonLayout:
+    """Reads one object per line. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
 
     dtypes: Mapping[str, pl.DataType]  # of the needed keys: String
 
-    def parse_quickly(self, block: Block) -> pl.DataFrame | None:
-        """Return the needed keys and IS_WELL_FORMED; None if a line is no object, or may be none."""
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Return FAULT and the needed keys."""
+        rows = None
         # Polars reads half a surrogate pair as NUL.
-        if b"\0" in block.data or _SURROGATE.search(block.data):
-            return None
-        rows = self._read(bytes(block.data), block.num_lines)
-        return None if rows is None else rows.with_columns(is_utf8(self.dtypes).alias(IS_WELL_FORMED))
-
-    def parse_strictly(self, block: Block) -> pl.DataFrame:
-        """Parse each line independently; return LINE, TEXT, FAULT and the needed keys."""
-        lines, rows = block.lines(), self.parse_quickly(block)
+        if b"\0" not in block.data and not _SURROGATE.search(block.data):
+            rows = self._read(bytes(block.data), block.num_lines)
         if rows is None:
             # Another parser, which does not stop at an invalid line, leaves few of them to search for.
             is_likely = pl.col(TEXT).str.json_path_match("$").str.starts_with("{")
-            rows = self._read_each(lines.select(pl.when(is_likely).then(TEXT).otherwise(pl.lit(""))).to_series())
-        else:
-            rows = rows.with_columns(pl.lit(True).alias(_IS_OBJECT))
+            lines = block.lines().select(pl.when(is_likely).then(TEXT).otherwise(pl.lit("")))
+            rows = self._read_each(lines.to_series())
         fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit("the line is not a JSON object"))
-        described = pl.concat([lines, rows], how="horizontal")
-        return described.select(LINE, TEXT, line_fault(fault, self.dtypes), *self.dtypes)
+        return rows.select(_fault(block, self.dtypes, fault), *self.dtypes)
 
     def _read(self, data: bytes, num_lines: int) -> pl.DataFrame | None:
         try:
-            rows = pl.read_ndjson(data, schema=dict(self.dtypes)).select(*self.dtypes)
+            rows = pl.read_ndjson(data, schema=dict(self.dtypes))
         except pl.exceptions.PolarsError:
             return None
-        return rows if len(rows) == num_lines else None  # empty lines are skipped
+        # Empty lines are skipped.
+        return rows.with_columns(pl.lit(True).alias(_IS_OBJECT)) if len(rows) == num_lines else None
 
     def _read_each(self, lines: pl.Series) -> pl.DataFrame:
         """Read lines that are objects or empty; only few others."""

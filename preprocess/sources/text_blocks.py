@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -14,17 +14,17 @@ import pyarrow as pa
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import open_regular
-from evenrank.preprocess.sources.interactions import FAULT, LINE, TEXT
+from evenrank.preprocess.sources.interactions import LINE, TEXT
 from evenrank.preprocess.sources.locate import CODECS
 
-BOM = b"\xef\xbb\xbf"
+_BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 16 << 20
 _MAX_LINE_BYTES = 64 << 20
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 # Without the lookbehind, long runs of carriage returns would take quadratic time.
 _LINE_END = re.compile(rb"(?<!\r)\r+\n")
 _NEWLINE = ord("\n")
-_REPLACEMENT = "\ufffd"  # of bytes that are not UTF-8
+REPLACEMENT = "\ufffd"  # of bytes that are not UTF-8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def read_first_line(path: Path) -> str:
         )
     if len(line) > _MAX_LINE_BYTES:
         raise _too_long(path, 1)
-    return line.removeprefix(BOM).decode(errors="replace").rstrip("\r\n")
+    return line.removeprefix(_BOM).decode(errors="replace").rstrip("\r\n")
 
 
 def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
@@ -85,8 +85,8 @@ def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
         while True:
             data = bytearray(_BLOCK_BYTES)  # which grows in place
             del data[file.readinto(data) :]
-            if number == 1 and data.startswith(BOM):
-                del data[: len(BOM)]
+            if number == 1 and data.startswith(_BOM):
+                del data[: len(_BOM)]
             if not data:
                 return
             last_line = data.rfind(b"\n") + 1
@@ -105,26 +105,6 @@ def read_blocks(path: Path, *, has_header: bool) -> Iterator[Block]:
             num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
             yield Block(first_line=number, num_lines=num_lines, data=data)
             number += num_lines
-
-
-def is_utf8(dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
-    """Return whether the needed text was UTF-8; bytes that are not would merge different ids."""
-    names = [name for name, dtype in dtypes.items() if dtype == pl.String]
-    damaged = (pl.col(name).str.contains(_REPLACEMENT, literal=True).fill_null(False) for name in names)
-    return ~pl.any_horizontal(pl.lit(False), *damaged)
-
-
-def line_fault(fault: pl.Expr, dtypes: Mapping[str, pl.DataType]) -> pl.Expr:
-    """Return why a line is bad, or null; `fault` is the reason that depends on the format."""
-    text = pl.col(TEXT)
-    return pl.coalesce(
-        pl.when(text == "").then(pl.lit("the line is empty")),
-        pl.when(text.str.contains("\0", literal=True)).then(
-            pl.lit("the line contains a NUL byte; the file is damaged there")
-        ),
-        fault,
-        pl.when(~is_utf8(dtypes)).then(pl.lit("the line is not UTF-8; convert the file, for example with iconv")),
-    ).alias(FAULT)
 
 
 def _too_long(path: Path, line: int) -> DataError:
