@@ -23,6 +23,8 @@ _DESCRIPTION = (  # of a custom log, besides its files a key of the file of --co
     "timestamp_column",
     "timestamp_unit",
     "action_columns",
+    "delimiter",
+    "columns",
     "context",
     "context_columns",
 )
@@ -124,13 +126,26 @@ def preprocess_command(
         Path | None,
         file_option(
             "--config",
-            help="Custom data: a TOML file with the keys events (one file or a list), user_column, item_column, "
-            "timestamp_column and, optionally, timestamp_unit, action_columns, context, context_columns.",
+            help="Custom data: a TOML file with the keys events (one path or a list), user_column, item_column, "
+            "timestamp_column and, optionally, timestamp_unit, action_columns, delimiter, columns, context, "
+            "context_columns.",
         ),
     ] = None,
     events: Annotated[
-        list[Path] | None, file_option(help="Custom data: CSV, TSV or Parquet file of events; can be repeated.")
+        list[Path] | None,
+        typer.Option(
+            help="Custom data: events as delimited text, JSON lines or Parquet: a file, a quoted pattern such as "
+            "'logs/*.csv.gz', or a folder; can be repeated.",
+            metavar="PATH",
+            show_default=False,
+        ),
     ] = None,
+    delimiter: Annotated[
+        str | None, _optional(help="Custom data: separator of the fields of events. Default: found by the first line.")
+    ] = None,
+    columns: Annotated[
+        str, typer.Option(help="Custom data: names of all columns, comma-separated, if the events have no header.")
+    ] = "",
     user_column: Annotated[str, typer.Option(help="Custom data: column of user ids.")] = "user_id",
     item_column: Annotated[str, typer.Option(help="Custom data: column of item ids.")] = "item_id",
     timestamp_column: Annotated[str, typer.Option(help="Custom data: column of timestamps.")] = "timestamp",
@@ -175,7 +190,9 @@ def preprocess_command(
     if dataset == CUSTOM:
         description: dict[str, Any] = {name: ctx.params[name] for name in _DESCRIPTION}
         description |= {"events": tuple(events or ()), "context": context}
-        for key in ("action_columns", "context_columns"):
+        if delimiter is not None:
+            description["delimiter"] = delimiter.replace("\\t", "\t")  # as it is usually typed
+        for key in ("action_columns", "columns", "context_columns"):
             description[key] = tuple(name.strip() for name in description[key].split(",") if name.strip())
         if config_file is None:
             custom = TabularConfig(**description)

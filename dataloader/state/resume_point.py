@@ -174,8 +174,8 @@ class SavedPosition(NamedTuple):
             raise StateError(
                 f"the loader's state is of other data, codes or filters: it has {entries['num_samples']:,} samples and "
                 f"fingerprint {entries['fingerprint'][:12]}, this loader {num_samples:,} and {fingerprint[:12]}; load "
-                "it with the dataset, the codes and the filters that it was saved with, or train on other data after it "
-                "with begin_after"
+                "it with the dataset, the codes and the filters that it was saved with, or train on other data after "
+                "it with begin_after"
             )
         if (position := entries["position"]) > num_samples:
             raise StateError(

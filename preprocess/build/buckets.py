@@ -5,6 +5,7 @@ dataset, whatever their number. Events are kept in memory up to a limit; above i
 per bucket. Rows that cannot be read raise an error or are counted.
 """
 
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -152,8 +153,9 @@ def fill_buckets(
             description = f"{num_bad:,} bad row{'s' if num_bad > 1 else ''}, first {first_rows}"
             if on_error == "fail":
                 raise DataError(f"{part.name}: {description}; fix them, or skip them with --on-error skip")
-            # The file name without its folder, so that the manifest does not depend on the machine.
-            num_skipped[f"{Path(part.name).name}: {description}"] = num_bad
+            # The path below the common folder, so that the manifest does not depend on the machine.
+            folder = os.path.commonpath([Path(part.name).absolute().parent for part in interactions.parts])
+            num_skipped[f"{os.path.relpath(part.name, folder)}: {description}"] = num_bad
     if num_events == 0:
         names = ", ".join(part.name for part in interactions.parts)
         raise DataError(f"{names}: no events could be read; check the file, or unpack or download it again")

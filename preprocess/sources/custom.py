@@ -1,5 +1,7 @@
-"""Custom logs in CSV or Parquet files -> interactions. Columns are found by name; all others are ignored."""
+"""Custom logs in any files -> interactions. Columns are found by name; all others are ignored."""
 
+import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -23,6 +25,7 @@ from evenrank.preprocess.sources.interactions import (
     TimestampUnit,
     encode_context,
 )
+from evenrank.preprocess.sources.locate import find_files
 from evenrank.preprocess.sources.raw_values import (
     TEXT_TYPES,
     as_integer,
@@ -36,6 +39,7 @@ from evenrank.preprocess.sources.raw_values import (
 from evenrank.preprocess.sources.tabular import open_table
 from evenrank.preprocess.sources.times import UNITS, decide_unit, timestamp_ms
 
+_DELIMITER = r'([^\x80-\U0010ffff0-9A-Za-z".+\-\r\n\0])\1*'
 _MAX_FLAGS = 31  # the bits of a non-negative int32
 
 
@@ -44,7 +48,9 @@ class TabularConfig:
     """The files of a custom dataset and the names of their columns. The suffix of a file determines its format."""
 
     events: tuple[Path, ...]
-    """Event files (.csv, .csv.gz, .tsv or .parquet); their rows are concatenated."""
+    """Files, patterns such as `logs/*.csv.gz`, or folders, whose files are read in sorted order: delimited text (.csv,
+    .tsv, .txt, .dat), JSON lines (.json, .jsonl, .ndjson), each also with .gz, .zst or .bz2, or .parquet. A folder
+    `day=1` adds a column `day`."""
     user_column: str
     """Column of user ids: integers or strings."""
     item_column: str
@@ -57,6 +63,11 @@ class TabularConfig:
     no unit."""
     action_columns: tuple[str, ...] = ()
     """None: every action is 0. One: the action. Several: columns of 0 and 1, bits of the action, lowest bit first."""
+    delimiter: str | None = None
+    """Separator of the fields of delimited events, one character or one character repeated; None: found by the first
+    line among comma, tab, semicolon, `|` and `::`."""
+    columns: tuple[str, ...] = ()
+    """Names of all columns of delimited events without a header; empty: the first line has them."""
     context: Path | None = None
     """File with the users' features: `user_column` and `context_columns`, one row per user."""
     context_columns: tuple[str, ...] = ()
@@ -72,6 +83,8 @@ class TabularConfig:
             raise ConfigError(f"action_columns may have at most {_MAX_FLAGS} columns, got {len(self.action_columns)}")
         if (self.context is None) != (not self.context_columns):
             raise ConfigError("context and context_columns go together; give both or none")
+        if self.delimiter is not None and not re.fullmatch(_DELIMITER, self.delimiter):
+            raise ConfigError(f"delimiter must be a punctuation mark or a tab, or one repeated, got {self.delimiter!r}")
         for names in (self.event_columns, (self.user_column, *self.context_columns)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"column {twice[0]!r} is given twice; use each column for one purpose")
@@ -100,7 +113,7 @@ def read_toml(path: Path, **options: Any) -> TabularConfig:
         raise ConfigError(f"--{twice[0].replace('_', '-')} is also in {path} ({twice[0]}); give it once")
     values = dict(options)
     for key, value in raw.items():
-        is_list = key in ("events", "action_columns", "context_columns")
+        is_list = key in ("events", "action_columns", "columns", "context_columns")
         items = value if is_list and isinstance(value, list) else [value]
         if not all(isinstance(item, str) for item in items):
             raise ConfigError(f"{path}: {key} must be a string{' or a list of strings' * is_list}, got {value!r}")
@@ -123,7 +136,10 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
         rules: of the ids of `user_id` and `item_id`; see `preprocess.build.ids`.
         text_ids: those of the two that are text even if they begin with integers.
     """
-    tables = [open_table(path, config.event_columns) for path in config.events]
+    files = find_files(config.events)
+    tables = [
+        open_table(path, config.event_columns, separator=config.delimiter, columns=config.columns) for path in files
+    ]
     if config.timestamp_unit == "auto":
         config = replace(config, timestamp_unit=decide_unit(tables, config.timestamp_column))
     columns = {USER_ID: config.user_column, ITEM_ID: config.item_column}
@@ -132,7 +148,7 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
         for name, column in columns.items()
     }
     context = None if config.context is None else _read_context(config, config.context, kinds[USER_ID])
-    paths = config.events if config.context is None else (*config.events, config.context)
+    folder = Path(os.path.commonpath([path.absolute().parent for path in files]))
 
     def part(table: Table) -> EventPart:
         ids = [raw_id(table, column, kinds[name]).alias(name) for name, column in columns.items()]
@@ -147,13 +163,18 @@ def read_tabular(config: TabularConfig, rules: Mapping[str, str], text_ids: froz
 
     return Interactions(
         parts=tuple(map(part, tables)),
-        sources=lambda: tuple(source for path in paths for source in source_files(path.parent, [path])),
+        sources=lambda: (
+            *source_files(folder, [path.absolute() for path in files]),
+            *(source for path in filter(None, [config.context]) for source in source_files(path.parent, [path])),
+        ),
         context=context,
         num_actions=None if len(config.action_columns) == 1 else 1 << len(config.action_columns),
         time_unit=config.timestamp_unit,
         options={
             **asdict(config),
             "events": [path.name for path in config.events],
+            "delimiter": next((table.separator for table in tables if table.separator is not None), None),
+            "columns": list(config.columns),
             "action_columns": list(config.action_columns),
             "context": None if config.context is None else config.context.name,
             "context_columns": list(config.context_columns),

@@ -57,6 +57,7 @@ class Table:
     rows: pl.LazyFrame  # the needed columns, and IS_WELL_FORMED: whether a line has the expected fields
     described_rows: pl.LazyFrame  # slower: LINE, TEXT, FAULT (null if well formed) and the needed columns
     has_types: bool  # whether the file knows the types of its columns
+    separator: str | None = None  # of the fields of delimited text
 
     def part(self, events: Sequence[pl.Expr], checks: Mapping[str, pl.Expr]) -> EventPart:
         """Return the file with the columns `events`; `checks` hold for good rows, and their keys are the reasons."""
@@ -83,6 +84,8 @@ class Table:
             raise DataError(f"{self.path}, line {row.line} ({row.text[:80]!r}): {row.reason}; fix or remove the line")
         with wrap_read_errors(self.path):
             users = self.rows.select(*columns).collect()
+        if users.is_empty():
+            raise DataError(f"{self.path} contains no rows; create or download it again")
         ids = users.get_column(USER_ID)
         for repeated in ids.filter(ids.is_duplicated()):
             raise DataError(f"{self.path}: user {repeated} appears twice; keep one row per user")

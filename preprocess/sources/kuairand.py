@@ -17,7 +17,7 @@ from evenrank.preprocess.sources.interactions import (
     integer_checks,
     time_checks,
 )
-from evenrank.preprocess.sources.tabular import open_plain_csv, open_table
+from evenrank.preprocess.sources.tabular import open_table
 
 # All columns of a log, in file order.
 _HEADER = (
@@ -49,7 +49,9 @@ def read_kuairand(dataset: PublicArchive, folder: Path) -> Interactions:
 
 
 def _read_log(path: Path) -> EventPart:
-    table = open_plain_csv(path, {name: None if name in _UNUSED else pl.Int64 for name in _HEADER.split(",")})
+    columns = _HEADER.split(",")
+    needed = {name: pl.Int64() for name in columns if name not in _UNUSED}
+    table = open_table(path, needed, separator=",", columns=columns, has_header=True)
     bits = [pl.col(flag).cast(pl.Int32, strict=False) * (1 << bit) for bit, flag in enumerate(_FLAGS)]
     events = (
         pl.col("user_id").alias(USER_ID),
@@ -70,6 +72,6 @@ def _read_log(path: Path) -> EventPart:
 
 def _read_users(path: Path) -> pl.DataFrame:
     # Ranges such as "(0,10]" are quoted.
-    users = open_table(path, (USER_ID, *_FEATURES), is_exact=True)
+    users = open_table(path, dict.fromkeys((USER_ID, *_FEATURES), pl.String()), separator=",")
     features = [pl.when(pl.col(name) != "").then(pl.col(name)).alias(name) for name in _FEATURES]
     return users.read_users([pl.col(USER_ID).cast(pl.Int64), *features], integer_checks(USER_ID))

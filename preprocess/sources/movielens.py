@@ -8,16 +8,20 @@ from evenrank.datasets.schema import ACTION, ITEM_ID, TIMESTAMP_MS, USER_ID
 from evenrank.preprocess.sources.catalog import MovieLensDataset
 from evenrank.preprocess.sources.download import source_files
 from evenrank.preprocess.sources.interactions import Interactions, encode_context, integer_checks, time_checks
-from evenrank.preprocess.sources.tabular import open_plain_csv
+from evenrank.preprocess.sources.tabular import open_table
 
-_RATING_COLUMNS = {"userId": pl.Int64, "movieId": pl.Int64, "rating": pl.Float64, "timestamp": pl.Int64}
-_USER_COLUMNS = dict.fromkeys(("user", "sex", "age_group", "occupation", "zip_code"), pl.String)
+_RATING_COLUMNS = {"userId": pl.Int64(), "movieId": pl.Int64(), "rating": pl.Float64(), "timestamp": pl.Int64()}
+_USER_COLUMNS = dict.fromkeys(("user", "sex", "age_group", "occupation", "zip_code"), pl.String())
 
 
 def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
     """Read the ratings and the users' features, if any, of a MovieLens dataset."""
-    ratings = open_plain_csv(
-        folder / dataset.events[0], _RATING_COLUMNS, has_header=dataset.has_header, separator=dataset.separator
+    ratings = open_table(
+        folder / dataset.events[0],
+        _RATING_COLUMNS,
+        separator=dataset.separator,
+        columns=tuple(_RATING_COLUMNS),
+        has_header=dataset.has_header,
     )
     lowest = 1 / dataset.ratings_per_star
     step = pl.col("rating") * dataset.ratings_per_star  # 1, 2, ..., num_actions for ratings on the scale
@@ -46,7 +50,7 @@ def read_movielens(dataset: MovieLensDataset, folder: Path) -> Interactions:
 
 
 def _read_users(path: Path) -> pl.DataFrame:
-    users = open_plain_csv(path, _USER_COLUMNS, has_header=False, separator="::")
+    users = open_table(path, _USER_COLUMNS, separator="::", columns=tuple(_USER_COLUMNS))
     text = {name: pl.when(pl.col(name) != "").then(pl.col(name)) for name in ("sex", "zip_code")}
     numbers = {name: pl.col(name).cast(pl.Int64, strict=False) for name in ("age_group", "occupation")}
     features = [(text | numbers)[name].alias(name) for name in _USER_COLUMNS if name != "user"]

@@ -1,123 +1,124 @@
-"""CSV and Parquet files as tables: the needed columns of every row, and a description of the rows that cannot be read.
+"""Data files as tables: the needed columns of every row, and a description of the rows that cannot be read.
 
-A CSV file is read in blocks of whole lines, and every line is divided into fields independently, so that a malformed
-line affects no other. Blocks without anything unusual are parsed by a compiled loop or by Polars' CSV reader. All other
-blocks are parsed by expressions over their lines, which are several times slower and report what is wrong.
+A text file is read in blocks of whole lines, and every line is parsed independently, so that a malformed line affects
+no other.
 """
 
-import contextlib
 import csv
-import gzip
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from io import BufferedReader
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from polars.io.plugins import register_io_source
 
 from evenrank.core.errors import DataError
 from evenrank.core.files import check_regular
+from evenrank.preprocess.sources import locate
 from evenrank.preprocess.sources.interactions import FAULT, IS_WELL_FORMED, LINE, TEXT, Table, wrap_read_errors
-from evenrank.preprocess.sources.parse_numbers import DECIMAL, INTEGER, SKIPPED, parse_numbers
+from evenrank.preprocess.sources.parse_numbers import (
+    DECIMAL,
+    EMPTY,
+    INTEGER,
+    NUL,
+    PLAIN_INTEGER,
+    SKIPPED,
+    UNQUOTED,
+    parse_numbers,
+    split_fields,
+)
+from evenrank.preprocess.sources.text_blocks import REPLACEMENT, Block, read_blocks, read_first_line
 
-_FIELDS = "evenrank fields"
-
-_SEPARATORS = {".csv": ",", ".csv.gz": ",", ".tsv": "\t", ".parquet": None}
-_BLOCK_BYTES = 16 << 20
-_MAX_LINE_BYTES = 64 << 20
+_SEPARATORS = (",", "\t", ";", "|", "::")  # that are recognized
 _EVENT_BYTES = 28  # of an event in memory: three int64 and one int32
-_BOM = b"\xef\xbb\xbf"
-# Without the lookbehind, long runs of carriage returns would take quadratic time.
-_LINE_END = re.compile(rb"(?<!\r)\r+\n")
-_NUL_FAULT = "the line contains a NUL byte; the file is damaged there"
-_QUOTE_FAULT = "a quoted field does not end at a separator or at the end of the line; Parquet can store any text"
-_NEWLINE = ord("\n")
-_KINDS: dict[pl.DataType | None, int] = {pl.Int64(): INTEGER, pl.Float64(): DECIMAL}
+_FAULTS = {
+    EMPTY: "the line is empty",
+    NUL: "the line contains a NUL byte; the file is damaged there",
+    UNQUOTED: "a quoted field does not end at a separator or at the end of the line; Parquet can store any text",
+}
+_ENCODING_FAULT = "the line is not UTF-8; convert the file, for example with iconv"
+_IS_OBJECT = "evenrank is_object"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def open_table(path: Path, names: Sequence[str], *, is_exact: bool = False) -> Table:
-    """Open a CSV, gzipped CSV, TSV or Parquet file, whose format follows from its suffix.
+def open_table(
+    path: Path,
+    needed: Collection[str] | Mapping[str, pl.DataType],
+    *,
+    separator: str | None = None,
+    columns: Sequence[str] = (),
+    has_header: bool | None = None,
+) -> Table:
+    """Open a file of delimited text, JSON lines or Parquet, as its name says.
 
-    Fields of a CSV file may be quoted with `"`, quotes inside a quoted field are doubled, and a quoted field ends on
-    the line where it starts. All columns of a CSV file have the type String.
+    Fields of delimited text may be quoted with `"` if the separator is one character; quotes inside a quoted field are
+    doubled, and a quoted field ends on the line where it starts. Columns that a file lacks are taken from the names of
+    its folders, such as `day=1`, as text. Values in JSON lines become text.
 
-    Columns other than `names` are ignored; a line that lacks some of them is malformed only if `is_exact`.
+    Args:
+        path: the file.
+        needed: names of the columns to read or, for delimited text, their types: String, Int64 or Float64. Without
+            types they are Int64 if all their fields are 64-bit integers in plain digits, else String.
+        separator: one character, or one character repeated. None: the usual one by which the first line has all needed
+            columns or, if there is no header, as many fields as `columns`.
+        columns: names of all columns of delimited text in file order; empty: the first line has them.
+        has_header: whether the first line repeats `columns`; None: there is a header if `columns` is empty.
     """
-    suffix = next((known for known in _SEPARATORS if path.name.lower().endswith(known)), None)
-    if suffix is None:
-        raise DataError(f"{path} has an unknown suffix; expected one of {', '.join(_SEPARATORS)}")
     check_regular(path)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty; create it again")
-    separator = _SEPARATORS[suffix]
-    if separator is None:
-        return _open_parquet(path, names)
+    file_format, folders = locate.file_format(path), locate.partition_values(path)
+    if file_format != locate.TEXT and (columns or separator):
+        raise DataError(
+            f"{path} is {file_format}, which has no delimiter and names its columns; leave out both options"
+        )
     with wrap_read_errors(path):
-        line = _read_header(path)
-        try:
-            header = next(csv.reader([line], delimiter=separator, strict=True), [])
-        except csv.Error as error:
-            raise DataError(f"{path}: the header {line[:80]!r} cannot be parsed ({error}); fix its quotes") from error
-        _check_columns(path, header, names)
-        num_rows = sum(block.num_lines for block in _read_blocks(path, has_header=True))
-    dtypes = dict.fromkeys(names, pl.String())
-    layout = _QuotedLayout(separator=separator, dtypes=dtypes, columns=header, is_exact=is_exact)
-    return _csv_table(path, layout, has_header=True, size=_size(path, num_rows))
-
-
-def open_plain_csv(
-    path: Path, columns: Mapping[str, type[pl.DataType] | None], *, has_header: bool = True, separator: str = ","
-) -> Table:
-    """Open a text file without quotes.
-
-    Args:
-        columns: types of all columns in file order; None: the column is not needed.
-        has_header: whether the first line contains exactly the names of `columns`.
-        separator: one character, or one character repeated.
-    """
-    expected = separator.join(columns)
-    with wrap_read_errors(path):
-        if has_header and (header := _read_header(path)) != expected:
-            raise DataError(
-                f"{path} starts with {header[:80]!r}, expected {expected!r}; check that it is the right file"
+        if file_format == locate.PARQUET:
+            table = _open_parquet(path, needed, folders)
+        elif file_format == locate.JSON:
+            present = [name for name in needed if name not in folders]
+            table = _open_json(path, _own_columns(path, present, needed, folders))
+        else:
+            table = _open_delimited(
+                path, needed, folders, separator, columns, not columns if has_header is None else has_header
             )
-        if next(_read_blocks(path, has_header=has_header), None) is None:
-            raise DataError(f"{path} contains no rows; create or download it again")
-    dtypes = {name: dtype() for name, dtype in columns.items() if dtype is not None}
-    layout = _PlainLayout(separator=separator, dtypes=dtypes, columns=tuple(columns))
-    return _csv_table(path, layout, has_header=has_header, size=path.stat().st_size)
+    added = [name for name in needed if name not in table.dtypes]
+    constants = [pl.lit(folders[name], dtype=pl.String).alias(name) for name in added]
+    return replace(
+        table,
+        dtypes={**table.dtypes, **dict.fromkeys(added, pl.String())},
+        rows=table.rows.with_columns(constants),
+        described_rows=table.described_rows.with_columns(constants),
+    )
 
 
-def _check_columns(path: Path, present: Sequence[str], names: Sequence[str]) -> None:
-    for name in names:
+def _own_columns(path: Path, present: Sequence[str], needed: Collection[str], folders: Collection[str]) -> list[str]:
+    """Return the needed columns that a file has; raise a DataError if any other is not in the names of its folders."""
+    own = [name for name in needed if name in present or name not in folders]
+    for name in own:
         if name not in present:
             raise DataError(f"{path} has no column {name!r}; known: {', '.join(present)}")
         if present.count(name) > 1:
             raise DataError(f"{path} has {present.count(name)} columns {name!r}; rename all but one")
+    if not own:
+        raise DataError(f"{path}: all needed columns are in the names of its folders; one must be in the file")
+    return own
 
 
-def _size(path: Path, num_rows: int) -> int:
-    if num_rows == 0:
-        raise DataError(f"{path} contains no rows; create or download it again")
-    return max(path.stat().st_size, num_rows * _EVENT_BYTES)
-
-
-def _open_parquet(path: Path, names: Sequence[str]) -> Table:
-    scanned = pl.scan_parquet(path, glob=False)
-    with wrap_read_errors(path):
-        schema = scanned.collect_schema()
-        num_rows = scanned.select(pl.len()).collect().item()
-    _check_columns(path, schema.names(), names)
+def _open_parquet(path: Path, needed: Collection[str], folders: Collection[str]) -> Table:
+    scanned = pl.scan_parquet(path, glob=False, hive_partitioning=False)
+    schema = scanned.collect_schema()
+    names = _own_columns(path, schema.names(), needed, folders)
     text = pl.concat_str(*(pl.col(name).cast(pl.String, strict=False).fill_null("") for name in names), separator=",")
     described = scanned.select(text.alias(TEXT), pl.lit(None, dtype=pl.String).alias(FAULT), *names)
     return Table(
         path=path,
-        size=_size(path, num_rows),
+        size=max(path.stat().st_size, scanned.select(pl.len()).collect().item() * _EVENT_BYTES),
         dtypes={name: schema[name] for name in names},
         rows=scanned.select(*names, pl.lit(True).alias(IS_WELL_FORMED)),
         described_rows=described.with_row_index(LINE, offset=1),
@@ -125,77 +126,74 @@ def _open_parquet(path: Path, names: Sequence[str]) -> Table:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    """Consecutive lines of a file."""
-
-    first_line: int  # counted from 1
-    num_lines: int
-    data: bytearray  # UTF-8, in which each line ends with a newline that no carriage return precedes
-
-    def lines(self) -> pl.DataFrame:
-        """Return the columns LINE (int64) and TEXT."""
-        text = pl.Series(TEXT, self.data.decode().split("\n")[:-1], dtype=pl.String)
-        return pl.select(pl.int_range(self.first_line, self.first_line + self.num_lines).alias(LINE), text)
+def _open_json(path: Path, names: Collection[str]) -> Table:
+    read_first_line(path)  # which checks the encoding
+    num_rows = sum(block.num_lines for block in read_blocks(path, has_header=False))
+    return _text_table(path, _JsonLayout(dtypes=dict.fromkeys(names, pl.String())), num_rows, has_header=False)
 
 
-@contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """Open a file behind its byte order mark, if it has one."""
-    check_regular(path)
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        if file.read(len(_BOM)) != _BOM:
-            file.seek(0)
-        yield file
+def _open_delimited(
+    path: Path,
+    needed: Collection[str] | Mapping[str, pl.DataType],
+    folders: Collection[str],
+    separator: str | None,
+    columns: Sequence[str],
+    has_header: bool,
+) -> Table:
+    line = read_first_line(path)
+    if separator is None:
+        separator = _infer_separator(path, line, {name for name in needed if name not in folders}, len(columns))
+    fields = _divide(line, separator)
+    if columns and has_header and fields != list(columns):
+        expected = separator.join(columns)
+        raise DataError(f"{path} starts with {line[:80]!r}, expected {expected!r}; check that it is the right file")
+    if not fields:
+        raise DataError(f"{path}: the first line {line[:80]!r} cannot be parsed; fix its quotes")
+    if len(fields) != len(columns or fields):
+        counts = f"{len(fields)} fields by the delimiter {separator!r}, and {len(columns)} columns are given"
+        raise DataError(f"{path}: the first line has {counts}; correct one of them")
+    names = _own_columns(path, columns or fields, needed, folders)
+    typed = {name: needed[name] if isinstance(needed, Mapping) else pl.Int64() for name in names}
+    is_plain = not isinstance(needed, Mapping)
+    layout = _CsvLayout(separator=separator, columns=columns or fields, dtypes=typed, is_plain=is_plain)
+    num_rows = 0
+    for block in read_blocks(path, has_header=has_header):
+        num_rows += block.num_lines
+        if isinstance(needed, Mapping):
+            break
+        if layout.is_plain and layout.parse_numbers(block) is None:
+            layout = replace(layout, dtypes=dict.fromkeys(names, pl.String()), is_plain=False)
+    return replace(_text_table(path, layout, num_rows, has_header=has_header), separator=separator)
 
 
-def _read_header(path: Path) -> str:
-    with _open_text(path) as file:
-        line = file.readline(_MAX_LINE_BYTES + 1)
-    if len(line) > _MAX_LINE_BYTES:
-        raise _too_long(path, 1)
-    return line.decode(errors="replace").rstrip("\r\n")
+def _infer_separator(path: Path, line: str, names: Collection[str], num_columns: int) -> str:
+    """Return the separator by which a header has all `names` or, if it is not 0, a line has `num_columns` fields."""
+    divided = {separator: _divide(line, separator) for separator in _SEPARATORS}
+    if num_columns:
+        fitting = [separator for separator, fields in divided.items() if len(fields) == num_columns]
+    else:
+        fitting = [separator for separator, fields in divided.items() if set(names) <= set(fields)]
+    if len(fitting) > 1:
+        raise DataError(f"{path}: the delimiter could be any of {fitting} by the first line, {line[:80]!r}; give it")
+    return fitting[0] if fitting else max(_SEPARATORS, key=line.count)
 
 
-def _read_blocks(path: Path, *, has_header: bool) -> Iterator[_Block]:
-    """Yield all lines of a file after its header."""
-    with _open_text(path) as file:
-        number = 1 + has_header
-        if has_header:
-            file.readline()
-        while True:
-            data = bytearray(_BLOCK_BYTES)  # which grows in place
-            del data[file.readinto(data) :]
-            if not data:
-                return
-            last_line = data.rfind(b"\n") + 1
-            if last_line < len(data):
-                data += file.readline(_MAX_LINE_BYTES)
-                if len(data) - last_line > _MAX_LINE_BYTES:
-                    raise _too_long(path, number + data.count(b"\n", 0, last_line))
-            if not data.endswith(b"\n"):
-                data += b"\n"
-            if b"\r" in data:
-                data = data.replace(b"\r\n", b"\n")
-                if b"\r\n" in data:
-                    data = bytearray(_LINE_END.sub(b"\n", data))
-            if not data.isascii():
-                data = bytearray(data.decode(errors="replace"), "utf-8")
-            num_lines = int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE))
-            yield _Block(first_line=number, num_lines=num_lines, data=data)
-            number += num_lines
+def _divide(line: str, separator: str) -> list[str]:
+    """Return the fields of a line; none if its quotes are not balanced."""
+    if len(separator) > 1:
+        return line.split(separator)
+    try:
+        return next(csv.reader([line], delimiter=separator, strict=True), [])
+    except csv.Error:
+        return []
 
 
-def _too_long(path: Path, line: int) -> DataError:
-    return DataError(f"{path}, line {line} is longer than {_MAX_LINE_BYTES >> 20} MiB; check that it is a text file")
-
-
-def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header: bool, size: int) -> Table:
-    def scan(parse: Callable[[_Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
+def _text_table(path: Path, layout: "_CsvLayout | _JsonLayout", num_rows: int, *, has_header: bool) -> Table:
+    def scan(parse: Callable[[Block], pl.DataFrame], schema: dict[str, pl.DataType]) -> pl.LazyFrame:
         def read(
             columns: list[str] | None, predicate: pl.Expr | None, num_rows: int | None, batch_size: int | None
         ) -> Iterator[pl.DataFrame]:
-            for rows in _map_ahead(parse, _read_blocks(path, has_header=has_header)):
+            for rows in _map_ahead(parse, read_blocks(path, has_header=has_header)):
                 if predicate is not None:
                     rows = rows.filter(predicate)
                 if num_rows is not None:
@@ -207,24 +205,24 @@ def _csv_table(path: Path, layout: "_PlainLayout | _QuotedLayout", *, has_header
 
         return register_io_source(read, schema=schema)
 
-    def parse(block: _Block) -> pl.DataFrame:
-        if (rows := layout.parse_quickly(block)) is not None:
-            return rows
-        return layout.parse_strictly(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
+    def parse(block: Block) -> pl.DataFrame:
+        return layout.parse(block).select(*layout.dtypes, pl.col(FAULT).is_null().alias(IS_WELL_FORMED))
 
+    def describe(block: Block) -> pl.DataFrame:
+        return pl.concat([block.lines(), layout.parse(block)], how="horizontal")
+
+    dtypes = dict(layout.dtypes)
     return Table(
         path=path,
-        size=size,
-        dtypes=layout.dtypes,
-        rows=scan(parse, {**layout.dtypes, IS_WELL_FORMED: pl.Boolean()}),
-        described_rows=scan(
-            layout.parse_strictly, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **layout.dtypes}
-        ),
+        size=max(path.stat().st_size, num_rows * _EVENT_BYTES),
+        dtypes=dtypes,
+        rows=scan(parse, {**dtypes, IS_WELL_FORMED: pl.Boolean()}),
+        described_rows=scan(describe, {LINE: pl.Int64(), TEXT: pl.String(), FAULT: pl.String(), **dtypes}),
         has_types=False,
     )
 
 
-def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]) -> Iterator[pl.DataFrame]:
+def _map_ahead(parse: Callable[[Block], pl.DataFrame], blocks: Iterator[Block]) -> Iterator[pl.DataFrame]:
     """Yield the rows of each block, while the next one is parsed and the one after it is read."""
     with ThreadPoolExecutor(1) as background:
         pending = [background.submit(parse, block) for block in islice(blocks, 1)]
@@ -235,106 +233,99 @@ def _map_ahead(parse: Callable[[_Block], pl.DataFrame], blocks: Iterator[_Block]
             yield last.result()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
+def _fault(block: Block, dtypes: Mapping[str, pl.DataType], fault: pl.Expr) -> pl.Expr:
+    """Return FAULT, which is `fault` or that needed text is not UTF-8; such bytes would merge different ids."""
+    names = [name for name, dtype in dtypes.items() if dtype == pl.String and REPLACEMENT.encode() in block.data]
+    is_damaged = pl.any_horizontal(False, *(pl.col(name).str.contains(REPLACEMENT, literal=True) for name in names))
+    return pl.coalesce(fault, pl.when(is_damaged).then(pl.lit(_ENCODING_FAULT))).alias(FAULT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CsvLayout:
+    """Divides lines into fields, which may be quoted if the separator is one character."""
+
     separator: str
-    dtypes: Mapping[str, pl.DataType]  # of the needed columns
     columns: Sequence[str]  # all columns of the file
+    dtypes: Mapping[str, pl.DataType]  # of the needed columns
+    is_plain: bool  # whether integers have no leading zeros, plus signs and -0
 
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Return FAULT and the needed columns."""
+        rows = self.parse_numbers(block)
+        return self._parse_text(block) if rows is None else rows
 
-class _PlainLayout(_Layout):
-    """Divides lines into fields without quotes; the needed columns are in file order."""
-
-    def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
-        """Return the needed columns and IS_WELL_FORMED; None if the result could differ from `parse_strictly`."""
-        if not set(self.dtypes.values()) <= _KINDS.keys():
+    def parse_numbers(self, block: Block) -> pl.DataFrame | None:
+        """Return the same, faster, if all needed fields are numbers in plain digits and nothing is quoted."""
+        if pl.String in self.dtypes.values() or (len(self.separator) == 1 and b'"' in block.data):
             return None
-        kinds = np.array([_KINDS.get(self.dtypes.get(name), SKIPPED) for name in self.columns], dtype=np.int8)
-        integers = np.empty((len(self.dtypes), block.num_lines), dtype=np.int64)
+        integer = PLAIN_INTEGER if self.is_plain else INTEGER
+        kinds = {name: DECIMAL if dtype == pl.Float64 else integer for name, dtype in self.dtypes.items()}
+        integers = np.empty((len(kinds), block.num_lines), dtype=np.int64)
         decimals = integers.view(np.float64)  # each row is of one type
         data = np.frombuffer(block.data, dtype=np.uint8)
-        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), kinds, integers, decimals):
+        columns = np.array([kinds.get(name, SKIPPED) for name in self.columns], dtype=np.int8)
+        if not parse_numbers(data, ord(self.separator[0]), len(self.separator), columns, integers, decimals):
             return None
-        rows = zip(self.dtypes.items(), integers, decimals, strict=True)
-        columns = {name: decimal if dtype == pl.Float64 else integer for (name, dtype), integer, decimal in rows}
-        return pl.DataFrame(columns).with_columns(pl.lit(True).alias(IS_WELL_FORMED))
+        names = (name for name in self.columns if name in kinds)
+        values = zip(names, integers, decimals, strict=True)
+        rows = {name: decimal if kinds[name] == DECIMAL else integer for name, integer, decimal in values}
+        return pl.DataFrame(rows).select(pl.lit(None, dtype=pl.String).alias(FAULT), *self.dtypes)
 
-    def parse_strictly(self, block: _Block) -> pl.DataFrame:
-        """Divide each line independently; return LINE, TEXT, FAULT and the needed columns."""
-        fields = pl.col(TEXT).str.split(self.separator)
-        num_fields = fields.list.len()
-        fault = (
-            pl.when(pl.col(TEXT).str.contains("\0", literal=True))
-            .then(pl.lit(_NUL_FAULT))
-            .when(num_fields != len(self.columns))
-            .then(pl.format(f"expected {len(self.columns)} fields, got {{}}", num_fields))
-        )
-        values = (
-            fields.list.get(self.columns.index(name), null_on_oob=True).cast(dtype, strict=False).alias(name)
-            for name, dtype in self.dtypes.items()
-        )
-        return block.lines().select(LINE, TEXT, fault.alias(FAULT), *values)
+    def _parse_text(self, block: Block) -> pl.DataFrame:
+        names, data = list(self.dtypes), np.frombuffer(block.data, dtype=np.uint8)
+        outputs = np.array([names.index(name) if name in names else -1 for name in self.columns])
+        texts = np.empty((len(names), len(data)), dtype=np.uint8)  # whose pages take no memory before they are used
+        ends = np.zeros((len(names), block.num_lines + 1), dtype=np.int64)
+        num_fields = np.empty(block.num_lines, dtype=np.int64)
+        split_fields(data, ord(self.separator[0]), len(self.separator), outputs, texts, ends, num_fields)
+        buffers = zip(map(pa.py_buffer, ends), map(pa.py_buffer, texts), strict=True)
+        columns = (pa.LargeStringArray.from_buffers(block.num_lines, *pair) for pair in buffers)
+        rows = pl.DataFrame(pa.table(dict(zip(names, columns, strict=True))))
+        count, is_ragged = pl.lit(pl.Series(num_fields)), num_fields != len(self.columns)
+        others = pl.format(f"expected {len(self.columns)} fields, got {{}}", count)
+        fault = pl.lit(None, dtype=pl.String)
+        if is_ragged.any():
+            fault = pl.when(pl.Series(is_ragged)).then(
+                count.replace_strict(_FAULTS, default=others, return_dtype=pl.String)
+            )
+        values = (pl.col(name).cast(dtype, strict=False) for name, dtype in self.dtypes.items())
+        return rows.select(_fault(block, self.dtypes, fault), *values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _QuotedLayout(_Layout):
-    """Divides lines into fields of text that may be quoted."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _JsonLayout:
+    """Reads one object per line. Integers keep their digits; 1.50 becomes 1.5, and null stays null."""
 
-    is_exact: bool
+    dtypes: Mapping[str, pl.DataType]  # of the needed keys: String
 
-    def parse_quickly(self, block: _Block) -> pl.DataFrame | None:
-        if self.is_exact or not self._is_simple(block.data):
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Return FAULT and the needed keys."""
+        rows = None
+        # Polars reads half a surrogate pair as NUL.
+        if b"\0" not in block.data and not _SURROGATE.search(block.data):
+            rows = self._read(bytes(block.data), block.num_lines)
+        if rows is None:
+            # Another parser, which does not stop at an invalid line, leaves few of them to search for.
+            is_likely = pl.col(TEXT).str.json_path_match("$").str.starts_with("{")
+            lines = block.lines().select(pl.when(is_likely).then(TEXT).otherwise(pl.lit("")))
+            rows = self._read_each(lines.to_series())
+        fault = pl.when(~pl.col(_IS_OBJECT)).then(pl.lit("the line is not a JSON object"))
+        return rows.select(_fault(block, self.dtypes, fault), *self.dtypes)
+
+    def _read(self, data: bytes, num_lines: int) -> pl.DataFrame | None:
+        try:
+            rows = pl.read_ndjson(data, schema=dict(self.dtypes))
+        except pl.exceptions.PolarsError:
             return None
-        columns = [f"column {index}" for index in range(len(self.columns) + 1)]
-        native = pl.scan_csv(
-            b"\n" + block.data,  # the first bytes could be those of a compressed file; the empty line is skipped
-            separator=self.separator,
-            has_header=False,
-            skip_lines=1,
-            schema=dict.fromkeys(columns, pl.String),
-            missing_columns="insert",
-            truncate_ragged_lines=True,
-            extra_columns="ignore",
-            quote_char='"' if b'"' in block.data else None,
-        )
-        values = (pl.col(columns[self.columns.index(name)]).alias(name) for name in self.dtypes)
-        return native.select(*values, (pl.col(columns[-1]).fill_null("") == "").alias(IS_WELL_FORMED)).collect()
+        # Empty lines are skipped.
+        return rows.with_columns(pl.lit(True).alias(_IS_OBJECT)) if len(rows) == num_lines else None
 
-    def _is_simple(self, data: bytearray) -> bool:
-        # Polars' reader splits its input at any place to read it in parallel, so its result for unbalanced quotes
-        # depends on the place. It also drops some carriage returns, rejects some doubled quotes, and takes a byte order
-        # mark for one wherever its input begins.
-        if b"\0" in data or b"\r" in data or data.startswith(_BOM):
-            return False
-        if b'"' not in data:
-            return True
-        field = f'(?:"[^"\n]*"|[^"\n{self.separator}]*)'
-        return bool(pl.Series([data.decode()]).str.contains(f"^(?:{field}(?:{self.separator}{field})*\n)*$").item())
-
-    def parse_strictly(self, block: _Block) -> pl.DataFrame:
-        # Quotes in a field that starts without one are plain characters. The pattern for a field includes the
-        # separator before it, which the first field gets too: after an empty match, the next field would not be found.
-        separator = self.separator
-        field = f'{separator}(?:"(?:[^"]|"")*"|[^"{separator}][^{separator}]*|)'
-        text, num_fields = pl.col(TEXT), pl.col(_FIELDS).list.len()
-
-        def value(index: int) -> pl.Expr:
-            raw = pl.col(_FIELDS).list.get(index, null_on_oob=True).str.slice(1)
-            inner = raw.str.slice(1, raw.str.len_chars().cast(pl.Int64) - 2).str.replace_all('""', '"', literal=True)
-            return pl.when(raw.str.starts_with('"')).then(inner).otherwise(raw)
-
-        positions, num_columns = {name: self.columns.index(name) for name in self.dtypes}, len(self.columns)
-        min_fields = num_columns if self.is_exact else max(positions.values()) + 1
-        fault = (
-            pl.when(text == "")
-            .then(pl.lit("the line is empty"))
-            .when(text.str.contains("\0", literal=True))
-            .then(pl.lit(_NUL_FAULT))
-            .when(~(separator + text).str.contains(f"^(?:{field})+$"))
-            .then(pl.lit(_QUOTE_FAULT))
-            .when((value(num_columns).fill_null("") != "") | (num_fields < min_fields))
-            .then(pl.format(f"expected {num_columns} fields, got {{}}", num_fields))
-        )
-        fields = block.lines().with_columns((separator + text).str.extract_all(field).alias(_FIELDS))
-        values = (value(index).alias(name) for name, index in positions.items())
-        return fields.select(LINE, TEXT, fault.alias(FAULT), *values)
+    def _read_each(self, lines: pl.Series) -> pl.DataFrame:
+        """Read lines that are objects or empty; only few others."""
+        text = lines.replace("", "{}").str.join("\n").item()
+        if (rows := self._read(f"{text}\n".encode(), len(lines))) is not None:
+            return rows.with_columns((lines != "").alias(_IS_OBJECT))
+        if len(lines) == 1:
+            return self._read_each(pl.Series([""]))
+        half = len(lines) // 2
+        return pl.concat([self._read_each(lines[:half]), self._read_each(lines[half:])])

@@ -90,7 +90,7 @@ def test_a_state_of_another_vocabulary_is_refused_in_one_line(days: tuple[Path, 
         ):
             load(state)
     later = build_loader(days[1], CONFIG, rank=0, world_size=1)
-    with pytest.raises(StateError, match="is of other data, .* or train on other data after it with begin_after"):
+    with pytest.raises(StateError, match=r"is of other data, .* or train on other data after it with begin_after"):
         later.load_state_dict(state)
     with pytest.raises(StateError, match="does not extend"):  # the old dataset lacks what the later one added
         build_loader(days[0], CONFIG, rank=0, world_size=1).begin_after(later.state_dict())

@@ -16,7 +16,7 @@ from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess.build.key_table import text_keys
 from evenrank.preprocess.sources.custom import TabularConfig, read_tabular, read_toml
 from evenrank.preprocess.sources.interactions import IS_GOOD, Interactions
-from evenrank.preprocess.sources.tabular import open_plain_csv
+from evenrank.preprocess.sources.tabular import open_table
 
 HEADER = "time,user,note,item\n"
 EVENTS = HEADER + '100,7,"a ""b"", c",30\n200.0015,-3,,10\n'
@@ -471,6 +471,6 @@ def test_invalid_toml_raises(tmp_path: Path, text: str, error: type[Exception], 
 @pytest.mark.timeout(60, method="thread")  # a read that waits cannot be interrupted
 def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for read in (read_toml, lambda path: open_plain_csv(path, {"user": pl.Int64})):
+    for read in (read_toml, lambda path: open_table(path, ("user",))):
         with pytest.raises(DataError, match="pipe is a named pipe, not a regular file"):
             read(tmp_path / "pipe")

@@ -1,17 +1,22 @@
+import bz2
 import gzip
+import json
+import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 import pytest
 
 from evenrank.core.errors import DataError
-from evenrank.preprocess.sources import tabular
+from evenrank.preprocess.sources import text_blocks
 from evenrank.preprocess.sources.catalog import CATALOG, MovieLensDataset
-from evenrank.preprocess.sources.interactions import IS_GOOD, IS_WELL_FORMED, EventPart
+from evenrank.preprocess.sources.interactions import FAULT, IS_GOOD, IS_WELL_FORMED, LINE, TEXT, EventPart, Table
 from evenrank.preprocess.sources.kuairand import read_kuairand
 from evenrank.preprocess.sources.movielens import read_movielens
 from evenrank.preprocess.sources.tabular import open_table
@@ -69,8 +74,12 @@ def _quoted_fields(line: str, separator: str) -> list[str] | None:
 
 def _movielens_row(line: str, separator: str, ratings_per_star: int) -> tuple[int, int, int, int] | None:
     """Return user, item, action and time of a line of ratings, or None if it is bad."""
-    fields = line.split(separator)
-    if len(fields) != 4 or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", fields[2], re.ASCII):
+    fields = _table_fields(line, separator)
+    if (
+        fields is None
+        or len(fields) != 4
+        or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", fields[2], re.ASCII)
+    ):
         return None
     user, movie, time = (_int64(fields[index]) for index in (0, 1, 3))
     step = float(fields[2]) * ratings_per_star
@@ -81,8 +90,8 @@ def _movielens_row(line: str, separator: str, ratings_per_star: int) -> tuple[in
 
 def _kuairand_row(line: str) -> tuple[int, ...] | None:
     """Return user, item, action, time and the two durations of a line of a log, or None if it is bad."""
-    fields = line.split(",")
-    if "\0" in line or len(fields) != 19:
+    fields = _quoted_fields(line, ",")
+    if fields is None or len(fields) != 19:
         return None
     numbers = [_int64(fields[index]) for index in (0, 1, 4, 12, 13, 18)]
     flags = [_int64(fields[index]) for index in (*range(5, 12), 16)]
@@ -106,35 +115,113 @@ def _int64(text: str) -> int | None:
 
 
 def _in_small_blocks(rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(tabular, "_BLOCK_BYTES", rng.choice([rng.randrange(size // 4 + 1, size + 1), 1 << 24]))
+    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", rng.choice([rng.randrange(size // 4 + 1, size + 1), 1 << 24]))
+
+
+def _compressed(content: bytes, suffix: str, half: int) -> bytes:
+    """Compress a file in two parts, which decompressors read as one."""
+    compress = {
+        "gz": partial(gzip.compress, compresslevel=1),
+        "bz2": bz2.compress,
+        "zst": partial(pa.Codec("zstd").compress, asbytes=True),
+    }.get(suffix, bytes)
+    return compress(content[:half]) + compress(content[half:])
+
+
+def _table_fields(line: str, separator: str) -> list[str] | None:
+    """Return the fields of a line, or None if it is malformed."""
+    if len(separator) > 1:
+        return line.split(separator) if line and "\0" not in line else None
+    return _quoted_fields(line, separator)
+
+
+def _check_rows(table: Table, expected: list[tuple[int, str, tuple[str | None, ...] | None]], content: bytes) -> None:
+    """Check that the ways to read a table agree; expected are line, text and values of each row, None if it is bad."""
+    described = table.described_rows.collect()
+    strict = [
+        (line, text, None if fault else _as_text(values, table.dtypes))
+        for line, text, fault, *values in described.select(LINE, TEXT, FAULT, *table.dtypes).iter_rows()
+    ]
+    assert strict == expected, content
+    rows = table.rows.select(*table.dtypes, IS_WELL_FORMED).collect().rows()
+    quick = [_as_text(values, table.dtypes) if is_well_formed else None for *values, is_well_formed in rows]
+    assert quick == [values for *_, values in expected], content
+
+
+def _as_text(values: list[str | int | None], dtypes: Mapping[str, pl.DataType]) -> tuple[str | None, ...]:
+    assert all(isinstance(value, int) for value in values) or set(dtypes.values()) == {pl.String}
+    return tuple(None if value is None else str(value) for value in values)
 
 
 def _check_table(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    separator, suffix = rng.choice([(",", "csv"), (",", "csv.gz"), ("\t", "tsv")])
-    fields = [[b"1", b"2", b'"a,b\t"', b"3"], [b"x", b"", b"5", b""], [b'"q""r"', b"y", b"", b"7", b""], [b"1", b"2"]]
+    separator, suffix = rng.choice(
+        [(",", "csv"), (",", "csv.gz"), ("\t", "tsv"), (";", "csv"), ("|", "txt.zst"), ("::", "dat.bz2"), ("::", "dat")]
+    )
+    fields = [[b"1", b"2", b'"a,b\t"', b"3"], [b"x", b"", b"5", b""], [b'"q""r"', b"y", b"", b"7"], [b"1", b"2"]]
+    if rng.random() < 0.4:  # lines of numbers, most of which stay numbers
+        numbers = [b"0", b"-1", b"12", str(2**63 - 1).encode()] * 9 + [str(2**63).encode(), b"007", b"-0", b"+7", b""]
+        fields = [[rng.choice(numbers), b"x", b"", rng.choice(numbers)] for _ in range(3)]
     good = [separator.encode().join(line) for line in fields]
     header = separator.encode().join([b"user", b"item", b'"no""te"', b"time"]) + rng.choice([b"\n", b"\r\n"])
     content = _malformed(rng, header, good)
     path = folder / f"log.{suffix}"
-    half = rng.randrange(len(content))
-    compressed = gzip.compress(content[:half], 1) + gzip.compress(content[half:], 1)
-    path.write_bytes(compressed if suffix == "csv.gz" else content)
+    path.write_bytes(_compressed(content, suffix.rpartition(".")[2], rng.randrange(len(content))))
+    _in_small_blocks(rng, monkeypatch, len(content))
+    expected: list[tuple[int, str, tuple[str | None, ...] | None]] = []
+    for number, line in list(_read_lines(content))[1:]:
+        row = _table_fields(line, separator)
+        is_good = row is not None and len(row) == 4 and "\ufffd" not in row[0] + row[3]
+        expected.append((number, line, (row[0], row[3]) if row and is_good else None))
+    _check_rows(open_table(path, ("user", "time")), expected, content)
+
+
+def _check_json(rng: random.Random, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [b'{"user": 1, "note": {"a": [1, 2]}, "time": "007"}', b'{"time": null, "user": "\\u00e9\\ud83d\\ude00"}']
+    good += [b'{"user": 18446744073709551615, "time": -9223372036854775808}', b'{"user": true, "x": 1e400, "time": ""}']
+    good += [b'{"user": "x", "time": 1.50}', b'{"user": "\\ud800", "time": 1}', b"[1]", b'"user"']
+    content = _malformed(rng, b"", [*good[:3] * 4, *good])
+    path = folder / rng.choice(["log.json", "log.jsonl.gz", "log.ndjson"])
+    path.write_bytes(_compressed(content, path.suffix[1:], rng.randrange(len(content))))
     _in_small_blocks(rng, monkeypatch, len(content))
     table = open_table(path, ("user", "time"))
-    expected: list[tuple[int, str, tuple[str, str] | None]] = []
-    for number, line in list(_read_lines(content))[1:]:
-        row = _quoted_fields(line, separator)
-        is_bad = row is None or len(row) < 4 or any(row[4:5])
-        expected.append((number, line, None if row is None or is_bad else (row[0], row[3])))
-    described = table.described_rows.collect()
-    strict = [(line, text, None if fault else values) for line, text, fault, *values in described.iter_rows()]
-    assert [(line, text, values and tuple(values)) for line, text, values in strict] == expected, content
-    # Of a row that is too short, the quick reading says so by a null; both are bad rows where it matters.
-    rows = table.rows.collect().rows()
-    quick = [(user or "", time or "") if is_well_formed else None for user, time, is_well_formed in rows]
-    complete = [values if values and all(values) else None for _, _, values in expected]
-    assert [values if values and all(values) else None for values in quick] == complete, content
-    assert len(expected) == len(quick)
+    expected: list[tuple[int, str, tuple[str | None, ...] | None]] = []
+    for number, line in _read_lines(content):
+        expected.append((number, line, _json_values(line)))
+    _check_rows(table, expected, content)
+
+
+def _json_values(line: str) -> tuple[str | None, ...] | None:
+    """Return user and time of a line of JSON, or None if it is bad."""
+
+    def fail(constant: str) -> None:
+        raise ValueError(constant)
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        return dict(reversed(pairs))  # of equal keys, the first
+
+    try:
+        parsed = json.loads(line, parse_constant=fail, parse_float=_float_text, object_pairs_hook=unique)
+    except ValueError:
+        return None
+    if not isinstance(parsed, dict):
+        return None
+    if re.search(r"[\ud800-\udfff]", json.dumps(parsed, ensure_ascii=False)) or any(
+        "\ufffd" in str(parsed.get(key)) for key in ("user", "time")
+    ):
+        return None
+    return tuple(_json_text(parsed.get(key)) for key in ("user", "time"))
+
+
+def _float_text(digits: str) -> str:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(digits)
+    text = format(Decimal(repr(number)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _json_text(value: object) -> str | None:
+    return value if isinstance(value, str) or value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _check_part(
@@ -154,7 +241,7 @@ def _check_movielens(rng: random.Random, folder: Path, monkeypatch: pytest.Monke
     assert isinstance(dataset, MovieLensDataset)
     separator = dataset.separator.encode()
     good = [separator.join(row) for row in ([b"1", b"2", b"3", b"4"], [b"-5", b"0", b"1.0", b"253402300799"])]
-    header = b"userId,movieId,rating,timestamp\n" if dataset.has_header else b""
+    header = b"userId,movieId,rating,timestamp\n" if dataset.has_header else good[0] + b"\n"
     content = _malformed(rng, header, good)
     write(folder, {"users.dat": ("1::F::1::10::48067",)})
     (folder / dataset.events[0]).write_bytes(content)
@@ -183,8 +270,8 @@ def test_a_nul_byte_makes_its_line_a_bad_row_and_hides_no_quote(tmp_path: Path) 
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tabular, "_MAX_LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(tabular, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(text_blocks, "_MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", 1 << 20)
     path = tmp_path / "log.csv"
     for content, line in ((b"a,b\n1,2\n" + bytes(3 << 20), 3), (bytes(3 << 20), 1)):
         path.write_bytes(content)
@@ -212,7 +299,12 @@ def test_no_line_of_the_users_features_is_hidden_or_divided(tmp_path: Path) -> N
         read_kuairand(PURE, tmp_path)
 
 
-CHECKS = {"table": (_check_table, 14), "movielens": (_check_movielens, 3), "kuairand": (_check_kuairand, 3)}
+CHECKS = {
+    "table": (_check_table, 14),
+    "json": (_check_json, 8),
+    "movielens": (_check_movielens, 3),
+    "kuairand": (_check_kuairand, 3),
+}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""Paths, patterns and folders -> data files; what their names say: format, compression, values of hive folders."""
+
+import glob
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from urllib.parse import unquote
+
+from evenrank.core.errors import ConfigError, DataError
+
+TEXT, JSON, PARQUET = "delimited text", "JSON lines", "Parquet"
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # as PyArrow calls them
+_FORMATS = {
+    **dict.fromkeys((".csv", ".tsv", ".txt", ".dat"), TEXT),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), JSON),
+    ".parquet": PARQUET,
+}
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+def file_format(path: Path) -> str:
+    """Return TEXT, JSON or PARQUET by the name of a file, or raise a DataError."""
+    name, is_compressed = path.name.lower(), path.suffix.lower() in CODECS
+    known = _FORMATS.get(Path(Path(name).stem if is_compressed else name).suffix)
+    if known is None or (known == PARQUET and is_compressed):
+        *text, parquet = _FORMATS
+        expected = f"{', '.join(text)}, also with {', '.join(CODECS)}, or {parquet}"
+        raise DataError(f"{path} has an unknown suffix; expected one of {expected}")
+    return known
+
+
+def find_files(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the data files that paths of files and folders, and patterns such as `logs/*.csv`, stand for.
+
+    The files of each path are sorted. Of folders at any depth and of patterns, empty files and names that begin with
+    `.` or `_` are left out.
+    """
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(set(_expand(path)))
+        if len({file_format(file) for file in found}) != 1:
+            problem = "has files of several formats; use a pattern such as *.csv" if found else "leads to no data file"
+            raise DataError(f"{path} {problem}")
+        files += found
+    if len({file.resolve() for file in files}) < len(files):
+        raise ConfigError(f"a file in {', '.join(map(str, paths))} is given twice; its events would count twice")
+    return tuple(files)
+
+
+def _expand(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        matches: Iterable[Path] = path.iterdir()
+    elif path.exists() or not glob.has_magic(str(path)):
+        yield path  # even if it is missing: opening it says so
+        return
+    else:
+        matches = map(Path, glob.iglob(str(path), recursive=True))
+    for match in matches:
+        is_hidden = match.name.startswith((".", "_")) and "=" not in match.name
+        if not is_hidden and (match.is_dir() or (match.is_file() and match.stat().st_size)):
+            yield from _expand(match)
+
+
+def partition_values(path: Path) -> dict[str, str | None]:
+    """Return the columns that the folders of a path add to its file, such as `day` of `day=1/log.csv`, by name."""
+    pairs = (folder.partition("=") for folder in path.parent.parts)
+    return {unquote(name): None if value == _HIVE_NULL else unquote(value) for name, is_pair, value in pairs if is_pair}
