@@ -24,11 +24,13 @@ from evenrank.datasets.schema import (
     Split,
     content_hash,
 )
+from evenrank.datasets.statistics import OPTION, Statistics
 from evenrank.preprocess.build.buckets import Buckets, OnError, fill_buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.build.splits import EVAL, Audit, parse_split
+from evenrank.preprocess.build.splits import EVAL, parse_split
+from evenrank.preprocess.build.statistics import StatisticsCounter
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
@@ -132,7 +134,7 @@ def _write_dataset(
     with ThreadPoolExecutor(1) as background, contextlib.closing(buckets):
         pending_sources = background.submit(interactions.sources)
         counts = fill_buckets(buckets, interactions, on_error=config.on_error, on_stage=on_stage)
-        splits, largest = _write_splits(folder, config, interactions, buckets, counts, on_stage)
+        splits, largest, statistics = _write_splits(folder, config, interactions, buckets, counts, on_stage)
         sources = pending_sources.result()
     labels = {} if interactions.context is None else interactions.context.labels
     content: dict[str, Any] = {
@@ -155,6 +157,7 @@ def _write_dataset(
         "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
         "requests": None if config.requests is None else asdict(config.requests),
         "audit": {description: count for description, count in counts.items() if count},
+        OPTION: asdict(statistics),
     }
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -176,12 +179,13 @@ def _write_splits(
     buckets: Buckets,
     counts: dict[str, int],
     on_stage: Callable[[str], None],
-) -> tuple[dict[str, Split], dict[str, int]]:
-    """Write all splits, and the requests if there is a rule for them; add the effects of filters and split to `counts`.
+) -> tuple[dict[str, Split], dict[str, int], Statistics]:
+    """Write all splits, and the requests if there is a rule for them; add the effects of filters to `counts`.
 
-    Return the splits, and the largest user_id, item_id and action in them.
+    Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
     """
-    rule, context, audit = parse_split(config.split), ContextLookup(interactions.context), Audit()
+    rule, context = parse_split(config.split), ContextLookup(interactions.context)
+    statistics = StatisticsCounter(config.split)
     writers: dict[str, SplitWriter] = {}
     counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
     with contextlib.ExitStack() as stack:
@@ -203,7 +207,9 @@ def _write_splits(
             counts["users left out by filters"] += len(all_users) - len(sequences)
             if config.requests is not None:
                 requests.write_table(request_table(sequences, config.requests))
-            for name, rows in rule.divide(sequences, config.seed).items():
+            divided = rule.divide(sequences, config.seed)
+            statistics.follow(sequences, divided)
+            for name, rows in divided.items():
                 if name not in writers:
                     columns = [WINDOW] * (config.filters.window is not None)
                     columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)
@@ -211,17 +217,15 @@ def _write_splits(
                     stack.callback(writers[name].abandon)
                 # Windows would separate targets from the events before them, so rows with targets are not cut.
                 rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)
-                audit.follow(name, rows)
                 writers[name].append(rows, context.lookup(rows.user_ids))
         splits = {name: writer.close() for name, writer in writers.items()}
     if not any(split.rows for split in splits.values()):
         raise DataError("the filters leave no users; relax them")
     if num_unrequested := context.count_unrequested():
         counts["users with features but no event (left out)"] = num_unrequested
-    if EVAL in splits:
-        counts |= audit.report(folder)
     names = (USER_ID, ITEM_ID, ACTION)
-    return splits, {name: max(writer.largest[name] for writer in writers.values()) for name in names}
+    largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
+    return splits, largest, statistics.report(folder)
 
 
 def _build_bucket(buckets: Buckets, index: int, masks: Sequence[NDArray[np.bool_]] | None) -> tuple[Sequences, int]:

@@ -37,7 +37,9 @@ def test_scripts_preprocess_and_inspect(tmp_path: Path) -> None:
     )
     run = run_program(*command, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "out/ml-20m/train: 2 rows, 3 interactions\nout/ml-20m/eval: 0 rows, 0 interactions\n"
+    lines = run.stdout.splitlines()
+    assert lines[:2] == ["out/ml-20m/train: 2 rows, 3 interactions", "out/ml-20m/eval: 0 rows, 0 interactions"]
+    assert lines[-1] == "next: evenrank inspect out/ml-20m"
     assert run.stderr == ""  # no progress where standard error is not a terminal
     run = run_program(sys.executable, scripts / "inspect_data.py", tmp_path / "out" / "ml-20m")
     assert run.returncode == 0, run.stderr
