@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from evenrank.cli.reports.dataset_data import RoutingLoads
     from evenrank.datasets.schema import Manifest
-    from evenrank.datasets.statistics import Statistics
 
 _MAX_LABELS = 8  # shown of a contextual feature
 _ROUTING = """Routing of item ids: load of the busiest rank over the mean, all of train, for a
@@ -36,13 +35,13 @@ def inspect_command(
         evenrank inspect out/ml-20m --html ml-20m.html
     """
     from evenrank.datasets.schema import read_manifest
-    from evenrank.datasets.statistics import read_statistics
+    from evenrank.datasets.event_statistics import read_statistics
 
     manifest = read_manifest(path)
     statistics = read_statistics(manifest)
     page = page_path(path, html)
     console.print_result(f"{path}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
-    for table in (splits_table(manifest, statistics), lengths_table(manifest), vocabulary_table(manifest)):
+    for table in (splits_table(manifest, statistics.num_events), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
     console.print_aligned(statistics.describe())
     with console.stages() as on_stage:
@@ -62,15 +61,15 @@ def inspect_command(
     console.print_result(f"report: {page}")
 
 
-def splits_table(manifest: "Manifest", statistics: "Statistics") -> "Table":
-    """Return a table of the rows, events and files of each split and of all; there, repeated events count once."""
+def splits_table(manifest: "Manifest", num_events: int) -> "Table":
+    """Return a table of the rows, events and files of each split and of all, which have `num_events`."""
     table = console.new_table("split", "rows", "events", "files", left=["split"])
     counts = {name: (split.rows, split.interactions, len(split.files)) for name, split in manifest.splits.items()}
     for name, of_split in counts.items():
         table.add_row(name, *(f"{count:,}" for count in of_split))
     table.add_section()
     rows, _, files = map(sum, zip(*counts.values(), strict=True))
-    table.add_row("all", f"{rows:,}", f"{statistics.num_events:,}", f"{files:,}")
+    table.add_row("all", f"{rows:,}", f"{num_events:,}", f"{files:,}")
     return table
 
 

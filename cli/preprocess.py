@@ -126,8 +126,7 @@ def preprocess_command(
 ) -> None:
     """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.
 
-    Writes OUT/train/*.parquet, OUT/eval/*.parquet and OUT/manifest.json. Prints what the events are and what the split
-    leaks; the last line of output is the next command. Examples:
+    Writes OUT/train/*.parquet, OUT/eval/*.parquet and OUT/manifest.json; the last line is the next command. Examples:
 
     \b
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
@@ -142,7 +141,7 @@ def preprocess_command(
         )
 
     from evenrank.datasets.distributions import Zipf, parse_distribution
-    from evenrank.datasets.statistics import read_statistics
+    from evenrank.datasets.event_statistics import read_statistics
     from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
     from evenrank.preprocess.sources.custom import read_toml
 

@@ -5,8 +5,7 @@ from numpy.typing import NDArray
 
 from evenrank.core.numba_cache import compiled
 
-# Values from 0 to below this are counted in a table, whose unused pages take no memory; others, such as hashes, by
-# sorting.
+# Values from 0 to below this are counted in a table, whose unused pages take no memory; others, as hashes, by sorting.
 _TABLE_VALUES = 1 << 25
 
 
@@ -16,19 +15,18 @@ class ValueCounts:
     def __init__(self) -> None:
         self._table = np.zeros(_TABLE_VALUES, dtype=np.uint32)
         self._used = self._total = 0  # values of the table up to the largest one that occurred; all that were added
-        self._others, self._other_counts = np.zeros((2, 0), dtype=np.int64)  # ascending
+        self._others: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # ascending
+        self._other_counts = self._others
 
     def add(self, values: NDArray[np.integer]) -> None:
         """Count the values of an array."""
-        if not len(values):
-            return
         self._total += len(values)
         if self._total >= 1 << 32:
             self._table = self._table.astype(np.int64, copy=False)
-        if values.min() < 0 or values.max() >= _TABLE_VALUES:
+        if values.min(initial=0) < 0 or values.max(initial=0) >= _TABLE_VALUES:
             is_other = (values < 0) | (values >= _TABLE_VALUES)
             others, counts = np.unique(values[is_other], return_counts=True)
-            places, is_known = find(others, self._others)
+            places, is_known = np.searchsorted(self._others, others), np.isin(others, self._others)
             self._other_counts[places[is_known]] += counts[is_known]
             self._others, self._other_counts = (
                 np.insert(old, places[~is_known], new[~is_known])
@@ -46,14 +44,6 @@ class ValueCounts:
         of_negative, of_large = np.split(self._other_counts, [first_large])
         counts = np.concatenate([of_negative, self._table[values], of_large], dtype=np.int64)
         return np.concatenate([negative, values, large]), counts
-
-
-def find(values: NDArray[np.integer], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return where each value is, or would be inserted, in an ascending array, and whether it is there: [values]."""
-    places = np.searchsorted(among, values)
-    is_there = places < len(among)
-    is_there[is_there] = among[places[is_there]] == values[is_there]
-    return places, is_there
 
 
 @compiled

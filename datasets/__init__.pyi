@@ -1,7 +1,7 @@
 from .schema import Manifest as Manifest
 from .schema import read_manifest as read_manifest
-from .statistics import Statistics as Statistics
-from .statistics import read_statistics as read_statistics
+from .event_statistics import Statistics as Statistics
+from .event_statistics import read_statistics as read_statistics
 from .store import SequenceStore as SequenceStore
 from .store import open_store as open_store
 

@@ -90,7 +90,7 @@ class Manifest:
     """Name of the dataset."""
     sources: tuple[SourceFile, ...]
     options: Mapping[str, Any]
-    """The options of preprocessing; `audit` counts what was left out, `statistics` the events; see `read_statistics`."""
+    """The options of preprocessing; `audit` counts what was left out, `statistics` the events."""
     splits: Mapping[str, Split]
     contextual: tuple[str, ...]
     """Names of the contextual features, in column order."""

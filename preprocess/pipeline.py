@@ -24,13 +24,13 @@ from evenrank.datasets.schema import (
     Split,
     content_hash,
 )
-from evenrank.datasets.statistics import OPTION, Statistics
+from evenrank.datasets.event_statistics import Statistics
 from evenrank.preprocess.build.buckets import Buckets, OnError, fill_buckets
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
 from evenrank.preprocess.build.splits import EVAL, parse_split
-from evenrank.preprocess.build.statistics import StatisticsCounter
+from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter
 from evenrank.preprocess.sources.catalog import CATALOG, CUSTOM, DATASETS, SYNTHETIC, MovieLensDataset
@@ -157,7 +157,7 @@ def _write_dataset(
         "filters": {name: value for name, value in asdict(config.filters).items() if value != default[name]},
         "requests": None if config.requests is None else asdict(config.requests),
         "audit": {description: count for description, count in counts.items() if count},
-        OPTION: asdict(statistics),
+        "statistics": asdict(statistics),
     }
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -185,7 +185,7 @@ def _write_splits(
     Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
     """
     rule, context = parse_split(config.split), ContextLookup(interactions.context)
-    statistics = StatisticsCounter(config.split)
+    statistics = EventCounter(config.split)
     writers: dict[str, SplitWriter] = {}
     counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
     with contextlib.ExitStack() as stack:

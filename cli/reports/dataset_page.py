@@ -12,15 +12,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
 from evenrank.datasets.schema import ITEM_ID, Manifest
-from evenrank.datasets.statistics import OPTION, Statistics, read_statistics
+from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.store import SequenceStore
 
 _TRAIN = "train"
-_AUDIT = "audit"  # the option under which a manifest keeps the counts of what was left out, and of duplicates
-_DAY_MS = 86_400_000
 _COLOURS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.RED)
-# The years 2 to 9998: the calendars of Python and matplotlib end one year further out.
-_FIRST_DATE_MS, _LAST_DATE_MS = -62_104_060_800_000, 253_370_764_800_000
+_LAST_DATE_MS = 253_370_764_800_000  # of the year 9998: the calendars of Python and matplotlib end one year later
 
 
 class Report(NamedTuple):
@@ -40,8 +37,7 @@ def render_page(
     """Return the report of a dataset with these stores, of every split; `name` is that of its folder."""
     statistics = read_statistics(manifest)
     on_stage("counting items")
-    trained_items = [stores[_TRAIN].events[ITEM_ID]] if _TRAIN in stores else []
-    ids, counts = dataset_data.count_values(trained_items)
+    ids, counts = dataset_data.count_values([stores[split].events[ITEM_ID] for split in stores if split == _TRAIN])
     routing = dataset_data.routing_loads(
         ids,
         counts,
@@ -50,7 +46,6 @@ def render_page(
     )
     on_stage("measuring histories")
     histogram = dataset_data.length_histogram(stores)
-    has_events = any(density.any() for density in histogram.density.values())
     on_stage("counting context values")
     context = [dataset_data.context_values(stores, feature) for feature in manifest.contextual]
     on_stage("planning steps")
@@ -60,10 +55,10 @@ def render_page(
         manifest=manifest,
         name=name,
         percentiles=list(dict.fromkeys(key for split in manifest.splits.values() for key in split.lengths)),
-        options={key: to_text(value) for key, value in manifest.options.items() if key not in (_AUDIT, OPTION)},
-        statistics=statistics,
-        audit=manifest.options.get(_AUDIT, {}),
-        lengths_svg=lengths_svg(histogram) if has_events else None,
+        options={key: to_text(value) for key, value in manifest.options.items() if key not in ("audit", "statistics")},
+        num_events=statistics.num_events,
+        statistics={**statistics.describe(), **manifest.options.get("audit", {})},
+        lengths_svg=lengths_svg(histogram),
         empty_rows={split: rows for split, rows in histogram.empty.items() if rows},
         popularity_svg=popularity_svg(statistics),
         timeline_svg=timeline_svg(statistics),
@@ -110,19 +105,17 @@ def popularity_svg(axes: Axes, statistics: Statistics) -> None:
 def timeline_svg(axes: Axes, statistics: Statistics) -> None:
     """Draw the number of events over time."""
     edges = statistics.bin_start_ms + statistics.bin_width_ms * np.arange(len(statistics.bins) + 1, dtype=np.float64)
-    if statistics.bin_start_ms > _FIRST_DATE_MS and edges[-1] < _LAST_DATE_MS:
-        days = edges / _DAY_MS  # matplotlib counts days from 1970
-        axes.stairs(statistics.bins, days, fill=True, color=svg.BLUE)
+    axes.stairs(statistics.bins, edges / DAY_MS, fill=True, color=svg.BLUE)  # matplotlib counts days from 1970
+    axes.margins(x=0)
+    if has_dates := edges[-1] < _LAST_DATE_MS:
         locator = AutoDateLocator(minticks=3, maxticks=6, tz=UTC)  # type: ignore[no-untyped-call]
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=UTC))  # type: ignore[no-untyped-call]
-    else:
-        axes.stairs(statistics.bins, edges, fill=True, color=svg.BLUE)
-        axes.set_xlabel("ms since 1970")
-        axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(svg.compact))
-    axes.set(ylim=(0, None), ylabel=f"events per {statistics.bin_unit}")
+    days = statistics.bin_width_ms / DAY_MS
+    unit = "hour" if days < 1 else "day" if days == 1 else f"{days:,.0f} days"
+    axes.set(ylim=(0, None), xlabel="" if has_dates else "days since 1970", ylabel=f"events per {unit}")
 
 
 @svg.plot()
@@ -130,7 +123,6 @@ def hours_svg(axes: Axes, statistics: Statistics) -> None:
     """Draw the number of events in each hour of the day."""
     axes.stairs(statistics.hours_of_day, range(25), fill=True, color=svg.BLUE)
     axes.set_xticks(range(0, 25, 6))
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(svg.compact))
     axes.set(ylim=(0, None), xlabel="hour of the day (UTC)", ylabel="events in all")
 

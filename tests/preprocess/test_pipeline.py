@@ -8,7 +8,7 @@ import pytest
 
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.datasets.schema import Manifest, user_hash
-from evenrank.datasets.statistics import read_statistics
+from evenrank.datasets.event_statistics import read_statistics
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
 from evenrank.preprocess.output import writer as writer_module

@@ -11,7 +11,7 @@ from evenrank.cli.reports import dataset_data, dataset_page
 from evenrank.cli.reports.dataset_page import render_page
 from evenrank.dataloader.routing import MODES
 from evenrank.datasets.schema import DataFile, Manifest, SourceFile, Split, read_manifest
-from evenrank.datasets.statistics import Statistics, read_statistics
+from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.store import SequenceStore
 from tests.cli.programs import Evenrank
 from tests.cli.reports.pages import check_browser_shows, external_parts, needs_chromium, sections_of, text_of
@@ -19,7 +19,6 @@ from tests.cli.reports.pages import check_browser_shows, external_parts, needs_c
 SCRIPT = "<script>alert('x')</script>"
 RANKS = ["8", "16", "32", "64", "128", "256", "512", "1,024"]
 SECTIONS = ["counts", "vocabulary", "statistics", "lengths", "events", "context", "balance", "routing", "sources"]
-DAY_MS = 86_400_000
 
 
 def _split(name: str, lengths: list[int]) -> Split:
@@ -36,18 +35,15 @@ STATISTICS = Statistics(
     items=3,
     first_ms=100 * DAY_MS,
     last_ms=150 * DAY_MS,
-    days=51,
     largest_day_ms=150 * DAY_MS,
     largest_day_events=4,
     hours_of_day=[7, *[0] * 11, 1, *[0] * 11],
     bin_start_ms=100 * DAY_MS,
     bin_width_ms=DAY_MS,
-    bin_unit="day",
     bins=[3, 1, *[0] * 48, 4],
     ranks=[1, 2, 3],
     ranks_events=[5, 2, 1],
     top_events=5,
-    gini=1 / 3,
     early_eval_events=1,
     eval_items=1,
     cold_items=0,
@@ -85,7 +81,7 @@ STORES = {
     "train": _store([3, 0, 4], [30, 30, 7, 30, 9, 30, 30], [100, 100.5, 101, 150, 150, 150, 150], [1, 0, 1]),
     "eval": _store([1], [7], [100], [2]),
 }
-EMPTY = {"train": _store([], [], [], []), "eval": _store([], [], [], [])}
+EMPTY = _store([], [], [], [])
 
 
 def test_lengths_are_counted_per_doubling() -> None:
@@ -103,11 +99,10 @@ def test_every_length_has_a_bin(longest: int) -> None:
     assert np.sum(histogram.density["train"] * np.diff(np.log2(histogram.edges))) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("width_days", [1, 60_000])
-def test_the_timeline_reaches_beyond_calendars(width_days: int) -> None:
-    line = dataclasses.replace(STATISTICS, bin_width_ms=width_days * DAY_MS)
-    plot = dataset_page.timeline_svg(line)
-    assert ("ms since 1970" in plot) == (width_days > 1)
+@pytest.mark.parametrize("start_day", [0, 2_932_846])
+def test_the_timeline_reaches_the_end_of_calendars(start_day: int) -> None:
+    plot = dataset_page.timeline_svg(dataclasses.replace(STATISTICS, bin_start_ms=start_day * DAY_MS))
+    assert ("days since 1970" in plot) == (start_day > 0)
 
 
 def test_context_values_have_labels() -> None:
@@ -161,10 +156,10 @@ def test_what_a_dataset_lacks_is_left_out() -> None:
     no_rows = {"train": _split("train", []), "eval": _split("eval", [1])}
     options = {"statistics": OPTIONS["statistics"]}
     manifest = dataclasses.replace(MANIFEST, splits=no_rows, options=options, sources=(), contextual=())
-    html, routing = render_page(manifest, EMPTY, name="empty")
+    html, routing = render_page(manifest, {**STORES, "train": EMPTY}, name="empty")
     assert routing is None
     assert sections_of(html) == [name for name in SECTIONS if name != "context"]
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == 4
     assert "The train split has no rows, so there is nothing to balance." in html
     assert "There are no events in train, or more ids than a table can have rows." in html
 
@@ -213,7 +208,7 @@ def test_the_run_and_the_page_count_each_event_once(tmp_path: Path, evenrank: Ev
     repeated = sum(split.interactions for split in manifest.splits.values())
     statistics = read_statistics(manifest)
     assert repeated == 37_001  # 4,999 users have 4 or 5 events
-    assert (statistics.num_events, statistics.bins, statistics.bin_unit) == (21_000, [3000] * 7, "day")
+    assert (statistics.num_events, statistics.bins, statistics.bin_width_ms) == (21_000, [3000] * 7, DAY_MS)
     assert statistics.hours_of_day == [875] * 24
     described = statistics.describe()
     assert described["events per day"] == "3,000 on average, 3,000 on the busiest, 2024-01-01"
@@ -229,6 +224,7 @@ def test_the_run_and_the_page_count_each_event_once(tmp_path: Path, evenrank: Ev
     assert all(text in text_of(html) for text in described.values())
     assert f"{repeated:,}" not in html
     assert re.findall(r">([\d.]+k?)<", dataset_page.timeline_svg(statistics))[-4:] == ["0", "800", "1.6k", "2.4k"]
+    assert ">events per day<" in html
 
 
 @needs_chromium

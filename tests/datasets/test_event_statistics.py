@@ -7,7 +7,7 @@ import pytest
 
 from evenrank.core.errors import DataError
 from evenrank.datasets.schema import Manifest, read_manifest
-from evenrank.datasets.statistics import Statistics, read_statistics
+from evenrank.datasets.event_statistics import Statistics, read_statistics
 
 STATISTICS = Statistics(
     split="user:0.3",
@@ -16,18 +16,15 @@ STATISTICS = Statistics(
     items=20,
     first_ms=-1,
     last_ms=86_399_999,
-    days=2,
     largest_day_ms=0,
     largest_day_events=9_999,
     hours_of_day=[6_000, *[0] * 22, 4_000],
     bin_start_ms=0,
     bin_width_ms=86_400_000,
-    bin_unit="day",
     bins=[1, 9_999],
     ranks=[1, 20],
     ranks_events=[7_500, 1],
     top_events=7_500,
-    gini=0.876,
     early_eval_events=0,
     eval_items=10,
     cold_items=0,
@@ -46,10 +43,10 @@ def test_statistics_are_described_in_words() -> None:
         "density": "167 % of users x items",
         "time": "1969-12-31 23:59:59 to 1970-01-01 23:59:59 UTC",
         "events per day": "5,000 on average, 9,999 on the busiest, 1970-01-01",
-        "events per hour": "208 on average, most from 00:00 to 00:59 UTC (60.0 %)",
-        "popularity": "75.0 % of events are of the top 1 % of items; Gini coefficient 0.88",
+        "events per hour": "208 on average, most from 00:00 to 00:59 UTC, 60.0 %",
+        "popularity": "75.0 % of events have one of the most popular 1 % of items",
         "eval events": "1,000 (10.0 %)",
-        EARLY: "0 (expected: no leak in time)",
+        EARLY: "0 (expected: the split is by user, not by time)",
         COLD_ITEMS: "0 of 10, in 0 or 0.0 % of its events (expected: rare items)",
         COLD_USERS: "90 of 90 (expected: the split is by user)",
     }
@@ -61,7 +58,7 @@ def test_statistics_are_described_in_words() -> None:
     ("split", "label", "count", "verdict"),
     [
         ("user:0.3", EARLY, 5, "5 (expected: the split is by user, not by time)"),
-        ("leave-last:1", EARLY, 5, "5 (LEAK in time, inherent to leave-last; --split time:TIMESTAMP has none)"),
+        ("leave-last:1", EARLY, 5, "5 (LEAK in time; inherent to leave-last, --split time:TIMESTAMP has none)"),
         ("time:9", EARLY, 5, "5 (LEAK in time; preprocess again)"),
         ("time:9", EARLY, 0, "0 (expected: no leak in time)"),
         ("user:0.3", COLD_ITEMS, 100, "7 of 10, in 100 or 10.0 % of its events (expected: rare items)"),
@@ -91,7 +88,7 @@ def _manifest(folder: Path, **options: Any) -> Manifest:
         {"users": None},
         {"users": 0},
         {"split": 3},
-        {"first_ms": 1e300},
+        {"last_ms": 1e300},
         {"hours_of_day": [10_000]},
         {"bins": [1]},
         {"more": 1},

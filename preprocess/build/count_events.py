@@ -1,34 +1,33 @@
 """Counts the events of a dataset, each once, while its rows are divided into splits."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from evenrank.core.value_counts import ValueCounts, find
+from evenrank.core.value_counts import ValueCounts
 from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS
-from evenrank.datasets.statistics import Statistics
+from evenrank.datasets.event_statistics import DAY_MS, Statistics
 from evenrank.preprocess.build.sequences import Sequences
 from evenrank.preprocess.build.splits import EVAL, TRAIN
 
-_HOUR_MS = 3_600_000
+_HOUR_MS = DAY_MS // 24
 _MAX_BINS = 120  # of the timeline: as many bars as can be told apart on a phone
-_BIN_HOURS = {"hour": 1, "day": 24, "week": 168, "4 weeks": 672, "13 weeks": 2184, "52 weeks": 8736}
-_CURVE_RANKS = 100
+_BIN_HOURS = (1, 24, *(168 * weeks for weeks in (1, 4, 13, 52, 520, 5200)))
 _LARGEST = np.iinfo(np.int64).max
 
 
-class StatisticsCounter:
+class EventCounter:
     """Follows the rows of a dataset, divided by the rule `split`, before windows are cut."""
 
     def __init__(self, split: str) -> None:
         self._split = split
         self._hours = ValueCounts()  # since 1970
-        self._items: dict[str, ValueCounts] = {}
-        self._events: dict[str, int] = {}
+        self._items: defaultdict[str, ValueCounts] = defaultdict(ValueCounts)
+        self._events: Counter[str] = Counter()
         self._users = self._eval_users = self._cold_users = 0
         self._first_ms, self._last_ms, self._newest_train = _LARGEST, -_LARGEST, -_LARGEST
 
@@ -44,8 +43,8 @@ class StatisticsCounter:
         for name, rows in divided.items():
             if rows.num_targets.any():  # the events before those to predict are in train too
                 rows = replace(rows, begins=rows.ends - rows.num_targets)
-            self._items.setdefault(name, ValueCounts()).add(rows.values(ITEM_ID))
-            self._events[name] = self._events.get(name, 0) + int(rows.lengths.sum())
+            self._items[name].add(rows.values(ITEM_ID))
+            self._events[name] += int(rows.lengths.sum())
         train = divided[TRAIN]
         newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
         self._newest_train = max(self._newest_train, int(newest.max(initial=-_LARGEST)))
@@ -59,37 +58,30 @@ class StatisticsCounter:
         hours, counts = self._hours.result()
         days, first_of_day = np.unique(hours // 24, return_index=True)
         per_day = np.add.reduceat(counts, first_of_day)
-        unit, width = next(
-            ((unit, width) for unit, width in _BIN_HOURS.items() if hours[-1] // width - hours[0] // width < _MAX_BINS),
-            _fitting_width(int(hours[-1] - hours[0] + 1)),
-        )
+        width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
+        bins = hours // width - hours[0] // width
         items, item_events = self._items[TRAIN].result()
-        eval_items, eval_events = self._items.get(EVAL, ValueCounts()).result()
-        places, is_known = find(eval_items, items)
+        eval_items, eval_events = self._items[EVAL].result()
+        places, is_known = np.searchsorted(items, eval_items), np.isin(eval_items, items)
         item_events[places[is_known]] += eval_events[is_known]
         popularity = np.sort(np.concatenate([item_events, eval_events[~is_known]]))[::-1]
-        num_items = len(popularity)
-        ranks = np.unique(np.geomspace(1, num_items, _CURVE_RANKS).astype(np.int64))
-        weighted = int((popularity * np.arange(num_items, 0, -1)).sum())  # the rarest item has weight 1
+        ranks = np.unique(np.geomspace(1, len(popularity), 100).astype(np.int64))
         return Statistics(
             split=self._split,
-            events=self._events,
+            events=dict(self._events),
             users=self._users,
-            items=num_items,
+            items=len(popularity),
             first_ms=self._first_ms,
             last_ms=self._last_ms,
-            days=int(days[-1] - days[0]) + 1,
-            largest_day_ms=int(days[per_day.argmax()]) * 24 * _HOUR_MS,
+            largest_day_ms=int(days[per_day.argmax()]) * DAY_MS,
             largest_day_events=int(per_day.max()),
-            hours_of_day=_sums(hours % 24, counts, 24),
+            hours_of_day=np.bincount(hours % 24, counts, 24).astype(int).tolist(),
             bin_start_ms=int(hours[0] // width * width) * _HOUR_MS,
             bin_width_ms=width * _HOUR_MS,
-            bin_unit=unit,
-            bins=_sums(hours // width - hours[0] // width, counts, 0),
+            bins=np.bincount(bins, counts).astype(int).tolist(),
             ranks=ranks.tolist(),
             ranks_events=popularity[ranks - 1].tolist(),
-            top_events=int(popularity[: -(-num_items // 100)].sum()),
-            gini=round((2 * weighted / int(popularity.sum()) - num_items - 1) / num_items, 6),
+            top_events=int(popularity[: -(-len(popularity) // 100)].sum()),
             early_eval_events=_count_early(folder / EVAL, self._newest_train) if EVAL in self._events else 0,
             eval_items=len(eval_items),
             cold_items=int((~is_known).sum()),
@@ -97,16 +89,6 @@ class StatisticsCounter:
             eval_users=self._eval_users,
             cold_users=self._cold_users,
         )
-
-
-def _fitting_width(num_hours: int) -> tuple[str, int]:
-    """Return the width of bins of which fewer than the most allowed cover the hours, and its name."""
-    width = -(-num_hours // (_MAX_BINS - 1))
-    return f"{width / 24 / 365.25:,.1f} years", width
-
-
-def _sums(keys: NDArray[np.int64], counts: NDArray[np.int64], num_keys: int) -> list[int]:
-    return list(map(int, np.bincount(keys, weights=counts, minlength=num_keys)))
 
 
 def _count_early(folder: Path, newest: int) -> int:
