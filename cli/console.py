@@ -4,7 +4,7 @@ Rich takes a tenth of a second to import, which `evenrank --help` does not need:
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 def print_result(result: "RenderableType") -> None:
     """Print a text or a table to standard output; characters that control a terminal are escaped."""
     _console().print(result)
+
+
+def print_aligned(texts: Mapping[str, str]) -> None:
+    """Print one line per label, with the texts below each other."""
+    width = max(map(len, texts)) + 1
+    for label, text in texts.items():
+        print_result(f"{label + ':':{width}} {text}")
 
 
 def print_error(message: str) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from evenrank.datasets.schema import Manifest
 
 _MAX_LABELS = 8  # shown of a contextual feature
-_ROUTING = """Routing of item ids: load of the busiest rank over the mean, all splits, for a
+_ROUTING = """Routing of item ids: load of the busiest rank over the mean, all of train, for a
 table of {rows:,} rows that stock TorchRec shards by rows, with a KeyMap of
 each mode. All lookups of an id are on one rank, so no mode is below what the
 most frequent id has alone."""
@@ -26,7 +26,7 @@ def inspect_command(
         Path | None, file_option(help="Page to write. Default: PATH-report.html, next to the dataset.")
     ] = None,
 ) -> None:
-    """Show the content of a dataset: rows, events, history lengths, vocabulary sizes, and routing of the item ids.
+    """Show the content of a dataset: events, what the split leaks, history lengths, vocabulary sizes, routing of items.
 
     Also writes one self-contained HTML page with plots and the expected gain from balancing. The last line of output is
     the path of the page. Example:
@@ -34,13 +34,16 @@ def inspect_command(
     \b
         evenrank inspect out/ml-20m --html ml-20m.html
     """
+    from evenrank.datasets.event_statistics import read_statistics
     from evenrank.datasets.schema import read_manifest
 
     manifest = read_manifest(path)
+    statistics = read_statistics(manifest)
     page = page_path(path, html)
     console.print_result(f"{path}: {manifest.dataset}, content {manifest.content_hash[:12]}\n")
-    for table in (splits_table(manifest), lengths_table(manifest), vocabulary_table(manifest)):
+    for table in (splits_table(manifest, statistics.num_events), lengths_table(manifest), vocabulary_table(manifest)):
         console.print_result(table)
+    console.print_aligned(statistics.describe())
     with console.stages() as on_stage:
         from evenrank.cli.reports.dataset_page import render_page
         from evenrank.datasets.store import open_store
@@ -58,14 +61,15 @@ def inspect_command(
     console.print_result(f"report: {page}")
 
 
-def splits_table(manifest: "Manifest") -> "Table":
-    """Return a table of the rows, events and files of each split and their sums."""
+def splits_table(manifest: "Manifest", num_events: int) -> "Table":
+    """Return a table of the rows, events and files of each split and of all, which have `num_events`."""
     table = console.new_table("split", "rows", "events", "files", left=["split"])
     counts = {name: (split.rows, split.interactions, len(split.files)) for name, split in manifest.splits.items()}
     for name, of_split in counts.items():
         table.add_row(name, *(f"{count:,}" for count in of_split))
     table.add_section()
-    table.add_row("all", *(f"{sum(column):,}" for column in zip(*counts.values(), strict=True)))
+    rows, _, files = map(sum, zip(*counts.values(), strict=True))
+    table.add_row("all", f"{rows:,}", f"{num_events:,}", f"{files:,}")
     return table
 
 

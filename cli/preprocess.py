@@ -1,5 +1,6 @@
 """`evenrank preprocess`: convert raw interaction logs to sequence Parquet."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -167,7 +168,7 @@ def preprocess_command(
 ) -> None:
     """Convert raw interaction logs to sequence Parquet: one row per user, events in time order.
 
-    Writes OUT/train/*.parquet, OUT/eval/*.parquet and OUT/manifest.json. Examples:
+    Writes OUT/train/*.parquet, OUT/eval/*.parquet and OUT/manifest.json; the last line is the next command. Examples:
 
     \b
         evenrank preprocess --dataset ml-20m --raw-dir raw --out out/ml-20m
@@ -182,6 +183,7 @@ def preprocess_command(
         )
 
     from evenrank.datasets.distributions import Zipf, parse_distribution
+    from evenrank.datasets.event_statistics import read_statistics
     from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
     from evenrank.preprocess.sources.custom import read_toml
     from evenrank.preprocess.sources.times import UNITS
@@ -238,6 +240,8 @@ def preprocess_command(
             console.print_result(f"{column}: {_describe_ids(summary)}")
         for description, count in manifest.options["audit"].items():
             console.print_result(f"{description}: {count:,}")
+        console.print_aligned(read_statistics(manifest).describe())
+        console.print_result(f"next: evenrank inspect {shlex.quote(str(folder))}")
 
 
 def _describe_ids(summary: "IdSummary") -> str:

@@ -135,7 +135,7 @@ class Manifest:
     """Name of the dataset."""
     sources: tuple[SourceFile, ...]
     options: Mapping[str, Any]
-    """The options of preprocessing; `audit` counts the rows and users that were left out."""
+    """The options of preprocessing; `audit` counts what was left out, `statistics` the events."""
     splits: Mapping[str, Split]
     contextual: tuple[str, ...]
     """Names of the contextual features, in column order."""

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.event_statistics import Statistics
 from evenrank.datasets.schema import (
     ACTION,
     EVENT_DTYPES,
@@ -27,12 +28,13 @@ from evenrank.datasets.schema import (
     content_hash,
 )
 from evenrank.preprocess.build.buckets import Buckets, OnError, TextIdsError, fill_buckets
+from evenrank.preprocess.build.count_events import EventCounter
 from evenrank.preprocess.build.filters import Filters, cut_windows, k_core, keep_lengths
 from evenrank.preprocess.build.ids import AUTO, DENSE, KEEP, Ids, parse_ids, parse_unknown
 from evenrank.preprocess.build.inference_requests import REQUEST_SCHEMA, RequestRule, request_table
 from evenrank.preprocess.build.key_table import TextValues
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.build.splits import EVAL, Audit, SplitFacts, parse_split, read_listed_users
+from evenrank.preprocess.build.splits import EVAL, SplitFacts, parse_split, read_listed_users
 from evenrank.preprocess.build.vocabulary import EarlierIds, Masks, mask_unknown, number_ids, read_earlier
 from evenrank.preprocess.output.replace import REQUESTS_NAME, replace_folder, wrap_write_errors
 from evenrank.preprocess.output.writer import SplitWriter
@@ -214,7 +216,9 @@ def _write_dataset(
                 for name, kind in interactions.id_kinds.items()
             }
             ids = {name: pending.result() for name, pending in pending_ids.items()}
-        splits, largest = _write_splits(folder, config, facts, interactions, buckets, masks, ids, counts, on_stage)
+        splits, largest, statistics = _write_splits(
+            folder, config, facts, interactions, buckets, masks, ids, counts, on_stage
+        )
         empty = [name for name, split in splits.items() if not split.rows]
         if empty and rule.remedy is not None and not config.allow_empty:
             raise DataError(
@@ -250,6 +254,7 @@ def _write_dataset(
         "requests": None if config.requests is None else asdict(config.requests),
         "time": time,
         "audit": {description: count for description, count in counts.items() if count},
+        "statistics": asdict(statistics),
     }
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -274,12 +279,13 @@ def _write_splits(
     ids: Mapping[str, Ids],
     counts: dict[str, int],
     on_stage: Callable[[str], None],
-) -> tuple[dict[str, Split], dict[str, int]]:
-    """Write all splits, and the requests if there is a rule for them; add the effects of filters and split to `counts`.
+) -> tuple[dict[str, Split], dict[str, int], Statistics]:
+    """Write all splits, and the requests if there is a rule for them; add the effects of filters to `counts`.
 
-    Return the splits, and the largest user_id, item_id and action in them.
+    Return the splits, the largest user_id, item_id and action in them, and the statistics of their events.
     """
-    rule, context, audit = parse_split(config.split), ContextLookup(interactions.context), Audit()
+    rule, context = parse_split(config.split), ContextLookup(interactions.context)
+    statistics = EventCounter(config.split)
     writers: dict[str, SplitWriter] = {}
     counts |= {"duplicate events (kept)": 0, "users left out by filters": 0}
     with contextlib.ExitStack() as stack:
@@ -298,7 +304,9 @@ def _write_splits(
             counts["users left out by filters"] += len(all_users) - len(sequences)
             if config.requests is not None:
                 requests.write_table(request_table(sequences, config.requests))
-            for name, rows in rule.divide(sequences, facts).items():
+            divided = rule.divide(sequences, facts)
+            statistics.follow(sequences, divided)
+            for name, rows in divided.items():
                 if name not in writers:
                     columns = [WINDOW] * (config.filters.window is not None)
                     columns += [NUM_TARGETS] * (name == EVAL and rule.has_targets) + list(context.names)
@@ -306,17 +314,15 @@ def _write_splits(
                     stack.callback(writers[name].abandon)
                 # Windows would separate targets from the events before them, so rows with targets are not cut.
                 rows = rows if rows.num_targets.any() else cut_windows(rows, config.filters)
-                audit.follow(name, rows)
                 writers[name].append(rows, context.lookup(rows.user_keys))
         splits = {name: writer.close() for name, writer in writers.items()}
     if not any(split.rows for split in splits.values()):
         raise DataError("the filters leave no users; relax them")
     if num_unrequested := context.count_unrequested():
         counts["users with features but no event (left out)"] = num_unrequested
-    if EVAL in splits:
-        counts |= audit.report(folder)
     names = (USER_ID, ITEM_ID, ACTION)
-    return splits, {name: max(writer.largest[name] for writer in writers.values()) for name in names}
+    largest = {name: max(writer.largest[name] for writer in writers.values()) for name in names}
+    return splits, largest, statistics.report(folder)
 
 
 def _count_masked(masks: Masks | None) -> int:

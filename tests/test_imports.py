@@ -15,7 +15,12 @@ FOLDERS = ("core", "preprocess", "datasets", "dataloader", "training", "cli")
 ALLOWED = {
     "core": (),
     "datasets": ("evenrank.core",),
-    "preprocess": ("evenrank.core", "evenrank.datasets.schema", "evenrank.datasets.distributions"),
+    "preprocess": (
+        "evenrank.core",
+        "evenrank.datasets.schema",
+        "evenrank.datasets.event_statistics",
+        "evenrank.datasets.distributions",
+    ),
     "dataloader": ("evenrank.core", "evenrank.datasets"),
     "training": ("evenrank.core", "evenrank.datasets", "evenrank.dataloader"),
     "cli": ("evenrank",),

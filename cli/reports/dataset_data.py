@@ -11,30 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenrank.cli.simulation import LengthSource, simulate
+from evenrank.core.value_counts import ValueCounts
 from evenrank.dataloader.balance import STRATEGIES, BalanceConfig, HSTUCost
 from evenrank.dataloader.routing import MODES, KeyMap
 from evenrank.dataloader.routing.key_map import rows_per_rank
-from evenrank.datasets.schema import ITEM_ID, TIMESTAMP_MS
 from evenrank.datasets.store import SequenceStore
 
 _CHUNK = 1 << 22  # elements
-_LARGEST_TABLE = 1 << 25  # ids below this are counted in a table, larger ones by sorting
 _BINS_PER_DOUBLING = 3
 _RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of routing
 _MAX_ROWS = 1 << 62  # of a KeyMap
-
-DAY_MS = 86_400_000
-_MAX_BINS = 120  # as many bars as can be told apart on a phone
-_BIN_WIDTHS: Mapping[str, int] = {
-    "second": 1000,
-    "minute": 60_000,
-    "hour": 3_600_000,
-    "day": DAY_MS,
-    "week": 7 * DAY_MS,
-    "4 weeks": 28 * DAY_MS,
-    "13 weeks": 91 * DAY_MS,
-    "52 weeks": 364 * DAY_MS,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +30,6 @@ class LengthHistogram:
     edges: NDArray[np.int64]  # [bins + 1]: bin i counts lengths edges[i] to edges[i + 1] - 1
     density: Mapping[str, NDArray[np.float64]]  # per split, [bins]: share of its rows per doubling of the length
     empty: Mapping[str, int]  # per split: rows without events, which a logarithmic axis cannot show
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
-    """The number of events in consecutive bins of equal duration."""
-
-    start_ms: int  # milliseconds since 1970
-    width_ms: int
-    unit: str  # name of the bins' duration, such as `day`
-    counts: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,16 +64,6 @@ class RoutingLoads:
     most_frequent: Sequence[float]  # events of the most frequent id over the mean of the ranks, a bound of `lookups`
 
 
-def top_share(counts: NDArray[np.int64], share_of_items: float) -> tuple[int, float]:
-    """Return the number of items in the most popular share, rounded up, and their share of all events.
-
-    `counts` [items] are the events of each item, most frequent first.
-    """
-    num_items = int(np.ceil(share_of_items * len(counts)))
-    num_events = int(counts.sum())
-    return num_items, int(counts[:num_items].sum()) / num_events if num_events else 0.0
-
-
 def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
     """Count rows by length, in bins whose width grows with the length."""
     longest = max((int(store.lengths.max(initial=0)) for store in stores.values()), default=0)
@@ -111,29 +77,6 @@ def length_histogram(stores: Mapping[str, SequenceStore]) -> LengthHistogram:
         density[name] = counts / max(len(lengths), 1) / np.diff(np.log2(edges))
         empty[name] = int(np.count_nonzero(lengths == 0))
     return LengthHistogram(edges=edges, density=density, empty=empty)
-
-
-def count_items(stores: Mapping[str, SequenceStore]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the items that occur in any split, ascending, and the events of each: int64 [items] twice."""
-    return count_values([store.events[ITEM_ID] for store in stores.values()])
-
-
-def timeline(stores: Mapping[str, SequenceStore]) -> Timeline | None:
-    """Count the events of all splits over time; return None if there are none."""
-    columns = [store.events[TIMESTAMP_MS] for store in stores.values()]
-    if (time_range := _value_range(columns)) is None:
-        return None
-    first, last = time_range
-    fitting_width = -(-(last - first + 1) // (_MAX_BINS - 1))
-    unit, width = next(
-        ((unit, width) for unit, width in _BIN_WIDTHS.items() if last // width - first // width < _MAX_BINS),
-        (f"{fitting_width / DAY_MS / 365.25:,.1f} years", fitting_width),
-    )
-    start = first // width * width
-    counts = np.zeros((last - start) // width + 1, dtype=np.int64)
-    for chunk in _chunks(columns):
-        counts += np.bincount((chunk - start) // width, minlength=len(counts))
-    return Timeline(start_ms=start, width_ms=width, unit=unit, counts=counts)
 
 
 def context_values(stores: Mapping[str, SequenceStore], feature: str, *, max_values: int = 10) -> ContextValues:
@@ -223,29 +166,10 @@ def _loads(ids: NDArray[np.int64], counts: NDArray[np.int64], key_map: KeyMap) -
 
 def count_values(columns: Sequence[NDArray[np.integer]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the values that occur in the columns, ascending, and how often each does: int64 [values] twice."""
-    lowest, highest = _value_range(columns) or (0, 0)
-    if lowest >= 0 and highest < _LARGEST_TABLE:
-        table = np.zeros(highest + 1, dtype=np.int64)
-        for chunk in _chunks(columns):
-            chunk_table = np.bincount(chunk)
-            table[: len(chunk_table)] += chunk_table
-        values = np.flatnonzero(table)
-        return values, table[values]
-    # Ids of any size, such as hashes: memory for the values that occur, and for the chunk that is being sorted.
-    values, counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    counts = ValueCounts()
     for chunk in _chunks(columns):
-        chunk_values, chunk_counts = np.unique(chunk, return_counts=True)
-        merged_values, positions = np.unique(np.concatenate([values, chunk_values]), return_inverse=True)
-        merged_counts = np.zeros(len(merged_values), dtype=np.int64)
-        merged_counts[positions[: len(values)]] = counts
-        merged_counts[positions[len(values) :]] += chunk_counts
-        values, counts = merged_values, merged_counts
-    return values, counts
-
-
-def _value_range(columns: Sequence[NDArray[np.integer]]) -> tuple[int, int] | None:
-    ranges = [(int(chunk.min()), int(chunk.max())) for chunk in _chunks(columns)]
-    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+        counts.add(chunk)
+    return counts.result()
 
 
 def _chunks(columns: Sequence[NDArray[np.integer]]) -> Iterator[NDArray[np.integer]]:

@@ -1,26 +1,23 @@
 """The report of a dataset as one self-contained HTML page, and its plots."""
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC
 from itertools import cycle
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
 
 from evenrank.cli.reports import dataset_data, render_template, svg, to_text
+from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.schema import ITEM_ID, Manifest
 from evenrank.datasets.store import SequenceStore
 
 _TRAIN = "train"
-_AUDIT = "audit"  # the option under which a manifest keeps the counts of the split audit
-_TOP_SHARES = (0.01, 0.1)
 _COLOURS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.RED)
-# The years 2 to 9998: the calendars of Python and matplotlib end one year further out.
-_FIRST_DATE_MS, _LAST_DATE_MS = -62_104_060_800_000, 253_370_764_800_000
+_LAST_DATE_MS = 253_370_764_800_000  # of the year 9998: the calendars of Python and matplotlib end one year later
 
 
 class Report(NamedTuple):
@@ -38,9 +35,9 @@ def render_page(
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Report:
     """Return the report of a dataset with these stores, of every split; `name` is that of its folder."""
-    audit = manifest.options.get(_AUDIT)
+    statistics = read_statistics(manifest)
     on_stage("counting items")
-    ids, counts = dataset_data.count_items(stores)
+    ids, counts = dataset_data.count_values([stores[split].events[ITEM_ID] for split in stores if split == _TRAIN])
     routing = dataset_data.routing_loads(
         ids,
         counts,
@@ -49,12 +46,8 @@ def render_page(
     )
     on_stage("measuring histories")
     histogram = dataset_data.length_histogram(stores)
-    has_events = any(density.any() for density in histogram.density.values())
-    by_popularity = np.sort(counts)[::-1]
     on_stage("counting context values")
     context = [dataset_data.context_values(stores, feature) for feature in manifest.contextual]
-    on_stage("counting events over time")
-    time = _time(stores)
     on_stage("planning steps")
     gains = dataset_data.balancing_gains(stores[_TRAIN].lengths) if _TRAIN in stores else ()
     html = render_template(
@@ -62,15 +55,14 @@ def render_page(
         manifest=manifest,
         name=name,
         percentiles=list(dict.fromkeys(key for split in manifest.splits.values() for key in split.lengths)),
-        options={key: to_text(value) for key, value in manifest.options.items() if key != _AUDIT},
-        audit=audit if isinstance(audit, dict) else {},
-        lengths_svg=lengths_svg(histogram) if has_events else None,
+        options={key: to_text(value) for key, value in manifest.options.items() if key not in ("audit", "statistics")},
+        num_events=statistics.num_events,
+        statistics={**statistics.describe(), **manifest.options.get("audit", {})},
+        lengths_svg=lengths_svg(histogram),
         empty_rows={split: rows for split, rows in histogram.empty.items() if rows},
-        items=len(counts),
-        items_once=int((counts == 1).sum()),
-        top_items=[(share, *dataset_data.top_share(by_popularity, share)) for share in _TOP_SHARES],
-        popularity_svg=popularity_svg(by_popularity) if len(counts) else None,
-        **time,
+        popularity_svg=popularity_svg(statistics),
+        timeline_svg=timeline_svg(statistics),
+        hours_svg=hours_svg(statistics),
         context=[feature for feature in context if feature.rows],
         gains=gains,
         gains_svg=gains_svg(gains) if gains else None,
@@ -79,25 +71,6 @@ def render_page(
         routing_lookups_svg=routing_svg(routing, "lookups") if routing else None,
     )
     return Report(html, routing)
-
-
-def _time(stores: Mapping[str, SequenceStore]) -> dict[str, Any]:
-    if (line := dataset_data.timeline(stores)) is None:
-        return {"timeline_svg": None, "timeline": None, "time_rows": {}}
-    busiest = int(line.counts.argmax())
-    times = [line.start_ms + line.width_ms * index for index in (0, len(line.counts), busiest)]
-    start, end, busiest_start = (format_time(time, precise=line.width_ms < dataset_data.DAY_MS) for time in times)
-    return {
-        "timeline_svg": timeline_svg(line),
-        "timeline": line,
-        "time_rows": {
-            "from": start,
-            "until before": end,
-            f"start of the busiest {line.unit}": busiest_start,
-            f"events in the busiest {line.unit}": int(line.counts[busiest]),
-            f"events per {line.unit}, mean": float(line.counts.mean()),
-        },
-    }
 
 
 @svg.plot()
@@ -118,11 +91,10 @@ def lengths_svg(axes: Axes, histogram: dataset_data.LengthHistogram) -> None:
 
 
 @svg.plot()
-def popularity_svg(axes: Axes, counts: NDArray[np.int64]) -> None:
+def popularity_svg(axes: Axes, statistics: Statistics) -> None:
     """Draw the events of each item, most frequent first; both axes are logarithmic."""
-    ranks = np.unique(np.geomspace(1, len(counts), 400).astype(np.int64))
-    marker = "o" if len(ranks) == 1 else None  # a line through one point is invisible
-    axes.plot(ranks, counts[ranks - 1], color=svg.BLUE, linewidth=2, marker=marker)
+    marker = "o" if len(statistics.ranks) == 1 else None  # a line through one point is invisible
+    axes.plot(statistics.ranks, statistics.ranks_events, color=svg.BLUE, linewidth=2, marker=marker)
     axes.set(xscale="log", yscale="log")
     svg.log_ticks(axes, "x")
     svg.log_ticks(axes, "y")
@@ -130,22 +102,29 @@ def popularity_svg(axes: Axes, counts: NDArray[np.int64]) -> None:
 
 
 @svg.plot()
-def timeline_svg(axes: Axes, timeline: dataset_data.Timeline) -> None:
+def timeline_svg(axes: Axes, statistics: Statistics) -> None:
     """Draw the number of events over time."""
-    edges = timeline.start_ms + timeline.width_ms * np.arange(len(timeline.counts) + 1, dtype=np.float64)
-    if timeline.start_ms > _FIRST_DATE_MS and edges[-1] < _LAST_DATE_MS:
-        days = edges / dataset_data.DAY_MS  # matplotlib counts days from 1970
-        axes.stairs(timeline.counts, days, fill=True, color=svg.BLUE)
+    edges = statistics.bin_start_ms + statistics.bin_width_ms * np.arange(len(statistics.bins) + 1, dtype=np.float64)
+    axes.stairs(statistics.bins, edges / DAY_MS, fill=True, color=svg.BLUE)  # matplotlib counts days from 1970
+    axes.margins(x=0)
+    if has_dates := edges[-1] < _LAST_DATE_MS:
         locator = AutoDateLocator(minticks=3, maxticks=6, tz=UTC)  # type: ignore[no-untyped-call]
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=UTC))  # type: ignore[no-untyped-call]
-    else:
-        axes.stairs(timeline.counts, edges, fill=True, color=svg.BLUE)
-        axes.set_xlabel("ms since 1970")
-        axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(svg.compact))
-    axes.set(ylim=(0, None), ylabel=f"events per {timeline.unit}")
+    days = statistics.bin_width_ms / DAY_MS
+    unit = "hour" if days < 1 else "day" if days == 1 else f"{days:,.0f} days"
+    axes.set(ylim=(0, None), xlabel="" if has_dates else "days since 1970", ylabel=f"events per {unit}")
+
+
+@svg.plot()
+def hours_svg(axes: Axes, statistics: Statistics) -> None:
+    """Draw the number of events in each hour of the day."""
+    axes.stairs(statistics.hours_of_day, range(25), fill=True, color=svg.BLUE)
+    axes.set_xticks(range(0, 25, 6))
+    axes.yaxis.set_major_formatter(FuncFormatter(svg.compact))
+    axes.set(ylim=(0, None), xlabel="hour of the day (UTC)", ylabel="events in all")
 
 
 @svg.plot(height=3.3)
@@ -186,10 +165,3 @@ def routing_svg(axes: Axes, loads: dataset_data.RoutingLoads, load: Literal["dis
     svg.log_ticks(axes, "y")
     axes.set(xlabel="ranks", ylabel=f"{load}, busiest rank / mean")
     svg.legend_above(axes, columns=2)
-
-
-def format_time(milliseconds: int, *, precise: bool) -> str:
-    """Return a time as a date in UTC, with the time of day if `precise`; as milliseconds where calendars end."""
-    if not _FIRST_DATE_MS < milliseconds < _LAST_DATE_MS:
-        return f"{milliseconds:,} ms"
-    return f"{datetime.fromtimestamp(milliseconds / 1000, tz=UTC):{'%Y-%m-%d %H:%M:%S' if precise else '%Y-%m-%d'}}"

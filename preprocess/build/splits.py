@@ -1,4 +1,4 @@
-"""Rules that divide rows and their events between `train` and `eval`, and counts that describe their effect.
+"""Rules that divide rows and their events between `train` and `eval`.
 
 user:0.3         30 % of the users are in `eval`; which ones depends on their ids and the seed alone
 leave-last:2     the last 2 events of each user are predicted from the earlier ones
@@ -21,7 +21,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from evenrank.core.errors import ConfigError, DataError
-from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS, USER_ID, IdKind, user_hash
+from evenrank.datasets.schema import TIMESTAMP_MS, USER_ID, IdKind, user_hash
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, first_at_or_after
 from evenrank.preprocess.sources.interactions import MAX_TIMESTAMP_MS
@@ -31,8 +31,6 @@ from evenrank.preprocess.sources.times import PER_SECOND, unit_of
 
 TRAIN, EVAL = "train", "eval"
 _MAX_TARGETS = int(np.iinfo(np.int32).max)
-# Smaller item ids are kept as a mask with one byte per id, larger ones as a sorted array.
-_DENSE_IDS = 1 << 27
 _LAST = re.compile("last:([1-9][0-9]{0,8})([hdw])")
 _DURATIONS_MS = {"h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _NUMBER = re.compile("(?![0-9]{4}$|(?:19|20)[0-9]{6}$)[0-9]+")  # neither 2015 nor 20150106
@@ -141,62 +139,3 @@ def read_listed_users(path: Path, columns: tuple[str, ...], kind: IdKind) -> NDA
     checks = {f"{column} is empty or not an id": raw_id(table, column, "text").is_not_null()}
     users = table.read_users([raw_id(table, column, kind).alias(USER_ID)], checks)
     return keys_of(users.get_column(USER_ID).drop_nulls())
-
-
-class SeenItems:
-    """A set of item ids."""
-
-    def __init__(self) -> None:
-        self._dense = np.zeros(1 << 16, dtype=bool)
-        self._sparse = np.empty(0, dtype=np.int64)
-
-    def add(self, sequences: Sequences) -> None:
-        """Add the items of all rows."""
-        items = sequences.values(ITEM_ID)
-        if items.max(initial=-1) >= _DENSE_IDS:
-            is_large = items >= _DENSE_IDS
-            self._sparse = np.union1d(self._sparse, items[is_large])
-            items = items[~is_large]
-        num_missing = int(items.max(initial=-1)) + 1 - len(self._dense)
-        if num_missing > 0:
-            self._dense = np.pad(self._dense, (0, max(num_missing, len(self._dense))))
-        self._dense[items] = True
-
-    def count_missing_from(self, other: "SeenItems") -> int:
-        """Return the number of ids in this set that are not in the other."""
-        length = min(len(self._dense), len(other._dense))
-        num_common = np.count_nonzero(self._dense[:length] & other._dense[:length])
-        num_dense = np.count_nonzero(self._dense) - num_common
-        return int(num_dense) + len(np.setdiff1d(self._sparse, other._sparse, assume_unique=True))
-
-
-class Audit:
-    """Counts events and items of `eval` with respect to those of `train`."""
-
-    def __init__(self) -> None:
-        self._seen = {TRAIN: SeenItems(), EVAL: SeenItems()}
-        self._newest_train = -1
-
-    def follow(self, split: str, sequences: Sequences) -> None:
-        """Register rows of a split."""
-        if sequences.num_targets.any():  # only the events to predict count
-            sequences = replace(sequences, begins=sequences.ends - sequences.num_targets)
-        self._seen[split].add(sequences)
-        if split == TRAIN:
-            newest = sequences.events[TIMESTAMP_MS][sequences.order[sequences.ends - 1]]  # of each row
-            self._newest_train = max(self._newest_train, int(newest.max(initial=-1)))
-
-    def report(self, folder: Path) -> dict[str, int]:
-        """Return the counts by description, once `eval` is written."""
-        paths = sorted((folder / EVAL).glob("*.parquet"))
-        rows, times = pl.scan_parquet(paths, glob=False), pl.col(TIMESTAMP_MS)
-        if NUM_TARGETS in rows.collect_schema():
-            times = times.list.tail(pl.col(NUM_TARGETS))
-        times_of_targets = rows.select(times).explode(TIMESTAMP_MS).drop_nulls()  # null: of a row without targets
-        is_early = pl.col(TIMESTAMP_MS) < self._newest_train
-        num_events, num_early = times_of_targets.select(pl.len(), is_early.sum()).collect(engine="streaming").row(0)
-        return {
-            "eval events": num_events,
-            "eval events before the newest train event": num_early,
-            "eval items that train never saw": self._seen[EVAL].count_missing_from(self._seen[TRAIN]),
-        }

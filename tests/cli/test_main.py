@@ -37,13 +37,15 @@ def test_scripts_preprocess_and_inspect(tmp_path: Path) -> None:
     )
     run = run_program(*command, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [
+    lines = run.stdout.splitlines()
+    assert lines[:5] == [
         "timestamps: seconds since 1970, first event 2015-01-01T00:00:00Z, last event 2015-01-01T00:00:10Z",
         "out/ml-20m/train: 2 rows, 3 interactions",
         "out/ml-20m/eval: 0 rows, 0 interactions",
         "user_id: dense (2 distinct, largest 2), numbered 1 to 2 by first appearance",
         "item_id: dense (2 distinct, largest 11), numbered 1 to 2 by first appearance",
     ]
+    assert lines[-1] == "next: evenrank inspect out/ml-20m"
     assert run.stderr == ""  # no progress where standard error is not a terminal
     run = run_program(sys.executable, scripts / "inspect_data.py", tmp_path / "out" / "ml-20m")
     assert run.returncode == 0, run.stderr

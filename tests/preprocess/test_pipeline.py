@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evenrank.core.errors import ConfigError, DataError
+from evenrank.datasets.event_statistics import read_statistics
 from evenrank.datasets.schema import Manifest, user_hash
 from evenrank.preprocess import Filters, PreprocessConfig, RequestRule, SyntheticConfig, TabularConfig, preprocess
 from evenrank.preprocess.build import buckets as buckets_module
@@ -201,11 +202,9 @@ def test_leave_last_marks_the_events_to_predict(tmp_path: Path) -> None:
     assert train == {7: [10, 20], 3: [20], -2: [10]}
     (row,) = _rows(tmp_path / "out" / "eval")
     assert (row["user_id"], row["item_id"], row["num_targets"]) == (7, [10, 20, 30], 1)
-    assert manifest.options["audit"] == {
-        "eval events": 1,
-        "eval events before the newest train event": 1,
-        "eval items that train never saw": 1,
-    }
+    statistics = read_statistics(manifest)
+    assert statistics.events == {"train": 4, "eval": 1}
+    assert (statistics.early_eval_events, statistics.cold_items, statistics.cold_users) == (1, 1, 0)
 
 
 def test_split_by_time_puts_no_later_event_into_train(tmp_path: Path) -> None:
@@ -213,7 +212,9 @@ def test_split_by_time_puts_no_later_event_into_train(tmp_path: Path) -> None:
     assert [(row["user_id"], row["item_id"]) for row in _rows(tmp_path / "out" / "train")] == [(3, [20])]
     evaluated = {row["user_id"]: (row["item_id"], row["num_targets"]) for row in _rows(tmp_path / "out" / "eval")}
     assert evaluated == {7: ([10, 20, 30], 3), -2: ([10], 1)}
-    assert manifest.options["audit"] == {"eval events": 4, "eval items that train never saw": 2}
+    statistics = read_statistics(manifest)
+    assert statistics.events == {"train": 1, "eval": 4}
+    assert (statistics.early_eval_events, statistics.cold_items, statistics.cold_users) == (0, 2, 2)
 
 
 DAYS = [16_436, 16_437, 16_437, 16_441]  # 2015-01-01, 2015-01-02, 2015-01-06

@@ -10,6 +10,7 @@ import pytest
 from evenrank.cli.reports import dataset_data, dataset_page
 from evenrank.cli.reports.dataset_page import render_page
 from evenrank.dataloader.routing import MODES
+from evenrank.datasets.event_statistics import DAY_MS, Statistics, read_statistics
 from evenrank.datasets.schema import DataFile, Manifest, SourceFile, Split, read_manifest
 from evenrank.datasets.store import SequenceStore
 from tests.cli.programs import Evenrank
@@ -17,7 +18,7 @@ from tests.cli.reports.pages import check_browser_shows, external_parts, needs_c
 
 SCRIPT = "<script>alert('x')</script>"
 RANKS = ["8", "16", "32", "64", "128", "256", "512", "1,024"]
-SECTIONS = ["counts", "vocabulary", "lengths", "items", "time", "context", "audit", "balance", "routing", "sources"]
+SECTIONS = ["counts", "vocabulary", "statistics", "lengths", "events", "context", "balance", "routing", "sources"]
 
 
 def _split(name: str, lengths: list[int]) -> Split:
@@ -26,11 +27,36 @@ def _split(name: str, lengths: list[int]) -> Split:
     return Split(files=(file,), rows=len(lengths), interactions=sum(lengths), lengths=statistics)
 
 
+# Of the stores below, of which eval predicts all events.
+STATISTICS = Statistics(
+    split="user:0.3",
+    events={"train": 7, "eval": 1},
+    users=4,
+    items=3,
+    first_ms=100 * DAY_MS,
+    last_ms=150 * DAY_MS,
+    largest_day_ms=150 * DAY_MS,
+    largest_day_events=4,
+    hours_of_day=[7, *[0] * 11, 1, *[0] * 11],
+    bin_start_ms=100 * DAY_MS,
+    bin_width_ms=DAY_MS,
+    bins=[3, 1, *[0] * 48, 4],
+    ranks=[1, 2, 3],
+    ranks_events=[5, 2, 1],
+    top_events=5,
+    early_eval_events=1,
+    eval_items=1,
+    cold_items=0,
+    cold_item_events=0,
+    eval_users=1,
+    cold_users=1,
+)
+OPTIONS = {"seed": 7, "note": SCRIPT, "statistics": dataclasses.asdict(STATISTICS)}
 MANIFEST = Manifest(
     schema_version=2,
     dataset=f"tiny {SCRIPT}",
     sources=(SourceFile(path="raw/tiny.csv", bytes=1234, sha256="0" * 64),),
-    options={"seed": 7, "note": SCRIPT, "audit": {"eval events before the newest train event": 1234}},
+    options={**OPTIONS, "audit": {"duplicate events (kept)": 1234}},
     splits={"train": _split("train", [3, 0, 4]), "eval": _split("eval", [1])},
     contextual=("country",),
     extra_events={},
@@ -45,7 +71,7 @@ def _store(lengths: list[int], items: list[int], days: Sequence[float], countrie
     events: dict[str, Any] = {
         "item_id": np.array(items, dtype=np.int64),
         "action": np.zeros(len(items), dtype=np.int32),
-        "timestamp_ms": (np.array(days, dtype=np.float64) * dataset_data.DAY_MS).astype(np.int64),
+        "timestamp_ms": (np.array(days, dtype=np.float64) * DAY_MS).astype(np.int64),
     }
     rows = {"user_id": np.arange(len(lengths)), "country": np.array(countries, dtype=np.int64)}
     return SequenceStore(manifest=MANIFEST, split="any", offsets=np.cumsum([0, *lengths]), events=events, rows=rows)
@@ -56,12 +82,7 @@ STORES = {
     "train": _store([3, 0, 4], [30, 30, 7, 30, 9, 30, 30], [100, 100.5, 101, 150, 150, 150, 150], [1, 0, 1]),
     "eval": _store([1], [7], [100], [2]),
 }
-EMPTY = {"train": _store([], [], [], []), "eval": _store([], [], [], [])}
-
-
-@pytest.fixture(params=[1, 3, 1 << 22])
-def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_data, "_CHUNK", request.param)
+EMPTY = _store([], [], [], [])
 
 
 def test_lengths_are_counted_per_doubling() -> None:
@@ -79,40 +100,10 @@ def test_every_length_has_a_bin(longest: int) -> None:
     assert np.sum(histogram.density["train"] * np.diff(np.log2(histogram.edges))) == pytest.approx(1)
 
 
-@pytest.mark.usefixtures("_chunks")
-def test_items_and_days_are_counted_over_all_splits() -> None:
-    line = dataset_data.timeline(STORES)
-    assert line is not None
-    assert (line.start_ms, line.width_ms, line.unit) == (100 * dataset_data.DAY_MS, dataset_data.DAY_MS, "day")
-    assert line.counts.tolist() == [3, 1, *[0] * 48, 4]
-    ids, counts = dataset_data.count_items(STORES)
-    assert (ids.tolist(), counts.tolist()) == ([7, 9, 30], [2, 1, 5])
-    counts = np.sort(counts)[::-1]
-    assert dataset_data.top_share(counts, 0.01) == (1, 5 / 8)
-    assert dataset_data.top_share(counts, 0.5) == (2, 7 / 8)
-
-
-@pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize("far", [3, -5, 2**62])
-def test_values_of_any_size_are_counted(far: int) -> None:
-    parts = [np.array([4, far, 4]), np.array([], dtype=np.int64), np.array([9, 4, far])]
-    values, counts = dataset_data.count_values(parts)
-    assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == {4: 3, far: 2, 9: 1}
-    assert values.tolist() == sorted(values.tolist())
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "unit"),
-    [(0, 0, "second"), (0, 0.5, "hour"), (-3, 300, "week"), (0, 8000, "13 weeks"), (0, 400 * 364, "3.3 years")],
-)
-def test_the_width_of_time_bins_suits_the_range(first: float, last: float, unit: str) -> None:
-    line = dataset_data.timeline({"train": _store([2], [1, 1], [first, last], [0])})
-    assert line is not None
-    assert line.unit == unit
-    assert line.counts.sum() == 2
-    assert (line.counts[0], line.counts[-1]) == ((2, 2) if first == last else (1, 1))
-    assert len(line.counts) <= 120
-    assert dataset_page.timeline_svg(line).startswith("<svg")
+@pytest.mark.parametrize("start_day", [0, 2_932_846])
+def test_the_timeline_reaches_the_end_of_calendars(start_day: int) -> None:
+    plot = dataset_page.timeline_svg(dataclasses.replace(STATISTICS, bin_start_ms=start_day * DAY_MS))
+    assert ("days since 1970" in plot) == (start_day > 0)
 
 
 def test_context_values_have_labels() -> None:
@@ -153,34 +144,37 @@ def test_the_page_is_self_contained_and_escapes_text() -> None:
     html = render_page(MANIFEST, STORES, name=SCRIPT).html
     assert html == render_page(MANIFEST, STORES, name=SCRIPT).html
     assert sections_of(html) == SECTIONS
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 7
     assert external_parts(html) == []
     assert html.count("&lt;script&gt;alert(") == 6  # title and heading; twice the dataset; an option, a label
-    assert re.search(r"<h2>Split audit</h2>.*\n.*\n.*\n.*newest train event</th><td class=.n.>1,234</td>", html)
+    for label, text in {**STATISTICS.describe(), "duplicate events (kept)": "1,234"}.items():
+        assert re.search(f'<th class="label">{re.escape(label)}</th><td>{re.escape(text)}</td>', html)
     assert ">audit<" not in html  # among the options
+    assert ">statistics<" not in html
 
 
 def test_what_a_dataset_lacks_is_left_out() -> None:
-    no_rows = {"train": _split("train", []), "eval": _split("eval", [])}
-    manifest = dataclasses.replace(MANIFEST, splits=no_rows, options={}, sources=())
-    html, routing = render_page(manifest, EMPTY, name="empty")
+    no_rows = {"train": _split("train", []), "eval": _split("eval", [1])}
+    options = {"statistics": OPTIONS["statistics"]}
+    manifest = dataclasses.replace(MANIFEST, splits=no_rows, options=options, sources=(), contextual=())
+    html, routing = render_page(manifest, {**STORES, "train": EMPTY}, name="empty")
     assert routing is None
-    assert sections_of(html) == [name for name in SECTIONS if name not in ("context", "audit")]
-    assert "<svg" not in html
+    assert sections_of(html) == [name for name in SECTIONS if name != "context"]
+    assert html.count("<svg") == 4
     assert "The train split has no rows, so there is nothing to balance." in html
-    assert "There are no events, or more ids than a table can have rows." in html
+    assert "There are no events in train, or more ids than a table can have rows." in html
 
 
 def test_the_page_shows_the_routing_of_the_items() -> None:
     html, routing = render_page(MANIFEST, STORES, name="tiny")
     assert routing is not None
-    assert (routing.num_embeddings, routing.most_frequent[0]) == (31, 8 * 5 / 8)
+    assert (routing.num_embeddings, routing.most_frequent[0]) == (31, 8 * 5 / 7)
     section = text_of(html[html.index('<section id="routing"') : html.index('<section id="sources"')])
     assert "for a table of 31 rows" in section
     # Of 8 ranks with 4 rows each, ids 7, 9 and 30 are on ranks 1, 2 and 7, and with one key after the other on 7, 1, 6.
     assert "distinct ids, continuous 2.667 5.333" in section
-    assert "lookups, roundrobin 5 " in section
-    assert "lookups, most frequent id alone 5 10 20 40 80 160 320 640" in section
+    assert "lookups, roundrobin 5.714 " in section
+    assert "lookups, most frequent id alone 5.714 11.43 22.86 45.71 91.43 182.9 365.7 731.4" in section
 
 
 def test_inspect_prints_tables_and_the_path_of_a_page(small_dataset: Path, tmp_path: Path, evenrank: Evenrank) -> None:
@@ -198,7 +192,40 @@ def test_inspect_prints_tables_and_the_path_of_a_page(small_dataset: Path, tmp_p
     assert tables[10][:2] == ["most", "frequent"]
     for rows_of_modes in (tables[2:5], tables[7:10]):
         assert [(row[0], len(row)) for row in rows_of_modes] == [(mode, 1 + len(RANKS)) for mode in MODES]
-    assert page.read_text().count("<svg") == 6
+    assert page.read_text().count("<svg") == 7
+
+
+def test_the_run_and_the_page_count_each_event_once(tmp_path: Path, evenrank: Evenrank) -> None:
+    # 3,000 events on each of 7 days. Rows of eval repeat the events of train before those to predict.
+    lines = [f"{n % 4999},{n % 50},{1_704_067_200 + n * 86_400 // 3000}" for n in range(21_000)]
+    (tmp_path / "log.csv").write_text("\n".join(["user_id,item_id,timestamp", *lines]))
+    out = tmp_path / "a log"
+    log = ("--dataset", "custom", "--events", tmp_path / "log.csv")
+    run = evenrank("preprocess", *log, "--split", "leave-last:1", "--out", out)
+    assert run.returncode == 0, run.stderr
+    printed = run.stdout.splitlines()
+    assert printed[-1] == f"next: evenrank inspect '{out}'"
+    manifest = read_manifest(out)
+    repeated = sum(split.interactions for split in manifest.splits.values())
+    statistics = read_statistics(manifest)
+    assert repeated == 37_001  # 4,999 users have 4 or 5 events
+    assert (statistics.num_events, statistics.bins, statistics.bin_width_ms) == (21_000, [3000] * 7, DAY_MS)
+    assert statistics.hours_of_day == [875] * 24
+    described = statistics.describe()
+    assert described["events per day"] == "3,000 on average, 3,000 on the busiest, 2024-01-01"
+    shown = [line for line in printed if line.partition(":")[0] in described]
+    assert [re.split(": +", line, maxsplit=1) for line in shown] == [list(line) for line in described.items()]
+    assert shown == printed[-len(shown) - 1 : -1]
+    assert len({line.index(text) for line, text in zip(shown, described.values(), strict=True)}) == 1  # aligned
+    inspected = evenrank("inspect", out)
+    assert set(shown) <= set(inspected.stdout.splitlines())
+    (of_all,) = [line.split() for line in inspected.stdout.splitlines() if line.strip().startswith("all")]
+    assert of_all[2] == "21,000"
+    html = (tmp_path / "a log-report.html").read_text()
+    assert all(text in text_of(html) for text in described.values())
+    assert f"{repeated:,}" not in html
+    assert re.findall(r">([\d.]+k?)<", dataset_page.timeline_svg(statistics))[-4:] == ["0", "800", "1.6k", "2.4k"]
+    assert ">events per day<" in html
 
 
 @needs_chromium
@@ -206,7 +233,7 @@ def test_inspect_prints_tables_and_the_path_of_a_page(small_dataset: Path, tmp_p
 def test_a_browser_shows_the_whole_page_on_a_phone_and_on_a_desktop(tmp_path: Path, width: int, columns: int) -> None:
     long = "a-path-without-any-place-to-break-" * 5
     source = SourceFile(path=long, bytes=10**12, sha256="0" * 64)
-    options = {"audit": {long: 1, "b": 2.5}, "long": long}
+    options = {**OPTIONS, "audit": {long: 1, "b": 2.5}, "long": long}
     manifest = dataclasses.replace(MANIFEST, sources=(source,), options=options)
     html = render_page(manifest, STORES, name=long).html
     check_browser_shows(tmp_path, html, width=width, columns=columns, sections=SECTIONS)

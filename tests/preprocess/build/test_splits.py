@@ -8,7 +8,7 @@ import pytest
 from evenrank.core.errors import ConfigError, DataError
 from evenrank.preprocess.build.key_table import keys_of
 from evenrank.preprocess.build.sequences import Sequences, build_sequences
-from evenrank.preprocess.build.splits import SeenItems, SplitFacts, parse_split, read_listed_users
+from evenrank.preprocess.build.splits import SplitFacts, parse_split, read_listed_users
 
 
 @pytest.mark.parametrize("text", ["user:0", "user:1", "leave-last:1", "time:0", "time:last:1h", "file:a.txt", "none"])
@@ -146,22 +146,3 @@ def test_invalid_lists_of_users_raise(
     (tmp_path / name).write_text(text)
     with pytest.raises(error, match=re.escape(message)):
         read_listed_users(tmp_path / name, LOG_COLUMNS, "text")
-
-
-def _seen(*batches: list[int]) -> SeenItems:
-    seen = SeenItems()
-    for items in batches:
-        zeros = np.zeros(len(items), dtype=np.int64)
-        columns = {"user_id": zeros, "item_id": np.array(items, dtype=np.int64), "timestamp_ms": zeros}
-        seen.add(build_sequences({**columns, "action": zeros.astype(np.int32)}, lambda keys: keys)[0])
-    return seen
-
-
-@pytest.mark.parametrize("large", [70_000, 2**20, 2**40])
-def test_items_of_one_set_that_are_missing_from_another_are_counted(large: int) -> None:
-    first = _seen([1, 2, 2, large], [3, large + 1], [])
-    second = _seen([2, 4, large], [5])
-    assert first.count_missing_from(second) == 3  # 1, 3 and large + 1
-    assert second.count_missing_from(first) == 2  # 4 and 5
-    assert first.count_missing_from(first) == 0
-    assert SeenItems().count_missing_from(first) == 0

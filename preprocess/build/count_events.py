@@ -1,0 +1,100 @@
+"""Counts the events of a dataset, each once, while its rows are divided into splits."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from evenrank.core.value_counts import ValueCounts
+from evenrank.datasets.event_statistics import DAY_MS, Statistics
+from evenrank.datasets.schema import ITEM_ID, NUM_TARGETS, TIMESTAMP_MS
+from evenrank.preprocess.build.sequences import Sequences
+from evenrank.preprocess.build.splits import EVAL, TRAIN
+
+_HOUR_MS = DAY_MS // 24
+_MAX_BINS = 120  # of the timeline: as many bars as can be told apart on a phone
+_BIN_HOURS = (1, 24, *(168 * weeks for weeks in (1, 4, 13, 52, 520, 5200)))
+_LARGEST = np.iinfo(np.int64).max
+
+
+class EventCounter:
+    """Follows the rows of a dataset, divided by the rule `split`, before windows are cut."""
+
+    def __init__(self, split: str) -> None:
+        self._split = split
+        self._hours = ValueCounts()  # since 1970
+        self._items: defaultdict[str, ValueCounts] = defaultdict(ValueCounts)
+        self._events: Counter[str] = Counter()
+        self._users = self._eval_users = self._cold_users = 0
+        self._first_ms, self._last_ms, self._newest_train = _LARGEST, -_LARGEST, -_LARGEST
+
+    def follow(self, sequences: Sequences, divided: Mapping[str, Sequences]) -> None:
+        """Count the events of all rows of some users, and of the same rows by split."""
+        times = sequences.events[TIMESTAMP_MS]
+        if len(times) > sequences.lengths.sum():  # filters left out users
+            times = sequences.values(TIMESTAMP_MS)
+        self._hours.add(times // _HOUR_MS)
+        self._first_ms = min(self._first_ms, int(times.min(initial=_LARGEST)))
+        self._last_ms = max(self._last_ms, int(times.max(initial=-_LARGEST)))
+        self._users += len(sequences)
+        for name, rows in divided.items():
+            if rows.num_targets.any():  # the events before those to predict are in train too
+                rows = replace(rows, begins=rows.ends - rows.num_targets)
+            self._items[name].add(rows.values(ITEM_ID))
+            self._events[name] += int(rows.lengths.sum())
+        train = divided[TRAIN]
+        newest = train.events[TIMESTAMP_MS][train.order[train.ends - 1]]  # of each row
+        self._newest_train = max(self._newest_train, int(newest.max(initial=-_LARGEST)))
+        if EVAL in divided:
+            users = divided[EVAL].user_ids
+            self._eval_users += len(users)
+            self._cold_users += int(np.isin(users, train.user_ids, invert=True).sum())
+
+    def report(self, folder: Path) -> Statistics:
+        """Return the statistics, once all splits are written to a folder."""
+        hours, counts = self._hours.result()
+        days, first_of_day = np.unique(hours // 24, return_index=True)
+        per_day = np.add.reduceat(counts, first_of_day)
+        width = next(width for width in _BIN_HOURS if hours[-1] // width - hours[0] // width < _MAX_BINS)
+        bins = hours // width - hours[0] // width
+        items, item_events = self._items[TRAIN].result()
+        eval_items, eval_events = self._items[EVAL].result()
+        places, is_known = np.searchsorted(items, eval_items), np.isin(eval_items, items)
+        item_events[places[is_known]] += eval_events[is_known]
+        popularity = np.sort(np.concatenate([item_events, eval_events[~is_known]]))[::-1]
+        ranks = np.unique(np.geomspace(1, len(popularity), 100).astype(np.int64))
+        return Statistics(
+            split=self._split,
+            events=dict(self._events),
+            users=self._users,
+            items=len(popularity),
+            first_ms=self._first_ms,
+            last_ms=self._last_ms,
+            largest_day_ms=int(days[per_day.argmax()]) * DAY_MS,
+            largest_day_events=int(per_day.max()),
+            hours_of_day=np.bincount(hours % 24, counts, 24).astype(int).tolist(),
+            bin_start_ms=int(hours[0] // width * width) * _HOUR_MS,
+            bin_width_ms=width * _HOUR_MS,
+            bins=np.bincount(bins, counts).astype(int).tolist(),
+            ranks=ranks.tolist(),
+            ranks_events=popularity[ranks - 1].tolist(),
+            top_events=int(popularity[: -(-len(popularity) // 100)].sum()),
+            early_eval_events=_count_early(folder / EVAL, self._newest_train) if EVAL in self._events else 0,
+            eval_items=len(eval_items),
+            cold_items=int((~is_known).sum()),
+            cold_item_events=int(eval_events[~is_known].sum()),
+            eval_users=self._eval_users,
+            cold_users=self._cold_users,
+        )
+
+
+def _count_early(folder: Path, newest: int) -> int:
+    """Count the events of eval that are older than a time."""
+    rows, times = pl.scan_parquet(sorted(folder.glob("*.parquet")), glob=False), pl.col(TIMESTAMP_MS)
+    if NUM_TARGETS in rows.collect_schema():
+        times = times.list.tail(pl.col(NUM_TARGETS))
+    is_early = rows.select(times).explode(TIMESTAMP_MS).select((pl.col(TIMESTAMP_MS) < newest).sum())
+    return int(is_early.collect(engine="streaming").item())

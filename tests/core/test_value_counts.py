@@ -1,0 +1,31 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenrank.core import value_counts
+from evenrank.core.value_counts import ValueCounts
+
+VALUES = st.integers(-3, 20) | st.sampled_from([-(2**63), -(2**40), 2**40, 2**63 - 1])
+
+
+@given(st.lists(st.lists(VALUES, max_size=20), max_size=6))
+def test_every_value_is_counted(parts: list[list[int]]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(value_counts, "_TABLE_VALUES", 16)
+        counts = ValueCounts()
+        for part in parts:
+            counts.add(np.array(part, dtype=np.int64))
+        values, numbers = counts.result()
+    expected = Counter(value for part in parts for value in part)
+    assert list(zip(values.tolist(), numbers.tolist(), strict=True)) == sorted(expected.items())
+
+
+def test_counts_of_more_than_four_billion() -> None:
+    counts = ValueCounts()
+    counts.add(np.array([7, 7, 9]))
+    counts._table[7] = counts._total = (1 << 32) - 1  # as after adding as many sevens
+    counts.add(np.array([7, 9]))
+    assert [column.tolist() for column in counts.result()] == [[7, 9], [1 << 32, 2]]

@@ -1,0 +1,103 @@
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenrank.core.errors import DataError
+from evenrank.datasets.event_statistics import Statistics, read_statistics
+from evenrank.datasets.schema import Manifest, read_manifest
+
+STATISTICS = Statistics(
+    split="user:0.3",
+    events={"train": 9_000, "eval": 1_000},
+    users=300,
+    items=20,
+    first_ms=-1,
+    last_ms=86_399_999,
+    largest_day_ms=0,
+    largest_day_events=9_999,
+    hours_of_day=[6_000, *[0] * 22, 4_000],
+    bin_start_ms=0,
+    bin_width_ms=86_400_000,
+    bins=[1, 9_999],
+    ranks=[1, 20],
+    ranks_events=[7_500, 1],
+    top_events=7_500,
+    early_eval_events=0,
+    eval_items=10,
+    cold_items=0,
+    cold_item_events=0,
+    eval_users=90,
+    cold_users=90,
+)
+EARLY, COLD_ITEMS, COLD_USERS = "eval events before the newest train event", "cold items of eval", "cold users of eval"
+
+
+def test_statistics_are_described_in_words() -> None:
+    assert STATISTICS.describe() == {
+        "events": "10,000, each counted once",
+        "users": "300",
+        "items": "20",
+        "density": "167 % of users x items",
+        "time": "1969-12-31 23:59:59 to 1970-01-01 23:59:59 UTC",
+        "events per day": "5,000 on average, 9,999 on the busiest, 1970-01-01",
+        "events per hour": "208 on average, most from 00:00 to 00:59 UTC, 60.0 %",
+        "popularity": "75.0 % of events have one of the most popular 1 % of items",
+        "eval events": "1,000 (10.0 %)",
+        EARLY: "0 (expected: the split is by user, not by time)",
+        COLD_ITEMS: "0 of 10, in 0 or 0.0 % of its events (expected: rare items)",
+        COLD_USERS: "90 of 90 (expected: the split is by user)",
+    }
+    without_eval = dataclasses.replace(STATISTICS, split="none", events={"train": 10_000}).describe()
+    assert list(without_eval) == list(STATISTICS.describe())[:8]
+
+
+@pytest.mark.parametrize(
+    ("split", "label", "count", "verdict"),
+    [
+        ("user:0.3", EARLY, 5, "5 (expected: the split is by user, not by time)"),
+        ("leave-last:1", EARLY, 5, "5 (LEAK in time; inherent to leave-last, --split time:TIMESTAMP has none)"),
+        ("time:9", EARLY, 5, "5 (LEAK in time; preprocess again)"),
+        ("time:9", EARLY, 0, "0 (expected: no leak in time)"),
+        ("user:0.3", COLD_ITEMS, 100, "7 of 10, in 100 or 10.0 % of its events (expected: rare items)"),
+        ("leave-last:1", COLD_ITEMS, 101, "(warning: untrained embeddings; --k-core leaves out rare items)"),
+        ("time:9", COLD_ITEMS, 101, "(expected: new since the split)"),
+        ("user:0.3", COLD_USERS, 89, "89 of 90 (LEAK: the others are in train)"),
+        ("leave-last:1", COLD_USERS, 0, "0 of 90 (expected: all have a history in train)"),
+        ("leave-last:1", COLD_USERS, 1, "1 of 90 (warning: no history in train)"),
+        ("time:9", COLD_USERS, 5, "5 of 90 (expected: new since the split)"),
+    ],
+)
+def test_the_verdict_depends_on_the_split(split: str, label: str, count: int, verdict: str) -> None:
+    field = {EARLY: "early_eval_events", COLD_ITEMS: "cold_item_events", COLD_USERS: "cold_users"}[label]
+    changes: dict[str, Any] = {"split": split, "cold_items": 7, field: count}
+    assert dataclasses.replace(STATISTICS, **changes).describe()[label].endswith(verdict)
+
+
+def _manifest(folder: Path, **options: Any) -> Manifest:
+    manifest = read_manifest(folder)
+    return dataclasses.replace(manifest, options={**manifest.options, **options})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"users": "3"},
+        {"users": None},
+        {"users": 0},
+        {"split": 3},
+        {"last_ms": 1e300},
+        {"hours_of_day": [10_000]},
+        {"bins": [1]},
+        {"more": 1},
+        {"events": 10_000},
+    ],
+)
+def test_malformed_statistics_are_refused(small_dataset: Path, wrong: dict[str, Any]) -> None:
+    right = dataclasses.asdict(STATISTICS)
+    assert read_statistics(_manifest(small_dataset, statistics=json.loads(json.dumps(right)))) == STATISTICS
+    for statistics in ({**right, **wrong}, None, {}):
+        with pytest.raises(DataError, match=r"the manifest of synthetic has no valid statistics .*; preprocess the"):
+            read_statistics(_manifest(small_dataset, statistics=statistics))
