@@ -33,7 +33,7 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Several datasets with the same contextual features, each with a share of an epoch proportional to its weight."""
+    """Several datasets with the same columns in batches, each with a share of an epoch proportional to its weight."""
 
     weights: Mapping[Path | str, float]
     """Per folder of a dataset; positive. `sample_ids` number the rows of the datasets consecutively, in this order."""
@@ -56,10 +56,11 @@ def find_samples(
     first_row = 0  # of the store, over all stores
     for store in stores:
         collate.check(store)
-        if store.manifest.contextual != stores[0].manifest.contextual:
+        types, first_types = (list(collate.types(each).items()) for each in (store, stores[0]))
+        if types != first_types:
             raise DataError(
-                f"{store.folder} has the contextual features {list(store.manifest.contextual)}, {stores[0].folder} has "
-                f"{list(stores[0].manifest.contextual)}; the datasets of a mixture must have the same"
+                f"batches of {store.folder} have {types}, of {stores[0].folder} {first_types}; a mixture needs "
+                "datasets with the same columns"
             )
         unusable = collate.unusable(store)
         for reason, rows in unusable.items():

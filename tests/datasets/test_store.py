@@ -52,7 +52,7 @@ def test_processes_that_start_together_unpack_and_remap_once(small_dataset: Path
     items = open_store(small_dataset).events["item_id"]
     assert sums == {(int(items.sum()), int((599 - items).sum()))}
     built = sorted(path.name for path in (dataset / ".cache").iterdir() if path.is_dir())
-    assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v3", *_entries(dataset)])
+    assert built == sorted([f"{read_manifest(dataset).content_hash}-train-v4", *_entries(dataset)])
     assert len(built) == 2
 
 
@@ -61,7 +61,7 @@ def test_a_damaged_cache_says_what_to_delete(dataset: Path, damage: Callable[[Pa
     open_store(dataset)
     (cached,) = (dataset / ".cache").glob("*/events/item_id.npy")
     damage(cached)
-    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v3 to have it rebuilt"):
+    with pytest.raises(DataError, match=r"item_id.npy is damaged; delete .*-train-v4 to have it rebuilt"):
         open_store(dataset)
 
 
@@ -84,7 +84,7 @@ def test_a_cache_with_indices_out_of_range_is_refused(dataset: Path, name: str, 
     changed = np.load(cached)
     changed[list(values)] = list(values.values())
     np.save(cached, changed)
-    with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v3 to have it rebuilt"):
+    with pytest.raises(DataError, match=rf"{name}.npy is damaged; delete .*-train-v4 to have it rebuilt"):
         open_store(dataset)
 
 

@@ -76,12 +76,12 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(dataset: Path) -> None:
     assert [path.suffix for path in (dataset / ".cache").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
 @pytest.mark.parametrize("parts", [[], [0], [5], [2, 0, 3]])
 def test_a_column_written_in_parts_is_that_of_numpy(tmp_path: Path, dtype: str, parts: list[int]) -> None:
     values = [np.arange(n, dtype=dtype) - 1 for n in parts]
     expected = np.concatenate([np.empty(0, dtype), *values])
-    with ColumnWriter(tmp_path / "column.npy", dtype, len(expected)) as column:
+    with ColumnWriter(tmp_path / "column.npy", dtype) as column:
         for part in values:
             column.append(part)
     np.save(tmp_path / "theirs.npy", expected)
