@@ -124,11 +124,6 @@ class Manifest:
         """Names of the contextual features with any number of values per row."""
         return tuple(name for name, dtype in self.contextual.items() if dtype == MULTI_VALUED)
 
-    @property
-    def context_ids(self) -> tuple[str, ...]:
-        """Names of the contextual features of ids: all but floats."""
-        return tuple(name for name, dtype in self.contextual.items() if dtype != FLOAT)
-
     def split(self, name: str, dataset: object) -> Split:
         """Return a split, or raise a DataError that names the dataset, a folder or URL."""
         if name not in self.splits:

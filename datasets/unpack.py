@@ -286,7 +286,7 @@ def read_row_group(file: pq.ParquetFile, group: int, manifest: Manifest, path: s
         values[name], events = _list_values(columns[name], dtype, name, path)
         if not np.array_equal(events, lengths):
             raise DataError(f"{path}: a list of column {name!r} has another length than its row's {LENGTH!r}; {REMEDY}")
-    for name in (USER_ID, *manifest.context_ids, ITEM_ID, ACTION):
+    for name in (USER_ID, *manifest.context_labels, ITEM_ID, ACTION):
         low = None if name == USER_ID else 0
         _check_range(values[name], low, manifest.vocabulary_sizes[name], name, path)
     block = RowBlock(lengths, {name: values.pop(name) for name in row_dtypes}, values, counts)

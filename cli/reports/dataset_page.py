@@ -52,7 +52,7 @@ def render_page(
     has_events = any(density.any() for density in histogram.density.values())
     by_popularity = np.sort(counts)[::-1]
     on_stage("counting context values")
-    context = [dataset_data.context_values(stores, feature) for feature in manifest.context_ids]
+    context = [dataset_data.context_values(stores, feature) for feature in manifest.context_labels]
     on_stage("counting events over time")
     time = _time(stores)
     on_stage("planning steps")

@@ -107,8 +107,8 @@ class JaggedBatch(Pipelineable):  # type: ignore[misc]
     world_loss_tokens: int | None = host(None)
     """Loss tokens of all ranks in this step, or in all that `training.accumulate` joins; None before a Balancer."""
     world_task_tokens: Tensor | None = host(None)
-    """The same for each task: integers [tasks], on the device that trains, from `training.accumulate`; None: each loss
-    token counts for all tasks."""
+    """The same for each task, or sums of weights: [tasks], on the device that trains, from `training.accumulate`; None:
+    each loss token counts for all tasks."""
     dp_size: int | None = host(None)
     """Ranks over which the loss tokens are counted; None before a Balancer."""
     plan_hash: int | None = host(None)

@@ -44,10 +44,6 @@ class Collate(ABC, Generic[Batch]):
         """Raise a ConfigError if the store lacks a column that batches need."""
         _check_known("contextual feature", self.context or (), store.manifest.contextual)
 
-    def types(self, store: SequenceStore) -> dict[str, str]:
-        """Return the kinds of columns that batches carry by choice, which all stores must have alike, in order."""
-        return {name: store.manifest.contextual[name] for name in self._context_of(store)}
-
     @abstractmethod
     def unusable(self, store: SequenceStore) -> Mapping[str, NDArray[np.int64]]:
         """Return, per reason, the rows that are not samples: int64, ascending. All stores have the same reasons."""
@@ -90,17 +86,17 @@ class Collate(ABC, Generic[Batch]):
         for name, column in self._dense_columns(spans).items():
             fields[name] = torch.from_numpy(pad_rows(column, batch_size, num_batches)).unbind()
         fields["sample_ids"] = torch.from_numpy(pad_rows(sample_ids, batch_size, num_batches, fill=-1)).unbind()
-        names = name_keys([(field, key) for field, keys in jagged.items() for key in keys])
+        of_keys = {(field, key): values for field, keys in jagged.items() for key, values in keys.items()}
+        names = name_keys(tuple(of_keys))
         max_lengths = [dict(zip(names, of_batch, strict=True)) for of_batch in np.hstack(longest).tolist()]
-        limits = zip(names, (values.length_limit for keys in jagged.values() for values in keys.values()), strict=True)
-        known_limits = {name: limit for name, limit in limits if limit is not None}
+        limits = dict(zip(names, (values.length_limit for values in of_keys.values()), strict=True))
         return [
             self._batch_type(
                 batch_size=batch_size,
                 num_real=min(max(num_samples - batch * batch_size, 0), batch_size),
                 loss_tokens=loss_tokens[batch],
                 max_lengths=max_lengths[batch],
-                length_limits=dict(known_limits),
+                length_limits={name: limit for name, limit in limits.items() if limit is not None},
                 **dict(zip(fields, tensors, strict=True)),
             )
             for batch, tensors in enumerate(zip(*fields.values(), strict=True))
@@ -125,14 +121,12 @@ class Collate(ABC, Generic[Batch]):
         """Return the samples' histories and candidates, and the values of all jagged keys."""
         spans = find_spans(groups, num_samples, self.max_history_length, self.max_num_candidates)
         store = groups[0].store
-        names = (*((USER_ID,) if self.user_id else ()), *self._context_of(store))
+        context = store.manifest.contextual if self.context is None else self.context
+        names = (*((USER_ID,) if self.user_id else ()), *context)
         features = {name: find_context(groups, name, num_samples) for name in names} | self._event_values(spans)
         floats = {name: features.pop(name) for name in [*features] if features[name].elements(store).dtype.kind == "f"}
         fields = {"features": features, "float_features": floats} if floats else {"features": features}
         return spans, fields | self._loss_values(groups, spans)
-
-    def _context_of(self, store: SequenceStore) -> Collection[str]:
-        return store.manifest.contextual if self.context is None else self.context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,12 +161,6 @@ class SequenceCollate(Collate[SequenceBatch]):
         _check_known("integer events for label", [self.label] if self.label else (), integers)
         _check_known("events for target", [self.target] if self.target else (), events)
         _check_known("events or float feature for weight", [self.weight] if self.weight else (), [*events, *floats])
-
-    def types(self, store: SequenceStore) -> dict[str, str]:
-        """Return the kinds of columns that batches carry by choice, which all stores must have alike, in order."""
-        chosen = filter(None, (*self.extra_events, self.label, self.target, self.weight))
-        events = {name: store.events[name].dtype.kind for name in chosen if name in store.events}
-        return Collate.types(self, store) | events
 
     def unusable(self, store: SequenceStore) -> dict[str, NDArray[np.int64]]:
         """Return the rows with fewer events than candidates or, if rows have numbers of targets, those with none."""

@@ -192,7 +192,7 @@ def _embeddings(config: TrainConfig, configs: list[EmbeddingConfig]) -> nn.Modul
 
 def _contextual(config: TrainConfig, manifest: Manifest) -> tuple[str, ...]:
     """Return the features that are one token of a sample each: ids with one value."""
-    single = (name for name in manifest.context_ids if name not in manifest.multi_valued)
+    single = (name for name, dtype in manifest.contextual.items() if dtype == "int64")
     return (*((USER_ID,) if config.user_id else ()), *single)
 
 

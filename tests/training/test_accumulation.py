@@ -76,6 +76,10 @@ def test_wrong_arguments_are_refused() -> None:
         accumulate(_batches([1]), 1, group=wrong)
     with pytest.raises(ConfigError, match="a batch has no world_loss_tokens; pass a Balancer instead of the loader"):
         list(accumulate(_batches([3, None]), 2))
-    for tokens, got in ((torch.tensor(3), r"torch.int64 \[\]"), (torch.ones(2), r"torch.float32 \[2\]"), ([3], "list")):
-        with pytest.raises(ConfigError, match=rf"task_tokens must return integers \[tasks\], got {got}; add up boolea"):
+    for tokens, got in (
+        (torch.tensor(3), r"torch.int64 \[\]"),
+        (torch.ones(1, 2), r"torch.float32 \[1, 2\]"),
+        ([3], "list"),
+    ):
+        with pytest.raises(ConfigError, match=rf"task_tokens must return a tensor \[tasks\], got {got}; add up boolea"):
             list(accumulate(_batches([1]), 1, task_tokens=Mock(return_value=tokens)))
