@@ -148,7 +148,7 @@ def encode_context(raw: pl.DataFrame, floats: Collection[str] = ()) -> Context:
             if is_list:
                 ids = pl.int_range(1, len(values) + 1, eager=True)
                 element = pl.element().replace_strict(values, ids, return_dtype=pl.Int64)
-                encoded = feature.list.drop_nulls().list.eval(element).fill_null([])
+                encoded = feature.list.drop_nulls().list.eval(element).cast(pl.List(pl.Int64)).fill_null([])
             else:
                 encoded = (values.search_sorted(feature).cast(pl.Int64) + 1).set(feature.is_null(), 0)
             labels[feature.name] = (None, *map(str, values))
